@@ -1,0 +1,5 @@
+"""``smdistributed.dataparallel``: the data parallel library's public names."""
+
+from smp_config.version import __version__
+
+__all__ = ["__version__"]

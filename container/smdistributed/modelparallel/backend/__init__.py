@@ -1,0 +1,1 @@
+"""Names that tools import from the library's backend."""

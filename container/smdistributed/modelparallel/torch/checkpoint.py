@@ -1,0 +1,24 @@
+"""Saving and loading: ``smp.save``, ``smp.load``, ``smp.save_checkpoint``, ``smp.resume_from_checkpoint``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from smp_runtime.checkpoint import checkpoints, objects
+from smp_runtime.session import current
+
+
+def _of_current_session(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(current(), *args, **kwargs)
+
+    return call
+
+
+save = _of_current_session(objects.save)
+load = _of_current_session(objects.load)
+save_checkpoint = _of_current_session(checkpoints.save_checkpoint)
+resume_from_checkpoint = _of_current_session(checkpoints.resume_from_checkpoint)

@@ -1,0 +1,5 @@
+"""``smp.DistributedModel``."""
+
+from smp_runtime.model import DistributedModel
+
+__all__ = ["DistributedModel"]

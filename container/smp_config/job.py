@@ -1,0 +1,227 @@
+"""What a training job carries from the notebook to its ranks, as the platform's hyperparameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError
+
+from smp_config.errors import ConfigError, suggest
+from smp_config.parameters import ModelParallelParameters, Whole
+
+#: Silences a warning of Open MPI inside containers; harmless when given twice.
+DEFAULT_MPI_OPTIONS = "--mca btl_vader_single_copy_mechanism none"
+
+MP_PARAMETERS = "mp_parameters"
+MPI_ENABLED = "sagemaker_mpi_enabled"
+MPI_PROCESSES = "sagemaker_mpi_num_of_processes_per_host"
+MPI_OPTIONS = "sagemaker_mpi_custom_mpi_options"
+DATA_PARALLEL_ENABLED = "sagemaker_distributed_dataparallel_enabled"
+DATA_PARALLEL_OPTIONS = "sagemaker_distributed_dataparallel_custom_mpi_options"
+INSTANCE_TYPE = "sagemaker_instance_type"
+INSTANCE_GROUPS = "sagemaker_distribution_instance_groups"
+
+#: Every hyperparameter that this module writes; what ``attach()`` takes out of the user's hyperparameters.
+CARRIED = (
+    MP_PARAMETERS,
+    MPI_ENABLED,
+    MPI_PROCESSES,
+    MPI_OPTIONS,
+    DATA_PARALLEL_ENABLED,
+    DATA_PARALLEL_OPTIONS,
+    INSTANCE_TYPE,
+    INSTANCE_GROUPS,
+)
+
+
+class MpiSettings(BaseModel):
+    """``distribution["mpi"]``: how many processes a host starts, and the user's own mpirun options."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    enabled: StrictBool = False
+    processes_per_host: Whole | None = None
+    custom_mpi_options: str = ""
+
+
+class DataParallelSettings(BaseModel):
+    """``distribution["smdistributed"]["dataparallel"]``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    enabled: StrictBool = False
+    custom_mpi_options: str = ""
+
+
+class JobSettings(BaseModel):
+    """The distribution of a job, typed; the same object on the client and in the container."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model_parallel: ModelParallelParameters | None = None
+    mpi: MpiSettings | None = None
+    data_parallel: DataParallelSettings | None = None
+    instance_type: str | None = None
+    instance_groups: tuple[str, ...] = ()
+
+    @property
+    def uses_mpi(self) -> bool:
+        """Whether mpirun starts the ranks; otherwise each host runs the script once."""
+        return bool((self.mpi and self.mpi.enabled) or (self.data_parallel and self.data_parallel.enabled))
+
+    @classmethod
+    def from_distribution(cls, distribution: Mapping[str, Any] | None, instance_type: str | None = None) -> JobSettings:
+        """Read the notebook's ``distribution`` dictionary.
+
+        Only ``smdistributed`` and ``mpi`` are read; other strategies of the SDK are not ours. A part whose
+        ``enabled`` is false is dropped.
+
+        Raises:
+            ConfigError: unknown keys, ``enabled`` missing or not a boolean, two strategies at once, bad parameters.
+        """
+        distribution = distribution or {}
+        smdistributed = _dictionary(distribution.get("smdistributed"), "smdistributed")
+        _refuse_unknown(smdistributed, ("modelparallel", "dataparallel"), "smdistributed")
+        model = _part(smdistributed, "modelparallel", ("enabled", "parameters"), "smdistributed.modelparallel")
+        data = _part(smdistributed, "dataparallel", ("enabled", "custom_mpi_options"), "smdistributed.dataparallel")
+        mpi = _part(distribution, "mpi", ("enabled", "processes_per_host", "custom_mpi_options"), "mpi")
+        if model and data:
+            raise ConfigError(
+                "smdistributed enables both modelparallel and dataparallel; one job runs one of the two libraries: "
+                'remove one (modelparallel does data parallelism too, with "ddp": True)'
+            )
+        groups = tuple(str(getattr(g, "instance_group_name", g)) for g in distribution.get("instance_groups", ()))
+        return cls(
+            model_parallel=ModelParallelParameters.from_mp_parameters(_parameters(model.get("parameters")))
+            if model
+            else None,
+            mpi=_settings(MpiSettings, mpi, "mpi") if mpi else None,
+            data_parallel=_settings(DataParallelSettings, data, "smdistributed.dataparallel") if data else None,
+            instance_type=instance_type,
+            instance_groups=groups,
+        )
+
+    def to_hyperparameters(self) -> dict[str, Any]:
+        """The hyperparameters, as Python values; the SDK encodes each as JSON."""
+        sent: dict[str, Any] = {}
+        if self.model_parallel is not None:
+            sent[MP_PARAMETERS] = self.model_parallel.to_mp_parameters()
+        if self.mpi is not None:
+            sent[MPI_ENABLED] = self.mpi.enabled
+            if self.mpi.processes_per_host is not None:
+                sent[MPI_PROCESSES] = self.mpi.processes_per_host
+            sent[MPI_OPTIONS] = self.mpi.custom_mpi_options or (
+                DEFAULT_MPI_OPTIONS if self.model_parallel is not None else ""
+            )
+        if self.data_parallel is not None:
+            sent[DATA_PARALLEL_ENABLED] = self.data_parallel.enabled
+            sent[DATA_PARALLEL_OPTIONS] = self.data_parallel.custom_mpi_options
+        if self.instance_type is not None:
+            sent[INSTANCE_TYPE] = self.instance_type
+        if self.instance_groups:
+            sent[INSTANCE_GROUPS] = list(self.instance_groups)
+        return sent
+
+    @classmethod
+    def from_hyperparameters(cls, hyperparameters: Mapping[str, Any]) -> JobSettings:
+        """Read a job's hyperparameters; each value may be a Python value or its JSON text.
+
+        Raises:
+            ConfigError: a carried value that cannot be read.
+        """
+        carried = {name: _decoded(hyperparameters[name]) for name in CARRIED if name in hyperparameters}
+        mpi = None
+        if MPI_ENABLED in carried:
+            given = {
+                "enabled": carried[MPI_ENABLED],
+                "processes_per_host": carried.get(MPI_PROCESSES),
+                "custom_mpi_options": carried.get(MPI_OPTIONS) or "",
+            }
+            mpi = _settings(MpiSettings, given, "mpi")
+        data = None
+        if carried.get(DATA_PARALLEL_ENABLED):
+            given = {"enabled": True, "custom_mpi_options": carried.get(DATA_PARALLEL_OPTIONS) or ""}
+            data = _settings(DataParallelSettings, given, "smdistributed.dataparallel")
+        model = carried.get(MP_PARAMETERS)
+        return cls(
+            model_parallel=None if model is None else ModelParallelParameters.from_mp_parameters(model),
+            mpi=mpi,
+            data_parallel=data,
+            instance_type=carried.get(INSTANCE_TYPE),
+            instance_groups=tuple(carried.get(INSTANCE_GROUPS) or ()),
+        )
+
+
+def _dictionary(value: Any, path: str) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f'distribution["{path}"] is {value!r}, a {type(value).__name__}; it must be a dictionary such as '
+            '{"enabled": True}'
+        )
+    return dict(value)
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...], path: str) -> None:
+    for key in given:
+        if key not in known:
+            raise ConfigError(
+                f"unknown key {key!r} in distribution[{path!r}]{suggest(str(key), known)}; known are {', '.join(known)}"
+            )
+
+
+def _part(parent: Mapping[str, Any], name: str, known: tuple[str, ...], path: str) -> dict[str, Any]:
+    """One strategy's dictionary, or an empty one when absent or disabled."""
+    if name not in parent:
+        return {}
+    part = _dictionary(parent[name], path)
+    _refuse_unknown(part, known, path)
+    if "enabled" not in part:
+        raise ConfigError(
+            f'distribution {path} has no "enabled"; it was given {sorted(part) or "nothing"}, and without it the '
+            'strategy would be dropped silently: add "enabled": True'
+        )
+    if not isinstance(part["enabled"], bool):
+        raise ConfigError(
+            f'distribution {path} has "enabled": {part["enabled"]!r}, a {type(part["enabled"]).__name__}; '
+            "only a boolean turns the strategy on: write True or False without quotes"
+        )
+    return part if part["enabled"] else {}
+
+
+def _parameters(value: Any) -> Any:
+    """``parameters`` may be the path of a JSON file."""
+    if not isinstance(value, str):
+        return value
+    path = Path(value)
+    if not path.is_file():
+        raise ConfigError(
+            f"smdistributed.modelparallel.parameters is {value!r}; a string means the path of a JSON file, and there "
+            f"is none at {path.absolute()}: give a dictionary or an existing file"
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def _settings(kind: Any, given: Mapping[str, Any], path: str) -> Any:
+    try:
+        return kind.model_validate(dict(given))
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, item['loc']))} is {item['input']!r}: "
+            + str(item["msg"]).removeprefix("Value error, ").replace("Input", "it")
+            for item in error.errors()
+        )
+        raise ConfigError(f"distribution {path}: {problems}") from None
+
+
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value

@@ -1,0 +1,352 @@
+"""``mp_parameters``: every setting of the model parallel library, typed.
+
+The notebook's ``distribution["smdistributed"]["modelparallel"]["parameters"]`` and what a rank reads from the
+hyperparameter ``mp_parameters`` are the same class, so what the client accepted is what the ranks build.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    ValidationError,
+    model_validator,
+)
+
+from smp_config.errors import ConfigError, suggest
+from smp_config.topology import Topology
+
+
+def _whole_number(value: Any) -> Any:
+    """Accept 8 and 5e8, refuse True, "8" and 0.5: pydantic alone would take some of them silently."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"must be a whole number, got {value!r} ({type(value).__name__})")
+    if value != int(value):
+        raise ValueError(f"must be a whole number, got {value!r}")
+    return int(value)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"must be a number, got {value!r} ({type(value).__name__})")
+    return float(value)
+
+
+Whole = Annotated[int, BeforeValidator(_whole_number)]
+Real = Annotated[float, BeforeValidator(_number)]
+
+#: Settings that only matter when ``sharded_data_parallel_degree`` is above 1.
+SHARDING_OPTIONS = (
+    "sdp_reduce_bucket_size",
+    "sdp_param_persistence_threshold",
+    "sdp_max_live_parameters",
+    "sdp_hierarchical_allgather",
+    "sdp_gradient_clipping",
+)
+
+
+class ModelParallelParameters(BaseModel):
+    """All settings of the model parallel library, with the documented names, defaults and bounds.
+
+    Degrees count processes; sizes of buckets and thresholds count elements. Attributes that were not given hold
+    their resolved default (``active_microbatches`` and ``memory_weight`` depend on other fields).
+
+    Raises:
+        ConfigError: from :meth:`from_mp_parameters`; pydantic's ``ValidationError`` when constructed directly.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    pipeline_parallel_degree: Whole = Field(
+        1, ge=1, description="Stages a model replica is split into (old name: partitions)."
+    )
+    tensor_parallel_degree: Whole = Field(
+        1, ge=1, description="Processes that share each distributed layer; above 1 needs ddp."
+    )
+    sharded_data_parallel_degree: Whole = Field(
+        1,
+        ge=1,
+        description="Processes that share parameters, gradients and optimizer state; 1 turns sharding off.",
+    )
+    microbatches: Whole = Field(1, ge=1, description="Slices of a batch that run through the pipeline; 1 means none.")
+    active_microbatches: Whole | None = Field(
+        None, ge=1, description="Most microbatches in flight at once; default: stages + 2."
+    )
+    pipeline: Literal["interleaved", "simple", "_only_forward"] = Field(
+        "interleaved", description="interleaved: backward first; simple: all forwards, then all backwards."
+    )
+    optimize: Literal["memory", "speed"] = Field(
+        "memory", description="Tensor parallelism: less activation memory, or less communication."
+    )
+    memory_weight: Real | None = Field(
+        None,
+        ge=0.0,
+        le=1.0,
+        description="Balance of memory (1) against time (0); default 0.2 for speed, else 0.8.",
+    )
+    placement_strategy: str = Field(
+        "cluster",
+        description="cluster (DPT), spread (TPD) or any permutation of D, P, T; right-most varies fastest.",
+    )
+    auto_partition: StrictBool = Field(True, description="Split the model automatically.")
+    default_partition: Whole | None = Field(
+        None,
+        ge=0,
+        description="Stage of modules outside every smp.partition; required when auto_partition is off.",
+    )
+    ddp: StrictBool = Field(False, description="Data parallelism with gradient all-reduce.")
+    ddp_dist_backend: Literal["auto", "nccl", "smddp", "gloo"] = Field(
+        "auto", description="Collectives: auto picks SMDDP where supported, else NCCL on GPU and gloo on CPU."
+    )
+    ddp_port: Whole | None = Field(None, ge=1, le=65535, description="Rendezvous port; default: a free one.")
+    prescaled_batch: StrictBool = Field(False, description="Ranks of one tensor parallel group receive the same batch.")
+    shard_optimizer_state: StrictBool = Field(
+        False, description="Optimizer state sharded over the ranks that hold the same parameters."
+    )
+    fp16: StrictBool = Field(False, description="Train in float16 with fp32 master weights and loss scaling.")
+    bf16: StrictBool = Field(False, description="Train in bfloat16 with fp32 master weights.")
+    fp16_params: StrictBool = Field(False, description="Initialise distributed modules in float16.")
+    offload_activations: StrictBool = Field(False, description="Checkpointed activations wait in CPU memory.")
+    activation_loading_horizon: Whole = Field(
+        4, ge=1, description="Pipeline tasks before its use at which an offloaded activation is loaded back."
+    )
+    delayed_parameter_initialization: StrictBool = Field(
+        False, description="Parameters stay on the meta device until the model is partitioned."
+    )
+    skip_tracing: StrictBool = Field(False, description="Partition without the tracing step.")
+    deterministic_server: StrictBool = Field(False, description="Same order of requests on all data parallel ranks.")
+    sdp_reduce_bucket_size: Whole = Field(500_000_000, ge=1, description="Elements per gradient bucket.")
+    sdp_param_persistence_threshold: Whole = Field(
+        1_000_000, ge=0, description="Parameters with fewer elements stay replicated; 0 shards everything."
+    )
+    sdp_max_live_parameters: Whole = Field(1_000_000_000, ge=1, description="Most gathered elements at once.")
+    sdp_hierarchical_allgather: StrictBool = Field(True, description="All-gather in phases inside and between nodes.")
+    sdp_gradient_clipping: Real = Field(1.0, gt=0.0, description="L2 norm to which the global gradient is clipped.")
+    contiguous: StrictBool = Field(True, description="Accepted for old scripts; stages are always contiguous.")
+    horovod: StrictBool = Field(False, description="Only false: Horovod belongs to TensorFlow.")
+    load_partition: StrictBool = Field(False, description="Read the partition decision from partition_file.")
+    partition_file: str | None = Field(None, description="File with a partition decision, read or written.")
+    fast_mode: StrictBool = Field(False, description="Accepted for old scripts; handles are always direct.")
+    static_mode: StrictBool = Field(False, description="Accepted for old scripts; recorded order is always replayed.")
+    checkpoint_attentions: StrictBool = Field(False, description="Checkpoint the attention part of distributed layers.")
+    overlapping_allreduce: StrictBool = Field(True, description="Reduce gradients while backward still runs.")
+    tracing_rank: Whole | None = Field(None, ge=0, description="Pipeline rank that traces the model; default 0.")
+    match_weights: StrictBool = Field(False, alias="_match_weights", description="Accepted for old test scripts.")
+    fp32_grad_accumulation: StrictBool = Field(
+        False, alias="_fp32_grad_accumulation", description="Accumulate half precision gradients in fp32."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names(cls, data: Any) -> Any:
+        """Settle the old names; unknown keys name the nearest known key."""
+        if not isinstance(data, Mapping):
+            raise ValueError(f"the parameters must be a dictionary, got {type(data).__name__}")
+        given = dict(data)
+        for old, new in (("partitions", "pipeline_parallel_degree"), ("_prescaled_batch", "prescaled_batch")):
+            if old not in given:
+                continue
+            value = given.pop(old)
+            if new in given and given[new] != value:
+                raise ValueError(
+                    f"{old} is {value!r} but {new} is {given[new]!r}; they are two names of one setting: "
+                    f"keep only {new}"
+                )
+            given[new] = value
+        for key in given:
+            if key not in _KNOWN_KEYS:
+                raise ValueError(
+                    f"unknown parameter {key!r}{suggest(str(key), _KNOWN_KEYS) or '; see the documented names'}"
+                )
+        return given
+
+    @model_validator(mode="after")
+    def _placement(self) -> ModelParallelParameters:
+        if sorted(self.placement) != ["D", "P", "T"]:
+            raise ValueError(
+                f"placement_strategy is {self.placement_strategy!r}; it must be 'cluster', 'spread' or a "
+                "permutation of the letters D, P and T, for example 'DPT'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _data_parallel(self) -> ModelParallelParameters:
+        if self.horovod:
+            raise ValueError("horovod is true, but it belongs to TensorFlow; remove it and set ddp to true instead")
+        needs = {
+            f"tensor_parallel_degree is {self.tensor_parallel_degree}": self.tensor_parallel_degree > 1,
+            f"sharded_data_parallel_degree is {self.sharded_data_parallel_degree}": self.sharded_data_parallel_degree
+            > 1,
+            "shard_optimizer_state is true": self.shard_optimizer_state,
+            f"ddp_port is {self.ddp_port}": self.ddp_port is not None,
+            f"ddp_dist_backend is {self.ddp_dist_backend!r}": self.ddp_dist_backend != "auto",
+        }
+        for what, needed in needs.items():
+            if needed and not self.ddp:
+                how = "is false" if "ddp" in self.model_fields_set else "was not given (its default is false)"
+                raise ValueError(f'{what}, which needs data parallelism, but ddp {how}; set "ddp": True')
+        return self
+
+    @model_validator(mode="after")
+    def _precision(self) -> ModelParallelParameters:
+        if self.fp16 and self.bf16:
+            raise ValueError("fp16 and bf16 are both true; training has one half precision: keep one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _sharding(self) -> ModelParallelParameters:
+        degree = self.sharded_data_parallel_degree
+        if degree > 1 and self.shard_optimizer_state:
+            raise ValueError(
+                f"sharded_data_parallel_degree is {degree} and shard_optimizer_state is true; sharded data "
+                "parallelism already shards the optimizer state: remove shard_optimizer_state"
+            )
+        if degree > 1 and self.tensor_parallel_degree > 1 and not self.prescaled_batch:
+            raise ValueError(
+                f"sharded_data_parallel_degree is {degree} and tensor_parallel_degree is "
+                f"{self.tensor_parallel_degree}; together they need every tensor parallel group to read one batch: "
+                'set "prescaled_batch": True'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _partitioning(self) -> ModelParallelParameters:
+        stages = self.pipeline_parallel_degree
+        if not self.auto_partition and self.default_partition is None:
+            raise ValueError(
+                "auto_partition is false and default_partition is missing; modules outside every smp.partition "
+                f"context need a stage: set default_partition to a number from 0 to {stages - 1}"
+            )
+        if self.default_partition is not None and self.default_partition >= stages:
+            raise ValueError(
+                f"default_partition is {self.default_partition}, but pipeline_parallel_degree is {stages}, so stages "
+                f"are numbered 0 to {stages - 1}; use one of these"
+            )
+        if self.load_partition and not self.partition_file:
+            raise ValueError("load_partition is true but partition_file is missing; name the file to read")
+        if self.tracing_rank is not None and self.tracing_rank >= stages:
+            raise ValueError(
+                f"tracing_rank is {self.tracing_rank}, but pipeline_parallel_degree is {stages}; "
+                f"use a pipeline rank from 0 to {stages - 1}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _resolved_defaults(self) -> ModelParallelParameters:
+        # Written past pydantic so that a default stays out of model_fields_set, hence out of mp_parameters.
+        resolved = {
+            "active_microbatches": self.active_microbatches or self.pipeline_parallel_degree + 2,
+            "memory_weight": (0.2 if self.optimize == "speed" else 0.8)
+            if self.memory_weight is None
+            else self.memory_weight,
+            "default_partition": self.default_partition or 0,
+        }
+        self.__dict__.update(resolved)
+        return self
+
+    @property
+    def partitions(self) -> int:
+        """The old name of :attr:`pipeline_parallel_degree`."""
+        return self.pipeline_parallel_degree
+
+    @property
+    def placement(self) -> str:
+        """The placement as letters, right-most varying fastest: ``"DPT"`` for ``"cluster"``."""
+        return {"cluster": "DPT", "spread": "TPD"}.get(self.placement_strategy, self.placement_strategy)
+
+    def topology(self, world_size: int) -> Topology:
+        """Lay these degrees over ``world_size`` processes.
+
+        Raises:
+            ConfigError: when the degrees do not fit.
+        """
+        return Topology(
+            world_size,
+            pipeline=self.pipeline_parallel_degree,
+            tensor=self.tensor_parallel_degree,
+            sharded=self.sharded_data_parallel_degree,
+            placement=self.placement,
+        )
+
+    def warnings(self) -> list[str]:
+        """Settings that are allowed but ignored or not recommended, one sentence each."""
+        said = []
+        tensor = self.tensor_parallel_degree
+        if tensor & (tensor - 1):
+            said.append(
+                f"tensor_parallel_degree is {tensor}; powers of two are recommended, "
+                f"for example {1 << tensor.bit_length() - 1}"
+            )
+        if self.sharded_data_parallel_degree == 1:
+            ignored = [name for name in SHARDING_OPTIONS if name in self.model_fields_set]
+            if ignored:
+                said.append(f"{', '.join(ignored)} ignored: sharded_data_parallel_degree is 1, so nothing is sharded")
+        if self.auto_partition and "default_partition" in self.model_fields_set and self.default_partition:
+            said.append(f"default_partition={self.default_partition} ignored: auto_partition is true")
+        if self.offload_activations and self.microbatches == 1 and self.sharded_data_parallel_degree == 1:
+            said.append("offload_activations hides its transfers only behind other microbatches, but microbatches is 1")
+        if "activation_loading_horizon" in self.model_fields_set and not self.offload_activations:
+            said.append("activation_loading_horizon ignored: offload_activations is false")
+        if self.prescaled_batch and tensor == 1:
+            said.append("prescaled_batch ignored: tensor_parallel_degree is 1")
+        return said
+
+    @classmethod
+    def from_mp_parameters(cls, value: Mapping[str, Any] | str | None) -> ModelParallelParameters:
+        """Read the hyperparameter ``mp_parameters``, a dictionary or its JSON text; None means all defaults.
+
+        Raises:
+            ConfigError: for text that is not JSON, an unknown key, a bad value or a forbidden combination.
+        """
+        if isinstance(value, str):
+            text = value
+            try:
+                value = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ConfigError(
+                    f"mp_parameters is not JSON ({error}); it begins with {text[:60]!r}; "
+                    'send a JSON object such as {"ddp": true}'
+                ) from None
+        try:
+            return cls.model_validate({} if value is None else value)
+        except ValidationError as error:
+            raise ConfigError(_readable(error)) from None
+
+    def to_mp_parameters(self) -> dict[str, Any]:
+        """The given settings (defaults left out) under their documented names; always has both names of the degree."""
+        given = self.model_dump(by_alias=True, exclude_unset=True)
+        degree = self.pipeline_parallel_degree
+        return {**given, "partitions": degree, "pipeline_parallel_degree": degree}
+
+
+_KNOWN_KEYS = set(ModelParallelParameters.model_fields) | {
+    field.alias for field in ModelParallelParameters.model_fields.values() if field.alias
+}
+
+
+def _readable(error: ValidationError) -> str:
+    """Pydantic's list of errors as sentences that name the field, the value and the bound."""
+    sentences = []
+    for item in error.errors():
+        message = str(item["msg"]).removeprefix("Value error, ")
+        field = ".".join(str(part) for part in item["loc"] if not str(part).startswith("function-"))
+        if not field:
+            sentences.append(message)
+        elif message.startswith("must be"):
+            sentences.append(f"{field} {message}")
+        else:
+            detail = message[0].lower() + message[1:]
+            description = (
+                ModelParallelParameters.model_fields[field].description
+                if field in ModelParallelParameters.model_fields
+                else ""
+            )
+            sentences.append(f"{field} is {item['input']!r}: {detail}. {description}".rstrip())
+    return "; ".join(sentences)

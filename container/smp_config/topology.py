@@ -1,0 +1,177 @@
+"""Ranks and groups: every one a slice of one grid of processes.
+
+An *axis* belongs to the grid: pipeline (``P``), tensor (``T``) and reduced data parallel (``D``). The right-most
+letter of the placement varies fastest over global ranks. The sharding axis divides the reduced data parallel axis.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from smp_config.errors import ConfigError
+
+
+class Group(enum.Enum):
+    """The groups of processes that a rank belongs to; the value is the prefix of its ``*_rank`` functions."""
+
+    WORLD = "world"
+    #: One replica of the model: all pipeline and tensor parallel ranks.
+    MP = "mp"
+    #: All ranks of one pipeline stage: tensor and reduced data parallel ranks.
+    DP = "dp"
+    TP = "tp"
+    PP = "pp"
+    #: Reduced data parallel: ranks with the same pipeline and tensor coordinates, which hold the same parameters.
+    RDP = "rdp"
+    #: Ranks of an RDP group that together hold one copy of the sharded state.
+    SHARD = "shard"
+    #: Ranks of an RDP group that hold the same shard.
+    REPLICA = "replica"
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank stands on each axis, counted from 0."""
+
+    pp: int
+    tp: int
+    rdp: int
+
+
+@dataclass(frozen=True)
+class Topology:
+    """All degrees, and every group that follows from them.
+
+    Args:
+        world_size: processes over all hosts.
+        pipeline: stages of one replica.
+        tensor: processes that share each distributed layer.
+        sharded: processes that share one copy of the state; divides the reduced data parallel degree.
+        placement: permutation of ``D``, ``P``, ``T``; the right-most varies fastest over global ranks.
+
+    Raises:
+        ConfigError: a degree below 1, or one that does not divide what it must divide.
+    """
+
+    world_size: int
+    pipeline: int = 1
+    tensor: int = 1
+    sharded: int = 1
+    placement: str = "DPT"
+    _sizes: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "pipeline", "tensor", "sharded"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; every degree is at least 1")
+        if sorted(self.placement) != ["D", "P", "T"]:
+            raise ConfigError(f"placement {self.placement!r} is not a permutation of D, P and T; use for example 'DPT'")
+        model = self.pipeline * self.tensor
+        made_of = f"pipeline_parallel_degree {self.pipeline} × tensor_parallel_degree {self.tensor} = {model}"
+        if model > self.world_size:
+            raise ConfigError(
+                f"one replica needs {model} processes ({made_of}), but the job has {self.world_size} "
+                f"(processes_per_host × instance_count); lower a degree or start at least {model} processes"
+            )
+        if self.world_size % model:
+            raise ConfigError(
+                f"{self.world_size} processes (processes_per_host × instance_count) cannot be divided into replicas of "
+                f"{model} processes ({made_of}); use {self.world_size // model * model} processes or degrees whose "
+                f"product divides {self.world_size}"
+            )
+        rdp = self.world_size // model
+        if rdp % self.sharded:
+            fitting = [d for d in range(1, rdp + 1) if rdp % d == 0]
+            raise ConfigError(
+                f"sharded_data_parallel_degree is {self.sharded}, but there are {rdp} data parallel ranks "
+                f"to shard over ({self.world_size} processes ÷ {made_of}); use one of {', '.join(map(str, fitting))}"
+            )
+        object.__setattr__(self, "_sizes", {"P": self.pipeline, "T": self.tensor, "D": rdp})
+
+    @property
+    def rdp_size(self) -> int:
+        """Ranks that hold the same parameters."""
+        return self._sizes["D"]
+
+    def size(self, group: Group) -> int:
+        """Ranks in a group of this kind."""
+        return {
+            Group.WORLD: self.world_size,
+            Group.MP: self.pipeline * self.tensor,
+            Group.DP: self.tensor * self.rdp_size,
+            Group.TP: self.tensor,
+            Group.PP: self.pipeline,
+            Group.RDP: self.rdp_size,
+            Group.SHARD: self.sharded,
+            Group.REPLICA: self.rdp_size // self.sharded,
+        }[group]
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The position of a global rank on the three axes."""
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"rank {rank} does not exist: the job has ranks 0 to {self.world_size - 1}")
+        found = {}
+        rest = rank
+        for letter in reversed(self.placement):
+            rest, found[letter] = divmod(rest, self._sizes[letter])
+        return Coordinates(pp=found["P"], tp=found["T"], rdp=found["D"])
+
+    def rank_at(self, at: Coordinates) -> int:
+        """The global rank at a position; the inverse of :meth:`coordinates`."""
+        position = {"P": at.pp, "T": at.tp, "D": at.rdp}
+        rank = 0
+        for letter in self.placement:
+            rank = rank * self._sizes[letter] + position[letter]
+        return rank
+
+    def _group_key(self, group: Group, rank: int) -> tuple[int, ...]:
+        """Ranks with equal keys form one group."""
+        at = self.coordinates(rank)
+        return {
+            Group.WORLD: (),
+            Group.MP: (at.rdp,),
+            Group.DP: (at.pp,),
+            Group.TP: (at.pp, at.rdp),
+            Group.PP: (at.tp, at.rdp),
+            Group.RDP: (at.pp, at.tp),
+            Group.SHARD: (at.pp, at.tp, at.rdp // self.sharded),
+            Group.REPLICA: (at.pp, at.tp, at.rdp % self.sharded),
+        }[group]
+
+    @cached_property
+    def _groups(self) -> dict[Group, list[list[int]]]:
+        by_kind = {}
+        for group in Group:
+            members: dict[tuple[int, ...], list[int]] = {}
+            for rank in range(self.world_size):
+                members.setdefault(self._group_key(group, rank), []).append(rank)
+            by_kind[group] = sorted(members.values())
+        return by_kind
+
+    def groups(self, group: Group) -> list[list[int]]:
+        """All groups of one kind as lists of ascending global ranks, ordered by their first rank."""
+        return [list(members) for members in self._groups[group]]
+
+    def group_of(self, group: Group, rank: int) -> list[int]:
+        """The global ranks, ascending, of the group of this kind that ``rank`` belongs to."""
+        key = self._group_key(group, rank)
+        return next(list(members) for members in self._groups[group] if self._group_key(group, members[0]) == key)
+
+    def rank_in(self, group: Group, rank: int) -> int:
+        """Position of global ``rank`` in its group, in ascending global rank."""
+        return self.group_of(group, rank).index(rank)
+
+    def replicas(self) -> Iterator[list[int]]:
+        """The model replicas, each as the global ranks that hold it."""
+        yield from self.groups(Group.MP)
+
+    def global_batch(self, batch: int, *, prescaled: bool) -> int:
+        """Samples per optimizer step when every rank reads ``batch`` samples.
+
+        With ``prescaled`` a tensor parallel group reads one batch together, so only the reduced data parallel
+        degree multiplies it.
+        """
+        return batch * self.size(Group.RDP if prescaled else Group.DP)

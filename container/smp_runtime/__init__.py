@@ -1,0 +1,1 @@
+"""The engine that runs in every rank; scripts reach it through ``smdistributed.modelparallel.torch``."""

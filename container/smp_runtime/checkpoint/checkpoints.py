@@ -1,0 +1,186 @@
+"""``save_checkpoint`` and ``resume_from_checkpoint``: model, optimizer, random state and the script's own content."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp_config import Group
+from smp_runtime.checkpoint.files import read_tensors, write_tensors, write_user_content
+from smp_runtime.checkpoint.folder import FolderTransaction, locate, prune
+from smp_runtime.checkpoint.objects import partial_suffix
+from smp_runtime.errors import SMPUserError
+from smp_runtime.session import Session
+
+if TYPE_CHECKING:
+    from smp_runtime.model import DistributedModel
+    from smp_runtime.optimizer import DistributedOptimizer
+
+logger = logging.getLogger("smp")
+
+USER_CONTENT = "user_content"
+
+
+def save_checkpoint(
+    session: Session,
+    path: str,
+    tag: str,
+    partial: bool = True,
+    model: DistributedModel | None = None,
+    optimizer: DistributedOptimizer | None = None,
+    user_content: Any = None,
+    translate_if_full: bool = True,
+    num_kept_partial_checkpoints: int | None = None,
+) -> None:
+    """Save a checkpoint; every rank calls it with the same tag.
+
+    A partial checkpoint is the folder ``path/<tag>_partial`` with the model's and the optimizer's state and every
+    rank's random state; it appears whole or not at all, and ``path/newest`` names it last. A full one
+    (``partial=False``) is the file ``path/<tag>``: the model's ``state_dict``, to be loaded by plain PyTorch.
+
+    Args:
+        path: folder of checkpoints, made if absent.
+        tag: usually the number of steps.
+        model: default: the wrapped model.
+        optimizer: default: the wrapped optimizer.
+        user_content: plain containers, numbers, strings and tensors.
+        translate_if_full: accepted; a model without distributed layers is already in its own format.
+        num_kept_partial_checkpoints: older ones are removed beyond this number.
+
+    Raises:
+        SMPUserError: content that could not be loaded back, a tag with a slash.
+        CheckpointError: some rank could not write; the former checkpoint stays the newest.
+    """
+    tag = str(tag)
+    if not tag or "/" in tag or tag.startswith("."):
+        raise SMPUserError(f"the tag is {tag!r}, but it becomes a file name: use letters, digits, '-' and '_'")
+    if num_kept_partial_checkpoints is not None and num_kept_partial_checkpoints < 1:
+        raise SMPUserError(f"num_kept_partial_checkpoints is {num_kept_partial_checkpoints}; keep at least 1, or None")
+    model = model or session.model
+    optimizer = optimizer or session.optimizer
+    folder = Path(path)
+    if not partial:
+        _save_full(session, folder, tag, model, user_content)
+        return
+    transaction = FolderTransaction(session, folder / f"{tag}_partial")
+    failure = None
+    try:
+        _write_partial(session, transaction.writing, model, optimizer, user_content)
+    except (OSError, RuntimeError, SMPUserError) as error:
+        failure = f"{type(error).__name__}: {error}"
+    transaction.commit(failure)
+    if transaction.keeps_order and num_kept_partial_checkpoints is not None:
+        prune(folder, num_kept_partial_checkpoints, f"{tag}_partial")
+
+
+def _write_partial(
+    session: Session,
+    folder: Path,
+    model: DistributedModel | None,
+    optimizer: DistributedOptimizer | None,
+    user_content: Any,
+) -> None:
+    suffix = partial_suffix(session)
+    if session.rank_in(Group.RDP) == 0:
+        if model is not None:
+            write_tensors({"module": model.local_state_dict()}, folder / f"model_{suffix}.pt")
+        if optimizer is not None:
+            write_tensors(optimizer.local_state_dict(), folder / f"optimizer_{suffix}.pt")
+    write_tensors(_random_state(session), folder / f"rng_{session.rank}.pt")
+    if session.rank == 0:
+        write_user_content(user_content, folder / f"{USER_CONTENT}.pt")
+
+
+def _save_full(session: Session, folder: Path, tag: str, model: DistributedModel | None, user_content: Any) -> None:
+    if model is None:
+        raise SMPUserError("a full checkpoint saves the model, but none is wrapped: pass model=")
+    state = model.state_dict(gather_to_rank0=True)
+    if session.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(state, folder / tag)
+        write_user_content(user_content, folder / f"{USER_CONTENT}_{tag}")
+    session.control.barrier(list(range(session.control.size)))
+
+
+def resume_from_checkpoint(
+    session: Session,
+    path: str,
+    tag: str | None = None,
+    partial: bool = True,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_sharded_optimizer_state: bool = True,
+    translate_function: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+) -> Any:
+    """Load a checkpoint into the wrapped model and optimizer; every rank calls it.
+
+    Args:
+        path: folder of checkpoints.
+        tag: a tag or a folder name; None means the newest. For a full checkpoint, its file name.
+        partial: which of the two kinds.
+        strict: whether the names must agree exactly.
+        load_optimizer: whether the optimizer's state is loaded too.
+        load_sharded_optimizer_state: only matters under sharded data parallelism.
+        translate_function: applied to a full checkpoint's state before it is loaded.
+
+    Returns:
+        The ``user_content`` that was saved, or None.
+
+    Raises:
+        CheckpointError: nothing to resume, or a file is missing or damaged.
+    """
+    model, optimizer = session.model, session.optimizer
+    folder = Path(path)
+    if not partial:
+        return _resume_full(session, folder, tag, strict, translate_function)
+    found = locate(folder, tag)
+    suffix = partial_suffix(session)
+    if model is not None:
+        model.load_state_dict(read_tensors(found / f"model_{suffix}.pt")["module"], strict=strict)
+    if optimizer is not None and load_optimizer:
+        optimizer.load_state_dict(read_tensors(found / f"optimizer_{suffix}.pt"))
+    _restore_random_state(session, found)
+    content = found / f"{USER_CONTENT}.pt"
+    return read_tensors(content) if content.is_file() else None
+
+
+def _resume_full(
+    session: Session,
+    folder: Path,
+    tag: str | None,
+    strict: bool,
+    translate_function: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None,
+) -> Any:
+    if tag is None:
+        raise SMPUserError("a full checkpoint is resumed by its file name, but tag is None: pass tag=")
+    state = read_tensors(folder / tag)
+    if translate_function is not None:
+        state = translate_function(state)
+    if session.model is None:
+        raise SMPUserError("there is no wrapped model to load into; wrap it in smp.DistributedModel first")
+    session.model.load_state_dict(state, strict=strict)
+    content = folder / f"{USER_CONTENT}_{tag}"
+    return read_tensors(content) if content.is_file() else None
+
+
+def _random_state(session: Session) -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if session.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(session.device)
+    return state
+
+
+def _restore_random_state(session: Session, folder: Path) -> None:
+    """Each rank continues its own random numbers; with another number of ranks, those without a record start anew."""
+    file = folder / f"rng_{session.rank}.pt"
+    if not file.is_file():
+        logger.warning("no random state for rank %d in %s: it keeps its own", session.rank, folder)
+        return
+    state = read_tensors(file)
+    torch.set_rng_state(state["cpu"])
+    if session.device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], session.device)

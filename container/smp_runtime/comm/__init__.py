@@ -1,0 +1,1 @@
+"""Between ranks: the control plane, its object messages, process groups and the collectives seam."""

@@ -1,0 +1,78 @@
+"""Process groups of ``torch.distributed``, one for every group of the topology."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from smp_config import Group, Topology
+from smp_runtime.comm.control import ControlPlane, timeout_seconds
+from smp_runtime.errors import SMPRuntimeError
+
+
+class ProcessGroups:
+    """The data plane: starts ``torch.distributed`` if the script has not, then slices it by the topology.
+
+    Args:
+        control: used to agree on the rendezvous address.
+        topology: whose groups are made.
+        backend: ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
+        port: rendezvous port, or None for a free one that rank 0 picks.
+
+    Raises:
+        SMPRuntimeError: the script started ``torch.distributed`` with another number of processes.
+    """
+
+    def __init__(self, control: ControlPlane, topology: Topology, backend: str, port: int | None = None) -> None:
+        self._topology = topology
+        self._rank = control.rank
+        self._owns_default = not dist.is_initialized()
+        if self._owns_default:
+            self._start(control, backend, port)
+        elif dist.get_world_size() != control.size or dist.get_rank() != control.rank:
+            raise SMPRuntimeError(
+                f"torch.distributed was started before smp.init() as rank {dist.get_rank()} of {dist.get_world_size()}, "
+                f"but this process is rank {control.rank} of {control.size}; call smp.init() first, or start it with "
+                "the same ranks"
+            )
+        self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        world = dist.group.WORLD
+        if world is None:
+            raise AssertionError("torch.distributed has no default group after it was started")
+        self._by_ranks[tuple(range(topology.world_size))] = world
+        for kind in Group:
+            for ranks in topology.groups(kind):
+                key = tuple(ranks)
+                if key not in self._by_ranks:
+                    made = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds()))
+                    self._by_ranks[key] = made  # non-members hold a placeholder they never use
+
+    def group(self, kind: Group) -> dist.ProcessGroup:
+        """This rank's process group of that kind."""
+        return self._by_ranks[tuple(self._topology.group_of(kind, self._rank))]
+
+    def close(self) -> None:
+        """Shut down what was started here."""
+        if self._owns_default and dist.is_initialized():
+            dist.destroy_process_group()
+
+    @staticmethod
+    def _start(control: ControlPlane, backend: str, port: int | None) -> None:
+        everyone = list(range(control.size))
+        timeout = timedelta(seconds=timeout_seconds())
+        store: dist.Store
+        if control.size == 1:
+            store = dist.HashStore()
+        else:
+            address = os.environ.get("MASTER_ADDR") or socket.gethostname()
+            if control.rank == 0:
+                # Port 0: the store itself finds a free one, so that nobody can take it in between.
+                store = dist.TCPStore(address, port or 0, is_master=True, wait_for_workers=False, timeout=timeout)
+                control.broadcast((address, store.port), everyone)
+            else:
+                address, agreed = control.broadcast(None, everyone)
+                store = dist.TCPStore(address, agreed, is_master=False, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=control.rank, world_size=control.size, timeout=timeout)

@@ -1,0 +1,40 @@
+"""The errors of the runtime: ``ValueError`` family for what a script gave, ``RuntimeError`` family for the rest."""
+
+from __future__ import annotations
+
+from smp_config import ConfigError
+
+
+class SMPError(Exception):
+    """Root of everything that the runtime raises by itself."""
+
+
+class SMPUserError(SMPError, ValueError):
+    """Something that the script passed cannot work."""
+
+
+class SMPRuntimeError(SMPError, RuntimeError):
+    """The environment, a peer or the order of calls is not as it must be."""
+
+
+class NotInitializedError(SMPRuntimeError):
+    """A function that needs :func:`smp.init` was called before it."""
+
+
+class DeadlineError(SMPRuntimeError):
+    """A wait for another rank outlasted its deadline."""
+
+
+class CheckpointError(SMPRuntimeError):
+    """A checkpoint is missing, incomplete or belongs to another model."""
+
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DeadlineError",
+    "NotInitializedError",
+    "SMPError",
+    "SMPRuntimeError",
+    "SMPUserError",
+]

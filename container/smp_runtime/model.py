@@ -1,0 +1,390 @@
+"""``DistributedModel``: the wrapper around the user's module that a script trains."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from smp_config import Group
+from smp_runtime import session as sessions
+from smp_runtime.data_parallel.reducer import GradientReducer
+from smp_runtime.data_parallel.replication import broadcast_tensors
+from smp_runtime.errors import SMPUserError
+from smp_runtime.registry import ParameterRegistry
+
+logger = logging.getLogger("smp")
+
+PARTIAL_KEY = "_smp_is_partial"
+
+
+class DistributedModel(nn.Module):
+    """Trains ``module`` over all processes of the job; gradients are averaged once per step.
+
+    The module moves to this rank's device, and its parameters and buffers become those of the first data parallel
+    rank. Attributes of the module can be read from the wrapper, and ``model.module``, ``model.module.module`` and so
+    on are all the module itself.
+
+    Args:
+        module: any ``nn.Module``.
+        trace_device: ``"gpu"`` or ``"cpu"``: where the tracing step runs.
+        trace_execution_times: measure module times while tracing; not with ``trace_device="cpu"``.
+        overlapping_allreduce: reduce gradients while backward still runs.
+        backward_passes_per_step: steps whose gradients accumulate before one reduction.
+        average_grads_across_microbatches: False leaves the sum over microbatches.
+        bucket_cap_mb: size of a gradient bucket, in MiB.
+        trace_memory_usage: measure memory while tracing.
+        broadcast_buffers: copy buffers from the first data parallel rank at every training step.
+        gradient_as_bucket_view: accepted; gradients keep storage of their own.
+        find_unused_parameters: accepted; unused parameters are always found.
+
+    Raises:
+        SMPUserError: (a ``ValueError``) an argument out of its range.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trace_device: str = "gpu",
+        trace_execution_times: bool = False,
+        overlapping_allreduce: bool = True,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: float = 25,
+        trace_memory_usage: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
+        self._session = sessions.current()
+        self.module = module
+        self._alias_module()
+        self._averages_microbatches = average_grads_across_microbatches
+        self._broadcasts_buffers = broadcast_buffers
+        self._passes_per_reduction = backward_passes_per_step
+        self._passes = 0
+        self._in_backward = False
+        self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._post_step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+
+        # One stage holds the whole model, so placement and the copy to the replicas happen at once.
+        super().to(self._session.device)
+        self.registry = ParameterRegistry(module)
+        self.partitioned = True
+        self._reducer: GradientReducer | None = None
+        if self._session.cfg.ddp and self._session.size(Group.DP) > 1:
+            self._replicate([*module.parameters(), *module.buffers()])
+            self._reducer = GradientReducer(
+                [record.parameter for record in self.registry if record.parameter.requires_grad],
+                self._session.groups.group(Group.DP),
+                self._session.members(Group.DP),
+                self._session.collectives,
+                bucket_bytes=int(bucket_cap_mb * 2**20),
+                overlap=overlapping_allreduce and self._session.cfg.overlapping_allreduce,
+            )
+            self._open_window()
+            self._watch_backward_outside_steps()
+        if self._averages_microbatches and self._session.cfg.microbatches > 1:
+            self._scale_foreign_gradients()
+        self._session.adopt_model(self)
+        if self._session.rank == 0:
+            logger.info(
+                "Partition assignments:\n  %s: %s parameters, rank 0",
+                type(module).__name__,
+                f"{self.registry.elements:,}",
+            )
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; inside a step, with one microbatch."""
+        if self._session.microbatch is None and self.training and torch.is_grad_enabled():
+            self._refresh_buffers()
+        return self.module(*args, **kwargs)
+
+    def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
+        """Backward from ``tensors``, as ``torch.autograd.backward``; inside a step, of one microbatch.
+
+        Gradients are averaged over the microbatches unless ``average_grads_across_microbatches=False``.
+
+        Raises:
+            SMPUserError: an output that is not a scalar, without its gradient in ``grad_tensors``.
+        """
+        outputs = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
+        gradients = [None] * len(outputs) if given is None else list(given)
+        scale = self._gradient_scale()
+        for index, (output, gradient) in enumerate(zip(outputs, gradients, strict=True)):
+            if gradient is None and output.numel() != 1:
+                raise SMPUserError(
+                    f"backward got an output of shape {list(output.shape)} without a gradient; reduce it to a scalar "
+                    "loss, or pass its gradient in grad_tensors"
+                )
+            if scale != 1.0:
+                seed = torch.ones_like(output) if gradient is None else gradient
+                gradients[index] = seed * scale
+        self._in_backward = True
+        try:
+            torch.autograd.backward(outputs, gradients)
+        finally:
+            self._in_backward = False
+
+    def _gradient_scale(self) -> float:
+        inside = self._session.microbatch is not None
+        return 1.0 / self._session.cfg.microbatches if inside and self._averages_microbatches else 1.0
+
+    def _scale_foreign_gradients(self) -> None:
+        """``loss.backward()`` inside a step, instead of ``model.backward(loss)``, averages over microbatches too."""
+
+        def scaled(gradient: torch.Tensor) -> torch.Tensor | None:
+            scale = 1.0 if self._in_backward else self._gradient_scale()
+            return None if scale == 1.0 else gradient * scale
+
+        for record in self.registry:
+            if record.parameter.requires_grad:
+                record.parameter.register_hook(scaled)
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """A step-decorated function begins."""
+        if self.training and torch.is_grad_enabled():
+            self._refresh_buffers()
+        self._open_window()
+
+    def finish_step(self) -> bool:
+        """All microbatches are done: reduce gradients, run the hooks; returns whether backward ran."""
+        trained = True if self._reducer is None else self._reducer.touched
+        if self._reducer is not None:
+            if trained:
+                self._passes += 1
+                self._reducer.finish_window()
+            self._open_window()
+        for hook in list(self._post_step_hooks.values()):
+            hook(self, self._session.optimizer)
+        return trained and torch.is_grad_enabled()
+
+    def abandon_step(self) -> None:
+        """A microbatch raised: its gradients are not reduced."""
+        self._open_window()
+
+    def _open_window(self) -> None:
+        """Gradients that come from now on belong to the next pass, which reduces if it completes a group of passes."""
+        if self._reducer is not None:
+            self._reducer.begin_window(reduces=(self._passes + 1) % self._passes_per_reduction == 0)
+
+    def _watch_backward_outside_steps(self) -> None:
+        """``loss.backward()`` without a step is a window of its own, closed when the backward pass ends."""
+        queued = False
+
+        def close_window() -> None:
+            nonlocal queued
+            queued = False
+            if self._reducer is not None:
+                self._passes += 1
+                self._reducer.finish_window()
+                self._open_window()
+
+        def gradient_comes(_: torch.Tensor) -> None:
+            nonlocal queued
+            if self._session.microbatch is None and not queued:
+                queued = True
+                torch.autograd.Variable._execution_engine.queue_callback(close_window)
+
+        for record in self.registry:
+            if record.parameter.requires_grad:
+                record.parameter.register_post_accumulate_grad_hook(gradient_comes)
+
+    def _refresh_buffers(self) -> None:
+        if self._broadcasts_buffers and self._reducer is not None:
+            self._replicate(self.module.buffers())
+
+    def _replicate(self, tensors: Any) -> None:
+        broadcast_tensors(
+            tensors,
+            self._session.members(Group.DP)[0],
+            self._session.groups.group(Group.DP),
+            self._session.collectives,
+        )
+
+    # -- names -----------------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or name.startswith("__"):
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+    def get_module(self) -> nn.Module:
+        """The user's module."""
+        return self.module
+
+    def _alias_module(self) -> None:
+        # Scripts unwrap one, two or three levels; the module answers for each of them. Written past
+        # nn.Module.__setattr__, so it is no submodule and appears in no state_dict.
+        if not hasattr(self.module, "module"):
+            self.module.__dict__["module"] = self.module
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The modules under their names in the unwrapped module, so that all names agree with ``state_dict``."""
+        yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """Modules of this rank's stage."""
+        return self.module.modules()
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules of this rank's stage, with names."""
+        return self.module.named_modules()
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of this rank's stage."""
+        return self.module.parameters()
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this rank's stage, with names."""
+        return self.module.named_parameters()
+
+    def local_buffers(self) -> Iterator[torch.Tensor]:
+        """Buffers of this rank's stage."""
+        return self.module.buffers()
+
+    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers of this rank's stage, with names."""
+        return self.module.named_buffers()
+
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters whose gradients are reduced over the ``DP`` group."""
+        return self.module.named_parameters()
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters whose gradients are reduced over the ``RDP`` group: those of distributed modules."""
+        return iter(())
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """Modules that are split over tensor parallel ranks."""
+        return iter(())
+
+    def is_distributed_parameter(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is split over tensor parallel ranks."""
+        self.registry.record_of(param)
+        return False
+
+    def is_scaled_batch_parameter(self, param: nn.Parameter) -> bool:
+        """Whether a parameter sees the batch of the whole tensor parallel group."""
+        self.registry.record_of(param)
+        return False
+
+    def is_distributed_buffer(self, buf: torch.Tensor) -> bool:
+        """Whether a buffer is split over tensor parallel ranks."""
+        return False
+
+    def is_scaled_batch_buffer(self, buf: torch.Tensor) -> bool:
+        """Whether a buffer sees the batch of the whole tensor parallel group."""
+        return False
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
+        """The full state under the unwrapped module's names.
+
+        With ``gather_to_rank0`` only the first rank of each model parallel group gets it, the others ``{}``.
+        """
+        if gather_to_rank0 and self._session.rank_in(Group.MP) != 0:
+            return {}
+        return self.module.state_dict(*args, **kwargs)
+
+    def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The state of this rank's stage, marked by the key ``_smp_is_partial``."""
+        return {**self.module.state_dict(*args, **kwargs), PARTIAL_KEY: True}
+
+    def load_state_dict(  # type: ignore[override]
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        same_partition_load: bool = False,
+        assign: bool = False,
+    ) -> Any:
+        """Load a full or partial state; names may carry the ``module.`` prefix of other wrappers."""
+        state = {name: value for name, value in state_dict.items() if name != PARTIAL_KEY}
+        own = self.module.state_dict()
+        if state and not own.keys() & state.keys() and all(name.startswith("module.") for name in state):
+            state = {name.removeprefix("module."): value for name, value in state.items()}
+        return self.module.load_state_dict(state, strict=strict, assign=assign)
+
+    def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
+        """Dtype changes apply; a device is ignored, because placement is this wrapper's work."""
+        _, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        return super().to(dtype=dtype) if dtype is not None else self
+
+    def cpu(self) -> DistributedModel:
+        """Move the full model to CPU memory."""
+        return super().to("cpu")
+
+    def cuda(self, device: Any = None) -> DistributedModel:
+        """Ignored: the model is on this rank's device already."""
+        return self
+
+    # -- hooks -----------------------------------------------------------------------------------------------------
+
+    def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call ``hook(model, optimizer)`` once the model is partitioned; at once when it already is."""
+        handle = RemovableHandle(self._post_partition_hooks)
+        self._post_partition_hooks[handle.id] = hook
+        if self.partitioned:
+            hook(self, self._session.optimizer)
+        return handle
+
+    def register_post_step_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call ``hook(model, optimizer)`` after every step-decorated call."""
+        handle = RemovableHandle(self._post_step_hooks)
+        self._post_step_hooks[handle.id] = hook
+        return handle
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside accumulate gradients without reducing them; for loops without ``smp.step``."""
+        before, self._passes_per_reduction = (self._passes_per_reduction, self._passes), 2**62
+        self._open_window()
+        try:
+            yield
+        finally:
+            self._passes_per_reduction, self._passes = before
+            self._open_window()
+
+
+def _check_arguments(
+    module: Any, trace_device: str, trace_execution_times: bool, backward_passes_per_step: int, bucket_cap_mb: float
+) -> None:
+    if not isinstance(module, nn.Module):
+        raise SMPUserError(
+            f"smp.DistributedModel wraps an nn.Module, but got a {type(module).__name__}: pass the model"
+        )
+    if isinstance(module, DistributedModel):
+        raise SMPUserError("this model is already wrapped in smp.DistributedModel; wrap it once")
+    if trace_device not in ("cpu", "gpu"):
+        raise SMPUserError(f"trace_device is {trace_device!r}; it must be 'gpu' or 'cpu'")
+    if trace_execution_times and trace_device == "cpu":
+        raise SMPUserError(
+            "trace_execution_times is true but trace_device is 'cpu', whose times say nothing about the GPU; "
+            "use trace_device='gpu' or leave execution times off"
+        )
+    if backward_passes_per_step < 1:
+        raise SMPUserError(
+            f"backward_passes_per_step is {backward_passes_per_step}; it counts accumulated steps: use 1 or more"
+        )
+    if bucket_cap_mb <= 0:
+        raise SMPUserError(f"bucket_cap_mb is {bucket_cap_mb}; it is a bucket's size in MiB: use for example 25")

@@ -1,0 +1,241 @@
+"""The one state object of a rank: made by :func:`init`, read through :func:`current`.
+
+Everything below the façade takes what it needs as an argument; only the façade and the classes that a script
+touches ask for the current session.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import socket
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from smp_config import ConfigError, Group, ModelParallelParameters, Topology
+from smp_runtime.comm.collectives import Collectives, TorchCollectives
+from smp_runtime.comm.control import ControlPlane, connect
+from smp_runtime.comm.groups import ProcessGroups
+from smp_runtime.comm.messages import Messages
+from smp_runtime.devices import choose_backend, choose_device
+from smp_runtime.errors import NotInitializedError, SMPUserError
+from smp_runtime.progress import ProgressReporter
+
+if TYPE_CHECKING:
+    from smp_runtime.model import DistributedModel
+    from smp_runtime.optimizer import DistributedOptimizer
+
+logger = logging.getLogger("smp")
+
+
+def _show_log() -> None:
+    """Print the library's log where a script has not set up logging itself."""
+    if not logger.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[smp] %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+
+
+#: Where the launcher and the training toolkit leave ``mp_parameters``.
+PARAMETERS_VARIABLE = "SM_HP_MP_PARAMETERS"
+
+
+class Session:
+    """What a rank knows of its job: configuration, position, groups, device, and the model being trained.
+
+    Args:
+        parameters: the typed configuration.
+        control: this rank's connection to the others.
+        collectives: what the strategies communicate through.
+
+    Attributes:
+        cfg: the configuration, also ``smp.state.cfg``.
+        topology: all groups.
+        device: where this rank computes.
+        microbatch: index of the microbatch that runs now, or None outside a step.
+    """
+
+    def __init__(
+        self,
+        parameters: ModelParallelParameters,
+        control: ControlPlane,
+        collectives: Collectives | None = None,
+    ) -> None:
+        _refuse_unbuilt(parameters)
+        self.cfg = parameters
+        self.control = control
+        self.rank = control.rank
+        self.topology: Topology = parameters.topology(control.size)
+        self.local_rank, self.local_size = self._agree(control, parameters)
+        self.device = choose_device(self.local_rank)
+        backend = choose_backend(parameters.ddp_dist_backend, self.device)
+        self.groups = ProcessGroups(control, self.topology, backend, parameters.ddp_port)
+        self.collectives: Collectives = collectives or TorchCollectives()
+        self.messages = Messages(control, self.topology)
+        self.progress = ProgressReporter.from_environment(enabled=self.rank == 0, device=self.device)
+        self.microbatch: int | None = None
+        self.step_count = 0
+        self._models: weakref.WeakSet[DistributedModel] = weakref.WeakSet()
+        self._optimizer: weakref.ref[DistributedOptimizer] | None = None
+
+    def size(self, group: Group) -> int:
+        """Ranks in this rank's group of that kind."""
+        return self.topology.size(group)
+
+    def rank_in(self, group: Group) -> int:
+        """This rank's position in its group of that kind."""
+        return self.topology.rank_in(group, self.rank)
+
+    def members(self, group: Group) -> list[int]:
+        """Global ranks of this rank's group of that kind."""
+        return self.topology.group_of(group, self.rank)
+
+    @property
+    def models(self) -> list[DistributedModel]:
+        """The wrapped models that the script still holds."""
+        return list(self._models)
+
+    @property
+    def model(self) -> DistributedModel | None:
+        """The wrapped model, when there is exactly one."""
+        models = self.models
+        return models[0] if len(models) == 1 else None
+
+    @property
+    def optimizer(self) -> DistributedOptimizer | None:
+        """The optimizer that was wrapped last, if the script still holds it."""
+        return self._optimizer() if self._optimizer is not None else None
+
+    def adopt_model(self, model: DistributedModel) -> None:
+        """Called by a model that was just wrapped."""
+        self._models.add(model)
+
+    def adopt_optimizer(self, optimizer: DistributedOptimizer) -> None:
+        """Called by an optimizer that was just wrapped."""
+        self._optimizer = weakref.ref(optimizer)
+
+    def close(self) -> None:
+        """Leave the job: process groups and the control plane are released."""
+        self.groups.close()
+        self.control.close()
+
+    @staticmethod
+    def _agree(control: ControlPlane, parameters: ModelParallelParameters) -> tuple[int, int]:
+        """Check that all ranks read one configuration; returns local rank and local size.
+
+        The local rank is the position among the ranks whose launcher announced the same host name, so that
+        several hosts simulated on one machine count as several.
+        """
+        host = os.environ.get("SMP_HOST") or os.environ.get("SM_CURRENT_HOST") or socket.gethostname()
+        mine = (host, json.dumps(parameters.to_mp_parameters(), sort_keys=True))
+        everyone = control.allgather(mine, list(range(control.size)))
+        for rank, (_, theirs) in enumerate(everyone):
+            if theirs != everyone[0][1]:
+                raise ConfigError(
+                    f"rank {rank} was configured with {theirs}, but rank 0 with {everyone[0][1]}; every rank must read "
+                    f"the same configuration: check what each passes to smp.init() and its {PARAMETERS_VARIABLE}"
+                )
+        neighbours = [rank for rank, (name, _) in enumerate(everyone) if name == host]
+        return neighbours.index(control.rank), len(neighbours)
+
+
+def _refuse_unbuilt(parameters: ModelParallelParameters) -> None:
+    """Name a strategy that this version cannot run, instead of silently training something else."""
+    unbuilt = {
+        "pipeline_parallel_degree": parameters.pipeline_parallel_degree > 1,
+        "tensor_parallel_degree": parameters.tensor_parallel_degree > 1,
+        "sharded_data_parallel_degree": parameters.sharded_data_parallel_degree > 1,
+        "shard_optimizer_state": parameters.shard_optimizer_state,
+        "fp16": parameters.fp16,
+        "bf16": parameters.bf16,
+        "offload_activations": parameters.offload_activations,
+        "delayed_parameter_initialization": parameters.delayed_parameter_initialization,
+    }
+    for name, asked in unbuilt.items():
+        if asked:
+            raise ConfigError(
+                f"{name} is {getattr(parameters, name)}; this version of the runtime does not have that strategy yet: "
+                "it runs data parallelism with microbatches, so remove the setting"
+            )
+
+
+_session: Session | None = None
+
+
+def init(config: Mapping[str, Any] | None = None) -> Session:
+    """Join the job and build every group; the first thing a script does.
+
+    Args:
+        config: settings by their documented names. Values that the job itself carries
+            (``SM_HP_MP_PARAMETERS``) win over it. Without either, all degrees are 1.
+
+    Raises:
+        ConfigError: a setting that cannot work with this number of processes.
+    """
+    global _session
+    if _session is not None:
+        return _session
+    _show_log()
+    carried = os.environ.get(PARAMETERS_VARIABLE)
+    settings = {**_given(config), **_given(json.loads(carried) if carried else None)}
+    parameters = ModelParallelParameters.from_mp_parameters(settings)
+    control = connect()
+    session = Session(parameters, control)
+    if session.rank == 0:
+        for sentence in parameters.warnings():
+            logger.warning(sentence)
+        if not parameters.ddp and session.size(Group.DP) > 1:
+            logger.warning(
+                "%d data parallel ranks, but ddp is false: their gradients are not reduced and each trains its own "
+                'copy; set "ddp": True',
+                session.size(Group.DP),
+            )
+    _session = session
+    atexit.register(shutdown)
+    return session
+
+
+def _given(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Settings under the new name of the degree, so that the job's value replaces the script's."""
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping):
+        raise SMPUserError(
+            f"smp.init() got {config!r}, a {type(config).__name__}; pass a dictionary of parameters such as "
+            '{"ddp": True}, or nothing'
+        )
+    settings = dict(config)
+    if "partitions" in settings and "pipeline_parallel_degree" not in settings:
+        settings["pipeline_parallel_degree"] = settings.pop("partitions")
+    return settings
+
+
+def current() -> Session:
+    """The session of this process.
+
+    Raises:
+        NotInitializedError: before :func:`init`.
+    """
+    if _session is None:
+        raise NotInitializedError(
+            "smp.init() has not been called in this process; call it at the start of the script, before any other smp function"
+        )
+    return _session
+
+
+def is_initialized() -> bool:
+    """Whether :func:`init` has been called."""
+    return _session is not None
+
+
+def shutdown() -> None:
+    """Leave the job; a later :func:`init` joins again. Called by itself when the process ends."""
+    global _session
+    if _session is not None:
+        session, _session = _session, None
+        session.close()

@@ -1,0 +1,59 @@
+"""Fixtures that every test folder shares."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("SAGEMAKER_SUPPRESS_V2_WARNING", "1")
+
+import pytest
+
+MOST_RANKS = 4
+
+
+class _SharedPool:
+    """Starts a pool at its first use and again after a failure."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def run(self, *args: Any, **kwargs: Any) -> list[Any]:
+        from ranks import RankPool
+
+        if self._pool is None:
+            self._pool = RankPool(MOST_RANKS)
+        try:
+            return self._pool.run(*args, **kwargs)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+@pytest.fixture(scope="session")
+def _shared_pool() -> Iterator[_SharedPool]:
+    pool = _SharedPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def ranks(_shared_pool: _SharedPool) -> Callable[..., list[Any]]:
+    """``ranks(function, world_size, *args, config=…)``: run a function as a small job; see ``ranks.RankPool.run``."""
+    return _shared_pool.run
+
+
+@pytest.fixture
+def solo() -> Iterator[Callable[..., Any]]:
+    """``solo(config)``: a session of one process, in this process."""
+    from smp_runtime import session
+
+    yield session.init
+    session.shutdown()

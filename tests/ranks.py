@@ -1,0 +1,127 @@
+"""A pool of rank processes that many tests share, since starting one costs seconds.
+
+Each case gets some of the pool's processes as its ranks, with a control plane of its own (as under ``torchrun``)
+and a fresh session. A pool that saw a failure is thrown away, so no case inherits another's wreck.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import cloudpickle
+import torch.distributed as dist
+
+
+class RankFailed(AssertionError):
+    """One or more ranks raised, died or did not answer in time."""
+
+
+class RankPool:
+    """Processes that run functions as ranks of small jobs.
+
+    Args:
+        size: most ranks that a case can have.
+    """
+
+    def __init__(self, size: int) -> None:
+        # The store lives here, on a port that the system picks, and outlives every case.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        context = multiprocessing.get_context("spawn")
+        self._ranks = []
+        self._case = 0
+        for index in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, index, self._store.port), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        config: dict[str, Any] | None = None,
+        init: bool = True,
+        env: dict[str, str] | None = None,
+        timeout: float = 60.0,
+    ) -> list[Any]:
+        """Run ``function(*args)`` on every rank after ``smp.init(config)``; returns the results in rank order.
+
+        Raises:
+            RankFailed: with the traceback of the first rank that failed.
+        """
+        self._case += 1
+        # Test modules cannot be imported by the ranks, so their functions travel with their code.
+        cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
+        task = cloudpickle.dumps((function, args, world_size, config, init, env or {}, self._case))
+        members = self._ranks[:world_size]
+        for _, pipe in members:
+            pipe.send_bytes(task)
+        deadline = time.monotonic() + timeout
+        results: dict[int, Any] = {}
+        while len(results) < world_size:
+            waiting = {pipe: rank for rank, (_, pipe) in enumerate(members) if rank not in results}
+            ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RankFailed(f"ranks {sorted(waiting.values())} of {world_size} gave no result within {timeout} s")
+            for pipe in ready:
+                rank = waiting[pipe]
+                try:
+                    ok, value = cloudpickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    raise RankFailed(f"rank {rank} of {world_size} died") from None
+                if not ok:
+                    raise RankFailed(f"rank {rank} of {world_size} raised:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process, pipe in self._ranks:
+            pipe.close()
+            process.kill()
+        for process, _ in self._ranks:
+            process.join(10)
+
+
+def _serve(pipe: Any, rank: int, port: int) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        SMP_TIMEOUT_SECONDS="60",
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    from smp_runtime import session
+
+    while True:
+        try:
+            function, args, world_size, config, init, env, case = cloudpickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        before = dict(os.environ)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), TORCHELASTIC_RESTART_COUNT=str(case), **env)
+        try:
+            if init:
+                session.init(config)
+            answer = (True, function(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        # Answered before leaving the session, which may wait for ranks that failed.
+        pipe.send_bytes(cloudpickle.dumps(answer))
+        if answer[0]:
+            session.shutdown()
+        os.environ.clear()
+        os.environ.update(before)

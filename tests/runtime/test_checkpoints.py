@@ -1,0 +1,279 @@
+"""Checkpoints: whole or absent, resumed to the same numbers."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from models import TiedNet, loss_of, token_batch
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+from smp_runtime.errors import CheckpointError, SMPUserError
+
+
+def _setup(dropout=0.0):
+    import smdistributed.modelparallel.torch as smp
+
+    torch.manual_seed(0)
+    model = smp.DistributedModel(nn.Sequential(TiedNet(), nn.Dropout(dropout)).double())
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    torch.manual_seed(100 + smp.rank())
+
+    @smp.step
+    def step(ids, targets):
+        loss = loss_of(model(ids), targets)
+        model.backward(loss)
+        return loss
+
+    def train(first, last):
+        losses = []
+        for index in range(first, last):
+            ids, targets = token_batch(index, 4)
+            half = slice(smp.dp_rank() * 2, smp.dp_rank() * 2 + 2) if smp.dp_size() == 2 else slice(None)
+            optimizer.zero_grad()
+            losses.append(float(step(ids[half], targets[half]).reduce_mean()))
+            optimizer.step()
+        return losses
+
+    return model, optimizer, train
+
+
+def test_a_resumed_run_continues_as_if_never_stopped(ranks, tmp_path):
+    """Weights, optimizer and every rank's random numbers (dropout is on) are the same as without the stop."""
+
+    def uninterrupted():
+        _, _, train = _setup(dropout=0.2)
+        return train(0, 8)
+
+    def stopped(path):
+        import smdistributed.modelparallel.torch as smp
+
+        _, _, train = _setup(dropout=0.2)
+        losses = train(0, 5)
+        smp.save_checkpoint(path, tag="five", user_content={"step": 5, "nested": [1, {"x": torch.ones(2)}]})
+        return losses
+
+    def resumed(path):
+        import smdistributed.modelparallel.torch as smp
+
+        _, _, train = _setup(dropout=0.2)
+        torch.manual_seed(77)
+        content = smp.resume_from_checkpoint(path)
+        return train(content["step"], 8)
+
+    expected = ranks(uninterrupted, 2, config={"ddp": True})
+    before = ranks(stopped, 2, str(tmp_path), config={"ddp": True})
+    after = ranks(resumed, 2, str(tmp_path), config={"ddp": True})
+    assert [b + a for b, a in zip(before, after, strict=True)] == expected
+    assert (tmp_path / "newest").read_text() == "five_partial"
+    assert {p.name for p in (tmp_path / "five_partial").iterdir()} == {
+        "model_0.pt",
+        "optimizer_0.pt",
+        "rng_0.pt",
+        "rng_1.pt",
+        "user_content.pt",
+    }
+
+
+def test_a_checkpoint_of_two_ranks_resumes_on_one(ranks, solo, tmp_path):
+    def save(path):
+        import smdistributed.modelparallel.torch as smp
+
+        _, _, train = _setup()
+        train(0, 3)
+        smp.save_checkpoint(path, tag="3")
+        return train(3, 6)
+
+    halves = ranks(save, 2, str(tmp_path), config={"ddp": True})
+    expected = [sum(pair) / 2 for pair in zip(*halves, strict=True)]
+    solo({})
+    _, _, train = _setup()
+    smp.resume_from_checkpoint(str(tmp_path), tag="3")
+    assert train(3, 6) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.fixture
+def trained(solo):
+    solo({})
+    model, optimizer, train = _setup()
+    train(0, 1)
+    return model, optimizer, train
+
+
+def test_a_full_checkpoint_is_plain_weights(trained, tmp_path):
+    model, _, _ = trained
+    smp.save_checkpoint(str(tmp_path), tag="weights.pt", partial=False, user_content={"a": 1})
+    state = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert list(state) == list(model.state_dict())
+    plain = nn.Sequential(TiedNet(), nn.Dropout()).double()
+    plain.load_state_dict(state)
+    with torch.no_grad():
+        model.module[0].norm.bias.zero_()
+    assert smp.resume_from_checkpoint(str(tmp_path), tag="weights.pt", partial=False) == {"a": 1}
+    torch.testing.assert_close(model.module[0].norm.bias, plain[0].norm.bias)
+
+
+def test_a_plain_file_of_another_library_loads_through_a_translation(trained, tmp_path):
+    model, _, _ = trained
+    state = {f"hf.{name}": torch.zeros_like(value) for name, value in model.state_dict().items()}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    content = smp.resume_from_checkpoint(
+        str(tmp_path),
+        tag="pytorch_model.bin",
+        partial=False,
+        load_optimizer=False,
+        translate_function=lambda s: {name.removeprefix("hf."): value for name, value in s.items()},
+    )
+    assert content is None
+    assert not model.module[0].norm.weight.any()
+
+
+def test_only_the_wanted_number_is_kept_and_the_newest_named(trained, tmp_path):
+    for tag in ("1", "2", "3", "2"):
+        smp.save_checkpoint(str(tmp_path), tag=tag, num_kept_partial_checkpoints=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2_partial", "3_partial", "newest"]
+    assert (tmp_path / "newest").read_text() == "2_partial"
+
+
+def test_a_tag_or_a_folder_name_resumes_and_a_wrong_one_names_the_others(trained, tmp_path):
+    smp.save_checkpoint(str(tmp_path), tag="one", user_content=1)
+    smp.save_checkpoint(str(tmp_path), tag="two", user_content=2)
+    assert smp.resume_from_checkpoint(str(tmp_path)) == 2
+    assert smp.resume_from_checkpoint(str(tmp_path), tag="one") == 1
+    assert smp.resume_from_checkpoint(str(tmp_path), tag="one_partial") == 1
+    with pytest.raises(CheckpointError, match="one_partial, two_partial"):
+        smp.resume_from_checkpoint(str(tmp_path), tag="three")
+    with pytest.raises(CheckpointError, match="'newest' is missing"):
+        smp.resume_from_checkpoint(str(tmp_path / "nowhere"))
+
+
+def test_damage_is_refused_by_name(trained, tmp_path):
+    smp.save_checkpoint(str(tmp_path), tag="one")
+    file = tmp_path / "one_partial" / "model_0.pt"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model_0\.pt cannot be read"):
+        smp.resume_from_checkpoint(str(tmp_path))
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint file .*model_0\.pt"):
+        smp.resume_from_checkpoint(str(tmp_path))
+
+
+def test_an_empty_user_content_file_is_tolerated(trained, tmp_path):
+    smp.save_checkpoint(str(tmp_path), tag="one", user_content={"a": 1})
+    (tmp_path / "one_partial" / "user_content.pt").write_bytes(b"")
+    assert smp.resume_from_checkpoint(str(tmp_path)) is None
+
+
+def test_content_that_could_run_code_is_refused_when_saved_and_the_former_stays(trained, tmp_path):
+    smp.save_checkpoint(str(tmp_path), tag="good", user_content="fine")
+    with pytest.raises(CheckpointError, match=r"rank 0: SMPUserError: user_content .*vars\(args\)"):
+        smp.save_checkpoint(str(tmp_path), tag="bad", user_content={"time": time.localtime})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["good_partial", "newest"]
+    assert smp.resume_from_checkpoint(str(tmp_path)) == "fine"
+
+
+def test_a_rank_that_cannot_write_fails_the_save_on_all(ranks, tmp_path):
+    def run(path):
+        import smdistributed.modelparallel.torch as smp
+        from smp_runtime.checkpoint import checkpoints
+
+        _setup()
+        smp.save_checkpoint(path, tag="good")
+        original = checkpoints.write_tensors
+
+        def full_disk(content, file):
+            if smp.rank() == 1:
+                raise OSError(28, "No space left on device")
+            original(content, file)
+
+        checkpoints.write_tensors = full_disk
+        try:
+            with pytest.raises(CheckpointError, match="rank 1: OSError.*No space left"):
+                smp.save_checkpoint(path, tag="bad")
+        finally:
+            checkpoints.write_tensors = original
+
+    ranks(run, 2, str(tmp_path), config={"ddp": True})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["good_partial", "newest"]
+
+
+def test_hosts_with_folders_of_their_own_each_keep_them_in_order(ranks, tmp_path):
+    def run(path):
+        import os
+
+        import smdistributed.modelparallel.torch as smp
+
+        os.environ["SMP_HOST"] = f"algo-{int(os.environ['RANK']) + 1}"
+        smp.init({"ddp": True})
+        _setup()
+        mine = f"{path}/{os.environ['SMP_HOST']}"
+        smp.save_checkpoint(mine, tag="a")
+        smp.save_checkpoint(mine, tag="b", num_kept_partial_checkpoints=1)
+
+    ranks(run, 2, str(tmp_path), init=False)
+    for host, rng in (("algo-1", "rng_0.pt"), ("algo-2", "rng_1.pt")):
+        assert sorted(p.name for p in (tmp_path / host).iterdir()) == ["b_partial", "newest"]
+        assert (tmp_path / host / "b_partial" / rng).exists()
+    assert (tmp_path / "algo-1" / "b_partial" / "model_0.pt").exists()
+
+
+def test_save_and_load_of_one_object(trained, tmp_path):
+    name = str(tmp_path / "object.pt")
+    smp.save({"x": torch.ones(2)}, name)
+    smp.save({"x": torch.zeros(2)}, name, partial=False)
+    smp.save({"x": torch.zeros(2)}, name, v3=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["object.pt", "object.pt_0", "object.pt_0_0_0"]
+    assert smp.load(name)["x"].tolist() == [1, 1]
+    assert smp.load(name, partial=False)["x"].tolist() == [0, 0]
+    with pytest.raises(SMPUserError, match="as a string"):
+        smp.save({}, tmp_path / "object.pt")
+    with pytest.raises(CheckpointError, match=r"holds \['object.pt'"):
+        smp.load(str(tmp_path / "other.pt"))
+
+
+@pytest.mark.parametrize("tag", ["", "a/b", ".hidden"])
+def test_tags_that_cannot_be_file_names(trained, tmp_path, tag):
+    with pytest.raises(SMPUserError, match="file name"):
+        smp.save_checkpoint(str(tmp_path), tag=tag)
+
+
+_SAVER = """
+import sys, torch
+import smdistributed.modelparallel.torch as smp
+smp.init({})
+model = smp.DistributedModel(torch.nn.Linear(300, 300))
+optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+n = 0
+while True:
+    with torch.no_grad():
+        model.module.weight.fill_(n)
+    smp.save_checkpoint(sys.argv[1], tag=str(n % 3), user_content=n, num_kept_partial_checkpoints=2)
+    print(n, flush=True)
+    n += 1
+"""
+
+
+def test_killed_at_any_moment_the_newest_is_whole_and_at_most_one_save_old(solo, tmp_path):
+    solo({})
+    model = smp.DistributedModel(nn.Linear(300, 300))
+    for attempt in range(6):
+        path = str(tmp_path / str(attempt))
+        process = subprocess.Popen([sys.executable, "-c", _SAVER, path], stdout=subprocess.PIPE, text=True)
+        try:
+            saved = int(process.stdout.readline())
+            time.sleep(random.Random(attempt).uniform(0.0, 0.15))
+        finally:
+            process.send_signal(signal.SIGKILL)
+            rest = process.stdout.read().split()
+            process.wait()
+        saved = int(rest[-1]) if rest else saved
+        content = smp.resume_from_checkpoint(path)
+        assert content in (saved, saved + 1)
+        assert torch.all(model.module.weight == content), os.listdir(path)

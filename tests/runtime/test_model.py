@@ -1,0 +1,129 @@
+"""The wrapper around the module: names, attributes, state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import TiedNet
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+from smp_runtime.errors import SMPUserError
+
+
+class Configured(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.config = {"hidden": 2}
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def describe(self):
+        return "mine"
+
+
+@pytest.fixture
+def model(solo):
+    solo({})
+    return smp.DistributedModel(Configured())
+
+
+def test_every_level_of_unwrapping_leads_to_the_module(model):
+    module = model.module
+    assert isinstance(module, Configured)
+    assert module is model.get_module() is model.module.module is model.module.module.module
+    assert model.config == {"hidden": 2}
+    assert model.describe() == "mine"
+    assert model.module.module.config == {"hidden": 2}
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = model.nothing
+
+
+def test_names_agree_everywhere(model):
+    names = ["layer.weight", "layer.bias"]
+    assert list(model.state_dict()) == names
+    assert [n for n, _ in model.named_parameters()] == names
+    assert [n for n, _ in model.local_named_parameters()] == names
+    assert [n for n, _ in model.default_reducer_named_parameters()] == names
+    assert [n for n, _ in model.local_named_modules()] == ["", "layer"]
+    assert len(list(model.parameters())) == 2
+    assert set(model.local_state_dict()) == {*names, "_smp_is_partial"}
+    assert model.partitioned
+
+
+def test_state_round_trip_also_with_other_wrappers_prefix(model):
+    state = {name: torch.full_like(value, 3.0) for name, value in model.state_dict().items()}
+    model.load_state_dict({f"module.{name}": value for name, value in state.items()})
+    assert float(model.layer.bias[0]) == 3.0
+    model.load_state_dict({**model.local_state_dict(), "layer.bias": torch.zeros(2)})
+    assert float(model.layer.bias[0]) == 0.0
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({"layer.bias": torch.zeros(2)})
+    model.load_state_dict({"layer.bias": torch.ones(2)}, strict=False)
+
+
+def test_tied_parameters_are_one_record(solo):
+    solo({})
+    model = smp.DistributedModel(TiedNet())
+    tied = model.registry.record_of(model.module.head.weight)
+    assert tied.names == ("embedding.weight", "head.weight")
+    assert model.registry.elements == sum(p.numel() for p in model.parameters())
+    with pytest.raises(SMPUserError, match="not a parameter of the wrapped model"):
+        model.registry.record_of(torch.zeros(3))
+
+
+def test_moving_is_the_wrappers_work(model):
+    assert model.to("meta") is model
+    assert model.cuda() is model
+    assert model.layer.weight.device.type == "cpu"
+    assert model.to(torch.float64).layer.weight.dtype == torch.float64
+    assert model.cpu() is model
+
+
+def test_hooks(model):
+    called = []
+    handle = model.register_post_partition_hook(lambda m, o: called.append(("partition", m is model, o)))
+    model.register_post_step_hook(lambda m, o: called.append(("step", m is model, o)))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step
+    def step(x):
+        model.backward(model(x).sum())
+
+    step(torch.ones(1, 2))
+    assert called == [("partition", True, None), ("step", True, optimizer)]
+    handle.remove()
+
+
+def test_backward_of_outputs_with_gradients(model):
+    x = torch.ones(1, 2)
+    with pytest.raises(SMPUserError, match=r"shape \[1, 2\] without a gradient"):
+        model.backward(model(x))
+    model.backward(model(x), torch.tensor([[1.0, 0.0]]))
+    assert model.layer.bias.grad.tolist() == [1.0, 0.0]
+    model.backward([model(x), model(x)], [torch.ones(1, 2), torch.ones(1, 2)])
+    assert model.layer.bias.grad.tolist() == [3.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"trace_device": "tpu"}, "'gpu' or 'cpu'"),
+        ({"trace_device": "cpu", "trace_execution_times": True}, "trace_execution_times"),
+        ({"backward_passes_per_step": 0}, "1 or more"),
+        ({"bucket_cap_mb": 0}, "MiB"),
+    ],
+)
+def test_wrong_arguments(solo, arguments, says):
+    solo({})
+    with pytest.raises(SMPUserError, match=says):
+        smp.DistributedModel(Configured(), **arguments)
+
+
+def test_wrapping_what_cannot_be_wrapped(model):
+    with pytest.raises(SMPUserError, match="already wrapped"):
+        smp.DistributedModel(model)
+    with pytest.raises(SMPUserError, match="got a dict"):
+        smp.DistributedModel({})

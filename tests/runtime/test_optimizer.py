@@ -1,0 +1,125 @@
+"""The optimizer wrapper: a real torch optimizer, to schedulers too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+from smp_runtime.errors import SMPUserError
+
+
+@pytest.fixture
+def pair(solo):
+    solo({})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(nn.Linear(2, 1))
+    return model, smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+
+
+def _train(model, optimizer, steps=3):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+
+def test_it_is_an_optimizer_that_shares_everything_with_the_inner_one(pair):
+    model, optimizer = pair
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is optimizer.optimizer.param_groups
+    before = model.module.weight.detach().clone()
+    _train(model, optimizer, 1)
+    torch.testing.assert_close(model.module.weight, before - 0.5)
+    assert optimizer.state is optimizer.optimizer.state
+    assert optimizer.defaults["lr"] == 0.5
+    assert not optimizer.overflow
+    assert not optimizer.step_was_skipped
+    optimizer.clip_master_grads(1.0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5**step),
+        lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=10, cycle_momentum=False),
+    ],
+)
+def test_schedulers_change_the_learning_rate_that_is_used(pair, make):
+    model, optimizer = pair
+    reference = nn.Linear(2, 1)
+    reference.load_state_dict(model.state_dict())
+    plain = torch.optim.SGD(reference.parameters(), lr=0.5, momentum=0.9)
+    mine, theirs = make(optimizer), make(plain)
+    for _ in range(4):
+        _train(model, optimizer, 1)
+        mine.step()
+        plain.zero_grad()
+        reference(torch.ones(1, 2)).sum().backward()
+        plain.step()
+        theirs.step()
+    assert mine.get_last_lr() == theirs.get_last_lr()
+    torch.testing.assert_close(model.module.weight, reference.weight)
+
+
+def test_state_round_trip(pair):
+    model, optimizer = pair
+    _train(model, optimizer)
+    partial = optimizer.local_state_dict()
+    assert partial["_smp_is_partial"] is True
+    other = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    other.load_state_dict(partial)
+    assert other.param_groups[0]["lr"] == 0.5
+    momentum = other.state[model.module.weight]["momentum_buffer"]
+    torch.testing.assert_close(momentum, optimizer.state[model.module.weight]["momentum_buffer"])
+    assert "_smp_is_partial" not in other.state_dict()
+
+
+def test_closures_and_step_hooks_run(pair):
+    model, optimizer = pair
+    called = []
+    optimizer.register_step_post_hook(lambda *_: called.append("post"))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) is not None
+    assert called == ["post"]
+
+
+def test_loss_scaling_arguments_are_checked(solo):
+    solo({})
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer = smp.DistributedOptimizer(inner, static_loss_scale=None, dynamic_loss_scale=True, dynamic_loss_args={"scale_window": 7})
+    assert optimizer.loss_scale_args["scale_window"] == 7
+    assert optimizer.loss_scale_args["init_scale"] == 2**32
+    assert smp.DistributedOptimizer(inner, min_scale=2).loss_scale_args["min_scale"] == 2
+    with pytest.raises(SMPUserError, match=r"unknown loss scaling arguments \['scale_windw'\]"):
+        smp.DistributedOptimizer(inner, scale_windw=3)
+    with pytest.raises(SMPUserError, match="already wrapped"):
+        smp.DistributedOptimizer(optimizer)
+    with pytest.raises(SMPUserError, match="got a list"):
+        smp.DistributedOptimizer([])
+
+
+def test_a_scaler_skips_the_step_on_every_rank_when_one_overflows(ranks):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+
+        torch.manual_seed(0)
+        module = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        scaler = smp.amp.GradScaler(init_scale=4.0)
+        before = module.weight.detach().clone()
+        loss = module(torch.ones(1, 2)).sum() * (float("inf") if smp.rank() == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return torch.equal(module.weight, before), scaler.get_scale()
+
+    assert ranks(run, 2, config={"ddp": True}) == [(True, 2.0)] * 2

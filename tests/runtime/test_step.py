@@ -1,0 +1,192 @@
+"""The step decorator: what is split, what comes back, and what a wrong batch says."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import pytest
+import torch
+
+import smdistributed.modelparallel.torch as smp
+from smp_runtime.errors import SMPUserError
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+class Sliced:
+    """Cuts itself."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def smp_slice(self, num_mb, mb, axis):
+        size = self.data.shape[axis] // num_mb
+        return Sliced(self.data.narrow(axis, mb * size, size))
+
+
+@pytest.fixture
+def two_microbatches(solo):
+    return solo({"microbatches": 2})
+
+
+def _seen(decorated_with=None, **decorator):
+    """A step that records what each microbatch got."""
+    calls = []
+
+    @smp.step(**decorator)
+    def record(value, other=None):
+        calls.append((value, other))
+
+    return record, calls
+
+
+def test_tensors_are_split_wherever_they_lie(two_microbatches):
+    record, calls = _seen()
+    x = torch.arange(4)
+    record({"a": [x, (x, "text")], "b": Pair(x, 3), "c": {x}, "d": Sliced(x), "e": torch.tensor(7), "f": None}, other=x)
+    first, second = (value for value, _ in calls)
+    assert first["a"][0].tolist() == [0, 1]
+    assert second["a"][1][0].tolist() == [2, 3]
+    assert second["a"][1][1] == "text"
+    assert isinstance(second["b"], Pair)
+    assert second["b"].first.tolist() == [2, 3]
+    assert next(iter(second["c"])).tolist() == [2, 3]
+    assert second["d"].data.tolist() == [2, 3]
+    assert int(second["e"]) == 7
+    assert second["f"] is None
+    assert [other.tolist() for _, other in calls] == [[0, 1], [2, 3]]
+
+
+def test_axes_and_whole_inputs_by_name(two_microbatches):
+    record, calls = _seen(input_split_axes={"value": 1}, non_split_inputs=["other"])
+    record(torch.zeros(3, 4), torch.zeros(5))
+    assert [(tuple(v.shape), tuple(o.shape)) for v, o in calls] == [((3, 2), (5,))] * 2
+    calls.clear()
+    record(value=torch.zeros(3, 4), other=torch.zeros(5))
+    assert [(tuple(v.shape), tuple(o.shape)) for v, o in calls] == [((3, 2), (5,))] * 2
+
+
+def test_names_that_the_function_does_not_have(two_microbatches):
+    with pytest.raises(SMPUserError, match="has the arguments value, other"):
+        _seen(non_split_inputs=["valeu"])
+
+
+def test_a_method_and_variadic_arguments(two_microbatches):
+    class Trainer:
+        @smp.step
+        def train(self, *tensors, **named):
+            return sum(t.sum() for t in tensors) + named["extra"].sum()
+
+    out = Trainer().train(torch.ones(4), torch.ones(2), extra=torch.ones(6))
+    assert [int(o) for o in out.outputs] == [6, 6]
+    assert Trainer.train.__name__ == "train"
+
+
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+    note: str = "n"
+
+
+def test_what_is_returned(two_microbatches):
+    class ModelOutput(collections.OrderedDict):
+        """As Transformers' outputs: a mapping."""
+
+    @smp.step
+    def everything(x):
+        out = ModelOutput(loss=x.sum(), tag="t")
+        return out, {"x": x, "n": int(x[0])}, [x, None], Output(x.sum(), x), Pair(x, 1)
+
+    mapping, dictionary, sequence, data, pair = everything(torch.arange(4.0))
+    assert isinstance(mapping, ModelOutput)
+    assert mapping["loss"].reduce_mean() == 3.0
+    assert mapping["tag"] == ["t", "t"]
+    assert dictionary["x"].concat().tolist() == [0, 1, 2, 3]
+    assert dictionary["n"] == [0, 2]
+    assert sequence[1] == [None, None]
+    assert isinstance(data, Output)
+    assert data.loss.reduce_sum() == 6.0
+    assert data.note == ["n", "n"]
+    assert pair.first.stack().tolist() == [[0, 1], [2, 3]]
+
+
+def test_step_output_reductions(two_microbatches):
+    @smp.step
+    def counts(x):
+        return x.sum(), x
+
+    total, whole = counts(torch.tensor([1, 2, 3, 6]))
+    assert [int(o) for o in total.outputs] == [3, 9]
+    assert total.reduce_mean().item() == 6.0
+    assert total.reduce_sum().item() == 12
+    assert total.concat().tolist() == [3, 9]
+    assert whole.concat().tolist() == [1, 2, 3, 6]
+
+
+def test_nothing_returned_is_none(two_microbatches):
+    record, _ = _seen()
+    assert record(torch.zeros(2)) is None
+
+
+@pytest.mark.parametrize("detach", [True, False])
+def test_outputs_keep_their_graph_only_when_asked(two_microbatches, detach):
+    weight = torch.ones(1, requires_grad=True)
+
+    @smp.step(detach_outputs=detach)
+    def product(x):
+        return (x * weight).sum()
+
+    out = product(torch.ones(2))
+    assert out.outputs[0].requires_grad is not detach
+    assert not out.detach().outputs[0].requires_grad
+
+
+def test_a_batch_that_does_not_divide_names_both_numbers_and_loses_nothing(two_microbatches):
+    record, calls = _seen()
+    with pytest.raises(ValueError, match=r"'value'.* 5 samples .*2 microbatches.*4 or 6 samples"):
+        record(torch.zeros(5))
+    assert calls == []
+    record(torch.zeros(4))
+    assert len(calls) == 2
+
+
+def test_an_axis_that_is_not_there(two_microbatches):
+    record, _ = _seen(input_split_axes={"value": 2})
+    with pytest.raises(ValueError, match="no axis 2"):
+        record(torch.zeros(4, 4))
+
+
+def test_a_step_inside_a_step(two_microbatches):
+    inner, _ = _seen()
+
+    @smp.step
+    def outer(x):
+        inner(x)
+
+    with pytest.raises(SMPUserError, match="inside another step"):
+        outer(torch.zeros(4))
+    inner(torch.zeros(4))
+
+
+def test_before_init():
+    record, _ = _seen()
+    with pytest.raises(smp.exceptions.SMPRuntimeError, match=r"smp.init\(\) has not been called"):
+        record(torch.zeros(4))
+
+
+def test_an_error_in_a_microbatch_leaves_a_usable_session(solo):
+    solo({"microbatches": 2})
+    model = smp.DistributedModel(torch.nn.Linear(1, 1))
+
+    @smp.step
+    def fails(x):
+        model.backward(model(x).sum())
+        raise KeyError("boom")
+
+    with pytest.raises(KeyError, match="boom"):
+        fails(torch.ones(2, 1))
+    assert smp.state.microbatch is None
+    with pytest.raises(KeyError, match="boom"):
+        fails(torch.ones(2, 1))

@@ -1,0 +1,129 @@
+"""The house stays as it is drawn: imports only go down, files stay readable, the public surface is the documented one."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {
+    "smp_estimator": ROOT / "smp_estimator",
+    "smp_launch": ROOT / "container" / "smp_launch",
+    "smp_runtime": ROOT / "container" / "smp_runtime",
+    "smdistributed": ROOT / "container" / "smdistributed",
+    "smp_config": ROOT / "container" / "smp_config",
+}
+#: What each package may import of the others.
+MAY_IMPORT = {
+    "smp_config": set(),
+    "smp_launch": {"smp_config"},
+    "smp_estimator": {"smp_launch", "smp_config"},
+    "smp_runtime": {"smp_config"},
+    "smdistributed": {"smp_runtime", "smp_config"},
+}
+#: Outside packages that would pull a floor up.
+FORBIDDEN = {
+    "smp_config": {"torch", "sagemaker", "boto3", "numpy"},
+    "smp_launch": {"torch", "sagemaker", "boto3", "numpy"},
+    "smp_estimator": {"torch"},
+    "smp_runtime": {"sagemaker", "boto3"},
+    "smdistributed": {"sagemaker", "boto3"},
+}
+#: The floors of smp_runtime, from the ground; a file imports only its own floor and those below.
+FLOORS = [
+    ("errors", "devices"),
+    ("comm", "registry", "progress", "splitting", "step_output"),
+    ("session",),
+    ("data_parallel", "checkpoint", "amp"),
+    ("model", "optimizer", "step"),
+]
+
+
+def _files(package):
+    return [p for p in PACKAGES[package].rglob("*.py") if "__pycache__" not in p.parts]
+
+
+def _imports(path):
+    """Top-level and deferred imports alike, except those for type checkers only."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_only_go_down(package):
+    for path in _files(package):
+        for name in _imports(path):
+            top = name.split(".")[0]
+            if top in PACKAGES and top != package:
+                assert top in MAY_IMPORT[package], f"{path.relative_to(ROOT)} imports {name}"
+            assert top not in FORBIDDEN[package], f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_the_floors_of_the_runtime():
+    floor_of = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+    for path in _files("smp_runtime"):
+        room = path.relative_to(PACKAGES["smp_runtime"]).parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        for name in _imports(path):
+            parts = name.split(".")
+            if parts[0] == "smp_runtime" and len(parts) > 1 and parts[1] in floor_of:
+                assert floor_of[parts[1]] <= floor_of[room], f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_no_file_is_too_long_to_read():
+    for package in PACKAGES:
+        for path in _files(package):
+            assert len(path.read_text().splitlines()) <= 500, path.relative_to(ROOT)
+
+
+def test_the_facade_holds_no_logic():
+    for path in _files("smdistributed"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not isinstance(node, ast.If | ast.For | ast.While | ast.Try), path.relative_to(ROOT)
+
+
+def test_the_estimator_imports_fast_and_without_heavy_packages():
+    code = "import smp_estimator, sys; print([m for m in ('torch', 'sagemaker', 'boto3', 'numpy') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == "[]"
+
+
+def test_the_public_surface_is_frozen():
+    import smdistributed.modelparallel.torch as smp
+
+    expected = """
+        CommGroup DP_GROUP DistributedModel DistributedOptimizer MP_GROUP PP_GROUP RDP_GROUP RankType StepOutput TP_GROUP
+        WORLD __version__ allgather amp barrier broadcast comm dp_barrier dp_rank dp_size exceptions get_dp_group
+        get_dp_process_group get_mp_group get_mp_process_group get_pp_group get_pp_process_group get_rdp_group
+        get_rdp_process_group get_tp_group get_tp_process_group get_world_process_group init is_initialized is_tracing load
+        local_rank local_size model mp_barrier mp_rank mp_size optimizer pp_rank pp_size rank rdp_rank rdp_size recv_from
+        resume_from_checkpoint save save_checkpoint send shutdown size state step tp_rank tp_size
+    """.split()
+    assert sorted(smp.__all__) == sorted(expected)
+    for name in expected:
+        assert hasattr(smp, name), name
+    assert smp.model.DistributedModel is smp.DistributedModel
+    assert not smp.is_tracing()
+
+
+def test_modules_that_the_training_toolkit_imports():
+    import smdistributed.dataparallel.exceptions
+    import smdistributed.modelparallel.backend.exceptions
+    import smdistributed.modelparallel.torch.exceptions
+    from smdistributed.modelparallel import __version__
+
+    assert tuple(int(part) for part in __version__.split(".")[:2]) >= (1, 15)
+    assert issubclass(smdistributed.modelparallel.torch.exceptions.SMPUserError, ValueError)
