@@ -36,9 +36,9 @@ FORBIDDEN = {
 #: The floors of smp_runtime, from the ground; a file imports only its own floor and those below.
 FLOORS = [
     ("errors", "devices"),
-    ("comm", "registry", "progress", "splitting", "step_output"),
-    ("session",),
-    ("data_parallel", "checkpoint", "amp"),
+    ("comm", "registry", "progress", "splitting", "step_output", "precision", "loss_scaling", "pieces"),
+    ("session", "optimizer_state"),
+    ("data_parallel", "sharding", "checkpoint", "amp"),
     ("model", "optimizer", "step"),
 ]
 

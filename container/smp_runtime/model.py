@@ -16,8 +16,12 @@ from smp_config import Group
 from smp_runtime import session as sessions
 from smp_runtime.data_parallel.reducer import GradientReducer
 from smp_runtime.data_parallel.replication import broadcast_tensors
+from smp_runtime.data_parallel.transports import HookTransport
 from smp_runtime.errors import SMPUserError
+from smp_runtime.pieces import Piece, whole_piece
+from smp_runtime.precision import Precision
 from smp_runtime.registry import ParameterRegistry
+from smp_runtime.sharding.optimizer_state import ShardedState
 
 logger = logging.getLogger("smp")
 
@@ -41,7 +45,8 @@ class DistributedModel(nn.Module):
         bucket_cap_mb: size of a gradient bucket, in MiB.
         trace_memory_usage: measure memory while tracing.
         broadcast_buffers: copy buffers from the first data parallel rank at every training step.
-        gradient_as_bucket_view: accepted; gradients keep storage of their own.
+        gradient_as_bucket_view: gradients of all steps share one buffer, which saves allocating it; a reference to a
+            gradient that is kept over a step then sees the next step's values.
         find_unused_parameters: accepted; unused parameters are always found.
 
     Raises:
@@ -65,6 +70,7 @@ class DistributedModel(nn.Module):
         super().__init__()
         _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
         self._session = sessions.current()
+        self.precision = Precision.of(self._session.cfg)
         self.module = module
         self._alias_module()
         self._averages_microbatches = average_grads_across_microbatches
@@ -75,24 +81,42 @@ class DistributedModel(nn.Module):
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
 
-        # One stage holds the whole model, so placement and the copy to the replicas happen at once.
-        super().to(self._session.device)
         self.registry = ParameterRegistry(module)
         self.partitioned = True
+        #: What the optimizer updates instead of the parameters; None when it updates the parameters.
+        self.pieces: dict[nn.Parameter, Piece | None] | None = None
+        self.sharded_state: ShardedState | None = None
         self._reducer: GradientReducer | None = None
-        if self._session.cfg.ddp and self._session.size(Group.DP) > 1:
+
+        # The order matters: replicas agree in full precision, then weights are cast, then their storage is flattened.
+        super().to(self._session.device)
+        replicated = self._session.cfg.ddp and self._session.size(Group.DP) > 1
+        if replicated:
             self._replicate([*module.parameters(), *module.buffers()])
+        masters = self.precision.convert(module)
+        trained = [record.parameter for record in self.registry if record.parameter.requires_grad]
+        bucket_bytes = int(bucket_cap_mb * 2**20)
+        if replicated and self._session.cfg.shard_optimizer_state:
+            self.sharded_state = self._shard_state(trained, masters, bucket_bytes)
+            self.pieces = self.sharded_state.pieces
+        elif masters:
+            self.pieces = {parameter: whole_piece(parameter, masters[parameter]) for parameter in trained}
+        if replicated:
             self._reducer = GradientReducer(
-                [record.parameter for record in self.registry if record.parameter.requires_grad],
+                trained,
                 self._session.groups.group(Group.DP),
                 self._session.members(Group.DP),
                 self._session.collectives,
-                bucket_bytes=int(bucket_cap_mb * 2**20),
+                bucket_bytes=bucket_bytes,
                 overlap=overlapping_allreduce and self._session.cfg.overlapping_allreduce,
+                reduce_dtype=self.precision.reduce,
+                bucket_view=gradient_as_bucket_view,
+                buckets=self.sharded_state.buckets if self.sharded_state else None,
+                transport=self.sharded_state,
             )
             self._open_window()
             self._watch_backward_outside_steps()
-        if self._averages_microbatches and self._session.cfg.microbatches > 1:
+        if self._session.cfg.fp16 or (self._averages_microbatches and self._session.cfg.microbatches > 1):
             self._scale_foreign_gradients()
         self._session.adopt_model(self)
         if self._session.rank == 0:
@@ -108,7 +132,7 @@ class DistributedModel(nn.Module):
         """Call the module; inside a step, with one microbatch."""
         if self._session.microbatch is None and self.training and torch.is_grad_enabled():
             self._refresh_buffers()
-        return self.module(*args, **kwargs)
+        return self.precision.leave(self.module(*self.precision.enter(args), **self.precision.enter(kwargs)))
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         """Backward from ``tensors``, as ``torch.autograd.backward``; inside a step, of one microbatch.
@@ -138,8 +162,26 @@ class DistributedModel(nn.Module):
             self._in_backward = False
 
     def _gradient_scale(self) -> float:
+        """What a loss is multiplied with: the loss scale of fp16, and one over the microbatches that are averaged."""
+        optimizer = self._session.optimizer
+        scale = optimizer.loss_scale if optimizer is not None else 1.0
         inside = self._session.microbatch is not None
-        return 1.0 / self._session.cfg.microbatches if inside and self._averages_microbatches else 1.0
+        return scale / self._session.cfg.microbatches if inside and self._averages_microbatches else scale
+
+    def _shard_state(
+        self, trained: list[nn.Parameter], masters: Mapping[nn.Parameter, torch.Tensor], unit_bytes: int
+    ) -> ShardedState:
+        return ShardedState(
+            trained,
+            self._session.groups.group(Group.DP),
+            self._session.members(Group.DP),
+            self._session.rank_in(Group.DP),
+            self._session.collectives,
+            self._session.control,
+            unit_bytes=unit_bytes,
+            masters=masters,
+            reduce_dtype=self.precision.reduce,
+        )
 
     def _scale_foreign_gradients(self) -> None:
         """``loss.backward()`` inside a step, instead of ``model.backward(loss)``, averages over microbatches too."""
@@ -266,6 +308,27 @@ class DistributedModel(nn.Module):
         """Buffers of this rank's stage, with names."""
         return self.module.named_buffers()
 
+    def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the optimizer of this rank updates, under the parameters' names; with sharded state the parts it owns."""
+        for record in self.registry:
+            if self.pieces is None or record.parameter not in self.pieces:
+                yield record.name, record.parameter
+            elif (piece := self.pieces[record.parameter]) is not None:
+                yield record.name, piece.optimized
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Let a communication hook of PyTorch's DDP average the gradients; ``hook(state, bucket)`` gives a future.
+
+        The hook averages over the data parallel ranks itself. Call it before the first step.
+
+        Raises:
+            SMPUserError: gradients are not all-reduced: no data parallelism, or sharded optimizer state.
+        """
+        if self._reducer is None or self.sharded_state is not None:
+            why = "sharded optimizer state" if self.sharded_state else "no data parallelism over several ranks"
+            raise SMPUserError(f"register_comm_hook replaces the all-reduce of gradients, but this job has {why}")
+        self._reducer.use_transport(lambda parameters: HookTransport(state, hook, parameters))
+
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters whose gradients are reduced over the ``DP`` group."""
         return self.module.named_parameters()
@@ -323,7 +386,10 @@ class DistributedModel(nn.Module):
         own = self.module.state_dict()
         if state and not own.keys() & state.keys() and all(name.startswith("module.") for name in state):
             state = {name.removeprefix("module."): value for name, value in state.items()}
-        return self.module.load_state_dict(state, strict=strict, assign=assign)
+        result = self.module.load_state_dict(state, strict=strict, assign=assign)
+        if self._session.optimizer is not None:
+            self._session.optimizer.refresh_masters()
+        return result
 
     def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
         """Dtype changes apply; a device is ignored, because placement is this wrapper's work."""

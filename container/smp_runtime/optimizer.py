@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from smp_config import Group
 from smp_runtime import session as sessions
 from smp_runtime.errors import SMPUserError
+from smp_runtime.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
+from smp_runtime.optimizer_state import load_state, whole_state
+from smp_runtime.pieces import Piece
+
+if TYPE_CHECKING:
+    from smp_runtime.model import DistributedModel
 
 PARTIAL_KEY = "_smp_is_partial"
 
-#: Arguments of dynamic loss scaling, with their defaults.
-DYNAMIC_LOSS_DEFAULTS: dict[str, float | int | bool] = {
-    "init_scale": 2**32,
-    "scale_factor": 2.0,
-    "scale_window": 1000,
-    "min_scale": 1,
-    "delayed_shift": 1,
-    "consecutive_hysteresis": False,
-}
+#: Optimizers whose update of one element depends on others of the same tensor, which may lie on another rank.
+_NEED_WHOLE_TENSORS = ("LBFGS", "Adafactor", "Muon")
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` that steps ``optimizer``; schedulers and closures work on it.
+
+    In half precision training the inner optimizer updates float32 copies of the weights, with sharded state the
+    parts that this rank owns; its parameter groups then hold these.
 
     Args:
         optimizer: created from the parameters of the wrapped or of the unwrapped model.
@@ -54,21 +58,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if isinstance(optimizer, DistributedOptimizer):
             raise SMPUserError("this optimizer is already wrapped in smp.DistributedOptimizer; wrap it once")
-        self.loss_scale_args = {**DYNAMIC_LOSS_DEFAULTS, **(dynamic_loss_args or {}), **loss_args}
-        unknown = set(self.loss_scale_args) - set(DYNAMIC_LOSS_DEFAULTS)
-        if unknown:
-            raise SMPUserError(
-                f"unknown loss scaling arguments {sorted(unknown)}; known are {', '.join(DYNAMIC_LOSS_DEFAULTS)}"
-            )
+        self.loss_scale_args = {**DYNAMIC_DEFAULTS, **(dynamic_loss_args or {}), **loss_args}
+        scaler = make_loss_scaler(static_loss_scale, dynamic_loss_scale, {**(dynamic_loss_args or {}), **loss_args})
+        self._session = sessions.current()
+        # Only float16 overflows; other types train with a scale of 1.
+        self.loss_scaler = scaler if self._session.cfg.fp16 else make_loss_scaler(1.0, False, {})
         self.optimizer = optimizer
-        self.static_loss_scale = static_loss_scale
-        self.dynamic_loss_scale = dynamic_loss_scale
         #: Whether the last step was skipped because of an overflow.
         self.overflow = False
-        self._session = sessions.current()
+        self._global_grad_norm: float | None = None
+        self._model: DistributedModel | None = None
+        self._pieces: list[Piece] = []
+        self._gradients_are_ready = False
         # The base class's own constructor would build groups and state of its own; only its hooks are wanted.
         super().__setstate__({})
+        for model in self._session.models:
+            self.bind(model)
         self._session.adopt_optimizer(self)
+
+    # -- the inner optimizer ---------------------------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -93,45 +101,242 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The defaults of the inner optimizer."""
         return self.optimizer.defaults
 
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.optimizer.defaults = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer."""
+        self.optimizer.add_param_group(param_group)
+        if self._model is not None:
+            self._replace(self.optimizer.param_groups[-1])
+
+    def bind(self, model: DistributedModel) -> None:
+        """Update what ``model`` keeps for updating, instead of its parameters; called once both are wrapped."""
+        if self._model is not None or model.pieces is None:
+            return
+        owned = {p for group in self.optimizer.param_groups for p in group["params"]} & model.pieces.keys()
+        if not owned:
+            return
+        if model.sharded_state is not None:
+            kind = type(self.optimizer).__name__
+            if kind in _NEED_WHOLE_TENSORS:
+                raise SMPUserError(
+                    f"{kind} looks at whole tensors, but with shard_optimizer_state a rank updates parts of them; "
+                    "use an element-wise optimizer such as AdamW, or turn shard_optimizer_state off"
+                )
+            if hasattr(self.optimizer, "use_shards"):
+                self.optimizer.use_shards(model.sharded_state.sum_over_shards)
+        self._model = model
+        self._originals: list[list[nn.Parameter]] = []
+        for group in self.optimizer.param_groups:
+            self._replace(group)
+
+    def _replace(self, group: dict[str, Any]) -> None:
+        """Put this rank's pieces in place of a group's parameters."""
+        if self._model is None or self._model.pieces is None:
+            return
+        originals = list(group["params"])
+        self._originals.append(originals)
+        group["params"] = []
+        for parameter in originals:
+            if parameter not in self._model.pieces:
+                group["params"].append(parameter)
+                continue
+            former = self.optimizer.state.pop(parameter, None)
+            piece = self._model.pieces[parameter]
+            if piece is None:
+                continue
+            self._pieces.append(piece)
+            group["params"].append(piece.optimized)
+            if former is not None:
+                self.optimizer.state[piece.optimized] = {
+                    key: _part(value, piece) if _is_shaped(value, parameter) else value for key, value in former.items()
+                }
+
+    # -- the update ------------------------------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with before backward."""
+        return self.loss_scaler.scale
+
     @property
     def step_was_skipped(self) -> bool:
         """For ``accelerate``: whether the last step was skipped."""
         return self.overflow
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the inner optimizer."""
-        self.optimizer.add_param_group(param_group)
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters with the gradients that the step has reduced."""
-        result = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        """Update the parameters with the gradients that the step has reduced; skipped on every rank after an overflow."""
+        if self._model is None:
+            result = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+            self._session.progress.optimizer_stepped()
+            return result
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self.update_master_grads()
+        if not self.overflow:
+            self.optimizer.step()
+            self._store()
+        self.loss_scaler.update(self.overflow)
+        self._drop_gradients()
         self._session.progress.optimizer_stepped()
         return result
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the inner optimizer's parameters."""
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+    @torch.no_grad()
+    def update_master_grads(self) -> None:
+        """Bring the reduced gradients to what is updated: in float32, without the loss scale, checked for overflow."""
+        if self._gradients_are_ready:
+            return
+        self._gradients_are_ready = True
+        for piece in self._pieces:
+            gradient = piece.gradient()
+            if gradient is None:
+                piece.optimized.grad = None
+                continue
+            # Copied in every case but one: unscaled float32 gradients of a shard belong to nobody else.
+            piece.optimized.grad = gradient.to(piece.optimized.dtype).view(piece.optimized.shape)
+        if self._session.cfg.fp16:
+            self.overflow = self._unscale()
 
+    def _unscale(self) -> bool:
+        """Divide by the loss scale; returns whether any rank of the job has a gradient that is not finite."""
+        gradients = [p.optimized.grad for p in self._pieces if p.optimized.grad is not None]
+        device = self._session.device
+        found = torch.zeros(1, device=device)
+        if gradients:
+            inverse = torch.full((1,), 1.0 / self.loss_scale, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+        if self._session.size(Group.WORLD) > 1:
+            self._session.collectives.all_reduce(found, self._session.groups.group(Group.WORLD)).wait()
+        return bool(found.item() > 0)
+
+    def _store(self) -> None:
+        for piece in self._pieces:
+            piece.store()
+        if self._model is not None and self._model.sharded_state is not None:
+            self._model.sharded_state.gather_parameters()
+
+    def _drop_gradients(self) -> None:
+        for piece in self._pieces:
+            piece.optimized.grad = None
+        if self._model is not None and self._model.sharded_state is not None:
+            self._model.sharded_state.clear_gradients()
+        self._gradients_are_ready = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the parameters and of what is updated instead of them."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        if self._model is not None:
+            for parameter in self._model.parameters():
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+            self._drop_gradients()
+
+    @torch.no_grad()
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Clip the fp32 gradients of fp16 training; without fp16 there are none, and nothing is changed."""
-        return -1.0
+        """Scale the gradients down to a norm of at most ``max_norm``; call it before :meth:`step`.
+
+        For half precision and sharded state, whose gradients ``torch.nn.utils.clip_grad_norm_`` cannot see; without
+        them nothing is changed, and ``-1.0`` returned.
+
+        Returns:
+            The norm of the whole gradient, over all ranks.
+        """
+        if self._model is None:
+            return -1.0
+        self.update_master_grads()
+        if self.overflow:
+            return float("inf")
+        norms = [
+            torch.linalg.vector_norm(p.optimized.grad, norm_type) for p in self._pieces if p.optimized.grad is not None
+        ]
+        powers = torch.zeros(1, device=self._session.device, dtype=torch.float64)
+        if norms:
+            powers += torch.stack(norms).double().pow(norm_type).sum()
+        if self._model.sharded_state is not None:
+            self._model.sharded_state.sum_over_shards(powers)
+        norm = float(powers) ** (1.0 / norm_type)
+        self._global_grad_norm = norm
+        if norm > max_norm:
+            for piece in self._pieces:
+                if piece.optimized.grad is not None:
+                    piece.optimized.grad.mul_(max_norm / (norm + 1e-6))
+        return norm
+
+    # -- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The full state, as the inner optimizer's."""
-        return self.optimizer.state_dict()
+        """The full state, numbered and shaped as without half precision or sharding.
+
+        With sharded state it is gathered, so every rank of the data parallel group calls it.
+        """
+        if self._model is None:
+            return self.optimizer.state_dict()
+        return whole_state(self.optimizer, self._originals, self._model.pieces or {}, self._model.sharded_state)
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
-        """The state of this rank's stage, marked by the key ``_smp_is_partial``."""
-        return {**self.optimizer.state_dict(), PARTIAL_KEY: True}
+        """The state of this rank's stage, marked by the key ``_smp_is_partial``.
+
+        Args:
+            gather_if_shard: False gives this rank's shard only, to be loaded with the same number of ranks.
+        """
+        state = self.state_dict() if gather_if_shard else self.optimizer.state_dict()
+        return {**state, PARTIAL_KEY: True}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a full or partial state."""
-        self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != PARTIAL_KEY})
+        """Load a full state, whatever number of ranks and precision it was saved with."""
+        state = {key: value for key, value in state_dict.items() if key != PARTIAL_KEY}
+        if self._model is None:
+            self.optimizer.load_state_dict(state)
+        else:
+            load_state(self.optimizer, self._originals, self._model.pieces or {}, state)
+
+    def fp16_states(self) -> dict[str, Any]:
+        """Float32 master weights by parameter name, and the state of loss scaling; empty without half precision.
+
+        With sharded state they are gathered, so every rank of the data parallel group calls it.
+        """
+        if self._model is None or not self._model.precision.is_half:
+            return {}
+        masters = {piece.parameter: piece.optimized.detach() for piece in self._pieces}
+        if self._model.sharded_state is not None:
+            masters = self._model.sharded_state.gather_whole(masters)
+        names = {self._model.registry.record_of(parameter).name: value for parameter, value in masters.items()}
+        return {"masters": names, "loss_scaler": self.loss_scaler.state_dict()}
+
+    @torch.no_grad()
+    def load_fp16_states(self, states: Mapping[str, Any]) -> None:
+        """Continue from saved master weights and loss scale."""
+        if not states or self._model is None:
+            return
+        for piece in self._pieces:
+            master = states["masters"][self._model.registry.record_of(piece.parameter).name]
+            piece.optimized.copy_(master.reshape(-1)[piece.start : piece.stop].view(piece.optimized.shape))
+        self.loss_scaler.load_state_dict(states["loss_scaler"])
+
+    def refresh_masters(self) -> None:
+        """Take the model's weights as they are now; called after a state was loaded into the model."""
+        for piece in self._pieces:
+            piece.refresh()
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "optimizer":
+        if name.startswith("_") or name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+
+def _is_shaped(value: Any, parameter: nn.Parameter) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
+
+
+def _part(value: torch.Tensor, piece: Piece) -> torch.Tensor:
+    flat = value.reshape(-1)[piece.start : piece.stop].to(piece.optimized.dtype)
+    return flat.clone().view(piece.optimized.shape)

@@ -114,6 +114,8 @@ class Session:
     def adopt_model(self, model: DistributedModel) -> None:
         """Called by a model that was just wrapped."""
         self._models.add(model)
+        if self.optimizer is not None:
+            self.optimizer.bind(model)
 
     def adopt_optimizer(self, optimizer: DistributedOptimizer) -> None:
         """Called by an optimizer that was just wrapped."""
@@ -150,9 +152,6 @@ def _refuse_unbuilt(parameters: ModelParallelParameters) -> None:
         "pipeline_parallel_degree": parameters.pipeline_parallel_degree > 1,
         "tensor_parallel_degree": parameters.tensor_parallel_degree > 1,
         "sharded_data_parallel_degree": parameters.sharded_data_parallel_degree > 1,
-        "shard_optimizer_state": parameters.shard_optimizer_state,
-        "fp16": parameters.fp16,
-        "bf16": parameters.bf16,
         "offload_activations": parameters.offload_activations,
         "delayed_parameter_initialization": parameters.delayed_parameter_initialization,
     }

@@ -112,7 +112,13 @@ def test_the_jobs_configuration_wins_over_the_scripts(ranks):
         import smdistributed.modelparallel.torch as smp
 
         smp.init({"microbatches": 4, "ddp": True, "partitions": 1})
-        return smp.state.cfg.microbatches, smp.state.cfg.ddp, smp.state.cfg.partitions, smp.is_initialized(), smp.dp_size()
+        return (
+            smp.state.cfg.microbatches,
+            smp.state.cfg.ddp,
+            smp.state.cfg.partitions,
+            smp.is_initialized(),
+            smp.dp_size(),
+        )
 
     env = {"SM_HP_MP_PARAMETERS": '{"microbatches": 2, "pipeline_parallel_degree": 1}'}
     assert ranks(run, 2, init=False, env=env) == [(2, True, 1, True, 2)] * 2

@@ -56,9 +56,9 @@ def test_names_agree_everywhere(model):
 def test_state_round_trip_also_with_other_wrappers_prefix(model):
     state = {name: torch.full_like(value, 3.0) for name, value in model.state_dict().items()}
     model.load_state_dict({f"module.{name}": value for name, value in state.items()})
-    assert float(model.layer.bias[0]) == 3.0
+    assert model.layer.bias[0].item() == 3.0
     model.load_state_dict({**model.local_state_dict(), "layer.bias": torch.zeros(2)})
-    assert float(model.layer.bias[0]) == 0.0
+    assert model.layer.bias[0].item() == 0.0
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict({"layer.bias": torch.zeros(2)})
     model.load_state_dict({"layer.bias": torch.ones(2)}, strict=False)

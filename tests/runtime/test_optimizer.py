@@ -95,7 +95,9 @@ def test_closures_and_step_hooks_run(pair):
 def test_loss_scaling_arguments_are_checked(solo):
     solo({})
     inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    optimizer = smp.DistributedOptimizer(inner, static_loss_scale=None, dynamic_loss_scale=True, dynamic_loss_args={"scale_window": 7})
+    optimizer = smp.DistributedOptimizer(
+        inner, static_loss_scale=None, dynamic_loss_scale=True, dynamic_loss_args={"scale_window": 7}
+    )
     assert optimizer.loss_scale_args["scale_window"] == 7
     assert optimizer.loss_scale_args["init_scale"] == 2**32
     assert smp.DistributedOptimizer(inner, min_scale=2).loss_scale_args["min_scale"] == 2

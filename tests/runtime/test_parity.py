@@ -53,7 +53,9 @@ def _compare(result, expected, tolerance):
     for mine, theirs in zip(result["gradients"], expected["gradients"], strict=True):
         assert mine.keys() == theirs.keys()
         for name in mine:
-            torch.testing.assert_close(mine[name], theirs[name], atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                mine[name], theirs[name], atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 @pytest.mark.parametrize(("world", "microbatches"), list(itertools.product((1, 2, 4), (1, 2, 4))))

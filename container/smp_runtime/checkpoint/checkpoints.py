@@ -85,11 +85,16 @@ def _write_partial(
     user_content: Any,
 ) -> None:
     suffix = partial_suffix(session)
+    # With sharded state both are gathered, so all ranks take part and one of each replica writes.
+    optimizer_state = optimizer.local_state_dict() if optimizer is not None else None
+    fp16_states = optimizer.fp16_states() if optimizer is not None else None
     if session.rank_in(Group.RDP) == 0:
         if model is not None:
             write_tensors({"module": model.local_state_dict()}, folder / f"model_{suffix}.pt")
-        if optimizer is not None:
-            write_tensors(optimizer.local_state_dict(), folder / f"optimizer_{suffix}.pt")
+        if optimizer_state is not None:
+            write_tensors(optimizer_state, folder / f"optimizer_{suffix}.pt")
+        if fp16_states:
+            write_tensors(fp16_states, folder / f"fp16_states_{suffix}.pt")
     write_tensors(_random_state(session), folder / f"rng_{session.rank}.pt")
     if session.rank == 0:
         write_user_content(user_content, folder / f"{USER_CONTENT}.pt")
@@ -143,6 +148,8 @@ def resume_from_checkpoint(
         model.load_state_dict(read_tensors(found / f"model_{suffix}.pt")["module"], strict=strict)
     if optimizer is not None and load_optimizer:
         optimizer.load_state_dict(read_tensors(found / f"optimizer_{suffix}.pt"))
+        if (half := found / f"fp16_states_{suffix}.pt").is_file():
+            optimizer.load_fp16_states(read_tensors(half))
     _restore_random_state(session, found)
     content = found / f"{USER_CONTENT}.pt"
     return read_tensors(content) if content.is_file() else None

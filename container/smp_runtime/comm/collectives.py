@@ -28,6 +28,14 @@ class Collectives(Protocol):
         """Copy ``tensor`` from global rank ``source`` to every member."""
         ...
 
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        """Sum ``full`` over the group and leave each member its part, ``[full.numel() / size]``, in ``shard``."""
+        ...
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        """Put every member's ``shard`` into ``full``, in group order; ``shard`` may be this member's part of it."""
+        ...
+
 
 class TorchCollectives:
     """NCCL or gloo, whichever the group's backend is for the tensor's device."""
@@ -37,6 +45,29 @@ class TorchCollectives:
 
     def broadcast(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Work:
         return _started(dist.broadcast(tensor, src=source, group=group, async_op=True))
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        if full.device.type != "cpu":
+            return _started(dist.reduce_scatter_tensor(shard, full, group=group, async_op=True))
+        # gloo's own reduce-scatter is slow; exchanging the parts and adding them here moves the same bytes.
+        parts = torch.empty_like(full)
+        return _AddParts(_started(dist.all_to_all_single(parts, full, group=group, async_op=True)), parts, shard)
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        return _started(dist.all_gather_into_tensor(full, shard, group=group, async_op=True))
+
+
+class _AddParts:
+    """An exchange of parts, completed by adding them."""
+
+    def __init__(self, exchange: Work, parts: torch.Tensor, shard: torch.Tensor) -> None:
+        self._exchange = exchange
+        self._parts = parts
+        self._shard = shard
+
+    def wait(self) -> None:
+        self._exchange.wait()
+        torch.sum(self._parts.view(-1, self._shard.numel()), 0, out=self._shard)
 
 
 def _started(work: Work | None) -> Work:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 
-@dataclass
+@dataclass(eq=False)
 class Bucket:
     """Some parameters' gradients in one flat buffer.
 
@@ -16,6 +16,9 @@ class Bucket:
         indices: which parameters, by their index in the reducer's list.
         offsets: where each gradient begins, in elements.
         elements: of all gradients together; the buffer may be longer by a tail.
+        dtype: in which the gradients are reduced.
+        tail: elements behind the gradients.
+        persistent: keep one buffer for all windows; otherwise each window has its own, which its gradients keep alive.
         pending: parameters whose gradient is not final yet in this window.
     """
 
@@ -25,48 +28,54 @@ class Bucket:
     dtype: torch.dtype
     device: torch.device
     tail: int = 0
+    persistent: bool = False
     pending: int = 0
     _buffer: torch.Tensor | None = field(default=None, repr=False)
 
-    @property
-    def buffer(self) -> torch.Tensor:
-        """The flat buffer, ``[elements + tail]``; allocated at first use and kept."""
-        if self._buffer is None:
-            self._buffer = torch.zeros(self.elements + self.tail, dtype=self.dtype, device=self.device)
+    def fresh_buffer(self) -> torch.Tensor:
+        """The buffer of the next reduction, ``[elements + tail]``, with anything in it."""
+        if self._buffer is None or not self.persistent:
+            self._buffer = torch.empty(self.elements + self.tail, dtype=self.dtype, device=self.device)
         return self._buffer
 
-    def views(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The part of the buffer of each parameter, shaped like it."""
+    def release(self) -> None:
+        """Let go of the buffer, unless it is kept for all windows."""
+        if not self.persistent:
+            self._buffer = None
+
+    def views(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The part of a buffer of each parameter, shaped like it."""
         return [
-            self.buffer[offset : offset + parameters[index].numel()].view(parameters[index].shape)
+            buffer[offset : offset + parameters[index].numel()].view(parameters[index].shape)
             for index, offset in zip(self.indices, self.offsets, strict=True)
         ]
 
-    def tail_view(self) -> torch.Tensor:
-        """The elements behind the gradients."""
-        return self.buffer[self.elements :]
 
-
-def make_buckets(parameters: Sequence[torch.Tensor], order: Sequence[int], cap_bytes: int, tail: int) -> list[Bucket]:
+def make_buckets(
+    parameters: Sequence[torch.Tensor],
+    order: Sequence[int],
+    cap_bytes: int,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+    persistent: bool = False,
+) -> list[Bucket]:
     """Fill buckets of at most ``cap_bytes`` with parameters in ``order``; no padding, so exactly their elements.
 
     A parameter larger than the cap has a bucket of its own. Parameters of different type or device never share
-    one. The last bucket carries ``tail`` more elements.
+    one. With ``reduce_dtype`` all gradients are reduced in that type, else each in its parameter's.
     """
     buckets: list[Bucket] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], Bucket] = {}
     for index in order:
         parameter = parameters[index]
+        dtype = reduce_dtype or parameter.dtype
         kind = (parameter.dtype, parameter.device)
         bucket = open_buckets.get(kind)
-        size = parameter.numel() * parameter.element_size()
-        if bucket is None or bucket.elements * parameter.element_size() + size > cap_bytes:
-            bucket = Bucket([], [], 0, parameter.dtype, parameter.device)
+        if bucket is None or (bucket.elements + parameter.numel()) * dtype.itemsize > cap_bytes:
+            bucket = Bucket([], [], 0, dtype, parameter.device, persistent=persistent)
             open_buckets[kind] = bucket
             buckets.append(bucket)
         bucket.indices.append(index)
         bucket.offsets.append(bucket.elements)
         bucket.elements += parameter.numel()
-    if buckets:
-        buckets[-1].tail = tail
     return buckets

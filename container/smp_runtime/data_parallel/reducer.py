@@ -2,13 +2,14 @@
 
 A *window* is what one reduction covers: the microbatches of a step (or of ``backward_passes_per_step`` steps), or
 one ``backward()`` outside a step. A parameter's gradient is final when backward has added to it as often as in the
-window before; when all gradients of a bucket are final, the bucket's all-reduce starts while backward goes on.
+window before; when all gradients of a bucket are final, the bucket is launched while backward goes on.
 
-Every rank starts the buckets in the same order, whatever order its own gradients come in, so the collectives
-always match. The last bucket always waits for the end of the window and carries two kinds of flags behind its
-gradients, summed over all ranks with them: which parameters were used anywhere, and whether some rank started a
-bucket too early (a gradient changed after it was sent, because this window ran another graph than the last); in
-that case all ranks reduce again. This costs no collective of its own.
+Every rank launches the buckets in the same order, whatever order its own gradients come in, so the collectives
+always match. A launched gradient leaves its parameter; should backward add to it after all, because this window
+runs another graph than the last one, the late part is a gradient of its own, and a second round sends the late
+parts and adds them, since averaging is linear. All ranks must know of it, and which parameters any rank used: the
+last bucket therefore always waits for the end of the window and carries these flags behind its gradients, summed
+over the ranks with them, without a collective of their own (unless the transport cannot carry them).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from smp_runtime.comm.collectives import Collectives, Work
+from smp_runtime.comm.collectives import Collectives
 from smp_runtime.data_parallel.buckets import Bucket, make_buckets
+from smp_runtime.data_parallel.transports import AllReduceTransport, Transport, Travel
 
 
 class GradientReducer:
@@ -30,8 +32,12 @@ class GradientReducer:
         group: the ranks that hold replicas of these parameters.
         ranks: their global numbers, ascending.
         collectives: the seam to communicate through.
-        bucket_bytes: size of a bucket; the first one started is smaller, so that communication begins early.
-        overlap: False starts every bucket at the end of the window.
+        bucket_bytes: size of a bucket.
+        overlap: False launches every bucket at the end of the window.
+        reduce_dtype: in which gradients are summed; None means each in its own type.
+        bucket_view: gradients of all windows share one buffer, so keep no reference to a gradient over a step.
+        buckets: a fixed division instead of one that is measured; with it, ``transport``.
+        transport: how buckets travel; default: all-reduce.
     """
 
     def __init__(
@@ -43,6 +49,10 @@ class GradientReducer:
         *,
         bucket_bytes: int = 25 * 2**20,
         overlap: bool = True,
+        reduce_dtype: torch.dtype | None = None,
+        bucket_view: bool = False,
+        buckets: Sequence[Bucket] | None = None,
+        transport: Transport | None = None,
     ) -> None:
         self._parameters = list(parameters)
         self._group = group
@@ -50,60 +60,72 @@ class GradientReducer:
         self._collectives = collectives
         self._bucket_bytes = bucket_bytes
         self._overlap = overlap
+        self._reduce_dtype = reduce_dtype
+        self._bucket_view = bucket_view
+        self._transport: Transport = transport or AllReduceTransport(collectives, group)
         count = len(self._parameters)
         self._expected: list[int] | None = None  # how often backward adds to each gradient, learned in a window
         self._seen = [0] * count
+        self._used = [False] * count
         self._arrival: list[int] = []  # indices in the order in which gradients became final
-        self._started = 0
-        self._works: list[tuple[Bucket, Work]] = []
-        self._stale = False
+        self._travels: list[Travel] = []
+        self._late = False
         self._reduces = True
-        self._order_is_measured = False
+        self._order_is_fixed = buckets is not None
         # Until measured, guess that backward runs in the reverse order of registration.
-        self._set_order(list(reversed(range(count))))
+        self._set_buckets(list(buckets) if buckets is not None else self._buckets_in(list(reversed(range(count)))))
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))
             for index, parameter in enumerate(self._parameters)
         ]
-
-    def begin_window(self, *, reduces: bool) -> None:
-        """Expect gradients; with ``reduces=False`` they only accumulate and nothing is sent."""
-        self._reduces = reduces
-        self._seen = [0] * len(self._parameters)
-        self._arrival = []
-        self._started = 0
-        self._works = []
-        self._stale = False
-        for bucket in self._buckets:
-            bucket.pending = len(bucket.indices)
+        self.begin_window(reduces=True)
 
     @property
     def touched(self) -> bool:
         """Whether backward has added to any gradient in this window."""
         return any(self._seen)
 
+    @property
+    def bucket_order(self) -> list[list[int]]:
+        """Indices of the parameters of each bucket, in the order of launching."""
+        return [list(bucket.indices) for bucket in self._buckets]
+
+    def use_transport(self, make: Callable[[Sequence[torch.Tensor]], Transport]) -> None:
+        """Replace the transport, between windows; ``make`` gets the parameters."""
+        self._transport = make(self._parameters)
+        self._set_buckets(self._buckets)
+
+    def begin_window(self, *, reduces: bool) -> None:
+        """Expect gradients; with ``reduces=False`` they only accumulate and nothing is sent."""
+        count = len(self._parameters)
+        self._reduces = reduces
+        self._seen = [0] * count
+        self._used = [False] * count
+        self._arrival = []
+        self._travels = []
+        self._late = False
+        for bucket in self._buckets:
+            bucket.pending = len(bucket.indices)
+
+    @torch.no_grad()
     def finish_window(self) -> None:
         """Send what is left, wait for everything, and write the averages into the gradients.
 
-        A parameter that no rank used keeps its gradient as it was; one that only other ranks used gets theirs.
+        A parameter that no rank used keeps no gradient; one that only other ranks used gets theirs.
         """
         if not self._reduces or not self._buckets:
             return
-        while self._started < len(self._buckets):
-            self._start_next()
-        flags = self._wait_for_flags()
-        if flags[
-            -1
-        ]:  # some rank sent a gradient that changed afterwards: the local gradients are intact, so send again
-            self._works = []
-            self._started = 0
-            self._stale = False
-            while self._started < len(self._buckets):
-                self._start_next()
-            flags = self._wait_for_flags()
-        for bucket, _ in self._works:
-            self._write_back(bucket, flags)
-        measured = not self._order_is_measured and self._expected is not None
+        results, used, late = self._send_and_land()
+        if late:
+            # What the parameters hold now is only the late part. A kept buffer is about to be written again.
+            results = [r.clone() if b.persistent else r for r, b in zip(results, self._buckets, strict=True)]
+            self._travels = []
+            late_results, used, _ = self._send_and_land()
+            results = [first.add_(second) for first, second in zip(results, late_results, strict=True)]
+        self._adopt(results, used)
+        for bucket in self._buckets:
+            bucket.release()
+        measured = not self._order_is_fixed and self._expected is not None
         self._expected = list(self._seen)
         if measured:
             self._adopt_measured_order()
@@ -113,12 +135,15 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
 
+    # -- while backward runs ---------------------------------------------------------------------------------------
+
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def gradient_added(_: torch.Tensor) -> None:
             self._gradient_added(index)
 
         return gradient_added
 
+    @torch.no_grad()
     def _gradient_added(self, index: int) -> None:
         self._seen[index] += 1
         if not self._reduces or self._expected is None:
@@ -129,54 +154,92 @@ class GradientReducer:
             self._arrival.append(index)
             bucket.pending -= 1
             # All but the last bucket, whose flags are only known at the end of the window.
-            while self._overlap and self._started < len(self._buckets) - 1 and not self._buckets[self._started].pending:
-                self._start_next()
-        elif seen > expected and position < self._started:
-            self._stale = True
+            launched = len(self._travels)
+            while self._overlap and launched < len(self._buckets) - 1 and not self._buckets[launched].pending:
+                self._launch_next()
+                launched += 1
+        elif seen > expected and position < len(self._travels):
+            self._late = True
 
-    def _start_next(self) -> None:
-        position = self._started
+    def _launch_next(self) -> None:
+        position = len(self._travels)
         bucket = self._buckets[position]
+        buffer = bucket.fresh_buffer()
         # Averaging before the sum keeps half precision sums in range.
-        scale = 1.0 / len(self._ranks)
-        for index, view in zip(bucket.indices, bucket.views(self._parameters), strict=True):
-            gradient = self._parameters[index].grad
+        scale = 1.0 / len(self._ranks) if self._transport.divides else 1.0
+        for index, view in zip(bucket.indices, bucket.views(buffer, self._parameters), strict=True):
+            parameter = self._parameters[index]
+            gradient = parameter.grad
             if gradient is None:
                 view.zero_()
-            else:
-                torch.mul(gradient.to_dense() if gradient.is_sparse else gradient, scale, out=view)
-        if bucket.tail:
-            used = [float(parameter.grad is not None) for parameter in self._parameters]
-            bucket.tail_view().copy_(torch.tensor([*used, float(self._stale)], dtype=bucket.dtype))
-        self._works.append((bucket, self._collectives.all_reduce(bucket.buffer, self._group)))
-        self._started = position + 1
-
-    def _wait_for_flags(self) -> list[bool]:
-        for _, work in self._works:
-            work.wait()
-        return [flag > 0 for flag in self._buckets[-1].tail_view().tolist()]
-
-    def _write_back(self, bucket: Bucket, flags: list[bool]) -> None:
-        for index, view in zip(bucket.indices, bucket.views(self._parameters), strict=True):
-            parameter = self._parameters[index]
-            if not flags[index]:
                 continue
-            if parameter.grad is None or parameter.grad.is_sparse:
-                parameter.grad = view.clone()
-            else:
-                parameter.grad.copy_(view)
+            self._used[index] = True
+            torch.mul(gradient.to_dense() if gradient.is_sparse else gradient, scale, out=view)
+            parameter.grad = None
+        if bucket.tail:
+            buffer[bucket.elements :].copy_(self._flags(bucket.dtype, bucket.device))
+        is_last = position == len(self._buckets) - 1
+        self._travels.append(self._transport.launch(bucket, buffer, position, is_last))
+
+    def _flags(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Behind the gradients: 1 for each parameter that this rank used, and 1 if it has late gradients."""
+        return torch.tensor([*self._used, self._late], dtype=dtype, device=device)
+
+    # -- at the end of the window ----------------------------------------------------------------------------------
+
+    def _send_and_land(self) -> tuple[list[torch.Tensor], list[bool], bool]:
+        """Launch what is left and wait for all buckets.
+
+        Returns:
+            Their results, which parameters any rank used, and whether any rank has late gradients.
+        """
+        while len(self._travels) < len(self._buckets):
+            self._launch_next()
+        results = [travel.land() for travel in self._travels]
+        if self._transport.carries_tail:
+            flags = results[-1][self._buckets[-1].elements :]
+        else:
+            flags = self._flags(torch.float32, self._buckets[-1].device)
+            self._collectives.all_reduce(flags, self._group).wait()
+        *used, late = (flags > 0).tolist()
+        return results, used, late
+
+    def _adopt(self, results: list[torch.Tensor], used: list[bool]) -> None:
+        for position, (bucket, result) in enumerate(zip(self._buckets, results, strict=True)):
+            if not self._transport.lands_in_gradients:
+                self._transport.deliver(position, result, used)
+                continue
+            for index, view in zip(bucket.indices, bucket.views(result, self._parameters), strict=True):
+                if used[index]:
+                    parameter = self._parameters[index]
+                    parameter.grad = view if view.dtype == parameter.dtype else view.to(parameter.dtype)
+
+    # -- order -----------------------------------------------------------------------------------------------------
 
     def _adopt_measured_order(self) -> None:
         """Order the buckets as gradients really arrive; the group's first rank decides for all."""
-        self._order_is_measured = True
+        self._order_is_fixed = True
         known = set(self._arrival)
         arrived = self._arrival + [i for i in reversed(range(len(self._parameters))) if i not in known]
         order = torch.tensor(arrived, device=self._buckets[0].device)
         self._collectives.broadcast(order, self._ranks[0], self._group).wait()
-        self._set_order(order.tolist())
+        self._set_buckets(self._buckets_in(order.tolist()))
 
-    def _set_order(self, order: list[int]) -> None:
-        self._buckets = make_buckets(self._parameters, order, self._bucket_bytes, tail=len(self._parameters) + 1)
+    def _buckets_in(self, order: list[int]) -> list[Bucket]:
+        return make_buckets(
+            self._parameters,
+            order,
+            self._bucket_bytes,
+            reduce_dtype=self._reduce_dtype,
+            persistent=self._bucket_view,
+        )
+
+    def _set_buckets(self, buckets: list[Bucket]) -> None:
+        self._buckets = buckets
+        for bucket in buckets:
+            bucket.tail = 0
+        if buckets and self._transport.carries_tail:
+            buckets[-1].tail = len(self._parameters) + 1
         self._place = {
             index: (position, bucket) for position, bucket in enumerate(self._buckets) for index in bucket.indices
         }

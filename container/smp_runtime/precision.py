@@ -1,0 +1,93 @@
+"""Half precision training: which types the model computes, reduces and keeps its weights in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_config import ModelParallelParameters
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The types of a training run.
+
+    Attributes:
+        compute: of parameters, buffers and activations; None leaves the model as it is.
+        reduce: in which gradients are summed over ranks; None means in their own type. bfloat16 has eight bits of
+            mantissa, too few to add many gradients, so they are summed in float32.
+    """
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, parameters: ModelParallelParameters) -> Precision:
+        """What ``fp16`` and ``bf16`` ask for."""
+        if parameters.fp16:
+            return cls(torch.float16, torch.float32 if parameters.fp32_grad_accumulation else None)
+        if parameters.bf16:
+            return cls(torch.bfloat16, torch.float32)
+        return cls()
+
+    @property
+    def is_half(self) -> bool:
+        """Whether weights live twice: in half precision for computing and in float32 for updating."""
+        return self.compute is not None
+
+    @torch.no_grad()
+    def convert(self, module: nn.Module) -> dict[nn.Parameter, torch.Tensor]:
+        """Cast the module's floating point parameters and buffers, in place.
+
+        Returns:
+            The float32 weights that were cast, from which training continues; by parameter, tied ones once.
+        """
+        masters: dict[nn.Parameter, torch.Tensor] = {}
+        if self.compute is None:
+            return masters
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                if parameter.requires_grad:
+                    masters[parameter] = parameter.detach().float()
+                parameter.data = parameter.data.to(self.compute)
+        for owner in module.modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    setattr(owner, name, buffer.to(self.compute))
+        return masters
+
+    def enter(self, value: Any) -> Any:
+        """What the model gets: float32 tensors in the compute type, wherever they lie."""
+        return value if self.compute is None else _cast(value, torch.float32, self.compute)
+
+    def leave(self, value: Any) -> Any:
+        """What the script gets back: float32, so that losses are computed with full range."""
+        return value if self.compute is None else _cast(value, self.compute, torch.float32)
+
+
+def _cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
+    return _each(value, lambda tensor: tensor.to(target) if tensor.dtype is source else tensor)
+
+
+def _each(value: Any, call: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with every tensor inside replaced by ``call`` of it."""
+    if isinstance(value, torch.Tensor):
+        return call(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_each(child, call) for child in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_each(child, call) for child in value)
+    if isinstance(value, dict):
+        changed = {key: _each(child, call) for key, child in value.items()}
+        if type(value) is dict:
+            return changed
+        for key, child in changed.items():  # Transformers' outputs are dictionaries with fields of the same names
+            value[key] = child
+        return value
+    if isinstance(value, Mapping):
+        return {key: _each(child, call) for key, child in value.items()}
+    return value

@@ -1,0 +1,48 @@
+"""Whole jobs: ``fit()`` → bootstrap → mpirun → ``entrypoints/train_gpt.py``."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobtools import ENTRYPOINTS, TINY
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> Path:
+    """A folder with about half a megabyte of real text."""
+    folder = tmp_path_factory.mktemp("text")
+    library = Path(sysconfig.get_paths()["stdlib"])
+    written = b"".join(p.read_bytes() for p in sorted(library.glob("*.py"))[:20])[:500_000]
+    (folder / "train.txt").write_bytes(written)
+    return folder
+
+
+@pytest.fixture
+def gpt_job(text, tmp_path):
+    """``gpt_job(processes, hyperparameters…)``: an estimator of a tiny GPT job, not started yet."""
+    from smp_estimator import SMPEstimator
+
+    def make(
+        processes: int = 2, hosts: int = 1, microbatches: int = 1, name: str = "out", **settings: Any
+    ) -> SMPEstimator:
+        arguments = settings.pop("estimator", {})
+        return SMPEstimator(
+            entry_point=settings.pop("entry_point", "train_gpt.py"),
+            source_dir=settings.pop("source_dir", str(ENTRYPOINTS)),
+            instance_type="local",
+            instance_count=hosts,
+            output_path=f"file://{tmp_path / name}",
+            hyperparameters={**TINY, **settings},
+            distribution={
+                "smdistributed": {
+                    "modelparallel": {"enabled": True, "parameters": {"ddp": True, "microbatches": microbatches}}
+                },
+                "mpi": {"enabled": True, "processes_per_host": processes},
+            },
+            **arguments,
+        )
+
+    return make

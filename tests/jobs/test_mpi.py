@@ -1,0 +1,53 @@
+"""The control plane over real MPI, and the degrees that only show under a launcher."""
+
+from __future__ import annotations
+
+import pytest
+from jobtools import artifact
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(120)]
+
+SCRIPT = """
+import json, os, time
+import smdistributed.modelparallel.torch as smp
+
+smp.init()
+seen = {"rank": smp.rank(), "local": smp.local_rank(), "local_size": smp.local_size(), "host": os.environ["SM_CURRENT_HOST"]}
+seen["all"] = smp.allgather(smp.rank() ** 2, smp.WORLD)
+if smp.rank() == 0:
+    smp.broadcast({"big": b"x" * 5_000_000}, smp.CommGroup.WORLD)
+    start = time.monotonic()
+    smp.send("late", 3, smp.RankType.DP_RANK)
+    seen["waited"] = time.monotonic() - start
+else:
+    seen["big"] = len(smp.recv_from(0, smp.RankType.WORLD_RANK)["big"])
+if smp.rank() == 3:
+    time.sleep(0.6)
+    seen["got"] = smp.recv_from(0, smp.RankType.DP_RANK)
+smp.barrier()
+smp.dp_barrier()
+smp.mp_barrier()
+import torch.distributed as dist, torch
+x = torch.tensor(float(smp.rank()))
+dist.all_reduce(x, group=smp.get_dp_process_group())
+seen["sum"] = float(x)
+everyone = smp.allgather(seen, smp.WORLD)
+if smp.rank() == 0:
+    open(os.path.join(os.environ["SM_MODEL_DIR"], "seen.json"), "w").write(json.dumps(everyone))
+"""
+
+
+def test_ranks_messages_and_groups_over_two_simulated_hosts(gpt_job, text, tmp_path):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "talk.py").write_text(SCRIPT)
+    job = gpt_job(2, hosts=2, entry_point="talk.py", source_dir=str(tmp_path / "src"))
+    job.fit({"train": f"file://{text}"}, logs=False)
+    seen = artifact(job, "seen.json")
+    assert [s["rank"] for s in seen] == [0, 1, 2, 3]
+    assert [s["local"] for s in seen] == [0, 1, 0, 1]
+    assert {s["local_size"] for s in seen} == {2}
+    assert [s["host"] for s in seen] == ["algo-1", "algo-1", "algo-2", "algo-2"]
+    assert all(s["all"] == [0, 1, 4, 9] and s["sum"] == 6.0 for s in seen)
+    assert [s["big"] for s in seen[1:]] == [5_000_000] * 3
+    assert seen[3]["got"] == "late"
+    assert seen[0]["waited"] >= 0.4

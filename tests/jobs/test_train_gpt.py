@@ -1,0 +1,117 @@
+"""The main job: the same losses however it is spread, resumed after a kill, stopped cleanly, weights for plain torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+from jobtools import ENTRYPOINTS, artifact
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
+
+
+def _fit(estimator, text):
+    estimator.fit({"train": f"file://{text}"}, logs=False)
+    return estimator
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Losses of one process without mpirun, computed once."""
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "processes", "microbatches"), [(1, 1, 1), (1, 1, 4), (1, 2, 2), (2, 1, 1), (2, 2, 4)]
+)
+def test_the_same_losses_however_the_job_is_spread(gpt_job, text, reference, hosts, processes, microbatches):
+    losses = artifact(_fit(gpt_job(processes, hosts, microbatches), text), "losses.json")
+    assert len(losses) == 20
+    assert losses[-1] < losses[0]
+    assert losses == pytest.approx(reference.setdefault("losses", losses), abs=1e-5)
+
+
+def test_weights_load_in_plain_torch_without_this_package(gpt_job, text, tmp_path):
+    job = _fit(gpt_job(2, steps=2), text)
+    with tarfile.open(job.model_data.removeprefix("file://")) as archive:
+        archive.extractall(tmp_path / "model", filter="data")
+    code = (
+        "import torch, json, sys\n"
+        "state = torch.load('model.pt', weights_only=True)\n"
+        "assert state['tokens.weight'].shape == (256, 32), state['tokens.weight'].shape\n"
+        "assert json.load(open('config.json'))['layers'] == 2\n"
+        "assert not [m for m in sys.modules if m.startswith(('smp', 'smdistributed'))]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "model", check=True)
+
+
+def _ranks() -> list[int]:
+    """Processes of this user that run a rank."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"smp_launch.rank" in words and b"mpirun" not in words[0]:
+                found.append(int(entry.name))
+    return found
+
+
+def test_killed_at_step_50_of_100_and_started_again_it_ends_as_if_never_killed(gpt_job, text, tmp_path):
+    from sagemaker.exceptions import UnexpectedStatusException
+
+    settings = {"steps": 100, "dropout": 0.1}
+    expected = artifact(_fit(gpt_job(2, name="a", **settings), text), "losses.json")
+
+    checkpoints = tmp_path / "checkpoints"
+    (tmp_path / "kill").mkdir()
+    # The script kills its own job once, right after step 50, between two checkpoints.
+    for name in ("train_gpt.py",):
+        source = (ENTRYPOINTS / name).read_text()
+        marker = tmp_path / "killed-once"
+        killer = (
+            f"        if done == 50 and smp.rank() == 1 and not os.path.exists({str(marker)!r}):\n"
+            f"            open({str(marker)!r}, 'w').close()\n"
+            "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        )
+        assert source.count("        done = step + 1\n") == 1
+        (tmp_path / "kill" / name).write_text(
+            source.replace("        done = step + 1\n", "        done = step + 1\n" + killer)
+        )
+    again = {
+        **settings,
+        "checkpoint_interval": 20,
+        "source_dir": str(tmp_path / "kill"),
+        "estimator": {"checkpoint_s3_uri": f"file://{checkpoints}"},
+    }
+    with pytest.raises(UnexpectedStatusException, match="rank 1 .*killed by signal 9"):
+        _fit(gpt_job(2, name="b", **again), text)
+    assert (checkpoints / "newest").read_text() == "step40_partial"
+    losses = artifact(_fit(gpt_job(2, name="c", **again), text), "losses.json")
+    assert len(losses) == 100
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_stopped_job_saves_leaves_and_continues(gpt_job, text, tmp_path):
+    settings = {"steps": 2000, "estimator": {"checkpoint_s3_uri": f"file://{tmp_path / 'checkpoints'}"}}
+    job = gpt_job(2, **settings)
+    job.fit({"train": f"file://{text}"}, wait=False)
+    until = time.monotonic() + 60
+    while len(_ranks()) < 2 or time.monotonic() < until - 57:
+        assert time.monotonic() < until, "the ranks never started"
+        time.sleep(0.1)
+    job.latest_training_job.stop()
+    job.latest_training_job.wait(logs=False)
+    assert job.latest_training_job.describe()["TrainingJobStatus"] == "Stopped"
+    newest = (tmp_path / "checkpoints" / "newest").read_text()
+    step = int(newest.removeprefix("step").removesuffix("_partial"))
+    assert 0 < step < 2000
+    settings["steps"] = step + 5
+    losses = artifact(_fit(gpt_job(2, **settings), text), "losses.json")
+    assert len(losses) == step + 5
