@@ -33,7 +33,9 @@ class RankPool:
 
     def __init__(self, size: int) -> None:
         # The store lives here, on a port that the system picks, and outlives every case.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
         context = multiprocessing.get_context("spawn")
         self._ranks = []
         self._case = 0

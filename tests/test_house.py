@@ -35,11 +35,12 @@ FORBIDDEN = {
 }
 #: The floors of smp_runtime, from the ground; a file imports only its own floor and those below.
 FLOORS = [
-    ("errors", "devices"),
-    ("comm", "registry", "progress", "splitting", "step_output", "precision", "loss_scaling", "pieces"),
+    ("errors", "devices", "deferred"),
+    ("registry", "pieces"),
+    ("comm", "progress", "splitting", "step_output", "precision", "loss_scaling", "fused_optimizers", "model_names"),
     ("session", "optimizer_state"),
     ("data_parallel", "sharding", "checkpoint", "amp"),
-    ("model", "optimizer", "step"),
+    ("model", "optimizer", "step", "creation"),
 ]
 
 
@@ -105,11 +106,12 @@ def test_the_public_surface_is_frozen():
     import smdistributed.modelparallel.torch as smp
 
     expected = """
-        CommGroup DP_GROUP DistributedModel DistributedOptimizer MP_GROUP PP_GROUP RDP_GROUP RankType StepOutput TP_GROUP
-        WORLD __version__ allgather amp barrier broadcast comm dp_barrier dp_rank dp_size exceptions get_dp_group
-        get_dp_process_group get_mp_group get_mp_process_group get_pp_group get_pp_process_group get_rdp_group
-        get_rdp_process_group get_tp_group get_tp_process_group get_world_process_group init is_initialized is_tracing load
-        local_rank local_size model mp_barrier mp_rank mp_size optimizer pp_rank pp_size rank rdp_rank rdp_size recv_from
+        CommGroup DP_GROUP DistributedModel DistributedOptimizer MP_GROUP PP_GROUP RDP_GROUP RankType StepOutput
+        TP_GROUP WORLD __version__ allgather amp barrier broadcast comm delay_param_initialization dp_barrier
+        dp_rank dp_size exceptions get_dp_group get_dp_process_group get_mp_group get_mp_process_group get_pp_group
+        get_pp_process_group get_rdp_group get_rdp_process_group get_tp_group get_tp_process_group
+        get_world_process_group init is_initialized is_tracing load local_rank local_size model model_creation
+        mp_barrier mp_rank mp_size optimizer optimizers pp_rank pp_size rank rdp_rank rdp_size recv_from
         resume_from_checkpoint save save_checkpoint send shutdown size state step tp_rank tp_size
     """.split()
     assert sorted(smp.__all__) == sorted(expected)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import time
+from collections.abc import Callable
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -45,17 +47,28 @@ class FailureRecord(BaseModel):
 
 
 def format_failure(record: FailureRecord) -> str:
-    """One line of at most 4,000 bytes; the traceback loses its oldest part first, then the message its end."""
-    line = FAILURE_PREFIX + record.model_dump_json()
-    if len(line.encode()) <= _LINE_BYTES:
-        return line
-    over = len(line.encode()) - _LINE_BYTES
-    # JSON escapes can double a character, so cut generously and try again.
-    if record.traceback:
-        keep = max(0, len(record.traceback) - over - 64)
-        return format_failure(record.model_copy(update={"traceback": record.traceback[-keep:] if keep else ""}))
-    keep = max(0, min(len(record.message) - over - 64, len(record.message) // 2 + 512))
-    return format_failure(record.model_copy(update={"message": record.message[:keep] + "…"}))
+    """One line of at most 4,000 bytes: the traceback loses its beginning first, then the message its end."""
+    trace, message = record.traceback, record.message
+    if not _fits(record):
+        kept = _most(len(trace), lambda n: _fits(record.model_copy(update={"traceback": trace[len(trace) - n :]})))
+        record = record.model_copy(update={"traceback": trace[len(trace) - kept :]})
+    if not _fits(record):
+        kept = _most(len(message), lambda n: _fits(record.model_copy(update={"message": message[:n] + "…"})))
+        record = record.model_copy(update={"message": message[:kept] + "…"})
+    return _line(record)
+
+
+def _line(record: FailureRecord) -> str:
+    return FAILURE_PREFIX + record.model_dump_json()
+
+
+def _fits(record: FailureRecord) -> bool:
+    return len(_line(record).encode()) <= _LINE_BYTES
+
+
+def _most(length: int, fits: Callable[[int], bool]) -> int:
+    """The most characters that still fit; characters differ in how many bytes they take."""
+    return max(0, bisect.bisect_left(range(length + 1), True, key=lambda n: not fits(n)) - 1)
 
 
 def parse_failure(line: str) -> FailureRecord | None:

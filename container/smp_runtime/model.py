@@ -10,14 +10,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.utils.hooks import RemovableHandle
 
 from smp_config import Group
 from smp_runtime import session as sessions
+from smp_runtime.data_parallel.buckets import effective_cap
+from smp_runtime.data_parallel.joining import JoinedModel
 from smp_runtime.data_parallel.reducer import GradientReducer
 from smp_runtime.data_parallel.replication import broadcast_tensors
 from smp_runtime.data_parallel.transports import HookTransport
 from smp_runtime.errors import SMPUserError
+from smp_runtime.model_names import WrappedNames
 from smp_runtime.pieces import Piece, whole_piece
 from smp_runtime.precision import Precision
 from smp_runtime.registry import ParameterRegistry
@@ -28,7 +32,7 @@ logger = logging.getLogger("smp")
 PARTIAL_KEY = "_smp_is_partial"
 
 
-class DistributedModel(nn.Module):
+class DistributedModel(WrappedNames):
     """Trains ``module`` over all processes of the job; gradients are averaged once per step.
 
     The module moves to this rank's device, and its parameters and buffers become those of the first data parallel
@@ -78,9 +82,13 @@ class DistributedModel(nn.Module):
         self._passes_per_reduction = backward_passes_per_step
         self._passes = 0
         self._in_backward = False
+        self._joined: JoinedModel | None = None
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
 
+        for deferral in self._session.deferrals:
+            deferral.materialize(module, self._session.device)
+        self._session.deferrals.clear()
         self.registry = ParameterRegistry(module)
         self.partitioned = True
         #: What the optimizer updates instead of the parameters; None when it updates the parameters.
@@ -95,7 +103,7 @@ class DistributedModel(nn.Module):
             self._replicate([*module.parameters(), *module.buffers()])
         masters = self.precision.convert(module)
         trained = [record.parameter for record in self.registry if record.parameter.requires_grad]
-        bucket_bytes = int(bucket_cap_mb * 2**20)
+        bucket_bytes = effective_cap(trained, int(bucket_cap_mb * 2**20))
         if replicated and self._session.cfg.shard_optimizer_state:
             self.sharded_state = self._shard_state(trained, masters, bucket_bytes)
             self.pieces = self.sharded_state.pieces
@@ -131,6 +139,7 @@ class DistributedModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; inside a step, with one microbatch."""
         if self._session.microbatch is None and self.training and torch.is_grad_enabled():
+            self._tell_joined()
             self._refresh_buffers()
         return self.precision.leave(self.module(*self.precision.enter(args), **self.precision.enter(kwargs)))
 
@@ -199,6 +208,7 @@ class DistributedModel(nn.Module):
     def begin_step(self) -> None:
         """A step-decorated function begins."""
         if self.training and torch.is_grad_enabled():
+            self._tell_joined()
             self._refresh_buffers()
         self._open_window()
 
@@ -245,119 +255,76 @@ class DistributedModel(nn.Module):
             if record.parameter.requires_grad:
                 record.parameter.register_post_accumulate_grad_hook(gradient_comes)
 
+    @contextlib.contextmanager
+    def join(self, divide_by_initial_world_size: bool = True, enable: bool = True) -> Iterator[None]:
+        """Train with uneven numbers of steps: a rank that has left the loop answers the others until all have.
+
+        Gradients are divided by the number of all ranks, also of those that are done. At the end every rank has the
+        weights of one that trained longest; the optimizer's state of a rank that was done earlier stays behind.
+
+        Args:
+            divide_by_initial_world_size: only True is supported.
+            enable: False makes the context do nothing.
+
+        Raises:
+            SMPUserError: ``divide_by_initial_world_size=False``, or sharded optimizer state, which every rank must update.
+        """
+        if not divide_by_initial_world_size:
+            raise SMPUserError(
+                "join() divides gradients by all ranks; divide_by_initial_world_size=False is not supported"
+            )
+        if self.sharded_state is not None and enable:
+            raise SMPUserError(
+                "join() lets ranks skip updates, but with shard_optimizer_state every rank updates a part of each parameter; "
+                "turn shard_optimizer_state off, or give all ranks the same number of batches"
+            )
+        if self._reducer is None or not enable:
+            yield
+            return
+        self._joined = JoinedModel(self, self._session.groups.group(Group.DP), self._session.device)
+        try:
+            with Join([self._joined]):
+                yield
+        finally:
+            self._joined = None
+
+    def _tell_joined(self) -> None:
+        """Announce a training step to ranks that may be done already."""
+        if self._joined is not None:
+            Join.notify_join_context(self._joined)
+
+    def shadow_step(self) -> None:
+        """Answer the collectives of one step of the others, with nothing to add."""
+        self._refresh_buffers()
+        if self._reducer is not None:
+            self._open_window()
+            self._passes += 1
+            gradients = [parameter.grad for parameter in self.parameters()]
+            for parameter in self.parameters():
+                parameter.grad = None
+            self._reducer.finish_window()
+            for parameter, gradient in zip(self.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            self._open_window()
+
+    def take_over(self, is_last: bool) -> None:
+        """Copy the weights of a rank that was among the last to be done; every rank calls it."""
+        members = self._session.members(Group.DP)
+        done_last = self._session.control.allgather(is_last, members)
+        source = members[done_last.index(True)]
+        self._replicate([*self.module.parameters(), *self.module.buffers()], source)
+
     def _refresh_buffers(self) -> None:
         if self._broadcasts_buffers and self._reducer is not None:
             self._replicate(self.module.buffers())
 
-    def _replicate(self, tensors: Any) -> None:
+    def _replicate(self, tensors: Any, source: int | None = None) -> None:
         broadcast_tensors(
             tensors,
-            self._session.members(Group.DP)[0],
+            self._session.members(Group.DP)[0] if source is None else source,
             self._session.groups.group(Group.DP),
             self._session.collectives,
         )
-
-    # -- names -----------------------------------------------------------------------------------------------------
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module" or name.startswith("__"):
-                raise
-            return getattr(super().__getattr__("module"), name)
-
-    def get_module(self) -> nn.Module:
-        """The user's module."""
-        return self.module
-
-    def _alias_module(self) -> None:
-        # Scripts unwrap one, two or three levels; the module answers for each of them. Written past
-        # nn.Module.__setattr__, so it is no submodule and appears in no state_dict.
-        if not hasattr(self.module, "module"):
-            self.module.__dict__["module"] = self.module
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """The modules under their names in the unwrapped module, so that all names agree with ``state_dict``."""
-        yield prefix, self
-        yield from self.module.named_modules(memo, prefix, remove_duplicate)
-
-    def local_modules(self) -> Iterator[nn.Module]:
-        """Modules of this rank's stage."""
-        return self.module.modules()
-
-    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules of this rank's stage, with names."""
-        return self.module.named_modules()
-
-    def local_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of this rank's stage."""
-        return self.module.parameters()
-
-    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this rank's stage, with names."""
-        return self.module.named_parameters()
-
-    def local_buffers(self) -> Iterator[torch.Tensor]:
-        """Buffers of this rank's stage."""
-        return self.module.buffers()
-
-    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers of this rank's stage, with names."""
-        return self.module.named_buffers()
-
-    def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What the optimizer of this rank updates, under the parameters' names; with sharded state the parts it owns."""
-        for record in self.registry:
-            if self.pieces is None or record.parameter not in self.pieces:
-                yield record.name, record.parameter
-            elif (piece := self.pieces[record.parameter]) is not None:
-                yield record.name, piece.optimized
-
-    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Let a communication hook of PyTorch's DDP average the gradients; ``hook(state, bucket)`` gives a future.
-
-        The hook averages over the data parallel ranks itself. Call it before the first step.
-
-        Raises:
-            SMPUserError: gradients are not all-reduced: no data parallelism, or sharded optimizer state.
-        """
-        if self._reducer is None or self.sharded_state is not None:
-            why = "sharded optimizer state" if self.sharded_state else "no data parallelism over several ranks"
-            raise SMPUserError(f"register_comm_hook replaces the all-reduce of gradients, but this job has {why}")
-        self._reducer.use_transport(lambda parameters: HookTransport(state, hook, parameters))
-
-    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters whose gradients are reduced over the ``DP`` group."""
-        return self.module.named_parameters()
-
-    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters whose gradients are reduced over the ``RDP`` group: those of distributed modules."""
-        return iter(())
-
-    def distributed_modules(self) -> Iterator[nn.Module]:
-        """Modules that are split over tensor parallel ranks."""
-        return iter(())
-
-    def is_distributed_parameter(self, param: nn.Parameter) -> bool:
-        """Whether a parameter is split over tensor parallel ranks."""
-        self.registry.record_of(param)
-        return False
-
-    def is_scaled_batch_parameter(self, param: nn.Parameter) -> bool:
-        """Whether a parameter sees the batch of the whole tensor parallel group."""
-        self.registry.record_of(param)
-        return False
-
-    def is_distributed_buffer(self, buf: torch.Tensor) -> bool:
-        """Whether a buffer is split over tensor parallel ranks."""
-        return False
-
-    def is_scaled_batch_buffer(self, buf: torch.Tensor) -> bool:
-        """Whether a buffer sees the batch of the whole tensor parallel group."""
-        return False
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -405,6 +372,19 @@ class DistributedModel(nn.Module):
         return self
 
     # -- hooks -----------------------------------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Let a communication hook of PyTorch's DDP average the gradients; ``hook(state, bucket)`` gives a future.
+
+        The hook averages over the data parallel ranks itself. Call it before the first step.
+
+        Raises:
+            SMPUserError: gradients are not all-reduced: no data parallelism, or sharded optimizer state.
+        """
+        if self._reducer is None or self.sharded_state is not None:
+            why = "sharded optimizer state" if self.sharded_state else "no data parallelism over several ranks"
+            raise SMPUserError(f"register_comm_hook replaces the all-reduce of gradients, but this job has {why}")
+        self._reducer.use_transport(lambda parameters: HookTransport(state, hook, parameters))
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(model, optimizer)`` once the model is partitioned; at once when it already is."""

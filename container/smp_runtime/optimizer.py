@@ -126,7 +126,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     "use an element-wise optimizer such as AdamW, or turn shard_optimizer_state off"
                 )
             if hasattr(self.optimizer, "use_shards"):
-                self.optimizer.use_shards(model.sharded_state.sum_over_shards)
+                self.optimizer.use_shards(model.sharded_state.sum_over_shards, len(model.sharded_state.pieces))
         self._model = model
         self._originals: list[list[nn.Parameter]] = []
         for group in self.optimizer.param_groups:

@@ -20,6 +20,7 @@ from smp_runtime.comm.collectives import Collectives, TorchCollectives
 from smp_runtime.comm.control import ControlPlane, connect
 from smp_runtime.comm.groups import ProcessGroups
 from smp_runtime.comm.messages import Messages
+from smp_runtime.deferred import Deferral
 from smp_runtime.devices import choose_backend, choose_device
 from smp_runtime.errors import NotInitializedError, SMPUserError
 from smp_runtime.progress import ProgressReporter
@@ -80,6 +81,8 @@ class Session:
         self.progress = ProgressReporter.from_environment(enabled=self.rank == 0, device=self.device)
         self.microbatch: int | None = None
         self.step_count = 0
+        #: Records of models whose parameters are not computed yet.
+        self.deferrals: list[Deferral] = []
         self._models: weakref.WeakSet[DistributedModel] = weakref.WeakSet()
         self._optimizer: weakref.ref[DistributedOptimizer] | None = None
 
@@ -153,7 +156,6 @@ def _refuse_unbuilt(parameters: ModelParallelParameters) -> None:
         "tensor_parallel_degree": parameters.tensor_parallel_degree > 1,
         "sharded_data_parallel_degree": parameters.sharded_data_parallel_degree > 1,
         "offload_activations": parameters.offload_activations,
-        "delayed_parameter_initialization": parameters.delayed_parameter_initialization,
     }
     for name, asked in unbuilt.items():
         if asked:

@@ -41,7 +41,10 @@ def test_hyperparameters_are_those_the_platform_knows():
 def test_what_is_sent_is_what_is_read(distribution, encode):
     settings = JobSettings.from_distribution(distribution, "ml.g5.12xlarge")
     carried = {name: encode(value) for name, value in settings.to_hyperparameters().items()}
-    assert JobSettings.from_hyperparameters({**carried, "learning_rate": "0.1"}).to_hyperparameters() == settings.to_hyperparameters()
+    assert (
+        JobSettings.from_hyperparameters({**carried, "learning_rate": "0.1"}).to_hyperparameters()
+        == settings.to_hyperparameters()
+    )
 
 
 def test_the_recommended_mpi_option_is_the_default():
@@ -53,7 +56,9 @@ def test_the_recommended_mpi_option_is_the_default():
 def test_parameters_from_a_file(tmp_path):
     file = tmp_path / "parameters.json"
     file.write_text('{"microbatches": 4}')
-    settings = JobSettings.from_distribution({"smdistributed": {"modelparallel": {"enabled": True, "parameters": str(file)}}})
+    settings = JobSettings.from_distribution(
+        {"smdistributed": {"modelparallel": {"enabled": True, "parameters": str(file)}}}
+    )
     assert settings.model_parallel.microbatches == 4
 
 
@@ -80,7 +85,9 @@ def test_wrong_distributions_say_what_to_change(distribution, says):
 
 
 def test_a_disabled_strategy_is_dropped():
-    settings = JobSettings.from_distribution({"smdistributed": {"modelparallel": {"enabled": False, "parameters": {"x": 1}}}})
+    settings = JobSettings.from_distribution(
+        {"smdistributed": {"modelparallel": {"enabled": False, "parameters": {"x": 1}}}}
+    )
     assert settings.model_parallel is None
     assert not settings.uses_mpi
 
@@ -99,6 +106,7 @@ def test_failure_line_keeps_rank_and_message_however_long():
     record = parse_failure(line)
     assert record.rank == 1
     assert record.headline().startswith("rank 1 (algo-1): ValueError: bbb")
+    assert len(parse_failure(format_failure(FailureRecord.of(0, "", ValueError("ü€" * 5000), ""))).message) > 1000
     short = parse_failure(format_failure(FailureRecord.of(0, "", ValueError("ü\n" * 10), "x" * 9000 + "last frame")))
     assert short.message == "ü\n" * 10
     assert short.traceback.endswith("last frame")

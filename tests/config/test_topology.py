@@ -12,7 +12,9 @@ from smp_config import ConfigError, Coordinates, Group, Topology
 
 
 def _coordinates(topology):
-    return ["".join(str(x) for x in (at.rdp, at.pp, at.tp)) for at in map(topology.coordinates, range(topology.world_size))]
+    return [
+        "".join(str(x) for x in (at.rdp, at.pp, at.tp)) for at in map(topology.coordinates, range(topology.world_size))
+    ]
 
 
 def test_eight_ranks_cluster_with_tensor_and_pipeline():

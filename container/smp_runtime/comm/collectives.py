@@ -10,6 +10,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+# Their names changed in PyTorch 2.13; the old ones warn there.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Work(Protocol):
     """A collective under way."""
@@ -48,13 +52,13 @@ class TorchCollectives:
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> Work:
         if full.device.type != "cpu":
-            return _started(dist.reduce_scatter_tensor(shard, full, group=group, async_op=True))
+            return _started(_reduce_scatter(shard, full, group=group, async_op=True))
         # gloo's own reduce-scatter is slow; exchanging the parts and adding them here moves the same bytes.
         parts = torch.empty_like(full)
         return _AddParts(_started(dist.all_to_all_single(parts, full, group=group, async_op=True)), parts, shard)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
-        return _started(dist.all_gather_into_tensor(full, shard, group=group, async_op=True))
+        return _started(_all_gather(full, shard, group=group, async_op=True))
 
 
 class _AddParts:

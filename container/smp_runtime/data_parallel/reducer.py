@@ -153,9 +153,9 @@ class GradientReducer:
         if seen == expected:
             self._arrival.append(index)
             bucket.pending -= 1
-            # All but the last bucket, whose flags are only known at the end of the window.
-            launched = len(self._travels)
-            while self._overlap and launched < len(self._buckets) - 1 and not self._buckets[launched].pending:
+            # Not the last bucket if it carries the flags, which are only known at the end of the window.
+            launched, most = len(self._travels), len(self._buckets) - self._transport.carries_tail
+            while self._overlap and launched < most and not self._buckets[launched].pending:
                 self._launch_next()
                 launched += 1
         elif seen > expected and position < len(self._travels):

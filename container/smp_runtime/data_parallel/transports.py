@@ -132,9 +132,16 @@ class HookTransport:
         self._state = state
         self._hook = hook
         self._parameters = parameters
+        self._previous: torch.futures.Future[Any] | None = None
 
     def launch(self, bucket: Bucket, buffer: torch.Tensor, position: int, is_last: bool) -> Travel:
-        return _FromHook(self._hook(self._state, HookBucket(bucket, buffer, position, is_last, self._parameters)))
+        if self._previous is not None and buffer.device.type == "cpu":
+            # Hooks that communicate again when a first exchange is done (PowerSGD) wait inside gloo's two threads;
+            # with two buckets under way both would wait for each other for ever.
+            self._previous.wait()
+        future = self._hook(self._state, HookBucket(bucket, buffer, position, is_last, self._parameters))
+        self._previous = None if is_last else future
+        return _FromHook(future)
 
     def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
         raise AssertionError("a hook's result lands in the gradients")

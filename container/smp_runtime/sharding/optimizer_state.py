@@ -13,6 +13,7 @@ from smp_runtime.comm.collectives import Collectives, Work
 from smp_runtime.comm.control import ControlPlane
 from smp_runtime.data_parallel.buckets import Bucket
 from smp_runtime.data_parallel.transports import Travel
+from smp_runtime.fused_optimizers import NUMBER_ATTRIBUTE
 from smp_runtime.pieces import Piece
 from smp_runtime.sharding.flat_units import FlatUnit, Fragment, make_units
 
@@ -121,6 +122,8 @@ class ShardedState:
             optimized = nn.Parameter(masters[parameter].reshape(-1)[fragment.start : fragment.stop].clone().view(shape))
         else:
             optimized = nn.Parameter(stored)
+
+        setattr(optimized, NUMBER_ATTRIBUTE, global_index)
 
         def gradient() -> torch.Tensor | None:
             shard = self._shard_gradients[position]

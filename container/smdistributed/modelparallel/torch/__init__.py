@@ -1,6 +1,6 @@
 """``import smdistributed.modelparallel.torch as smp``: exactly the names that scripts rely on."""
 
-from smdistributed.modelparallel.torch import amp, comm, exceptions, model, optimizer
+from smdistributed.modelparallel.torch import amp, comm, exceptions, model, optimizer, optimizers
 from smdistributed.modelparallel.torch.checkpoint import load, resume_from_checkpoint, save, save_checkpoint
 from smdistributed.modelparallel.torch.comm import (
     DP_GROUP,
@@ -50,6 +50,7 @@ from smdistributed.modelparallel.torch.ranks import (
 )
 from smdistributed.modelparallel.torch.state_mod import state
 from smp_config.version import __version__
+from smp_runtime.creation import delay_param_initialization, model_creation
 from smp_runtime.session import init, is_initialized, shutdown
 from smp_runtime.step import step
 from smp_runtime.step_output import StepOutput
@@ -78,6 +79,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "comm",
+    "delay_param_initialization",
     "dp_barrier",
     "dp_rank",
     "dp_size",
@@ -100,10 +102,12 @@ __all__ = [
     "local_rank",
     "local_size",
     "model",
+    "model_creation",
     "mp_barrier",
     "mp_rank",
     "mp_size",
     "optimizer",
+    "optimizers",
     "pp_rank",
     "pp_size",
     "rank",

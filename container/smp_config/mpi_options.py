@@ -1,0 +1,248 @@
+"""The user's ``custom_mpi_options``: read as data, so that they can be checked before a cluster is paid for.
+
+Open MPI takes an option with one dash or two, parameters of its components as ``--mca NAME VALUE``, and
+variables for the ranks as ``-x NAME=VALUE``. All three become :class:`MpiOption` with one spelling.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from smp_config.errors import ConfigError
+
+#: Options that set one parameter of a component: two words follow.
+_PARAMETER_OPTIONS = frozenset({"mca", "gmca", "pmixmca", "gpmixmca", "prtemca", "omca"})
+
+#: The option that hands a variable to the ranks.
+_VARIABLE_OPTION = "x"
+
+#: Options that take no word. Whatever is neither here nor above takes the next word when that is not an option.
+_FLAGS = frozenset(
+    [
+        "allow-run-as-root",
+        "bind-to-core",
+        "bind-to-none",
+        "bind-to-socket",
+        "bycore",
+        "bynode",
+        "byslot",
+        "continuous",
+        "debug-daemons",
+        "debug-daemons-file",
+        "display-allocation",
+        "display-devel-allocation",
+        "display-devel-map",
+        "display-map",
+        "display-topo",
+        "do-not-launch",
+        "do-not-resolve",
+        "enable-recovery",
+        "forward-signals",
+        "get-stack-traces",
+        "h",
+        "help",
+        "index-argv-by-rank",
+        "leave-session-attached",
+        "merge-stderr-to-stdout",
+        "nolocal",
+        "nooversubscribe",
+        "nousage-of-slots",
+        "novm",
+        "oversubscribe",
+        "pernode",
+        "q",
+        "quiet",
+        "report-bindings",
+        "report-child-jobs-separately",
+        "report-state-on-timeout",
+        "show-progress",
+        "staged",
+        "tag-output",
+        "timestamp-output",
+        "use-hwthread-cpus",
+        "v",
+        "V",
+        "verbose",
+        "version",
+        "xml",
+    ]
+)
+
+#: What the job's own settings decide; the words that name the setting to change instead.
+_RESERVED = {
+    **dict.fromkeys(("np", "n", "c", "npernode", "N", "ppr", "pernode"), 'distribution["mpi"]["processes_per_host"]'),
+    **dict.fromkeys(
+        ("host", "H", "hostfile", "machinefile", "default-hostfile", "add-host", "add-hostfile"),
+        "instance_count",
+    ),
+    **dict.fromkeys(("app", "wdir", "wd"), "entry_point and source_dir"),
+}
+
+
+@dataclass(frozen=True)
+class MpiOption:
+    """One option of mpirun.
+
+    Attributes:
+        name: without dashes, e.g. ``bind-to``, ``mca``, ``x``.
+        key: what it sets: the parameter of ``mca``, the variable of ``x``, else empty.
+        value: the value, or None for a flag and for ``-x NAME``, which hands on the launcher's own value.
+    """
+
+    name: str
+    key: str = ""
+    value: str | None = None
+
+    @property
+    def subject(self) -> tuple[str, str]:
+        """Two options of one subject set the same thing."""
+        return self.name, self.key
+
+    def arguments(self) -> list[str]:
+        """The words on the command line; two dashes, which every version of Open MPI takes."""
+        dashed = f"-{self.name}" if len(self.name) == 1 else f"--{self.name}"
+        if self.name == _VARIABLE_OPTION:
+            return [dashed, self.key if self.value is None else f"{self.key}={self.value}"]
+        return [dashed, *filter(None, [self.key]), *([] if self.value is None else [self.value])]
+
+    def __str__(self) -> str:
+        return shlex.join(self.arguments())
+
+
+@dataclass(frozen=True)
+class MergedOptions:
+    """Defaults and custom options as one list.
+
+    Attributes:
+        options: each subject once; custom ones in the order given, after the defaults that remain.
+        replaced: pairs (default, custom) where the custom option won with another value.
+        conflicts: for every subject that the custom options set to different values, those options.
+    """
+
+    options: tuple[MpiOption, ...]
+    replaced: tuple[tuple[MpiOption, MpiOption], ...] = ()
+    conflicts: tuple[tuple[MpiOption, ...], ...] = field(default=())
+
+    def arguments(self) -> list[str]:
+        """The words on the command line."""
+        return [word for option in self.options for word in option.arguments()]
+
+    def raise_for_conflicts(self) -> None:
+        """Refuse options given twice with different values.
+
+        Raises:
+            ConfigError: naming every such option with its values.
+        """
+        if not self.conflicts:
+            return
+        given = "; ".join(" and ".join(f"'{option}'" for option in group) for group in self.conflicts)
+        first = self.conflicts[0]
+        raise ConfigError(
+            f"custom_mpi_options sets the same thing to different values: {given}; mpirun would take one of them "
+            f"without a word; keep one, for example '{first[-1]}', and remove the other"
+        )
+
+
+def parse_mpi_options(text: str) -> list[MpiOption]:
+    """Read options as a shell would.
+
+    Args:
+        text: e.g. ``"-verbose --mca btl_vader_single_copy_mechanism none -x NCCL_DEBUG=INFO"``.
+
+    Returns:
+        The options in their order, repetitions included.
+
+    Raises:
+        ConfigError: an open quote, a word that belongs to no option, a missing value, or an option that the
+            job's own settings decide (the number of processes, the hosts, the program).
+    """
+    try:
+        words = shlex.split(text or "")
+    except ValueError as error:
+        raise ConfigError(
+            f"custom_mpi_options cannot be split into words: {error} in {text!r}; close the quote or write \\' "
+        ) from None
+    options: list[MpiOption] = []
+    at = 0
+    while at < len(words):
+        option, at = _one(words, at)
+        if option.name in _RESERVED:
+            raise ConfigError(
+                f"custom_mpi_options contains '{option}'; the job starts its processes from its own settings and two "
+                f"answers cannot both hold; remove the option and set {_RESERVED[option.name]} instead"
+            )
+        options.append(option)
+    return options
+
+
+def merge(defaults: Iterable[MpiOption], custom: Iterable[MpiOption]) -> MergedOptions:
+    """Put custom options over defaults: the custom one wins, an equal repetition counts once.
+
+    Custom options that contradict each other are listed in ``conflicts`` (the last one stands in ``options``).
+    """
+    chosen: dict[tuple[str, str], MpiOption] = {option.subject: option for option in defaults}
+    replaced = []
+    given: dict[tuple[str, str], list[MpiOption]] = {}
+    for option in custom:
+        same = given.setdefault(option.subject, [])
+        if option not in same:
+            same.append(option)
+    for subject, group in given.items():
+        default = chosen.pop(subject, None)
+        if default is not None and default != group[-1]:
+            replaced.append((default, group[-1]))
+        chosen[subject] = group[-1]
+    conflicts = tuple(tuple(group) for group in given.values() if len(group) > 1)
+    return MergedOptions(tuple(chosen.values()), tuple(replaced), conflicts)
+
+
+def check_mpi_options(text: str) -> list[MpiOption]:
+    """Parse, and refuse contradictions; what the client calls before it sends a job.
+
+    Raises:
+        ConfigError: as :func:`parse_mpi_options` and :meth:`MergedOptions.raise_for_conflicts`.
+    """
+    options = parse_mpi_options(text)
+    merge((), options).raise_for_conflicts()
+    return options
+
+
+def variables(options: Iterable[MpiOption]) -> dict[str, str]:
+    """The variables that ``-x NAME=VALUE`` sets for the ranks (not the bare ``-x NAME``)."""
+    return {o.key: o.value for o in options if o.name == _VARIABLE_OPTION and o.value is not None}
+
+
+def _one(words: Sequence[str], at: int) -> tuple[MpiOption, int]:
+    """The option that starts at ``words[at]``, and the index behind it."""
+    word = words[at]
+    name = word.lstrip("-")
+    if not word.startswith("-") or not name:
+        before = f" after '{words[at - 1]}'" if at else ""
+        raise ConfigError(
+            f"custom_mpi_options contains the word {word!r}{before}, which belongs to no option; mpirun would start it "
+            "as the program instead of the training script; put the option it belongs to before it, or quote a value "
+            "that holds spaces"
+        )
+    at += 1
+    if name in _PARAMETER_OPTIONS:
+        if len(words) < at + 2:
+            raise ConfigError(
+                f"'{word}' in custom_mpi_options needs a parameter and a value, and {len(words) - at} of the two "
+                f"follow; write for example '{word} btl_tcp_if_include eth0'"
+            )
+        return MpiOption(name, words[at], words[at + 1]), at + 2
+    if name == _VARIABLE_OPTION:
+        if len(words) <= at or words[at].startswith(("-", "=")):
+            raise ConfigError(
+                "'-x' in custom_mpi_options needs a variable, and none follows; write '-x NAME=VALUE' or '-x NAME'"
+            )
+        variable, equals, value = words[at].partition("=")
+        return MpiOption(name, variable, value if equals else None), at + 1
+    name, equals, value = name.partition("=")
+    if equals:
+        return MpiOption(name, "", value), at
+    if name in _FLAGS or len(words) <= at or words[at].startswith("-"):
+        return MpiOption(name), at
+    return MpiOption(name, "", words[at]), at + 1

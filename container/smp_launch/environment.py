@@ -1,0 +1,286 @@
+"""What a training script finds in its environment: the ``SM_*`` variables and its command line.
+
+Names and values are those that the SageMaker training toolkit documents, so that scripts and libraries which read
+them (``transformers``, ``accelerate``) cannot tell the difference.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from smp_config.errors import ConfigError, suggest
+from smp_config.limits import PLATFORM_PREFIX
+from smp_launch.tree import Tree
+
+#: Names this host; truer than ``resourceconfig.json``, which a platform may copy from the leader.
+HOST_VARIABLE = "CURRENT_HOST"
+
+JOB_NAME_VARIABLE = "TRAINING_JOB_NAME"
+
+#: Hyperparameters that steer the container itself and are not handed on in ``SM_FRAMEWORK_PARAMS``.
+_CONTAINER_PARAMETERS = frozenset(
+    [
+        "sagemaker_program",
+        "sagemaker_submit_directory",
+        "sagemaker_container_log_level",
+        "sagemaker_job_name",
+        "sagemaker_region",
+        "sagemaker_enable_cloudwatch_metrics",
+        "sagemaker_use_env_vars_prefix",
+    ]
+)
+
+_DEFAULT_LOG_LEVEL = 20  # logging.INFO
+
+
+@dataclass(frozen=True)
+class TrainingEnvironment:
+    """Everything that the files under ``input/config`` say about a job, seen from one host."""
+
+    tree: Tree
+    hyperparameters: Mapping[str, Any]
+    resources: Mapping[str, Any]
+    channels: Mapping[str, Any]
+    current_host: str
+    job_name: str = ""
+
+    @classmethod
+    def read(cls, tree: Tree, environ: Mapping[str, str], host: str | None = None) -> TrainingEnvironment:
+        """Read a host's tree.
+
+        Args:
+            host: the host's name; by default ``CURRENT_HOST``, else what ``resourceconfig.json`` says.
+
+        Raises:
+            ConfigError: a file that is missing or not what it should be.
+        """
+        resources = tree.read_config("resourceconfig")
+        hosts = resources.get("hosts")
+        if not isinstance(hosts, list) or not hosts or not all(isinstance(name, str) for name in hosts):
+            raise ConfigError(
+                f"{tree.config_dir / 'resourceconfig.json'} has hosts={hosts!r}; the launcher lays the ranks over this "
+                'list; it must be a list of host names such as ["algo-1"]'
+            )
+        current = host or environ.get(HOST_VARIABLE) or resources.get("current_host")
+        if not isinstance(current, str) or current not in hosts:
+            raise ConfigError(
+                f"this host is {current!r}, which is not among the hosts {hosts}{suggest(str(current), hosts)}; the name "
+                f"comes from {HOST_VARIABLE} or from current_host in resourceconfig.json; set {HOST_VARIABLE} to one "
+                "of the hosts"
+            )
+        decoded = {name: _decoded(value) for name, value in tree.read_config("hyperparameters").items()}
+        return cls(
+            tree=tree,
+            hyperparameters=decoded,
+            resources=resources,
+            channels=tree.read_config("inputdataconfig"),
+            current_host=current,
+            job_name=environ.get(JOB_NAME_VARIABLE, ""),
+        )
+
+    @property
+    def hosts(self) -> list[str]:
+        return list(self.resources["hosts"])
+
+    @property
+    def network_interface(self) -> str:
+        return str(self.resources.get("network_interface_name") or "eth0")
+
+    @cached_property
+    def user_hyperparameters(self) -> dict[str, Any]:
+        """What the script gets on its command line; ``mp_parameters`` is among it, as with the toolkit."""
+        return {k: v for k, v in self.hyperparameters.items() if not k.startswith(PLATFORM_PREFIX)}
+
+    @cached_property
+    def framework_parameters(self) -> dict[str, Any]:
+        """The platform's own hyperparameters (``sagemaker_mpi_enabled`` …)."""
+        return {
+            k: v
+            for k, v in self.hyperparameters.items()
+            if k.startswith(PLATFORM_PREFIX) and k not in _CONTAINER_PARAMETERS
+        }
+
+    @property
+    def entry_point(self) -> str:
+        """The script, relative to the code folder.
+
+        Raises:
+            ConfigError: none is named, it is not there, or it is neither Python nor shell.
+        """
+        name = self.hyperparameters.get("sagemaker_program")
+        code = self.tree.code_dir
+        present = sorted(p.relative_to(code).as_posix() for p in code.rglob("*") if p.suffix in (".py", ".sh"))
+        there = f"{code} holds {', '.join(present[:20]) or 'no .py or .sh file'}"
+        if not name or not isinstance(name, str):
+            raise ConfigError(
+                f"no entry point: the hyperparameter sagemaker_program is {name!r}, so the launcher does not know what to "
+                f"start; {there}; give the estimator entry_point='train.py' or another of these"
+            )
+        if not (code / name).is_file():
+            raise ConfigError(
+                f"the entry point {name!r} does not exist: {there}{suggest(name, present)}; give entry_point a path "
+                "relative to source_dir, of a file that is in it"
+            )
+        if Path(name).suffix not in (".py", ".sh"):
+            raise ConfigError(
+                f"the entry point {name!r} is neither a Python nor a shell script: its ending is "
+                f"{Path(name).suffix or 'empty'!r}, and the launcher starts .py with Python and .sh with bash; rename it"
+            )
+        return name
+
+    def check_channels(self) -> None:
+        """See that every channel's data is there.
+
+        Raises:
+            ConfigError: naming the channel and the folder.
+        """
+        for name, channel in self.channels.items():
+            path = self.tree.data_dir / name
+            mode = channel.get("TrainingInputMode", "File") if isinstance(channel, Mapping) else "File"
+            if mode != "Pipe" and not path.exists():
+                target = f" (a link to {os.readlink(path)}, which does not exist)" if path.is_symlink() else ""
+                raise ConfigError(
+                    f"the data of channel {name!r} is missing: {path} does not exist{target}; "
+                    f"inputdataconfig.json lists the channels {', '.join(sorted(self.channels))}; give fit() an input "
+                    f"for {name!r} that exists, such as file:///absolute/folder"
+                )
+
+    def user_arguments(self) -> list[str]:
+        """``--name value`` for every user hyperparameter, sorted by name; one letter gets one dash."""
+        words = []
+        for name, value in sorted(self.user_hyperparameters.items()):
+            dashes = "--" if len(name) > 1 else "-"
+            words += [dashes + name, _argument(value)]
+        return words
+
+    def variables(self) -> dict[str, str]:
+        """All ``SM_*`` variables, as text."""
+        tree = self.tree
+        entry = self.hyperparameters.get("sagemaker_program") or ""
+        group = self.resources.get("current_group_name", "")
+        groups = self.resources.get("instance_groups") or []
+        log_level = self.hyperparameters.get("sagemaker_container_log_level", _DEFAULT_LOG_LEVEL)
+        values: dict[str, Any] = {
+            "hosts": self.hosts,
+            "current_host": self.current_host,
+            "current_instance_type": self.resources.get("current_instance_type", "local"),
+            "current_instance_group": group,
+            "current_instance_group_hosts": next(
+                (g.get("hosts", []) for g in groups if g.get("instance_group_name") == group), self.hosts
+            ),
+            "instance_groups": [g.get("instance_group_name") for g in groups],
+            "instance_groups_dict": {g.get("instance_group_name"): g for g in groups},
+            "distribution_instance_groups": self.hyperparameters.get("sagemaker_distribution_instance_groups", []),
+            "is_hetero": len(groups) > 1,
+            "num_cpus": cpu_count(),
+            "num_gpus": gpu_count(os.environ),
+            "num_neurons": 0,
+            "model_dir": str(tree.model_dir),
+            "module_dir": self.hyperparameters.get("sagemaker_submit_directory") or str(tree.code_dir),
+            "module_name": str(Path(entry).with_suffix("")) if entry.endswith(".py") else entry,
+            "user_entry_point": entry,
+            "user_args": self.user_arguments(),
+            "input_dir": str(tree.input_dir),
+            "input_config_dir": str(tree.config_dir),
+            "output_dir": str(tree.output_dir),
+            "output_data_dir": str(tree.output_data_dir),
+            "output_intermediate_dir": str(tree.intermediate_dir),
+            "channels": sorted(self.channels),
+            "hps": self.user_hyperparameters,
+            "framework_module": "",
+            "framework_params": self.framework_parameters,
+            # current_host is this host's even where the platform's file holds the leader's.
+            "resource_config": {**self.resources, "current_host": self.current_host},
+            "input_data_config": dict(self.channels),
+            "network_interface_name": self.network_interface,
+            "log_level": log_level,
+            "job_name": self.job_name or self.hyperparameters.get("sagemaker_job_name", ""),
+        }
+        values["training_env"] = {
+            "additional_framework_parameters": self.framework_parameters,
+            "channel_input_dirs": {name: str(tree.data_dir / name) for name in self.channels},
+            "hyperparameters": self.user_hyperparameters,
+            "input_dir": str(tree.input_dir),
+            "is_master": self.current_host == self.hosts[0],
+            "master_hostname": self.hosts[0],
+            **{
+                name: values[name]
+                for name in [
+                    "current_host",
+                    "current_instance_group",
+                    "current_instance_group_hosts",
+                    "current_instance_type",
+                    "distribution_instance_groups",
+                    "framework_module",
+                    "hosts",
+                    "input_config_dir",
+                    "input_data_config",
+                    "instance_groups",
+                    "instance_groups_dict",
+                    "is_hetero",
+                    "job_name",
+                    "log_level",
+                    "model_dir",
+                    "module_dir",
+                    "module_name",
+                    "network_interface_name",
+                    "num_cpus",
+                    "num_gpus",
+                    "num_neurons",
+                    "output_data_dir",
+                    "output_dir",
+                    "output_intermediate_dir",
+                    "resource_config",
+                    "user_entry_point",
+                ]
+            },
+        }
+        values.update({f"channel_{name}": str(tree.data_dir / name) for name in self.channels})
+        values.update({f"hp_{name}": value for name, value in self.user_hyperparameters.items()})
+        return {f"SM_{name.upper()}": _text(value) for name, value in values.items()}
+
+
+def cpu_count() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def gpu_count(environ: Mapping[str, str]) -> int:
+    """GPUs that the ranks of this host can see, without loading a driver."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [p for p in Path("/dev").glob("nvidia[0-9]*") if p.name.removeprefix("nvidia").isdigit()]
+    if visible is None:
+        return len(devices)
+    chosen = [word for word in visible.split(",") if word.strip() and word.strip() != "-1"]
+    return min(len(chosen), len(devices))
+
+
+def _decoded(value: Any) -> Any:
+    """Hyperparameters travel as text; what reads as JSON becomes that value."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _argument(value: Any) -> str:
+    """A dictionary becomes ``a=1,b=2``, as scripts that parse ``--mp_parameters`` expect; the rest is Python's text."""
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={value[key]}" for key in sorted(value))
+    return "" if value is None else str(value)

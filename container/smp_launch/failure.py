@@ -1,0 +1,228 @@
+"""The first cause of a job's end, out of everything that the ranks and mpirun say."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from smp_config.failure import FailureRecord, parse_failure
+from smp_config.limits import FAILURE_CHARACTERS
+from smp_launch.output import Line
+
+#: Names a folder of the launcher's machine where a failing rank leaves its record whole, as ``<rank>.json``. Lines
+#: that go through mpirun are cut, and may be lost.
+REPORT_VARIABLE = "SMP_LAUNCH_REPORTS"
+REPORT_SUFFIX = ".json"
+
+#: The first line has room for rank, exception and message, and leaves some for the traceback.
+_HEADLINE_CHARACTERS = 640
+
+#: mpirun's own messages stand between two such lines.
+_RULE = re.compile(r"-{20,}$")
+
+_BY_SIGNAL = re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node \S+ exited on signal (?P<signal>\d+)")
+_BY_CODE = re.compile(r"Process name: \S*,(?P<rank>\d+)\] Exit code: (?P<code>\d+)")
+
+#: Messages that only say that a rank ended, which this module says better.
+_UNDERSTOOD = re.compile(
+    r"exited on signal \d+|non-zero status, thus causing|Primary job terminated normally|MPI_ABORT was invoked"
+    r"|has exited due to process rank|exiting improperly"
+)
+_CHATTER = re.compile(r"mpirun: Forwarding signal \d+ to job$")
+
+#: Signals that are never the consequence of another rank's end. (mpirun itself ends the others with SIGTERM and
+#: SIGKILL, but reports only the first process that ended.)
+_FIRST_CAUSES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS})
+
+_HINTS = {
+    signal.SIGKILL: "often the machine ran out of memory: use a smaller batch, more microbatches or fewer processes",
+    signal.SIGSEGV: "a crash in native code: run with PYTHONFAULTHANDLER=1 to see where",
+    signal.SIGABRT: "native code gave up; its message is in the log above",
+    signal.SIGBUS: "often shared memory (/dev/shm) is full: enlarge it or use fewer data loader workers",
+}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a job failed: one line for people, and what else is known."""
+
+    headline: str
+    detail: str = ""
+
+    def text(self) -> str:
+        """What the failure file holds."""
+        return self.headline + "\n" + (f"\n{self.detail.rstrip()}\n" if self.detail else "")
+
+
+@dataclass
+class FailureCollector:
+    """Listens to all lines of a job and knows in the end why it failed.
+
+    Args:
+        host_of: gives the host's name of a rank.
+    """
+
+    host_of: Callable[[int], str]
+    records: list[FailureRecord] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+    _block: list[str] | None = None
+
+    @property
+    def failing(self) -> bool:
+        """Whether a rank is known to have failed."""
+        return bool(self.records) or any(_BY_SIGNAL.search(m) or _BY_CODE.search(m) for m in self.messages)
+
+    def take(self, line: Line) -> list[str]:
+        """Hear a line.
+
+        Returns:
+            The lines to show for it: none for failure records and for mpirun's messages that are told better
+            later; several where a block of mpirun's had been held back until its end.
+        """
+        record = parse_failure(line.text)
+        if record is not None:
+            self.records.append(record)
+            return []
+        if line.rank is not None:
+            return [line.text]
+        if _CHATTER.search(line.text):
+            return []
+        if _RULE.match(line.text):
+            if self._block is None:
+                self._block = [line.text]
+                return []
+            return self._end_block([*self._block, line.text])
+        if self._block is not None:
+            self._block.append(line.text)
+            return []
+        return [line.text]
+
+    def read_reports(self, folder: Path) -> None:
+        """Add the records that ranks left in ``folder``; they replace the same ranks' lines, which may be cut."""
+        whole = {}
+        for path in sorted(folder.glob(f"*{REPORT_SUFFIX}")):
+            try:
+                record = FailureRecord.model_validate_json(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                continue
+            whole[record.rank] = record
+        self.records = [r for r in self.records if r.rank not in whole] + list(whole.values())
+
+    def finish(self) -> list[str]:
+        """The lines that were still held back."""
+        return self._end_block(self._block) if self._block else []
+
+    def _end_block(self, block: list[str]) -> list[str]:
+        self._block = None
+        inner = [text for text in block if not _RULE.match(text)]
+        message = " ".join(" ".join(inner).split())
+        if message:
+            self.messages.append(message)
+        return [] if _UNDERSTOOD.search(message) else block
+
+    def first_cause(
+        self,
+        returncode: int,
+        stopped_by: str | None = None,
+        program: str = "mpirun",
+        first_ended: int | None = None,
+    ) -> Cause:
+        """Decide why the job failed.
+
+        Args:
+            returncode: of the program that ran the ranks; negative for a signal, as ``subprocess`` has it.
+            stopped_by: what asked the job to stop, if anything did.
+            program: what ran the ranks, for the message.
+            first_ended: the rank that ended first, if known.
+        """
+        record = min(self.records, key=lambda r: r.when or float("inf")) if self.records else None
+        death = self._death()
+        code = self._exit_code()
+        if death is None and code is None and first_ended is not None:
+            # mpirun does not always say it, but its exit code is that of the first rank that failed.
+            code = (first_ended, returncode) if 0 < returncode <= 128 else None
+            if returncode < 0 or returncode > 128:
+                death = first_ended, -returncode if returncode < 0 else returncode - 128
+        if death is not None:
+            rank, number = death
+            own = any(r.rank == rank for r in self.records)
+            if record is None or (number in _FIRST_CAUSES and not own):
+                return self._killed(rank, number, stopped_by)
+        if record is not None:
+            return Cause(_one_line(record.headline()), record.traceback or record.message)
+        if code is not None:
+            rank, number = code
+            return Cause(
+                f"rank {rank} ({self.host_of(rank)}): ended with exit code {number}; it did not raise an exception, so the "
+                "script or a library called os._exit: its last words are in the log",
+            )
+        if stopped_by:
+            return Cause(f"the job was stopped by {stopped_by} before its script ended")
+        how = f"was killed by {_signal_name(-returncode)}" if returncode < 0 else f"ended with code {returncode}"
+        known = f": {self.messages[0]}" if self.messages else "; its messages are in the log"
+        return Cause(_one_line(f"{program} {how}{known}"), "\n".join(self.messages))
+
+    def _death(self) -> tuple[int, int] | None:
+        for message in self.messages:
+            if found := _BY_SIGNAL.search(message):
+                return int(found["rank"]), int(found["signal"])
+        return None
+
+    def _exit_code(self) -> tuple[int, int] | None:
+        for message in self.messages:
+            if found := _BY_CODE.search(message):
+                return int(found["rank"]), int(found["code"])
+        return None
+
+    def _killed(self, rank: int, number: int, stopped_by: str | None) -> Cause:
+        where = f"rank {rank} ({self.host_of(rank)})"
+        if stopped_by and number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGKILL):
+            return Cause(
+                f"{where}: the job was stopped by {stopped_by} and the script did not exit with 0; to save and end well, "
+                "give it a handler for SIGTERM that exits with 0"
+            )
+        hint = _HINTS.get(signal.Signals(number)) if number in set(signal.Signals) else None
+        others = "\n\n".join(f"then {r.headline()}\n{r.traceback}" for r in self.records)
+        return Cause(
+            f"{where}: was killed by signal {number} ({_signal_name(number)})" + (f": {hint}" if hint else ""),
+            others,
+        )
+
+
+def write_failure(path: Path, cause: Cause) -> bool:
+    """Write the failure file at once and whole, unless there is one (a script may write its own).
+
+    Returns:
+        Whether it was written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(cause.text(), encoding="utf-8", errors="replace")
+    try:
+        os.link(temporary, path)  # unlike a rename, never replaces
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without links
+        if path.exists():
+            return False
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    limit = min(_HEADLINE_CHARACTERS, FAILURE_CHARACTERS)
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)

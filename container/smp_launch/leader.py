@@ -1,0 +1,170 @@
+"""The host that runs mpirun for all hosts, or the script alone where there is none."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from smp_config.buffers import BufferSizes
+from smp_config.job import JobSettings
+from smp_config.mpi_options import MergedOptions, MpiOption, parse_mpi_options, variables
+from smp_launch.command import OpenMpi, PrivateDirs, as_root, mpi_options, mpirun_command
+from smp_launch.environment import TrainingEnvironment, cpu_count
+from smp_launch.failure import REPORT_VARIABLE, Cause, FailureCollector
+from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
+from smp_launch.scratch import private_dir
+from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
+from smp_launch.status import STATUS_VARIABLE
+from smp_launch.supervise import GRACE_VARIABLE, Outcome, Supervisor, grace_seconds, say, show
+
+#: Exit codes for a stop that the script did not turn into a success, as a shell has them.
+_STOP_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129}
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+#: The command line shown in the log is cut after this many characters.
+_SHOWN_CHARACTERS = 160
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that is known before the first process starts."""
+
+    training: TrainingEnvironment
+    layout: Layout
+    entry_point: str
+    custom: tuple[MpiOption, ...]
+    buffers: BufferSizes
+    mpi: OpenMpi | None
+
+    @classmethod
+    def read(
+        cls, training: TrainingEnvironment, settings: JobSettings, layout: Layout, environ: Mapping[str, str]
+    ) -> Job:
+        """Check everything that can be checked without starting a rank.
+
+        Raises:
+            ConfigError: the entry point, a channel, an MPI option or a buffer size cannot work.
+            LaunchError: there is no usable mpirun.
+        """
+        entry_point = training.entry_point
+        training.check_channels()
+        texts = [
+            settings.mpi.custom_mpi_options if settings.mpi else "",
+            settings.data_parallel.custom_mpi_options if settings.data_parallel else "",
+        ]
+        custom = tuple(option for text in texts for option in parse_mpi_options(text))
+        buffers = BufferSizes.from_environment(variables(custom), environ)
+        mpi = None if layout.kind is Kind.SCRIPT else OpenMpi.find(environ)
+        job = cls(training, layout, entry_point, custom, buffers, mpi)
+        if mpi is not None:
+            job.options(PrivateDirs()).raise_for_conflicts()
+        return job
+
+    def options(self, dirs: PrivateDirs) -> MergedOptions:
+        """All options of mpirun, merged."""
+        if self.mpi is None:
+            return MergedOptions(())
+        return mpi_options(self.mpi.dialect, self.layout, self.custom, self.training.network_interface, dirs)
+
+    def program(self) -> list[str]:
+        """What every rank runs: the wrapper around the user's script."""
+        return [
+            sys.executable,
+            "-m",
+            "smp_launch.rank",
+            "--",
+            self.entry_point,
+            *self.training.user_arguments(),
+        ]
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """What mpirun and the ranks inherit: the user's variables and what the wrapper needs to know."""
+        own = (LIFELINE_VARIABLE, GRACE_VARIABLE, STATUS_VARIABLE)
+        inherited = {name: value for name, value in as_root(environ).items() if name not in own}
+        return {
+            **inherited,
+            **self.buffers.to_environment(),
+            LAYOUT_VARIABLE: self.layout.to_text(),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def describe(self) -> str:
+        """One line for the log: hosts, processes, program."""
+        layout = self.layout
+        threads = layout.threads_per_rank(cpu_count())
+        words = " ".join([self.entry_point, *self.training.user_arguments()])
+        shown = words if len(words) <= _SHOWN_CHARACTERS else words[: _SHOWN_CHARACTERS - 1] + "…"
+        by = f"{layout.kind.value}, {self.mpi}" if self.mpi else "no mpirun"
+        each = f"{threads} thread{'s' * (threads > 1)} each"
+        return f"{layout.describe()} ({by}; {each}) run {shown}"
+
+
+def run_job(job: Job, stop: StopRequests, environ: Mapping[str, str]) -> tuple[int, Cause | None]:
+    """Run the ranks to their end.
+
+    Returns:
+        The exit code, and why the job failed when it is not 0.
+    """
+    say(job.describe())
+    for default, custom in job.options(PrivateDirs()).replaced:
+        say(f"custom_mpi_options: '{custom}' instead of '{default}'")
+    collector = FailureCollector(job.layout.host_of)
+    supervisor = Supervisor(
+        stop,
+        collector.take,
+        lambda: collector.failing,
+        ranks=job.layout.world_size,
+        local=job.layout.one_machine,
+        grace=grace_seconds(environ),
+        tags=job.mpi.dialect.tags if job.mpi else None,
+    )
+    passed = job.environment(environ)
+    with _private_dirs(job) as dirs:
+        if dirs.session:
+            passed[REPORT_VARIABLE] = str(dirs.session)
+        command = job.program()
+        if job.mpi is not None:
+            command = mpirun_command(job.mpi, job.layout, job.options(dirs), command, exported=passed)
+        outcome = supervisor.run(command, passed, job.training.tree.code_dir)
+        if dirs.session:
+            collector.read_reports(dirs.session)
+    show(collector.finish(), 2)
+    if outcome.returncode == 0 and not collector.records:
+        return 0, None
+    program = job.mpi.path.name if job.mpi else job.entry_point
+    return _exit_code(outcome), _cause(collector, outcome, program)
+
+
+def _cause(collector: FailureCollector, outcome: Outcome, program: str) -> Cause:
+    if outcome.overdue and not collector.records and outcome.stopped_by:
+        return Cause(
+            f"the job was stopped by {outcome.stopped_by}, and its processes {outcome.overdue}, so they were killed; "
+            "let the script save less or sooner when it gets SIGTERM, and exit"
+        )
+    return collector.first_cause(outcome.returncode, outcome.stopped_by, program, outcome.first_ended)
+
+
+def _exit_code(outcome: Outcome) -> int:
+    if outcome.stopped_by:
+        return _STOP_CODES.get(outcome.stopped_by, 143)
+    return outcome.returncode if 0 < outcome.returncode < 256 else 1
+
+
+@contextmanager
+def _private_dirs(job: Job) -> Iterator[PrivateDirs]:
+    """Folders for sockets and shared memory that vanish with the job, even when its ranks were killed."""
+    if not job.layout.one_machine:
+        yield PrivateDirs()
+        return
+    with ExitStack() as stack:
+        session = stack.enter_context(private_dir(Path(tempfile.gettempdir())))
+        memory = None
+        if job.mpi is not None and os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
+            memory = stack.enter_context(private_dir(_SHARED_MEMORY))
+        yield PrivateDirs(session, memory)

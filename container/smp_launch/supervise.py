@@ -1,0 +1,253 @@
+"""Runs the program that holds the ranks: passes its output on, its signals down, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import IO
+
+from smp_launch.output import STARTED_PREFIX, Line, LineAssembler
+from smp_launch.processes import adopt_orphans, descendants, kill_descendants, reap, watch_end
+from smp_launch.signals import StopRequests
+
+#: Overrides the seconds that ranks have after a request to stop.
+GRACE_VARIABLE = "SMP_LAUNCH_GRACE_SECONDS"
+
+#: The platform kills 120 s after SIGTERM; the rest is for the launcher to end well.
+DEFAULT_GRACE = 110.0
+
+#: Seconds that mpirun has to end after a rank failed; 4.1 needs 2.4 when the others ignore SIGTERM.
+FAILURE_PATIENCE = 3.5
+
+#: Seconds for output that is still in pipes after the program has ended, and for mpirun after the last rank's end.
+_DRAIN_PATIENCE = 1.0
+
+_READ_BYTES = 1 << 16
+
+
+@dataclass
+class Outcome:
+    """How the program ended.
+
+    Attributes:
+        returncode: as ``subprocess`` has it, negative for a signal.
+        stopped_by: the first request to stop, such as ``SIGTERM``.
+        overdue: why what was left had to be killed; None when it ended by itself.
+        first_ended: the rank that ended first; None when unknown.
+    """
+
+    returncode: int
+    stopped_by: str | None = None
+    overdue: str | None = None
+    first_ended: int | None = None
+
+
+@dataclass
+class Supervisor:
+    """One run of a program; use it once.
+
+    Args:
+        stop: where requests to stop come from.
+        listen: gets every line and gives the lines to show.
+        failing: tells whether a rank is known to have failed.
+        ranks: how many ranks announce themselves.
+        local: whether all of them run on this machine.
+        grace: seconds between a request to stop and the end of all patience.
+        tags: see :class:`smp_launch.output.LineAssembler`.
+    """
+
+    stop: StopRequests
+    listen: Callable[[Line], list[str]]
+    failing: Callable[[], bool]
+    ranks: int = 1
+    local: bool = True
+    grace: float = DEFAULT_GRACE
+    tags: str | None = None
+    _selector: selectors.BaseSelector = field(init=False, default_factory=selectors.DefaultSelector)
+    _process: subprocess.Popen[bytes] = field(init=False)
+    _outcome: Outcome = field(init=False, default_factory=lambda: Outcome(0))
+    _deadline: float = field(init=False, default=float("inf"))
+    _why: str = field(init=False, default="")
+    _open_pipes: int = field(init=False, default=0)
+    _started: int = field(init=False, default=0)
+    _ended: int = field(init=False, default=0)
+    _failure_seen: bool = field(init=False, default=False)
+    _stop_sent: bool = field(init=False, default=False)
+    _orphans_ended: bool = field(init=False, default=False)
+
+    def run(self, command: Sequence[str], environ: Mapping[str, str], cwd: str | os.PathLike[str]) -> Outcome:
+        """Run to the end. No process that it started is alive when it returns."""
+        adopt_orphans()
+        self._process = subprocess.Popen(
+            list(command),
+            env=dict(environ),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # Its own session: Ctrl-C in a terminal reaches only the launcher, which then decides.
+            start_new_session=True,
+        )
+        try:
+            with self._selector:
+                self._attend()
+        finally:
+            left = kill_descendants()
+            self._process.wait()
+            reap()
+        if left:
+            say(f"{len(left)} process(es) did not end after SIGKILL: {left}")
+        self._outcome.returncode = self._process.returncode
+        return self._outcome
+
+    def _attend(self) -> None:
+        """Handle events until the program has ended and its output is read."""
+        self._selector.register(self.stop, selectors.EVENT_READ, self._on_signals)
+        if self.stop.lifeline is not None:
+            self._selector.register(self.stop.lifeline, selectors.EVENT_READ, self._on_lifeline)
+        for pipe, descriptor in ((self._process.stdout, 1), (self._process.stderr, 2)):
+            if pipe is not None:
+                on_output = partial(self._on_output, pipe, LineAssembler(self.tags), descriptor)
+                self._selector.register(pipe, selectors.EVENT_READ, on_output)
+                self._open_pipes += 1
+        gone = False
+        while not gone or self._open_pipes:
+            if not gone and self._process.poll() is not None:
+                gone = True
+                self._expect(_DRAIN_PATIENCE, "kept the output open after the job's end")
+            for key, _ in self._selector.select(self._time_left()):
+                key.data()
+            if not self._failure_seen and self.failing():
+                self._failure_seen = True
+                self._expect(FAILURE_PATIENCE, "did not end after a rank had failed")
+            if self._time_left() == 0.0:
+                if gone and not descendants():
+                    return  # nobody is left who could write
+                self._on_overdue()
+
+    def _on_output(self, pipe: IO[bytes], assembler: LineAssembler, descriptor: int) -> None:
+        data = os.read(pipe.fileno(), _READ_BYTES)
+        shown: list[str] = []
+        for line in assembler.feed(data) if data else assembler.finish():
+            if line.text.startswith(STARTED_PREFIX):
+                self._on_rank_start(line.text.removeprefix(STARTED_PREFIX))
+            else:
+                shown += self.listen(line)
+        show(shown, descriptor)
+        if not data:
+            self._selector.unregister(pipe)
+            pipe.close()
+            self._open_pipes -= 1
+
+    def _on_rank_start(self, announced: str) -> None:
+        """``announced`` is the rank and its process id."""
+        self._started += 1
+        if self._outcome.stopped_by:
+            self._send_stop()
+        rank, _, pid = announced.partition(" ")
+        if not self.local or not rank.isdigit() or not pid.isdigit():
+            return
+        try:
+            watched = watch_end(int(pid))
+        except ProcessLookupError:
+            self._on_rank_end(int(rank), None)
+            return
+        if watched is not None:
+            on_end = partial(self._on_rank_end, int(rank), watched)
+            self._selector.register(watched, selectors.EVENT_READ, on_end)
+
+    def _on_rank_end(self, rank: int, watched: int | None) -> None:
+        """When the last rank has ended, mpirun must too; it waits for children of ranks that hold their output."""
+        if watched is not None:
+            self._selector.unregister(watched)
+            os.close(watched)
+        if self._outcome.first_ended is None:
+            self._outcome.first_ended = rank
+        self._ended += 1
+        if self._ended == self.ranks:
+            self._expect(_DRAIN_PATIENCE, "outlived the ranks")
+
+    def _on_signals(self) -> None:
+        for name in self.stop.read():
+            if name == "SIGINT" and self._outcome.stopped_by == "SIGINT":
+                self._expect(0.0, "were interrupted a second time")
+            self._on_stop(name)
+
+    def _on_lifeline(self) -> None:
+        if self.stop.lifeline_ended():
+            self._selector.unregister(self.stop.lifeline or 0)
+            self._on_stop("the end of the parent process")
+
+    def _on_stop(self, reason: str) -> None:
+        if self._outcome.stopped_by is not None:
+            return
+        self._outcome.stopped_by = reason
+        self._expect(self.grace, f"did not end within {self.grace:g} s after {reason}")
+        say(f"stopping because of {reason}; the ranks get SIGTERM and have {self.grace:g} s to save and exit")
+        self._send_stop()
+
+    def _send_stop(self) -> None:
+        """Once every rank can take it: a signal that meets a starting mpirun or Python just kills it.
+
+        mpirun forwards SIGUSR2 to every rank on every host, where SIGTERM would make it kill them; the wrapper
+        around the script turns it into the rank's own SIGTERM.
+        """
+        if self._stop_sent or self._started < self.ranks or self._process.poll() is not None:
+            return
+        self._stop_sent = True
+        self._process.send_signal(signal.SIGUSR2)
+
+    def _on_overdue(self) -> None:
+        running = self._process.poll() is None
+        if self._ended == self.ranks and running and not self._orphans_ended:
+            # The ranks are gone; mpirun, which may wait for children of theirs, still has to tell how they ended.
+            self._orphans_ended = True
+            kill_descendants(spare=self._process.pid)
+            self._deadline = time.monotonic() + FAILURE_PATIENCE
+            return
+        if running:
+            self._outcome.overdue = self._outcome.overdue or self._why
+        kill_descendants()
+        self._deadline = time.monotonic() + _DRAIN_PATIENCE
+
+    def _expect(self, seconds: float, why: str) -> None:
+        """Something must happen within ``seconds``; the nearest of several deadlines holds."""
+        deadline = time.monotonic() + seconds
+        if deadline < self._deadline:
+            self._deadline, self._why = deadline, why
+
+    def _time_left(self) -> float | None:
+        return None if self._deadline == float("inf") else max(0.0, self._deadline - time.monotonic())
+
+
+def show(texts: Sequence[str], descriptor: int) -> None:
+    """Write whole lines at once; a reader that is gone is no reason to fail."""
+    if not texts:
+        return
+    data = ("\n".join(texts) + "\n").encode("utf-8", "replace")
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except OSError:
+        pass
+
+
+def say(text: str) -> None:
+    """A word of the launcher itself in the job's log."""
+    sys.stdout.flush()
+    show([f"smp-launch: {text}"], 2)
+
+
+def grace_seconds(environ: Mapping[str, str]) -> float:
+    """The grace, from the environment or the default; nonsense counts as the default."""
+    try:
+        return max(0.0, float(environ.get(GRACE_VARIABLE, DEFAULT_GRACE)))
+    except ValueError:
+        return DEFAULT_GRACE

@@ -1,0 +1,118 @@
+"""The folders that the platform gives a host, ``/opt/ml`` or wherever ``SAGEMAKER_BASE_DIR`` says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smp_config.errors import ConfigError
+from smp_launch.errors import LaunchError
+
+#: Names the base folder.
+BASE_VARIABLE = "SAGEMAKER_BASE_DIR"
+
+DEFAULT_BASE = "/opt/ml"
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One host's folders; ``base`` is what SageMaker calls ``/opt/ml``."""
+
+    base: Path
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Tree:
+        """The tree of this host."""
+        return cls(Path(environ.get(BASE_VARIABLE) or DEFAULT_BASE).absolute())
+
+    def of_host(self, host: str, current_host: str) -> Tree:
+        """The tree of another simulated host: the same path with the host's name in place of ours.
+
+        Raises:
+            LaunchError: when no folder of this tree's path bears our host's name.
+        """
+        if host == current_host:
+            return self
+        parts = list(self.base.parts)
+        for at in range(len(parts) - 1, -1, -1):
+            if parts[at] == current_host:
+                parts[at] = host
+                return Tree(Path(*parts))
+        raise LaunchError(
+            f"the tree of host {host!r} cannot be found: {BASE_VARIABLE} is {self.base}, and no folder of it is called "
+            f"{current_host!r}; simulated hosts need one tree each, such as JOB/{current_host}/opt/ml and "
+            f"JOB/{host}/opt/ml"
+        )
+
+    @property
+    def input_dir(self) -> Path:
+        return self.base / "input"
+
+    @property
+    def config_dir(self) -> Path:
+        return self.input_dir / "config"
+
+    @property
+    def data_dir(self) -> Path:
+        return self.input_dir / "data"
+
+    @property
+    def code_dir(self) -> Path:
+        return self.base / "code"
+
+    @property
+    def model_dir(self) -> Path:
+        return self.base / "model"
+
+    @property
+    def output_dir(self) -> Path:
+        return self.base / "output"
+
+    @property
+    def output_data_dir(self) -> Path:
+        return self.output_dir / "data"
+
+    @property
+    def intermediate_dir(self) -> Path:
+        return self.output_dir / "intermediate"
+
+    @property
+    def failure_file(self) -> Path:
+        return self.output_dir / "failure"
+
+    def read_config(self, name: str) -> dict[str, Any]:
+        """Read ``input/config/<name>.json``.
+
+        Raises:
+            ConfigError: the file is missing, not JSON, or not an object.
+        """
+        path = self.config_dir / f"{name}.json"
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            present = sorted(p.name for p in self.config_dir.glob("*.json"))
+            raise ConfigError(
+                f"{path} cannot be read ({_reason(error)}); the platform writes it before the job starts and the folder "
+                f"holds {', '.join(present) or 'no JSON file'}; point {BASE_VARIABLE} to a job's opt/ml folder, or "
+                "start the job with fit()"
+            ) from None
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"{path} is not JSON: {error.msg} at line {error.lineno} column {error.colno}; it holds {len(text)} "
+                "characters and may have been cut or edited; write it again as one JSON object"
+            ) from None
+        if not isinstance(value, dict):
+            raise ConfigError(
+                f"{path} holds a JSON {type(value).__name__}, not an object; the launcher reads its values by name; "
+                'write it as {"name": value, ...}'
+            )
+        return value
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,111 @@
+"""A host that is not the leader: its ranks are started by the leader's mpirun, and it waits for the leader's end.
+
+It must not end earlier: local mode stops all containers once the first has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+import time
+from collections.abc import Mapping
+
+from smp_launch.errors import LaunchError
+from smp_launch.failure import Cause
+from smp_launch.signals import StopRequests
+from smp_launch.status import STATUS_VARIABLE, LeaderStatus, StatusDir
+from smp_launch.supervise import grace_seconds, say
+
+#: Seconds that the leader may take to start after a worker has.
+LEADER_PATIENCE = 120.0
+
+_LOOK_EVERY = 0.1
+
+#: Seconds beyond the ranks' own grace, for the leader to end.
+_EXTRA_GRACE = 5.0
+
+
+def wait_for_leader(host: str, leader: str, stop: StopRequests, environ: Mapping[str, str]) -> tuple[int, Cause | None]:
+    """Wait until the leader has ended.
+
+    Returns:
+        The leader's exit code, and why this host's job failed when it is not 0.
+
+    Raises:
+        LaunchError: there is no way to see the leader.
+    """
+    status_dir = StatusDir.from_environment(environ)
+    if status_dir is None:
+        raise LaunchError(
+            f"host {host!r} cannot follow its leader {leader!r}: {STATUS_VARIABLE} is not set, and without the folder that "
+            "both see this host would have to guess when the job ends; start simulated hosts with fit(), or set the "
+            "variable to one folder for all hosts"
+        )
+    say(f"{host} waits for {leader}, which runs the ranks of both")
+    waiter = _Waiter(status_dir)
+    waiter.start()
+    deadline: float | None = None
+    stopped_by = ""
+    started_by = time.monotonic() + LEADER_PATIENCE
+    with selectors.DefaultSelector() as selector:
+        selector.register(stop, selectors.EVENT_READ)
+        selector.register(waiter, selectors.EVENT_READ)
+        if stop.lifeline is not None:
+            selector.register(stop.lifeline, selectors.EVENT_READ)
+        while not waiter.done:
+            end = deadline if waiter.leader_started or deadline is not None else started_by
+            for key, _ in selector.select(None if end is None else max(0.0, end - time.monotonic())):
+                if key.fileobj is stop:
+                    names = stop.read()
+                    stopped_by = stopped_by or (names[0] if names else "")
+                elif key.fileobj is waiter:
+                    waiter.drain()
+                elif stop.lifeline_ended():
+                    selector.unregister(key.fileobj)
+                    stopped_by = stopped_by or "the end of the parent process"
+            now = time.monotonic()
+            if stopped_by and deadline is None:
+                deadline = now + grace_seconds(environ) + _EXTRA_GRACE
+            if deadline is not None and now >= deadline:
+                return 143, Cause(f"host {host} was stopped by {stopped_by}; its leader {leader} did not end in time")
+            if not waiter.leader_started and now >= started_by:
+                return 1, Cause(
+                    f"the leader {leader} did not start within {LEADER_PATIENCE:g} s of {host}; its own log says why"
+                )
+    status = waiter.status
+    if status is None:
+        return 1, Cause(f"the leader {leader} died without a word while {host} waited for it; it was probably killed")
+    if status.exit_code == 0:
+        return 0, None
+    return status.exit_code, Cause(status.headline or f"the leader {leader} ended with code {status.exit_code}")
+
+
+class _Waiter(threading.Thread):
+    """Blocks on the leader's lock in a thread of its own and makes a pipe readable at each change."""
+
+    def __init__(self, status_dir: StatusDir) -> None:
+        super().__init__(daemon=True, name="wait-for-leader")
+        self.leader_started = False
+        self.done = False
+        self.status: LeaderStatus | None = None
+        self._status_dir = status_dir
+        self._read, self._write = os.pipe()
+
+    def fileno(self) -> int:
+        return self._read
+
+    def drain(self) -> None:
+        os.read(self._read, 64)
+
+    def run(self) -> None:
+        give_up = time.monotonic() + LEADER_PATIENCE
+        while not self._status_dir.leader_started():
+            if time.monotonic() >= give_up:
+                return
+            time.sleep(_LOOK_EVERY)
+        self.leader_started = True
+        os.write(self._write, b"s")
+        self.status = self._status_dir.wait_for_end()
+        self.done = True
+        os.write(self._write, b"e")

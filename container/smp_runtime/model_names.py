@@ -1,0 +1,113 @@
+"""How a wrapped model looks from outside: attributes, names and iterators are those of the module inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_runtime.pieces import Piece
+from smp_runtime.registry import ParameterRegistry
+
+
+class WrappedNames(nn.Module):
+    """A wrapper whose names are those of ``self.module``.
+
+    Attributes:
+        module: the user's module.
+        registry: its parameters.
+        pieces: what the optimizer updates instead of the parameters; None when it updates the parameters.
+    """
+
+    module: nn.Module
+    registry: ParameterRegistry
+    pieces: dict[nn.Parameter, Piece | None] | None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or name.startswith("__"):
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+    def get_module(self) -> nn.Module:
+        """The user's module."""
+        return self.module
+
+    def _alias_module(self) -> None:
+        # Scripts unwrap one, two or three levels; the module answers for each of them. Written past
+        # nn.Module.__setattr__, so it is no submodule and appears in no state_dict.
+        if not hasattr(self.module, "module"):
+            self.module.__dict__["module"] = self.module
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The modules under their names in the unwrapped module, so that all names agree with ``state_dict``."""
+        yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """Modules of this rank's stage."""
+        return self.module.modules()
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules of this rank's stage, with names."""
+        return self.module.named_modules()
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of this rank's stage."""
+        return self.module.parameters()
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this rank's stage, with names."""
+        return self.module.named_parameters()
+
+    def local_buffers(self) -> Iterator[torch.Tensor]:
+        """Buffers of this rank's stage."""
+        return self.module.buffers()
+
+    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers of this rank's stage, with names."""
+        return self.module.named_buffers()
+
+    def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the optimizer of this rank updates, under the parameters' names; with sharded state the parts it owns."""
+        for record in self.registry:
+            if self.pieces is None or record.parameter not in self.pieces:
+                yield record.name, record.parameter
+            elif (piece := self.pieces[record.parameter]) is not None:
+                yield record.name, piece.optimized
+
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters whose gradients are reduced over the ``DP`` group."""
+        return self.module.named_parameters()
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters whose gradients are reduced over the ``RDP`` group: those of distributed modules."""
+        return iter(())
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """Modules that are split over tensor parallel ranks."""
+        return iter(())
+
+    def is_distributed_parameter(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is split over tensor parallel ranks."""
+        self.registry.record_of(param)
+        return False
+
+    def is_scaled_batch_parameter(self, param: nn.Parameter) -> bool:
+        """Whether a parameter sees the batch of the whole tensor parallel group."""
+        self.registry.record_of(param)
+        return False
+
+    def is_distributed_buffer(self, buf: torch.Tensor) -> bool:
+        """Whether a buffer is split over tensor parallel ranks."""
+        return False
+
+    def is_scaled_batch_buffer(self, buf: torch.Tensor) -> bool:
+        """Whether a buffer sees the batch of the whole tensor parallel group."""
+        return False

@@ -1,0 +1,36 @@
+"""The notebook side: an estimator that trains with the model parallel library, in the cloud or on this machine.
+
+Nothing heavy is imported here; the SageMaker SDK loads when a name is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from smp_config import ConfigError
+    from smp_config.version import __version__
+    from smp_estimator.estimator import SMPEstimator
+    from smp_estimator.local.session import ProcessSession
+
+__all__ = ["ConfigError", "ProcessSession", "SMPEstimator", "__version__"]
+
+_HOMES = {
+    "ConfigError": "smp_config",
+    "ProcessSession": "smp_estimator.local.session",
+    "SMPEstimator": "smp_estimator.estimator",
+    "__version__": "smp_config.version",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

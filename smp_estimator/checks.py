@@ -1,0 +1,197 @@
+"""What a notebook can get wrong besides the distribution: found before anything is started or paid for."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from smp_config import ConfigError
+from smp_config.errors import suggest
+from smp_estimator.local.channels import require_existing
+from smp_estimator.local.uris import is_file_uri, is_s3_uri, path_of, require_address
+
+
+def require_text(value: Any, name: str, example: str) -> Any:
+    """Check the type of an argument that names something; path objects become text.
+
+    Values that are only known when a pipeline runs pass unchanged.
+
+    Raises:
+        ConfigError: neither text nor a path.
+    """
+    if value is None or isinstance(value, str) or _is_pipeline_variable(value):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise ConfigError(
+        f"{name} is {value!r}, a {type(value).__name__}; it must be text or a path: write for example {name}={example!r}"
+    )
+
+
+def require_count(value: Any, name: str) -> None:
+    """Check that an argument is a whole number of at least 1.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if value is None or _is_pipeline_variable(value):
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f"{name} is {value!r} ({type(value).__name__}); it is a number of hosts: write {name}=1 or more"
+        )
+
+
+def require_mapping(value: Any, name: str) -> None:
+    """Check that an argument is a dictionary.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{name} is {value!r}, a {type(value).__name__}; names and values are read from it: write a dictionary such "
+            f'as {name}={{"steps": 300}}'
+        )
+
+
+def check_hyperparameters(hyperparameters: Mapping[str, Any]) -> None:
+    """Check that every hyperparameter can be sent.
+
+    Raises:
+        ConfigError: naming the one that cannot be written as JSON.
+    """
+    for name, value in hyperparameters.items():
+        if _is_pipeline_variable(value):
+            continue
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"hyperparameter {name!r} is {value!r}, a {type(value).__name__}; hyperparameters are sent as JSON and "
+                f"this one cannot be ({error}): convert it, for example with str() or float()"
+            ) from None
+
+
+def check_environment(environment: Mapping[str, Any] | None) -> None:
+    """Check that every environment variable is text.
+
+    Raises:
+        ConfigError: naming the one that is not.
+    """
+    for name, value in (environment or {}).items():
+        if not isinstance(value, str) and not _is_pipeline_variable(value):
+            raise ConfigError(
+                f"environment variable {name!r} is {value!r}, a {type(value).__name__}; variables hold text: write "
+                f"{str(value)!r}"
+            )
+
+
+def check_code(entry_point: Any, source_dir: Any, dependencies: Iterable[Any]) -> None:
+    """Check that the script and what is shipped with it exist.
+
+    Raises:
+        ConfigError: with the path that was tried and similar file names.
+    """
+    if _is_pipeline_variable(entry_point) or _is_pipeline_variable(source_dir) or is_s3_uri(source_dir):
+        return
+    if source_dir:
+        directory = Path(source_dir).expanduser().absolute()
+        require_existing(directory, f"source_dir={str(source_dir)!r}")
+        if not directory.is_dir():
+            raise ConfigError(
+                f"source_dir is {directory}, which is a file; the whole directory is shipped to the job: give the directory "
+                f"{directory.parent} and entry_point={directory.name!r}"
+            )
+        if entry_point:
+            _require_inside(entry_point, directory)
+            _require_script(directory / entry_point, entry_point, f"source_dir {directory}")
+    elif entry_point:
+        _require_script(Path(entry_point).expanduser().absolute(), entry_point, "the working directory")
+    for dependency in dependencies:
+        require_existing(Path(dependency).expanduser().absolute(), f"the dependency {str(dependency)!r}")
+
+
+def _require_inside(entry_point: str, directory: Path) -> None:
+    path = Path(os.path.normpath(directory / entry_point))
+    if not path.is_relative_to(directory):
+        raise ConfigError(
+            f"entry_point {entry_point!r} is {path}, outside source_dir {directory}; only source_dir is shipped to the job: "
+            "give the directory that holds the script as source_dir, or leave source_dir out"
+        )
+    if os.path.isabs(entry_point):
+        raise ConfigError(
+            f"entry_point {entry_point!r} is absolute; with source_dir it is looked up inside the job's copy of "
+            f"{directory}: write entry_point={str(path.relative_to(directory))!r}"
+        )
+
+
+def _require_script(path: Path, given: str, relative_to: str) -> None:
+    if path.is_file():
+        return
+    if path.is_dir():
+        raise ConfigError(
+            f"entry_point is {given!r}, but {path} is a directory; the job runs one script: name the file, and give the "
+            "directory as source_dir"
+        )
+    folder = path.parent
+    scripts = sorted(
+        entry.name for entry in (folder.iterdir() if folder.is_dir() else ()) if entry.suffix in (".py", ".sh")
+    )
+    hint = suggest(path.name, scripts)
+    if folder.is_dir():
+        listed = f"{folder} holds {', '.join(scripts[:8])}" if scripts else f"{folder} holds no scripts"
+    else:
+        listed = f"{folder} does not exist"
+    raise ConfigError(
+        f"entry_point {given!r} does not exist{hint}; tried {path} (relative to {relative_to}), and {listed}: correct "
+        "entry_point or source_dir"
+    )
+
+
+def check_inputs(inputs: Any, *, process_mode: bool) -> None:
+    """Check the channels given to ``fit()``: addresses, and that local directories exist.
+
+    Args:
+        process_mode: the job runs on this machine, so ``file://`` addresses are read here.
+
+    Raises:
+        ConfigError: naming the channel.
+    """
+    if inputs is None or not process_mode:
+        return
+    for name, value in inputs.items() if isinstance(inputs, Mapping) else [("training", inputs)]:
+        if isinstance(value, os.PathLike):
+            raise ConfigError(
+                f"channel {name!r} is the path {str(value)!r}; channels are addresses: write "
+                f"'file://{Path(value).expanduser().absolute()}'"
+            )
+        if isinstance(value, str):
+            uri = require_address(value, f"channel {name!r}")
+            if is_file_uri(uri):
+                require_existing(path_of(uri), f"channel {name!r}")
+
+
+def check_output_path(output_path: Any) -> None:
+    """Check where the model goes.
+
+    Raises:
+        ConfigError: not an address, or a file.
+    """
+    if not output_path or _is_pipeline_variable(output_path):
+        return
+    uri = require_address(output_path, "output_path")
+    if is_file_uri(uri) and path_of(uri).is_file():
+        raise ConfigError(
+            f"output_path is {uri!r}, and {path_of(uri)} is a file; model.tar.gz is written into a directory: give a "
+            f"directory, for example 'file://{path_of(uri).parent}'"
+        )
+
+
+def _is_pipeline_variable(value: Any) -> bool:
+    from smp_estimator.sdk import is_pipeline_variable
+
+    return bool(is_pipeline_variable(value))

@@ -1,0 +1,382 @@
+"""``smp-estimator``: check a configuration, plan a job, draw its groups, run it here, find what a machine lacks."""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from smp_config import ConfigError, Group, ModelParallelParameters, Topology
+from smp_config.instances import GIB, instance
+
+LOCAL_TYPES = ("local", "local_gpu")
+
+
+class _Commands(click.Group):
+    """Turns the package's errors into one readable line and exit code 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.exceptions.Exit, click.Abort):  # RuntimeErrors too, but not ours
+            raise
+        except (ConfigError, RuntimeError) as error:
+            raise click.ClickException(str(error)) from None
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="smp-estimator")
+def main() -> None:
+    """Train with the SageMaker model parallel library: check, plan, run."""
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 116, soft_wrap=False)
+
+
+def _literal(text: str, what: str) -> Any:
+    """JSON, or a Python literal such as ``{"ddp": True}``.
+
+    Raises:
+        ConfigError: neither.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as as_json:
+        try:
+            return ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError, TypeError, RecursionError) as as_python:
+            raise ConfigError(
+                f"{what} is neither JSON ({as_json}) nor a Python literal ({as_python}); write a dictionary such as "
+                '{"ddp": true} or {"ddp": True}, without names or calls'
+            ) from None
+
+
+def _dictionary(value: str, what: str) -> dict[str, Any]:
+    """A dictionary given as text or as the path of a file with it."""
+    text = value
+    if not value.lstrip().startswith("{"):
+        path = Path(value)
+        if not path.is_file():
+            raise ConfigError(f"{what} is {value!r}; it is no dictionary, and there is no such file: give one of them")
+        text = path.read_text(encoding="utf-8")
+    found = _literal(text, what)
+    if not isinstance(found, dict):
+        raise ConfigError(f"{what} holds a {type(found).__name__}; settings have names: write a dictionary")
+    return found
+
+
+# -- validate ----------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.argument("file", type=click.File("r", encoding="utf-8"))
+@click.option("--instance-type", help="Default: what FILE says, else ml.p4d.24xlarge.")
+@click.option("--instance-count", type=click.IntRange(1), help="Default: what FILE says, else 1.")
+def validate(file: Any, instance_type: str | None, instance_count: int | None) -> None:
+    """Check a distribution. FILE holds JSON or a Python literal.
+
+    It is the estimator's distribution, or {"distribution": …, "instance_type": …, "instance_count": …}, or
+    mp_parameters alone, which run with one process per GPU. Nothing is sent anywhere. Exit code 1 when refused.
+    """
+    found = _literal(file.read(), str(getattr(file, "name", "FILE")))
+    if not isinstance(found, dict):
+        raise ConfigError(f"the file holds a {type(found).__name__}; a distribution is a dictionary")
+    where = found if "distribution" in found else {}
+    distribution = where.get("distribution", found)
+    kind = instance_type or where.get("instance_type") or "ml.p4d.24xlarge"
+    hosts = instance_count or where.get("instance_count") or 1
+    known = instance(kind)
+    said: list[str] = []
+    if known is None and kind not in LOCAL_TYPES:
+        said.append(f"instance type {kind} is not in the catalogue; its GPUs are not checked")
+    if isinstance(distribution, dict) and set(distribution) & set(ModelParallelParameters.model_fields):
+        distribution = {
+            "smdistributed": {"modelparallel": {"enabled": True, "parameters": distribution}},
+            "mpi": {"enabled": True, "processes_per_host": known.gpus if known else 1},
+        }
+    settings, warnings = _checked(distribution, kind, hosts)
+    said += warnings
+    console = _console()
+    per_host = settings.mpi.processes_per_host if settings.mpi else None
+    if known is not None and per_host is not None and settings.model_parallel is not None and per_host > known.gpus:
+        raise ConfigError(
+            f"mpi.processes_per_host is {per_host}, but {kind} has {known.gpus} GPUs and each process needs its own; set "
+            f"processes_per_host to at most {known.gpus}"
+        )
+    if settings.model_parallel is not None and per_host is not None:
+        topology = settings.model_parallel.topology(per_host * hosts)
+        spread = max(len({rank // per_host for rank in ranks}) for ranks in topology.groups(Group.TP))
+        if spread > 1:
+            said.append(f"tensor parallel groups spread over {spread} hosts; keep tensor_parallel_degree ≤ {per_host}")
+        console.print(f"[green]valid[/green] on {hosts} × {kind}: {escape(_degrees(topology))}")
+    else:
+        console.print(f"[green]valid[/green] on {hosts} × {kind}")
+    for warning in said:
+        console.print(f"[yellow]warning[/yellow] {escape(warning)}")
+
+
+def _checked(distribution: Any, kind: str, hosts: int) -> tuple[Any, list[str]]:
+    """The estimator's own checks, and the warnings that they log."""
+    from smp_estimator import distribution as strategies
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(record.getMessage().removeprefix("distribution: "))
+
+    warnings: list[str] = []
+    logger, collector = logging.getLogger("smp_estimator.distribution"), Collector()
+    logger.addHandler(collector)
+    propagates, logger.propagate = logger.propagate, False
+    try:
+        process_mode = kind in LOCAL_TYPES
+        strategies.refuse_unknown_strategies(distribution, process_mode=process_mode)
+        return strategies.read(distribution, instance_type=kind, hosts=hosts, process_mode=process_mode), warnings
+    finally:
+        logger.removeHandler(collector)
+        logger.propagate = propagates
+
+
+def _degrees(topology: Topology) -> str:
+    return (
+        f"{topology.world_size} processes = pipeline {topology.pipeline} × tensor {topology.tensor} × {topology.rdp_size} "
+        f"replicas, sharded over {topology.sharded}, placement {topology.placement}"
+    )
+
+
+# -- plan and suggest --------------------------------------------------------------------------------------
+
+
+def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What ``plan`` and ``suggest`` ask alike."""
+    options = [
+        click.argument("model"),
+        click.option("--instance-type", default="ml.p4d.24xlarge", show_default=True),
+        click.option("--instance-count", type=click.IntRange(1), default=1, show_default=True),
+        click.option("--processes", "processes_per_host", type=click.IntRange(1), help="Per host; default: its GPUs."),
+        click.option("--gpu-memory", type=float, metavar="GIB", help="Of one GPU; default: the catalogue's."),
+        click.option("--sequence", type=click.IntRange(1), help="Tokens per sample; default: the model's."),
+        click.option("--checkpointing", "activation_checkpointing", help="each, contiguous or group_N; default: none."),
+        click.option("--fused-attention/--no-fused-attention", default=True, show_default=True),
+        click.option("--dropout/--no-dropout", default=True, show_default=True),
+        click.option("--fp32-loss", is_flag=True, help="The script computes the loss on fp32 logits."),
+        click.option("--optimizer", default="adam", show_default=True),
+        click.option("--accumulation", type=click.IntRange(1), default=1, show_default=True),
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _job(model: str, gpu_memory: float | None, given: dict[str, Any]) -> dict[str, Any]:
+    from smp_estimator.planning import ModelShape
+
+    found: Any = model
+    if model.lstrip().startswith("{"):
+        fields = _dictionary(model, "MODEL")
+        unknown = set(fields) - set(ModelShape.__dataclass_fields__)
+        needed = {"layers", "hidden", "heads", "vocabulary", "sequence"} - set(fields)
+        if unknown or needed:
+            raise ConfigError(
+                f"the shape given as MODEL lacks {sorted(needed) or 'nothing'} and has unknown {sorted(unknown) or 'nothing'}; "
+                'write for example {"layers": 48, "hidden": 1600, "heads": 25, "vocabulary": 50257, "sequence": 1024}'
+            )
+        found = ModelShape(**fields)
+    else:
+        try:
+            found = float(model.lower().replace("b", "e9"))
+        except ValueError:
+            pass  # the name of a shape
+    memory = None if gpu_memory is None else round(gpu_memory * GIB)
+    return {"model": found, "gpu_memory_bytes": memory, **given}
+
+
+@main.command()
+@_job_options
+@click.option(
+    "--parameters", default='{"ddp": true}', show_default=True, help="mp_parameters: a dictionary or its file."
+)
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="The script's batch size.")
+def plan(model: str, gpu_memory: float | None, parameters: str, as_json: bool, **given: Any) -> None:
+    """Say whether MODEL fits, where the memory goes, and what to change.
+
+    MODEL is the name of a published shape (gpt2-xl, gpt-neox-20b, …), a number of parameters (20e9, 20b), or a shape as
+    a dictionary. Exit code 1 when it does not fit.
+    """
+    from smp_estimator import planning
+
+    made = planning.plan(parameters=_dictionary(parameters, "--parameters"), **_job(model, gpu_memory, given))
+    if as_json:
+        click.echo(json.dumps(made.to_dict(), indent=2))
+    else:
+        _console().print(made)
+    if made.verdict is planning.Verdict.DOES_NOT_FIT:
+        raise click.exceptions.Exit(1)
+
+
+@main.command()
+@_job_options
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Samples per GPU.")
+@click.option("--global-batch", type=click.IntRange(1), help="Samples per optimizer step, instead of --batch.")
+@click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), default="auto", show_default=True)
+def suggest(model: str, gpu_memory: float | None, as_json: bool, **given: Any) -> None:
+    """Pick degrees for MODEL on a cluster, in the order of the best practices. MODEL: as for plan."""
+    from smp_estimator import planning
+
+    found = planning.suggest(**_job(model, gpu_memory, given))
+    if as_json:
+        tried = [
+            {"what": s.what, "total_bytes": s.plan.total_bytes, "verdict": s.plan.verdict.name} for s in found.tried
+        ]
+        click.echo(json.dumps({"parameters": found.parameters, "tried": tried, "plan": found.plan.to_dict()}, indent=2))
+    else:
+        _console().print(found)
+    if found.plan.verdict is planning.Verdict.DOES_NOT_FIT:
+        raise click.exceptions.Exit(1)
+
+
+# -- topology ----------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.option("--world", type=click.IntRange(1), required=True, help="Processes of the job.")
+@click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="pipeline_parallel_degree")
+@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="tensor_parallel_degree")
+@click.option("--sdp", type=click.IntRange(1), default=1, show_default=True, help="sharded_data_parallel_degree")
+@click.option("--placement", default="cluster", show_default=True, help="cluster, spread or a permutation of DPT.")
+@click.option("--per-node", type=click.IntRange(1), default=8, show_default=True, help="Processes of a host.")
+@click.option("--png", type=click.Path(dir_okay=False, writable=True), help="Draw the groups into this file.")
+def topology(world: int, pp: int, tp: int, sdp: int, placement: str, per_node: int, png: str | None) -> None:
+    """Show the groups of processes, as text and as a picture."""
+    from smp_estimator.planning.topology_picture import group_text, save_png
+
+    letters = {"cluster": "DPT", "spread": "TPD"}.get(placement, placement)
+    grid = Topology(world, pipeline=pp, tensor=tp, sharded=sdp, placement=letters)
+    console = _console()
+    console.print(group_text(grid))
+    if png:
+        console.print(f"picture: {save_png(grid, png, per_node=per_node)}")
+
+
+# -- run ---------------------------------------------------------------------------------------------------
+
+
+def _pairs(values: tuple[str, ...], option: str) -> Iterator[tuple[str, str]]:
+    for value in values:
+        name, sign, text = value.partition("=")
+        if not sign or not name:
+            raise ConfigError(f"{option} is {value!r}; it has a name and a value: write {option} name=value")
+        yield name, text
+
+
+def _value(text: str) -> Any:
+    """A hyperparameter's value: JSON where it is JSON (300, 0.1, true), else text."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+@main.command()
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="Processes of each host.")
+@click.option("--hosts", type=click.IntRange(1), default=1, show_default=True, help="Simulated hosts.")
+@click.option("--hyperparameter", multiple=True, metavar="NAME=VALUE", help="May be repeated.")
+@click.option("--channel", multiple=True, metavar="NAME=DIR", help="Input data; may be repeated.")
+@click.option(
+    "--parameters", default='{"ddp": true}', show_default=True, help="mp_parameters: a dictionary or its file."
+)
+@click.option("--source-dir", type=click.Path(exists=True, file_okay=False), help="Shipped whole; SCRIPT lies in it.")
+@click.option("--output", type=click.Path(file_okay=False), help="Where model.tar.gz goes.")
+def run(
+    script: str,
+    processes: int,
+    hosts: int,
+    hyperparameter: tuple[str, ...],
+    channel: tuple[str, ...],
+    parameters: str,
+    source_dir: str | None,
+    output: str | None,
+) -> None:
+    """Run SCRIPT as a training job of processes on this machine. Exit code 1 when it fails."""
+    path = Path(script).absolute()
+    if source_dir and Path(source_dir).absolute() not in path.parents:
+        raise ConfigError(f"SCRIPT {path} does not lie in --source-dir {source_dir}; give the folder that holds it")
+    channels = {}
+    for name, folder in _pairs(channel, "--channel"):
+        if not Path(folder).is_dir():
+            raise ConfigError(
+                f"--channel {name} is {folder!r}, which is no directory ({Path(folder).absolute()}): correct it"
+            )
+        channels[name] = Path(folder).absolute().as_uri()
+    settings: dict[str, Any] = {
+        "entry_point": str(path.relative_to(Path(source_dir).absolute())) if source_dir else str(path),
+        "instance_type": "local",
+        "instance_count": hosts,
+        "hyperparameters": {name: _value(text) for name, text in _pairs(hyperparameter, "--hyperparameter")},
+        "distribution": {
+            "smdistributed": {
+                "modelparallel": {"enabled": True, "parameters": _dictionary(parameters, "--parameters")},
+            },
+            "mpi": {"enabled": True, "processes_per_host": processes},
+        },
+    }
+    if source_dir:
+        settings["source_dir"] = str(Path(source_dir).absolute())
+    if output:
+        settings["output_path"] = Path(output).absolute().as_uri()
+
+    from smp_estimator import SMPEstimator
+
+    estimator = SMPEstimator(**settings)
+    try:
+        estimator.fit(channels or None)
+    except ValueError as error:  # the job failed; the message holds the rank and its exception
+        raise click.ClickException(str(error)) from None
+    click.echo(f"model: {estimator.model_data}")
+
+
+# -- doctor ------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.option("--mode", type=click.Choice(["process", "docker", "cloud"]), multiple=True, help="Default: all three.")
+@click.option("--role", metavar="ARN", help="Role whose permissions are asked for; default: the caller's.")
+def doctor(mode: tuple[str, ...], role: str | None) -> None:
+    """Say what this machine lacks for each way to run a job.
+
+    Exit code 1 when a mode that was asked for with --mode is not ready.
+    """
+    from smp_estimator.doctor import cloud_findings, docker_findings, process_findings
+
+    findings = []
+    if not mode or "process" in mode:
+        findings += process_findings()
+    if not mode or "docker" in mode:
+        findings += docker_findings()
+    if not mode or "cloud" in mode:
+        findings += cloud_findings(role)
+    table = Table()
+    for column in ("mode", "needs", "", "found"):
+        table.add_column(column, overflow="fold")
+    sign = {True: "[green]ok[/green]", False: "[red]missing[/red]", None: "[yellow]unknown[/yellow]"}
+    for found in findings:
+        remedy = f" → {found.remedy}" if found.remedy and not found.ok else ""
+        table.add_row(found.mode, found.what, sign[found.ok], escape(found.detail + remedy))
+    _console().print(table)
+    if mode and any(found.ok is False for found in findings):
+        raise click.exceptions.Exit(1)
+
+
+if __name__ == "__main__":
+    main()

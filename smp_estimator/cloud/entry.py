@@ -1,0 +1,147 @@
+"""Runs the user's script in a stock image, with the runtime that travelled beside it.
+
+This file is uploaded with the user's code and started by the platform in every rank. It needs nothing but Python:
+the runtime lies beside it as a wheel, which is unpacked once per host and put before everything else that Python
+could import, so that an ``smdistributed`` of the image is never the one that a script gets.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import runpy
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import zipfile
+
+USER_PROGRAM = "sagemaker_smp_program"
+
+#: Packages of the wheel; none of them may come from anywhere else.
+PACKAGES = ("smdistributed", "smp_config", "smp_launch", "smp_runtime")
+
+_PYTHON_FLOOR = (3, 10)
+_TORCH_FLOOR = (2, 4)
+
+
+def main() -> None:
+    """Prepare this rank and run the script with the arguments of the command line."""
+    code = os.path.dirname(os.path.abspath(__file__))
+    _check_image()
+    site = unpacked(_wheel(code))
+    prefer(site)
+    os.environ.setdefault("SMP_HOST", host())
+    program = os.path.join(code, user_program())
+    if program.endswith(".sh"):
+        sys.exit(subprocess.call(["bash", program, *sys.argv[1:]]))
+    sys.argv[0] = program
+    sys.path[:2] = [site, os.path.dirname(program)]
+    runpy.run_path(program, run_name="__main__")
+
+
+def unpacked(wheel: str) -> str:
+    """The folder with the wheel's files; made by whichever rank of the host comes first."""
+    with open(wheel, "rb") as file:
+        digest = hashlib.sha256(file.read()).hexdigest()[:16]
+    site = os.path.join(tempfile.gettempdir(), "smp-site-%s-%s" % (os.getuid(), digest))  # noqa: UP031
+    if not os.path.isdir(site):
+        partial = tempfile.mkdtemp(prefix="smp-site-")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(partial)
+        try:
+            os.rename(partial, site)
+        except OSError:  # another rank was faster
+            shutil.rmtree(partial, ignore_errors=True)
+    return site
+
+
+def prefer(site: str) -> None:
+    """Make the packages in ``site`` the ones that this process and its children import.
+
+    Raises:
+        RuntimeError: something else would still be imported.
+    """
+    others = [path for path in sys.path if os.path.isdir(os.path.join(path or ".", "smdistributed"))]
+    sys.path.insert(0, site)
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = site + (os.pathsep + before if before else "")
+    for name in [name for name in sys.modules if name.split(".")[0] in PACKAGES]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(name)
+        found = spec.origin if spec is not None else None
+        if found is None or not os.path.abspath(found).startswith(site + os.sep):
+            raise RuntimeError(
+                f"the image's own {name} ({found}) hides the one that came with the job ({site}); an import hook of the "
+                "image must be the cause: remove that package from the image, or use a stock image"
+            )
+    if others and os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+        print(f"[smp] the smdistributed in {others[0]} is not used: the job brought its own", flush=True)
+
+
+def host() -> str:
+    """This host's name; the platform's own variables hold the leader's name on every host."""
+    base = os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml"
+    try:
+        with open(os.path.join(base, "input", "config", "resourceconfig.json"), encoding="utf-8") as file:
+            return str(json.load(file)["current_host"])
+    except (OSError, ValueError, KeyError):
+        return socket.gethostname()
+
+
+def user_program() -> str:
+    """The user's script, relative to the code directory.
+
+    Raises:
+        RuntimeError: the job does not say.
+    """
+    carried = json.loads(os.environ.get("SM_FRAMEWORK_PARAMS") or "{}")
+    if USER_PROGRAM not in carried:
+        raise RuntimeError(
+            f"the job does not say which script to run: {USER_PROGRAM} is missing in SM_FRAMEWORK_PARAMS, which has "
+            f"{sorted(carried)}; start the job with SMPEstimator.fit()"
+        )
+    return str(carried[USER_PROGRAM])
+
+
+def _wheel(code: str) -> str:
+    found = sorted(glob.glob(os.path.join(code, "smp_estimator-*.whl")))
+    if len(found) != 1:
+        raise RuntimeError(
+            f"{code} holds {len(found)} wheels of the runtime ({', '.join(map(os.path.basename, found))}); the upload puts one "
+            "there: remove others from source_dir"
+        )
+    return found[0]
+
+
+def _check_image() -> None:
+    """Old images fail here, in words, instead of somewhere in an import."""
+    from importlib import metadata
+
+    if sys.version_info < _PYTHON_FLOOR:
+        raise RuntimeError(
+            "the image has Python %s, and the model parallel runtime needs %s; use an image with PyTorch 2.4 or newer"
+            % (sys.version.split()[0], ".".join(map(str, _PYTHON_FLOOR)))  # noqa: UP031
+        )
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        raise RuntimeError("the image has no PyTorch; use a PyTorch training image, 2.4 or newer") from None
+    if tuple(int(part) for part in re.findall(r"\d+", torch)[:2]) < _TORCH_FLOOR:
+        raise RuntimeError(f"the image has PyTorch {torch}, and the model parallel runtime needs 2.4 or newer")
+    if importlib.util.find_spec("pydantic") is None:
+        raise RuntimeError(
+            "the image has no pydantic: requirements.txt, which the upload extends, was not installed; without a network "
+            "(enable_network_isolation) use an image that has the runtime: give image_uri"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""The stock images of the SDK: which of them the runtime can run in, and the one that is taken when none is named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from smp_config import ConfigError
+
+#: The oldest PyTorch that the runtime works with.
+TORCH_FLOOR = (2, 4)
+
+#: From this version on, the Trainer of Transformers no longer works with the library.
+TRANSFORMERS_CEILING = (5,)
+
+_FLOOR = ".".join(map(str, TORCH_FLOOR))
+
+#: Repositories of the stock training images, whichever account and region they are in.
+_STOCK_REPOSITORY = re.compile(r"^\d{12}\.dkr\.ecr[^/]*/(huggingface-)?pytorch-training(-\w+)?[:@]")
+
+
+def is_stock(image_uri: Any) -> bool:
+    """Whether an image's address is that of a stock PyTorch or Hugging Face training image."""
+    return isinstance(image_uri, str) and _STOCK_REPOSITORY.match(image_uri) is not None
+
+
+def choose_pytorch(framework_version: str | None, py_version: str | None) -> tuple[str, str]:
+    """The stock image for a job that names no image.
+
+    Args:
+        framework_version: as given to the estimator; None takes the newest that the SDK knows.
+        py_version: as given; None takes the one that belongs to the version.
+
+    Returns:
+        Both, filled in.
+
+    Raises:
+        ConfigError: a version below the runtime's floor, or one without an image; names the nearest that has one.
+    """
+    known, aliases = _training_images("pytorch")
+    usable = {version: row for version, row in known.items() if _number(version) >= TORCH_FLOOR}
+    if framework_version is None:
+        framework_version = max(usable, key=_number)
+    else:
+        _require("framework_version", framework_version, usable, aliases)
+    row = usable[aliases.get(framework_version, framework_version)]
+    return framework_version, _python(py_version, row, f"framework_version {framework_version}")
+
+
+def choose_huggingface(
+    transformers_version: str | None, pytorch_version: str | None, py_version: str | None
+) -> tuple[str, str, str]:
+    """The stock Hugging Face image for a job that names no image.
+
+    Returns:
+        ``(transformers_version, pytorch_version, py_version)``, filled in.
+
+    Raises:
+        ConfigError: as :func:`choose_pytorch`.
+    """
+    known, aliases = _training_images("huggingface")
+    #: PyTorch version → Transformers version → row; each release of one comes with few of the other.
+    by_torch: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for transformers, rows in known.items():
+        for name, row in rows.items():
+            version = name.removeprefix("pytorch")
+            if name.startswith("pytorch") and _number(version) >= TORCH_FLOOR:
+                by_torch.setdefault(version, {})[transformers] = row
+    full = aliases.get(transformers_version or "", transformers_version)
+    if full is not None:
+        by_torch = {
+            torch: {full: rows[full]} for torch, rows in by_torch.items() if full in rows
+        } or by_torch  # fmt: skip
+    if pytorch_version is not None:
+        short = {torch.rsplit(".", 1)[0]: torch for torch in sorted(by_torch, key=_number)}
+        _require("pytorch_version", pytorch_version, by_torch, short)
+        by_torch = {pytorch_version: by_torch[short.get(pytorch_version, pytorch_version)]}
+    pairs = sorted(
+        ((torch, transformers) for torch, rows in by_torch.items() for transformers in rows),
+        key=lambda pair: (_number(pair[1]), _number(pair[0])),
+    )
+    if full is not None:
+        if not any(transformers == full for _, transformers in pairs):
+            offered = [transformers for _, transformers in pairs]
+            raise ConfigError(
+                f"transformers_version is {transformers_version}, and the SDK has no training image of it with PyTorch "
+                f"{pytorch_version or _FLOOR + ' or newer'}, which the runtime needs; set transformers_version to "
+                f"{_nearest(transformers_version or '', offered)!r}, or give image_uri"
+            )
+        pairs = [pair for pair in pairs if pair[1] == full]
+    else:
+        pairs = [pair for pair in pairs if _number(pair[1]) < TRANSFORMERS_CEILING] or pairs
+    torch, transformers = pairs[-1]
+    row = by_torch[torch][transformers]
+    return transformers, torch, _python(py_version, row, f"pytorch_version {torch}")
+
+
+def check_torch(version: str | None, name: str, framework: str = "pytorch") -> None:
+    """Refuse a version that is too old for the runtime.
+
+    Args:
+        version: of PyTorch, e.g. ``"1.13.1"``.
+        name: of the argument, for the message.
+        framework: whose images are searched for the nearest version.
+
+    Raises:
+        ConfigError: naming the nearest version that has an image.
+    """
+    if not version or _number(version) >= TORCH_FLOOR:
+        return
+    known, _ = _training_images("pytorch")
+    usable = [v for v in known if _number(v) >= TORCH_FLOOR]
+    raise ConfigError(
+        f"{name} is {version}, but the runtime needs PyTorch {_FLOOR} or newer (it is shipped with the code and uses the "
+        f"image's PyTorch); set {name} to {min(usable, key=_number)!r}, the nearest that the SDK has an image of, or to "
+        f"{max(usable, key=_number)!r}, the newest"
+    )
+
+
+def _training_images(framework: str) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:
+    from smp_estimator.sdk import config_for_framework
+
+    training = config_for_framework(framework)["training"]
+    return training["versions"], training.get("version_aliases", {})
+
+
+def _require(name: str, version: str, usable: Iterable[str], aliases: Mapping[str, str]) -> None:
+    check_torch(version, name)
+    usable = list(usable)
+    if aliases.get(version, version) in usable:
+        return
+    raise ConfigError(
+        f"{name} is {version}, and this version of the SDK has no training image of it; it has "
+        f"{', '.join(sorted(usable, key=_number))}: set {name} to {_nearest(version, usable)!r}, or give image_uri"
+    )
+
+
+def _python(given: str | None, row: Mapping[str, Any], what: str) -> str:
+    offered = list(row.get("py_versions") or ["py3"])
+    if given is None or given == "py3":
+        return str(offered[-1])
+    if given not in offered:
+        raise ConfigError(
+            f"py_version is {given}, but the image of {what} has {' and '.join(offered)}; set py_version to "
+            f"{offered[-1]!r}, or leave it out"
+        )
+    return given
+
+
+def _nearest(version: str, offered: Iterable[str]) -> str:
+    """The offered version with the least distance, the most significant part first."""
+    wanted = _number(version)
+
+    def distance(other: str) -> tuple[int, ...]:
+        return tuple(abs(a - b) for a, b in zip(_padded(wanted), _padded(_number(other)), strict=True))
+
+    return min(offered, key=distance)
+
+
+def _padded(number: tuple[int, ...]) -> tuple[int, ...]:
+    return (*number, 0, 0, 0)[:3]
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])

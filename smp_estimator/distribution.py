@@ -1,0 +1,326 @@
+"""The ``distribution`` dictionary: checked on the notebook, turned into the hyperparameters that a job carries.
+
+Only what the two ``smdistributed`` libraries use is read here; every other strategy of the SDK (and a plain
+``mpi`` in the cloud) stays with the SDK's own code.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from smp_config import ConfigError, JobSettings, Topology
+from smp_config.buffers import BufferSizes
+from smp_config.errors import suggest
+from smp_config.job import DATA_PARALLEL_ENABLED, DEFAULT_MPI_OPTIONS, INSTANCE_TYPE, MP_PARAMETERS
+from smp_config.limits import HYPERPARAMETER_CHARACTERS
+from smp_config.mpi_options import MpiOption, check_mpi_options, variables
+
+logger = logging.getLogger(__name__)
+
+#: Every strategy that the SDK's PyTorch estimator reads from ``distribution``.
+KNOWN_STRATEGIES = (
+    "smdistributed",
+    "mpi",
+    "torch_distributed",
+    "pytorchddp",
+    "pytorchxla",
+    "parameter_server",
+    "multi_worker_mirrored_strategy",
+    "instance_groups",
+)
+
+#: What process mode cannot start: these need a launcher other than mpirun.
+_OTHER_LAUNCHERS = ("torch_distributed", "pytorchxla", "parameter_server", "multi_worker_mirrored_strategy")
+
+
+def is_ours(distribution: Mapping[str, Any] | None, *, process_mode: bool = False) -> bool:
+    """Whether this module, not the SDK, reads ``distribution``.
+
+    True when it names ``smdistributed``; in process mode also for ``mpi`` alone, since the bootstrap that will
+    read it is ours.
+    """
+    if not isinstance(distribution, Mapping):
+        return distribution is not None
+    return "smdistributed" in distribution or (process_mode and "mpi" in distribution)
+
+
+def refuse_unknown_strategies(distribution: Any, *, process_mode: bool = False) -> None:
+    """Find what the SDK would drop silently: a misspelt strategy, or a value that is no dictionary.
+
+    Raises:
+        ConfigError: naming the nearest known strategy.
+    """
+    if distribution is None:
+        return
+    if not isinstance(distribution, Mapping):
+        raise ConfigError(
+            f"distribution is {distribution!r}, a {type(distribution).__name__}; strategies are read from its keys: "
+            'give a dictionary such as {"smdistributed": {"modelparallel": {"enabled": True}}, '
+            '"mpi": {"enabled": True, "processes_per_host": 2}}'
+        )
+    for key in distribution:
+        if key not in KNOWN_STRATEGIES:
+            raise ConfigError(
+                f"unknown strategy {key!r} in distribution{suggest(str(key), KNOWN_STRATEGIES)}; the keys given are "
+                f"{sorted(map(str, distribution))} and an unknown one would be dropped silently: use one of "
+                f"{', '.join(KNOWN_STRATEGIES)}"
+            )
+    if process_mode:
+        for key in _OTHER_LAUNCHERS:
+            part = distribution.get(key)
+            if isinstance(part, Mapping) and part.get("enabled"):
+                raise ConfigError(
+                    f"distribution enables {key!r}, but this job runs as processes of this machine, which are started "
+                    'with mpirun: use {"mpi": {"enabled": True, "processes_per_host": 2}}, or give image_uri to run '
+                    "the job in Docker"
+                )
+
+
+def read(
+    distribution: Mapping[str, Any],
+    *,
+    instance_type: str | None,
+    hosts: int | None,
+    process_mode: bool,
+    environment: Mapping[str, str] | None = None,
+    say: Callable[[str], None] = logger.warning,
+) -> JobSettings:
+    """Read and check an ``smdistributed`` (or process mode ``mpi``) distribution.
+
+    Args:
+        distribution: the dictionary of the estimator.
+        instance_type: what ``sagemaker_instance_type`` will say; None with instance groups.
+        hosts: number of hosts, or None when it is only known at run time (a pipeline variable).
+        process_mode: the job runs as processes of this machine; then ``processes_per_host`` may be absent.
+        environment: the estimator's; its buffer sizes are checked.
+        say: told about settings that are allowed but ignored or filled in, one sentence each.
+
+    Returns:
+        The typed settings; in process mode with ``processes_per_host`` filled in.
+
+    Raises:
+        ConfigError: everything that would fail, or be dropped silently, after the job has started.
+    """
+    refuse_unknown_strategies(distribution, process_mode=process_mode)
+    _refuse_torchrun(distribution)
+    settings = JobSettings.from_distribution(distribution, instance_type=instance_type)
+    settings = _with_mpi(settings, distribution, say, process_mode=process_mode)
+    BufferSizes.from_environment(variables(_check_mpi_options(settings)), environment or {})
+    if settings.model_parallel is not None:
+        for warning in settings.model_parallel.warnings():
+            say(f"distribution: {warning}")
+        if settings.mpi is not None and settings.mpi.processes_per_host is not None:
+            _check_accelerators(instance_type, settings.mpi.processes_per_host)
+            if hosts is not None:
+                topology = world_topology(settings, hosts)
+                if topology.rdp_size > 1 and not settings.model_parallel.ddp:
+                    say(
+                        f"distribution: ddp is false, and the job has {topology.rdp_size} replicas of the model that never "
+                        'exchange gradients; set "ddp": True, unless the script exchanges them itself'
+                    )
+        _check_length(settings)
+    return settings
+
+
+def world_topology(settings: JobSettings, hosts: int) -> Topology:
+    """Lay the degrees over all processes of the job.
+
+    Raises:
+        ConfigError: the degrees do not fit ``hosts`` × ``processes_per_host``.
+    """
+    if settings.model_parallel is None or settings.mpi is None or settings.mpi.processes_per_host is None:
+        raise AssertionError("a topology needs modelparallel and processes_per_host")
+    per_host = settings.mpi.processes_per_host
+    world = per_host * hosts
+    parameters = settings.model_parallel
+    pipeline, tensor = parameters.pipeline_parallel_degree, parameters.tensor_parallel_degree
+    came_about = f"{world} processes = mpi.processes_per_host {per_host} × instance_count {hosts}"
+    replica = pipeline * tensor
+    if world % replica:
+        relation = "more than" if replica > world else "no divisor of"
+        fitting = replica // _common_divisor(replica, hosts)
+        raise ConfigError(
+            f"one model replica takes pipeline_parallel_degree {pipeline} × tensor_parallel_degree {tensor} = "
+            f"{replica} processes, which is {relation} the {came_about}; set processes_per_host to {fitting} (or a "
+            f"multiple of it), or choose degrees whose product divides {world}"
+        )
+    try:
+        return parameters.topology(world)
+    except ConfigError as error:
+        raise ConfigError(f"{error} ({came_about})") from None
+
+
+def hyperparameters(settings: JobSettings) -> dict[str, Any]:
+    """What the job carries, as Python values (the SDK encodes each as JSON).
+
+    Both ``partitions`` and ``pipeline_parallel_degree`` are in ``mp_parameters``, since client libraries look for
+    the old name, and the switch of the data parallel library is always present, as the SDK sends it.
+    """
+    sent = settings.to_hyperparameters()
+    if settings.model_parallel is not None:
+        sent.setdefault(DATA_PARALLEL_ENABLED, False)
+    return sent
+
+
+def from_hyperparameters(carried: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The ``distribution`` dictionary of a job that already runs, or None when it carries no strategy of ours.
+
+    The inverse of :func:`hyperparameters`, for ``attach()``.
+    """
+    settings = JobSettings.from_hyperparameters(carried)
+    distribution: dict[str, Any] = {}
+    if settings.model_parallel is not None:
+        parameters = settings.model_parallel.to_mp_parameters()
+        distribution["smdistributed"] = {"modelparallel": {"enabled": True, "parameters": parameters}}
+    elif settings.data_parallel is not None:
+        data: dict[str, Any] = {"enabled": True}
+        if settings.data_parallel.custom_mpi_options:
+            data["custom_mpi_options"] = settings.data_parallel.custom_mpi_options
+        distribution["smdistributed"] = {"dataparallel": data}
+    if settings.mpi is not None and settings.mpi.enabled:
+        mpi: dict[str, Any] = {"enabled": True}
+        if settings.mpi.processes_per_host is not None:
+            mpi["processes_per_host"] = settings.mpi.processes_per_host
+        if settings.mpi.custom_mpi_options not in ("", DEFAULT_MPI_OPTIONS):
+            mpi["custom_mpi_options"] = settings.mpi.custom_mpi_options
+        distribution["mpi"] = mpi
+    return distribution or None
+
+
+def group_names(distribution: Mapping[str, Any], instance_groups: Sequence[Any] | None) -> dict[str, Any]:
+    """Settle which instance groups of a heterogeneous cluster train.
+
+    Returns:
+        A copy of ``distribution`` whose ``instance_groups`` are names.
+
+    Raises:
+        ConfigError: a group that the estimator does not have, or several groups without a choice.
+    """
+    settled = dict(distribution)
+    chosen = list(settled.get("instance_groups") or ())
+    available = {group.instance_group_name: group for group in instance_groups or ()}
+    names = [str(getattr(group, "instance_group_name", group)) for group in chosen]
+    if not available:
+        if names:
+            raise ConfigError(
+                f"distribution names the instance groups {names}, but the estimator was made without instance_groups; "
+                "give the same groups to the estimator, or remove them from distribution"
+            )
+        return settled
+    for name in names:
+        if name not in available:
+            raise ConfigError(
+                f"distribution names the instance group {name!r}{suggest(name, available)}; the estimator has "
+                f"{sorted(available)}: use one of these"
+            )
+    if (not names and len(available) > 1) or len(names) > 1:
+        raise ConfigError(
+            f"distribution trains on {len(names)} instance groups, out of the estimator's {sorted(available)}; exactly "
+            'one trains: set distribution["instance_groups"] to a list with one of them'
+        )
+    settled["instance_groups"] = names or list(available)
+    return settled
+
+
+def _refuse_torchrun(distribution: Mapping[str, Any]) -> None:
+    torchrun = distribution.get("torch_distributed")
+    if isinstance(torchrun, Mapping) and torchrun.get("enabled"):
+        raise ConfigError(
+            "distribution enables smdistributed and torch_distributed together; torch_distributed starts the ranks with "
+            'torchrun, this library with mpirun: replace it by "mpi": {"enabled": True, "processes_per_host": 8}'
+        )
+
+
+def _with_mpi(
+    settings: JobSettings, distribution: Mapping[str, Any], say: Callable[[str], None], *, process_mode: bool
+) -> JobSettings:
+    """Model parallel jobs need mpi with a number of processes; process mode fills in 1."""
+    if settings.model_parallel is not None and settings.mpi is None:
+        state = "is disabled" if "mpi" in distribution else "is missing"
+        raise ConfigError(
+            f"smdistributed.modelparallel is enabled, but mpi {state} (distribution has {sorted(distribution)}); mpirun "
+            'starts the ranks: add "mpi": {"enabled": True, "processes_per_host": 2}, with the number of processes '
+            "(on GPUs: of GPUs) of a host"
+        )
+    if settings.mpi is None:
+        return settings
+    given = settings.mpi.processes_per_host
+    if given is not None and given < 1:
+        raise ConfigError(
+            f"mpi.processes_per_host is {given}; it is the number of processes that each host starts: "
+            "set it to 1 or more"
+        )
+    if given is None and settings.model_parallel is not None and not process_mode:
+        raise ConfigError(
+            "mpi.processes_per_host is missing; with modelparallel the platform needs the number of processes of a "
+            'host: set it to the number of its GPUs, for example "processes_per_host": 8'
+        )
+    if given is None and process_mode:
+        say("mpi.processes_per_host was not given: one process per host")
+        mpi = settings.mpi.model_copy(update={"processes_per_host": 1})
+        return settings.model_copy(update={"mpi": mpi})
+    return settings
+
+
+def _check_mpi_options(settings: JobSettings) -> list[MpiOption]:
+    """Options listed twice with different values are found here rather than by mpirun."""
+    options = []
+    for part in (settings.data_parallel, settings.mpi):
+        if part is not None and part.custom_mpi_options:
+            options += check_mpi_options(part.custom_mpi_options)
+    return options
+
+
+def _check_accelerators(instance_type: str | None, processes_per_host: int) -> None:
+    """At most one process per GPU; instance types that the SDK's own table lacks are not judged."""
+    gpus = _gpus(instance_type)
+    if gpus and processes_per_host > gpus:
+        raise ConfigError(
+            f"mpi.processes_per_host is {processes_per_host}, but {instance_type} has {gpus} GPUs and each process needs "
+            f"its own; set processes_per_host to at most {gpus}"
+        )
+
+
+def _gpus(instance_type: str | None) -> int:
+    """GPUs of an instance type by the SDK's table; 0 when it has none or is unknown."""
+    if not isinstance(instance_type, str) or not instance_type.startswith("ml."):
+        return 0
+    from smp_estimator.sdk import instance_types_gpu_info
+
+    for region in ("us-east-1", "us-west-2"):
+        known = instance_types_gpu_info.retrieve(region).get(instance_type)
+        if known:
+            return int(known["Count"])
+    return 0
+
+
+def _check_length(settings: JobSettings) -> None:
+    text = json.dumps(hyperparameters(settings)[MP_PARAMETERS])
+    if len(text) > HYPERPARAMETER_CHARACTERS:
+        raise ConfigError(
+            f"the parameters take {len(text)} characters as JSON, but the service accepts {HYPERPARAMETER_CHARACTERS} in "
+            "one hyperparameter; leave out settings that hold their default, and shorten long paths by "
+            f"{len(text) - HYPERPARAMETER_CHARACTERS} characters or more"
+        )
+
+
+def _common_divisor(a: int, b: int) -> int:
+    while b:
+        a, b = b, a % b
+    return a
+
+
+__all__ = [
+    "INSTANCE_TYPE",
+    "KNOWN_STRATEGIES",
+    "from_hyperparameters",
+    "group_names",
+    "hyperparameters",
+    "is_ours",
+    "read",
+    "refuse_unknown_strategies",
+    "world_topology",
+]

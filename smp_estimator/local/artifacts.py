@@ -1,0 +1,162 @@
+"""What a job leaves: ``model.tar.gz`` and ``output.tar.gz``, written whole or not at all."""
+
+from __future__ import annotations
+
+import filecmp
+import logging
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from smp_estimator.local.uris import bucket_and_key, is_s3_uri, path_of
+
+logger = logging.getLogger(__name__)
+
+#: Weights hardly compress, so the fastest level costs little space and saves much time.
+_COMPRESSION_LEVEL = 1
+
+
+def merged_files(directories: Sequence[Path]) -> dict[str, Path]:
+    """The files (and empty folders) of several directories as one: relative name → path.
+
+    The first directory wins where two hold different files of one name; that is reported.
+    """
+    merged: dict[str, Path] = {}
+    for directory in directories:
+        for name, path in _walk(directory):
+            if name not in merged:
+                merged[name] = path
+            elif path.is_file() and not (merged[name].is_file() and filecmp.cmp(path, merged[name], shallow=False)):
+                logger.warning("two hosts wrote different %s; the one of %s is kept", name, directories[0])
+    return merged
+
+
+def pack(directories: Sequence[Path], name: str, destination: str) -> str:
+    """Pack directories into one archive at ``destination``.
+
+    Args:
+        directories: merged by :func:`merged_files`.
+        name: ``"model.tar.gz"`` or ``"output.tar.gz"``.
+        destination: a local directory.
+
+    Returns:
+        The path of the archive.
+    """
+    folder = Path(destination)
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, partial = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as raw:
+            with tarfile.open(fileobj=raw, mode="w:gz", compresslevel=_COMPRESSION_LEVEL) as archive:
+                for relative, path in sorted(merged_files(directories).items()):
+                    _add(archive, path, relative)
+            raw.flush()
+            os.fsync(raw.fileno())
+        os.chmod(partial, 0o644)
+        os.replace(partial, folder / name)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+    return str(folder / name)
+
+
+def deliver(
+    directories: Sequence[Path], name: str, destination: str, job_name: str, session: Any, *, compressed: bool
+) -> str:
+    """Put what hosts left at the job's output path.
+
+    Args:
+        directories: one per host.
+        name: ``"model"`` or ``"output"``.
+        destination: the ``file://`` or ``s3://`` output path.
+        session: uploads to S3.
+        compressed: False leaves a folder ``name`` of plain files instead of ``name.tar.gz``.
+
+    Returns:
+        The address of the archive (or folder).
+    """
+    target = address(destination, name, job_name, compressed=compressed)
+    if not is_s3_uri(destination):
+        folder = str(path_of(destination))
+        if compressed:
+            pack(directories, f"{name}.tar.gz", folder)
+        else:
+            _copy_plain(directories, Path(folder) / name)
+        return target
+    with tempfile.TemporaryDirectory() as staging:
+        if compressed:
+            session.upload_file(pack(directories, f"{name}.tar.gz", staging), target)
+        else:
+            for relative, path in merged_files(directories).items():
+                if path.is_file():
+                    session.upload_file(str(path), target + relative)
+    return target
+
+
+def address(destination: str, name: str, job_name: str, *, compressed: bool) -> str:
+    """Where :func:`deliver` puts something, known before the job ends.
+
+    Local paths are used as they are, S3 prefixes get the job's name, as in the SDK's local mode.
+    """
+    last = f"{name}.tar.gz" if compressed else f"{name}/"
+    if is_s3_uri(destination):
+        bucket, key = bucket_and_key(destination)
+        return "s3://" + "/".join(part for part in (bucket, key, job_name, last) if part)
+    return f"file://{path_of(destination)}/{last}"
+
+
+def _walk(directory: Path) -> Iterator[tuple[str, Path]]:
+    for folder, folders, files in os.walk(directory):
+        here = Path(folder)
+        for name in files:
+            yield str((here / name).relative_to(directory)), here / name
+        for name in folders:
+            path = here / name
+            if path.is_symlink() or not any(path.iterdir()):
+                yield str(path.relative_to(directory)), path
+
+
+def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
+    """Add one entry under a neutral owner; a link that leaves the archive is replaced by what it points to."""
+
+    def neutral(info: tarfile.TarInfo) -> tarfile.TarInfo:
+        info.uid = info.gid = 0
+        info.uname = info.gname = ""
+        return info
+
+    if path.is_symlink():
+        target = os.readlink(path)
+        leaves = os.path.isabs(target) or os.path.normpath(os.path.join(os.path.dirname(name), target)).startswith("..")
+        if leaves:
+            if not path.exists():
+                logger.warning("the link %s points to nothing and is left out of the archive", path)
+                return
+            archive.add(path.resolve(), arcname=name, filter=neutral)
+            return
+    archive.add(path, arcname=name, recursive=False, filter=neutral)
+
+
+def _copy_plain(directories: Sequence[Path], target: Path) -> None:
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=_made(target.parent)))
+    for relative, path in merged_files(directories).items():
+        (partial / relative).parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            (partial / relative).mkdir(exist_ok=True)
+        else:
+            shutil.copy2(path, partial / relative)
+    os.chmod(partial, 0o755)
+    if target.exists():
+        # The folder may be the user's own and hold other things: files are replaced, nothing is removed.
+        shutil.copytree(partial, target, dirs_exist_ok=True)
+        shutil.rmtree(partial)
+    else:
+        os.replace(partial, target)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,131 @@
+"""One host of a job: its bootstrap process, the environment it starts with, and the thread that reads its output."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from smp_estimator.local.log import JobLog, LineSplitter
+from smp_estimator.local.stop import TOKEN_VARIABLE
+from smp_estimator.local.tree import HostTree, JobTree
+
+#: What a host runs: the same module as the image's training program.
+DEFAULT_LAUNCHER = (sys.executable, "-m", "smp_launch", "train")
+
+#: What an enclosing job, mpirun or torchrun left in the notebook's environment would mislead the new job.
+_FOREIGN_PREFIXES = ("SM_", "SMP_", "SAGEMAKER_BASE_DIR", "OMPI_COMM_", "OMPI_UNIVERSE", "PMIX_", "PRTE_LAUNCHED")
+_FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment_of(
+    tree: HostTree,
+    job: JobTree,
+    *,
+    job_name: str,
+    token: str,
+    region: str | None,
+    user: Mapping[str, str],
+) -> dict[str, str]:
+    """The environment of one host's bootstrap: the notebook's, then the platform's, then the user's ``environment``."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_FOREIGN_PREFIXES) and name not in _FOREIGN_NAMES
+    }
+    # A notebook kernel is often started without its environment's bin folder on PATH, and mpirun lies there.
+    scripts = os.path.dirname(sys.executable)
+    path = inherited.get("PATH", os.defpath)
+    if scripts not in path.split(os.pathsep):
+        path = scripts + os.pathsep + path
+    platform = {
+        "PATH": path,
+        "PYTHONUNBUFFERED": "1",
+        "SAGEMAKER_BASE_DIR": str(tree.base),
+        "CURRENT_HOST": tree.host,
+        "TRAINING_JOB_NAME": job_name,
+        "SMP_LAUNCH_LIFELINE": "1",
+        "SMP_LAUNCH_HOSTS_ON_ONE_MACHINE": "1",
+        "SMP_LAUNCH_STATUS_DIR": str(job.status),
+        "SMP_CHECKPOINT_DIR": str(tree.checkpoints),
+    }
+    if region is not None:
+        platform["AWS_REGION"] = region
+    return {**inherited, **platform, **user, TOKEN_VARIABLE: token}
+
+
+class Bootstrap:
+    """A running host.
+
+    Its standard input is a lifeline: the pipe ends when this process dies, however it dies, and the bootstrap
+    then stops the job.
+    """
+
+    def __init__(
+        self,
+        tree: HostTree,
+        *,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        cwd: Path,
+        log: JobLog,
+        source: str,
+        ended: Callable[[str, int], None],
+    ) -> None:
+        """Start it.
+
+        Args:
+            source: prefix of its lines in the log; empty for the leader.
+            ended: called with host name and exit code, from a thread, once the process is gone.
+        """
+        self.tree = tree
+        self._process = subprocess.Popen(
+            list(command),
+            env=dict(environment),
+            cwd=cwd,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, args=(log, source), name=f"log-{tree.host}", daemon=True)
+        self._waiter = threading.Thread(target=self._wait, args=(ended,), name=f"wait-{tree.host}", daemon=True)
+        self._reader.start()
+        self._waiter.start()
+
+    @property
+    def pid(self) -> int:
+        """Also the id of its session."""
+        return self._process.pid
+
+    def terminate(self) -> None:
+        """Ask it to stop; it passes the request on to its ranks."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def release(self, timeout_seconds: float) -> None:
+        """After the end: read the rest of the output and close the pipes."""
+        self._reader.join(timeout_seconds)
+        for pipe in (self._process.stdin, self._process.stdout if not self._reader.is_alive() else None):
+            try:
+                if pipe is not None:
+                    pipe.close()
+            except OSError:
+                pass
+
+    def _read(self, log: JobLog, source: str) -> None:
+        pipe = self._process.stdout
+        if pipe is None:
+            raise AssertionError("the bootstrap's output is a pipe")
+        splitter = LineSplitter()
+        while data := os.read(pipe.fileno(), 65536):
+            for line in splitter.feed(data):
+                log.write(line, source)
+        for line in splitter.rest():
+            log.write(line, source)
+
+    def _wait(self, ended: Callable[[str, int], None]) -> None:
+        ended(self.tree.host, self._process.wait())

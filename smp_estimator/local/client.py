@@ -1,0 +1,240 @@
+"""The part of the SageMaker API that training on this machine needs, with the service's names and answers."""
+
+from __future__ import annotations
+
+import logging
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from botocore.exceptions import ClientError
+
+from smp_config import ConfigError, JobSettings
+from smp_estimator.local import code
+from smp_estimator.local.channels import read_channels
+from smp_estimator.local.job import ProcessJob
+from smp_estimator.local.tree import CHECKPOINTS_IN_CONTAINER, JobTree
+from smp_estimator.local.uris import is_file_uri, path_of, require_address
+from smp_estimator.sdk import LocalSagemakerClient
+
+if TYPE_CHECKING:
+    from smp_estimator.local.session import ProcessSession
+
+logger = logging.getLogger(__name__)
+
+_JOB_NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
+
+#: The SDK's default for ``max_run``; a job on this machine is not stopped for a limit that nobody set.
+_DEFAULT_MAX_RUN_SECONDS = 24 * 60 * 60
+
+#: Parts of a request that only the service can honour.
+_IGNORED = {
+    "DebugHookConfig": "debugger hooks",
+    "DebugRuleConfigurations": "debugger rules",
+    "TensorBoardOutputConfig": "TensorBoard output",
+    "ProfilerRuleConfigurations": "profiler rules",
+    "ExperimentConfig": "experiments",
+    "VpcConfig": "the VPC",
+    "RetryStrategy": "retries",
+}
+
+
+class ProcessClient(LocalSagemakerClient):
+    """``boto3.client("sagemaker")`` for training jobs that are processes of this machine.
+
+    Jobs are known by name in the whole interpreter, whichever session started them. Everything but training is
+    inherited from the SDK's local mode and needs Docker.
+    """
+
+    sagemaker_session: Any
+    _jobs: dict[str, ProcessJob] = {}  # noqa: RUF012
+
+    def __init__(self, sagemaker_session: ProcessSession) -> None:
+        super().__init__(sagemaker_session)
+        self._expected_code: dict[str, code.CodeSource] = {}
+
+    def expect_code(self, job_name: str, source: code.CodeSource) -> None:
+        """Say what the job of this name will run; without it the ``file://`` submit directory is linked."""
+        self._expected_code[job_name] = source
+
+    def create_training_job(
+        self,
+        TrainingJobName: str,
+        AlgorithmSpecification: Mapping[str, Any],
+        OutputDataConfig: Mapping[str, Any],
+        ResourceConfig: Mapping[str, Any],
+        InputDataConfig: Any = None,
+        Environment: Mapping[str, str] | None = None,
+        **others: Any,
+    ) -> dict[str, str]:
+        """Check the request, build the job's folders and start its processes; returns while they run.
+
+        Raises:
+            ConfigError: before any process is started.
+        """
+        source = self._expected_code.pop(TrainingJobName, None)
+        request = {
+            "TrainingJobName": TrainingJobName,
+            "AlgorithmSpecification": dict(AlgorithmSpecification),
+            "OutputDataConfig": dict(OutputDataConfig),
+            "ResourceConfig": dict(ResourceConfig),
+            "InputDataConfig": InputDataConfig,
+            "Environment": dict(Environment or {}),
+            **others,
+        }
+        self._require_free_name(TrainingJobName)
+        hosts = _host_count(ResourceConfig)
+        channels = read_channels(InputDataConfig)
+        checkpoints = _checkpoints(others.get("CheckpointConfig"))
+        hyperparameters = {str(k): str(v) for k, v in (others.get("HyperParameters") or {}).items()}
+        JobSettings.from_hyperparameters(hyperparameters)
+        output_path = OutputDataConfig.get("S3OutputPath") or ""
+        if output_path:
+            require_address(output_path, "output_path")
+        for key, words in _IGNORED.items():
+            if others.get(key):
+                logger.warning("%s are not available for a job on this machine and are left out", words)
+
+        for key in ("ContainerEntrypoint", "ContainerArguments"):
+            if AlgorithmSpecification.get(key):
+                logger.warning("%s has no meaning without a container and is left out", key)
+
+        session = self.sagemaker_session
+        root = self._new_root(TrainingJobName)
+        tree = JobTree.at(root, hosts)
+        limit = (others.get("StoppingCondition") or {}).get("MaxRuntimeInSeconds")
+        job = ProcessJob(
+            TrainingJobName,
+            tree,
+            request,
+            session=session,
+            launcher=session.launcher,
+            destination=output_path or f"file://{tree.artifacts}",
+            keep=session.keep,
+            max_run_seconds=limit if limit not in (None, _DEFAULT_MAX_RUN_SECONDS) else None,
+        )
+        try:
+            if source is not None:
+                source.copy_to(tree.code, session)
+            else:
+                _link_submitted(tree.code, hyperparameters)
+            if (tree.code / "requirements.txt").exists():
+                logger.warning("requirements.txt is not installed: the job uses the packages of this environment")
+            tree.build(
+                hyperparameters=hyperparameters,
+                channels=channels,
+                instance_type=str(ResourceConfig.get("InstanceType") or "local"),
+                checkpoints=checkpoints,
+                session=session,
+            )
+            job.start()
+        except BaseException:
+            job.discard()
+            raise
+        self._jobs[TrainingJobName] = job
+        return {"TrainingJobArn": job.describe()["TrainingJobArn"]}
+
+    def describe_training_job(self, TrainingJobName: str) -> dict[str, Any]:
+        """Where the job stands, in the service's words."""
+        return self.job(TrainingJobName, "DescribeTrainingJob").describe()
+
+    def stop_training_job(self, TrainingJobName: str) -> None:
+        """Ask the job to stop: SIGTERM, and SIGKILL after the platform's 120 seconds."""
+        self.job(TrainingJobName, "StopTrainingJob").stop()
+
+    def list_tags(self, ResourceArn: str, **_: Any) -> dict[str, Any]:
+        """The tags of a job."""
+        job = self._jobs.get(ResourceArn.rpartition("/")[2])
+        return {"Tags": list((job.request.get("Tags") if job else None) or [])}
+
+    def job(self, name: str, operation: str = "DescribeTrainingJob") -> ProcessJob:
+        """The job of this name.
+
+        Raises:
+            ClientError: there is none, as the service would say it.
+        """
+        if name not in self._jobs:
+            message = f"Requested resource not found: no training job {name!r} was started by this interpreter"
+            raise ClientError({"Error": {"Code": "ValidationException", "Message": message}}, operation)
+        return self._jobs[name]
+
+    @classmethod
+    def knows(cls, name: str) -> bool:
+        """Whether a job of this name was started by this interpreter."""
+        return name in cls._jobs
+
+    def _require_free_name(self, name: str) -> None:
+        if not _JOB_NAME.fullmatch(name):
+            raise ConfigError(
+                f"the job name {name!r} ({len(name)} characters) is not one that the service accepts; it comes from "
+                "job_name= or base_job_name=: use at most 63 letters, digits and single hyphens, beginning with a letter "
+                "or digit"
+            )
+        if name in self._jobs:
+            raise ConfigError(
+                f"a job named {name!r} exists already ({self._jobs[name].status.value}); names are used once: leave job_name "
+                "out, or give another one"
+            )
+
+    def _new_root(self, name: str) -> Path:
+        root = self.sagemaker_session.root
+        if root is None:
+            return Path(tempfile.mkdtemp(prefix=f"{name}-"))
+        try:
+            (root / name).mkdir(parents=True)
+        except FileExistsError:
+            raise ConfigError(
+                f"{root / name} exists already, left by an earlier job of this name; ProcessSession was made with "
+                f"root={str(root)!r}: leave job_name out, or give another one"
+            ) from None
+        return root / name
+
+
+def _host_count(resources: Mapping[str, Any]) -> int:
+    if resources.get("InstanceGroups"):
+        raise ConfigError(
+            f"the job asks for {len(resources['InstanceGroups'])} instance groups, but all hosts simulated on this machine are "
+            "alike; use instance_type='local' and instance_count"
+        )
+    return int(resources["InstanceCount"])
+
+
+def _checkpoints(config: Mapping[str, str] | None) -> Path | None:
+    """The directory that holds the checkpoints across jobs.
+
+    Raises:
+        ConfigError: an address or path that a job on this machine cannot honour.
+    """
+    if not config:
+        return None
+    uri = require_address(config["S3Uri"], "checkpoint_s3_uri")
+    if not is_file_uri(uri):
+        raise ConfigError(
+            f"checkpoint_s3_uri is {uri!r}, but nothing copies the checkpoints of a job on this machine to S3 while it runs; "
+            "give a local directory, for example 'file:///home/me/checkpoints'"
+        )
+    local = config.get("LocalPath") or CHECKPOINTS_IN_CONTAINER
+    if local.rstrip("/") != CHECKPOINTS_IN_CONTAINER:
+        raise ConfigError(
+            f"checkpoint_local_path is {local!r}, but a job on this machine keeps its checkpoints in its own "
+            f"{CHECKPOINTS_IN_CONTAINER} only; leave checkpoint_local_path out"
+        )
+    path = path_of(uri)
+    if path.exists() and not path.is_dir():
+        raise ConfigError(
+            f"checkpoint_s3_uri is {uri!r}, and {path} is a file; checkpoints need a directory: give another path"
+        )
+    return path
+
+
+def _link_submitted(target: Path, hyperparameters: Mapping[str, str]) -> None:
+    """Estimators of the SDK itself only give the address of their directory."""
+    uri = hyperparameters.get("sagemaker_submit_directory", "").strip('"')
+    if not is_file_uri(uri):
+        raise ConfigError(
+            f"the job's code lies at {uri or 'no address'}, but a job on this machine runs code from a file:// directory; "
+            "use SMPEstimator, or turn local.local_code on in the session's config"
+        )
+    target.symlink_to(path_of(uri), target_is_directory=True)

@@ -1,0 +1,85 @@
+"""The script of a job and what lies beside it: ``/opt/ml/code``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smp_estimator.local.uris import bucket_and_key, is_s3_uri
+
+_NEVER_SHIPPED = ("__pycache__", ".git", ".ipynb_checkpoints")
+
+
+@dataclass(frozen=True)
+class CodeSource:
+    """What the estimator ships, with the cloud's meaning of its three arguments.
+
+    With ``source_dir`` the whole directory; without it the entry point alone, not what lies beside it. Each of
+    ``dependencies`` becomes a folder (or file) of its own name next to the script.
+    """
+
+    entry_point: str
+    source_dir: str | None = None
+    dependencies: tuple[str, ...] = ()
+
+    @property
+    def uri(self) -> str:
+        """What the hyperparameter ``sagemaker_submit_directory`` says."""
+        if is_s3_uri(self.source_dir):
+            return str(self.source_dir)
+        directory = self.source_dir if self.source_dir else os.path.dirname(self.entry_point)
+        return f"file://{Path(directory).expanduser().absolute()}"
+
+    @property
+    def program(self) -> str:
+        """What the hyperparameter ``sagemaker_program`` says: the script relative to the code directory."""
+        return self.entry_point if self.source_dir else os.path.basename(self.entry_point)
+
+    def copy_to(self, target: Path, session: Any) -> None:
+        """Fill ``target``, so that the job keeps running the code that it was started with.
+
+        Args:
+            target: a directory that does not exist yet, directly inside the job's root.
+            session: gives the S3 access of the SDK.
+        """
+        if is_s3_uri(self.source_dir):
+            target.mkdir(parents=True)
+            _unpack(str(self.source_dir), target, session)
+        elif self.source_dir:
+            _copy(Path(self.source_dir).expanduser(), target, job_root=target.parent)
+        else:
+            target.mkdir(parents=True)
+            shutil.copy2(Path(self.entry_point).expanduser(), target / self.program)
+        for dependency in self.dependencies:
+            path = Path(dependency).expanduser().absolute()
+            if path.is_dir():
+                _copy(path, target / path.name, job_root=target.parent)
+            else:
+                shutil.copy2(path, target / path.name)
+
+
+def _copy(source: Path, target: Path, job_root: Path) -> None:
+    """Copy a directory; the folder that holds the jobs may lie inside it and is left out."""
+    skipped = {job_root.resolve(), job_root.resolve().parent}
+
+    def ignore(directory: str, names: list[str]) -> Iterable[str]:
+        return {n for n in names if n in _NEVER_SHIPPED or (Path(directory) / n).resolve() in skipped}
+
+    shutil.copytree(source, target, ignore=ignore, ignore_dangling_symlinks=True, dirs_exist_ok=True)
+
+
+def _unpack(uri: str, target: Path, session: Any) -> None:
+    """Download a ``sourcedir.tar.gz`` and unpack it with the SDK's checks of member paths."""
+    from smp_estimator.sdk import custom_extractall_tarfile
+
+    bucket, key = bucket_and_key(uri)
+    with tempfile.NamedTemporaryFile(suffix=".tar.gz") as archive:
+        session.s3_resource.Bucket(bucket).download_file(key, archive.name)
+        with tarfile.open(archive.name, "r:gz") as tar:
+            custom_extractall_tarfile(tar, str(target))

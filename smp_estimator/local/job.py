@@ -1,0 +1,327 @@
+"""A training job on this machine: its states, the thread that watches over it, and what it answers when described."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import queue
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from smp_config.limits import STOP_GRACE_SECONDS
+from smp_estimator.local import artifacts
+from smp_estimator.local.bootstrap import Bootstrap, environment_of
+from smp_estimator.local.log import JobLog
+from smp_estimator.local.stop import kill_job
+from smp_estimator.local.tree import JobTree
+
+logger = logging.getLogger(__name__)
+
+#: After one host failed the others end by themselves within moments; this long they may take, in seconds.
+_FAILURE_DRAIN_SECONDS = 3.0
+#: The same after the leader succeeded.
+_SUCCESS_DRAIN_SECONDS = 30.0
+#: Between SIGTERM and SIGKILL for hosts that did not end by themselves.
+_DRAIN_GRACE_SECONDS = 2.0
+#: Most of the failure file that an error message carries, in characters.
+_REASON_CHARACTERS = 8000
+
+
+class Status(str, enum.Enum):
+    """The service's words for where a job stands."""
+
+    IN_PROGRESS = "InProgress"
+    COMPLETED = "Completed"
+    FAILED = "Failed"
+    STOPPING = "Stopping"
+    STOPPED = "Stopped"
+
+
+class ProcessJob:
+    """One job: started once, watched by a thread of its own until it is packed.
+
+    The thread is not a daemon, so an interpreter that reaches its end waits for a running job.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tree: JobTree,
+        request: Mapping[str, Any],
+        *,
+        session: Any,
+        launcher: Sequence[str],
+        destination: str,
+        keep: bool,
+        max_run_seconds: float | None,
+    ) -> None:
+        self.name = name
+        self.tree = tree
+        self.request = dict(request)
+        self.log = JobLog(tree.log)
+        self.done = threading.Event()
+        self._session = session
+        self._launcher = tuple(launcher)
+        self._destination = destination
+        self._keep = keep
+        self._max_run_seconds = max_run_seconds
+        self._token = uuid.uuid4().hex
+        self._events: queue.Queue[tuple[str, Any]] = queue.Queue()
+        self._bootstraps: dict[str, Bootstrap] = {}
+        self._exit_codes: dict[str, int] = {}
+        self._deadlines: dict[str, float] = {}
+        self._stopping = False
+        self._interrupted = False
+        self._timed_out = False
+        self._failure_reason: str | None = None
+        self._created = self._ended = datetime.now().astimezone()
+        self._status = Status.IN_PROGRESS
+        self._transitions: list[dict[str, Any]] = []
+        self._enter("Starting", "Starting the processes")
+
+    # -- what a session calls ------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> Status:
+        return self._status
+
+    def start(self) -> None:
+        """Start every host's bootstrap and the thread that watches them."""
+        environment = self.request.get("Environment") or {}
+        self._enter("Training", "Training in progress")
+        try:
+            for position, host in enumerate(self.tree.hosts):
+                self._bootstraps[host.host] = Bootstrap(
+                    host,
+                    command=self._launcher,
+                    environment=environment_of(
+                        host,
+                        self.tree,
+                        job_name=self.name,
+                        token=self._token,
+                        region=self._session.chosen_region,
+                        user=environment,
+                    ),
+                    cwd=self.tree.root,
+                    log=self.log,
+                    source=host.host if position else "",
+                    ended=lambda name, code: self._events.put(("ended", (name, code))),
+                )
+        except BaseException:
+            kill_job(self._token, self._sessions())
+            self.log.close()
+            raise
+        threading.Thread(target=self._watch, name=f"job-{self.name}").start()
+
+    def stop(self, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
+        """SIGTERM now, SIGKILL after ``grace_seconds``; returns at once. Nothing happens to a finished job."""
+        self._events.put(("stop", grace_seconds))
+
+    def interrupt(self, grace_seconds: float) -> None:
+        """Like :meth:`stop`, for Ctrl-C: what the job had written stays in its folder and is not packed."""
+        self._interrupted = True
+        self.stop(grace_seconds)
+
+    def kill(self) -> None:
+        """SIGKILL everything of the job now."""
+        self._stopping = True
+        self._events.put(("kill", None))
+        kill_job(self._token, self._sessions())
+
+    @property
+    def model_address(self) -> str:
+        return artifacts.address(self._destination, "model", self.name, compressed=self._compressed)
+
+    @property
+    def failure_reason(self) -> str | None:
+        """Why it failed; None for every other status."""
+        return self._failure_reason
+
+    def describe(self) -> dict[str, Any]:
+        """What ``DescribeTrainingJob`` would answer."""
+        finished = self.done.is_set()
+        seconds = int(((self._ended if finished else datetime.now().astimezone()) - self._created).total_seconds())
+        resources = {"VolumeSizeInGB": 30, **self.request["ResourceConfig"]}
+        answer: dict[str, Any] = {
+            "TrainingJobName": self.name,
+            "TrainingJobArn": f"arn:aws:sagemaker:local:000000000000:training-job/{self.name}",
+            "TrainingJobStatus": self._status.value,
+            "SecondaryStatus": self._transitions[-1]["Status"],
+            "SecondaryStatusTransitions": [dict(entry) for entry in self._transitions],
+            "ModelArtifacts": {"S3ModelArtifacts": self.model_address},
+            "HyperParameters": dict(self.request.get("HyperParameters") or {}),
+            "AlgorithmSpecification": dict(self.request["AlgorithmSpecification"]),
+            "RoleArn": self.request.get("RoleArn", ""),
+            "InputDataConfig": list(self.request.get("InputDataConfig") or []),
+            "OutputDataConfig": {"KmsKeyId": "", **self.request["OutputDataConfig"]},
+            "ResourceConfig": resources,
+            "StoppingCondition": dict(self.request.get("StoppingCondition") or {}),
+            "Environment": dict(self.request.get("Environment") or {}),
+            "CreationTime": self._created,
+            "TrainingStartTime": self._created,
+            "LastModifiedTime": self._transitions[-1]["StartTime"],
+            "TrainingTimeInSeconds": seconds,
+            "BillableTimeInSeconds": 0,
+            "EnableNetworkIsolation": False,
+            "EnableManagedSpotTraining": False,
+        }
+        if self.request.get("CheckpointConfig"):
+            answer["CheckpointConfig"] = dict(self.request["CheckpointConfig"])
+        if finished:
+            answer["TrainingEndTime"] = self._ended
+        if self._failure_reason is not None:
+            answer["FailureReason"] = self._failure_reason
+        record = self.log.progress
+        if record is not None and not finished:
+            of = f"/{record.total_steps}" if record.total_steps else ""
+            answer["SecondaryStatusTransitions"][-1]["StatusMessage"] = f"Training: step {record.step}{of}"
+        return answer
+
+    # -- the watching thread -------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        try:
+            self._until_every_host_ended()
+            left = kill_job(self._token, self._sessions())
+            if left:
+                logger.warning("job %s: processes %s could not be ended", self.name, sorted(left))
+            for bootstrap in self._bootstraps.values():
+                bootstrap.release(timeout_seconds=2.0)
+            self._finish()
+        except Exception as error:
+            logger.exception("job %s", self.name)
+            kill_job(self._token, self._sessions())
+            self._conclude(Status.FAILED, f"the job ran, but could not be finished: {type(error).__name__}: {error}")
+        finally:
+            self.log.close()
+            self.done.set()
+
+    def _until_every_host_ended(self) -> None:
+        running = set(self._bootstraps)
+        if self._max_run_seconds is not None:
+            self._due("max_run", self._max_run_seconds)
+        while running:
+            kind, value = self._next_event()
+            if kind == "ended":
+                host, code = value
+                running.discard(host)
+                self._exit_codes[host] = code
+                if self._stopping:
+                    continue
+                if code:
+                    self._due("drain", _FAILURE_DRAIN_SECONDS)
+                elif host == self.tree.hosts[0].host:
+                    self._due("drain", _SUCCESS_DRAIN_SECONDS)
+            elif kind == "stop":
+                self._stopping = True
+                self._status = Status.STOPPING
+                self._enter("Stopping", "Stopping the job")
+                self._terminate(running, value)
+            elif kind == "max_run":
+                self._stopping = self._timed_out = True
+                self.log.write(f"max_run of {self._max_run_seconds:g} seconds is over: stopping the job")
+                self._enter("MaxRuntimeExceeded", "Training job runtime exceeded MaxRuntimeInSeconds")
+                self._terminate(running, STOP_GRACE_SECONDS)
+            elif kind == "drain":
+                self._terminate(running, _DRAIN_GRACE_SECONDS)
+            elif kind == "kill":
+                kill_job(self._token, self._sessions())
+
+    def _next_event(self) -> tuple[str, Any]:
+        """What the hosts or the user did, or the deadline that came first."""
+        if not self._deadlines:
+            return self._events.get()
+        kind = min(self._deadlines, key=self._deadlines.__getitem__)
+        try:
+            return self._events.get(timeout=max(0.0, self._deadlines[kind] - time.monotonic()))
+        except queue.Empty:
+            del self._deadlines[kind]
+            return kind, None
+
+    def _due(self, kind: str, seconds: float) -> None:
+        """Set a deadline; of two of one kind the earlier holds."""
+        at = time.monotonic() + seconds
+        self._deadlines[kind] = min(at, self._deadlines.get(kind, at))
+
+    def _terminate(self, running: set[str], grace_seconds: float) -> None:
+        for host in running:
+            self._bootstraps[host].terminate()
+        self._due("kill", grace_seconds)
+
+    def _finish(self) -> None:
+        """All processes are gone: settle the status, pack, tidy."""
+        failed = any(self._exit_codes.values()) and not self._stopping
+        if failed:
+            self._conclude(Status.FAILED, self._reason())
+            return
+        if not self._interrupted:
+            self._enter("Uploading", "Packing the model")
+            self._pack()
+        self._conclude(Status.STOPPED if self._stopping else Status.COMPLETED)
+        if not self._keep and not self._stopping:
+            self.tree.remove_workspace()
+
+    def _pack(self) -> None:
+        models = [host.model for host in self.tree.hosts]
+        if not artifacts.merged_files(models):
+            logger.warning(
+                "job %s wrote nothing to its model directory (SM_MODEL_DIR): the archive is empty", self.name
+            )
+        deliver = {"job_name": self.name, "session": self._session, "compressed": self._compressed}
+        artifacts.deliver(models, "model", self._destination, **deliver)
+        outputs = [host.output_data for host in self.tree.hosts]
+        if artifacts.merged_files(outputs):
+            artifacts.deliver(outputs, "output", self._destination, **deliver)
+
+    def _reason(self) -> str:
+        """The failure file of the first host that has one; else what is known: exit codes and the end of the log."""
+        for host in self.tree.hosts:
+            try:
+                text = host.failure.read_text(encoding="utf-8", errors="replace").strip()
+            except OSError:
+                continue
+            if text:
+                return text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]} …"
+        codes = ", ".join(f"{host} with {_exit(code)}" for host, code in self._exit_codes.items() if code)
+        tail = "\n".join(self.log.tail(20))
+        return f"the bootstrap ended without a failure file: {codes}. The log ends with:\n{tail}"
+
+    def _conclude(self, status: Status, reason: str | None = None) -> None:
+        self._ended = datetime.now().astimezone()
+        self._failure_reason = reason
+        if self._timed_out:
+            self._enter("MaxRuntimeExceeded", "Training job runtime exceeded MaxRuntimeInSeconds")
+        else:
+            self._enter(status.value, reason or f"Training job {status.value.lower()}")
+        self._transitions[-1]["EndTime"] = self._ended
+        self._status = status
+
+    # -- small things --------------------------------------------------------------------------------------
+
+    @property
+    def _compressed(self) -> bool:
+        return self.request["OutputDataConfig"].get("CompressionType", "GZIP") != "NONE"
+
+    def _sessions(self) -> list[int]:
+        return [bootstrap.pid for bootstrap in self._bootstraps.values()]
+
+    def _enter(self, secondary: str, message: str) -> None:
+        now = datetime.now().astimezone()
+        if self._transitions:
+            self._transitions[-1]["EndTime"] = now
+        self._transitions.append({"Status": secondary, "StartTime": now, "StatusMessage": message})
+
+    def discard(self) -> None:
+        """Remove everything of a job that could not be started."""
+        kill_job(self._token, self._sessions())
+        self.log.close()
+        shutil.rmtree(self.tree.root, ignore_errors=True)
+
+
+def _exit(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

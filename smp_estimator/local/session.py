@@ -1,0 +1,296 @@
+"""A SageMaker session whose training containers are processes of this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import boto3
+from botocore.exceptions import BotoCoreError, ClientError
+
+from smp_config import ConfigError
+from smp_config.errors import suggest
+from smp_estimator import progress
+from smp_estimator.local.bootstrap import DEFAULT_LAUNCHER
+from smp_estimator.local.client import ProcessClient
+from smp_estimator.local.job import ProcessJob, Status
+from smp_estimator.local.uris import bucket_and_key
+from smp_estimator.sdk import (
+    LocalSagemakerRuntimeClient,
+    LocalSession,
+    UnexpectedStatusException,
+    get_data_source_instance,
+    load_local_mode_config,
+    load_sagemaker_config,
+    validate_sagemaker_config,
+)
+
+logger = logging.getLogger(__name__)
+
+#: The words of the SDK's ``logs=`` argument.
+_LOG_TYPES = ("All", "None", "Training", "Rules")
+
+#: The SDK insists on a region; without an account none is meant.
+_FALLBACK_REGION = "us-east-1"
+
+
+class ProcessSession(LocalSession):
+    """Runs training jobs as processes of this machine: no Docker, no AWS account, no network.
+
+    Each job gets ``JOB_ROOT`` with one ``/opt/ml`` per simulated host, and each host one bootstrap process, the
+    same that the training image runs. AWS is only asked when a job names an ``s3://`` address.
+
+    ``max_run`` ends a job only when it was changed from the SDK's default of a day. ``output_path`` (``file://`` or
+    ``s3://``) receives ``model.tar.gz``; without it the model stays in ``JOB_ROOT/output``. A ``checkpoint_s3_uri`` of
+    the form ``file:///directory`` makes every host's ``/opt/ml/checkpoints`` a link to that directory, so that
+    checkpoints outlive the job.
+
+    Example:
+        >>> session = ProcessSession(root="jobs", keep=True)
+        >>> estimator = SMPEstimator(..., instance_type="local", sagemaker_session=session)
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | None = None,
+        *,
+        keep: bool = False,
+        stop_grace_seconds: float = 4.0,
+        launcher: Sequence[str] | None = None,
+        boto_session: Any = None,
+        default_bucket: str | None = None,
+        s3_endpoint_url: str | None = None,
+        sagemaker_config: dict[str, Any] | None = None,
+        default_bucket_prefix: str | None = None,
+    ) -> None:
+        """Make a session; nothing is contacted.
+
+        Args:
+            root: folder in which each job gets its own; default: a temporary folder per job.
+            keep: keep the hosts' trees of jobs that succeed. Those of failed and stopped jobs, the log and the
+                artifacts are always kept.
+            stop_grace_seconds: after Ctrl-C in ``fit()``, seconds between SIGTERM and SIGKILL.
+            launcher: command of a host's bootstrap; default: ``python -m smp_launch train``.
+            boto_session: used for ``s3://`` addresses only; default: the usual AWS configuration chain.
+            default_bucket, s3_endpoint_url, sagemaker_config, default_bucket_prefix: as in the SDK's LocalSession.
+
+        Raises:
+            ConfigError: ``root`` is a file, or the grace is negative.
+        """
+        self.root = None if root is None else Path(root).expanduser().absolute()
+        if self.root is not None and self.root.exists() and not self.root.is_dir():
+            raise ConfigError(
+                f"ProcessSession(root={str(root)!r}) names a file; every job gets a folder inside root: give a directory"
+            )
+        if stop_grace_seconds < 0:
+            raise ConfigError(
+                f"ProcessSession(stop_grace_seconds={stop_grace_seconds}) is negative; it is the time in seconds between "
+                "SIGTERM and SIGKILL: use 0 or more, for example 4"
+            )
+        self.keep = keep
+        self.stop_grace_seconds = stop_grace_seconds
+        self.launcher = tuple(launcher or DEFAULT_LAUNCHER)
+        self._downloads: dict[str, str] = {}
+        self._s3: dict[str, Any] = {}
+        super().__init__(
+            boto_session=boto_session,
+            default_bucket=default_bucket,
+            s3_endpoint_url=s3_endpoint_url,
+            sagemaker_config=sagemaker_config,  # type: ignore[arg-type]
+            default_bucket_prefix=default_bucket_prefix,
+        )
+
+    def _initialize(  # type: ignore[override]
+        self, boto_session: Any, sagemaker_client: Any, sagemaker_runtime_client: Any, **kwargs: Any
+    ) -> None:
+        """What LocalSession does, without making an S3 client: that would look for credentials on the network."""
+        self.boto_session = boto_session or boto3.Session()
+        #: The region of the user's AWS configuration; None when there is none.
+        self.chosen_region = self.boto_session.region_name
+        if self.chosen_region is None and boto_session is None:
+            self.boto_session = boto3.Session(region_name=_FALLBACK_REGION)
+        self._region_name = self.chosen_region or _FALLBACK_REGION
+        self.local_mode = True
+        self.sagemaker_client = ProcessClient(self)
+        self.sagemaker_runtime_client = LocalSagemakerRuntimeClient()
+        given = kwargs.get("sagemaker_config")
+        if given:
+            validate_sagemaker_config(given)
+        self.sagemaker_config = given or load_sagemaker_config()
+        # The SDK passes file:// code on, instead of uploading it, only when its local mode is told so.
+        self.config = _merged(load_local_mode_config() or {}, {"local": {"local_code": True}})
+
+    # -- S3, made when first used ----------------------------------------------------------------------------
+
+    @property
+    def s3_resource(self) -> Any:
+        return self._s3_part("resource", lambda: self.boto_session.resource)
+
+    @s3_resource.setter
+    def s3_resource(self, value: Any) -> None:
+        self._set_s3_part("resource", value)
+
+    @property
+    def s3_client(self) -> Any:
+        return self._s3_part("client", lambda: self.boto_session.client)
+
+    @s3_client.setter
+    def s3_client(self, value: Any) -> None:
+        self._set_s3_part("client", value)
+
+    def _s3_part(self, kind: str, maker: Callable[[], Any]) -> Any:
+        if kind not in self._s3:
+            self._s3[kind] = maker()("s3", region_name=self._region_name, endpoint_url=self.s3_endpoint_url)
+        return self._s3[kind]
+
+    def _set_s3_part(self, kind: str, value: Any) -> None:
+        # The SDK's constructor assigns None; that means "not made yet".
+        if value is not None:
+            self._s3[kind] = value
+
+    def downloaded(self, uri: str) -> str:
+        """The local copy of an ``s3://`` prefix, fetched once by the SDK's own data source.
+
+        Raises:
+            ConfigError: AWS refuses, or there are no credentials.
+        """
+        if uri not in self._downloads:
+            try:
+                self._downloads[uri] = get_data_source_instance(uri, self).get_root_dir()
+            except (BotoCoreError, ClientError) as error:
+                raise ConfigError(
+                    f"{uri} could not be downloaded: {error}; an s3:// address needs AWS credentials that may read it: "
+                    "configure them, or give a local directory as 'file:///the/directory'"
+                ) from error
+        return self._downloads[uri]
+
+    def upload_file(self, path: str, uri: str) -> None:
+        """Put one file at an ``s3://`` address."""
+        from boto3.s3.transfer import TransferConfig
+
+        bucket, key = bucket_and_key(uri)
+        # Without threads: a job that outlives the notebook is packed while the interpreter shuts its pools down.
+        self.s3_resource.Object(bucket, key).upload_file(path, Config=TransferConfig(use_threads=False))
+
+    # -- what would ask AWS ----------------------------------------------------------------------------------
+
+    def expand_role(self, role: str) -> str:
+        """A role has no meaning on this machine; IAM is not asked."""
+        return role
+
+    def account_id(self) -> str:
+        """No account is involved."""
+        return "000000000000"
+
+    def _intercept_create_request(
+        self, request: dict[str, Any], create: Callable[[dict[str, Any]], Any], func_name: str | None = None
+    ) -> Any:
+        """Errors of training requests are ours and explain themselves: no pointer to the service's guide."""
+        if func_name == "train":
+            logger.info("Creating training-job with name: %s", request["TrainingJobName"])
+            return self.sagemaker_client.create_training_job(**request)
+        return create(request)
+
+    # -- watching a job --------------------------------------------------------------------------------------
+
+    def job(self, job_name: str) -> ProcessJob:
+        """The running or finished job of this name."""
+        return self.sagemaker_client.job(job_name)
+
+    def wait_for_job(self, job: str, poll: float = 5) -> dict[str, Any]:
+        """Wait without showing anything.
+
+        Returns:
+            The job's description.
+
+        Raises:
+            UnexpectedStatusException: the job failed; the message says why.
+        """
+        process_job = self.job(job)
+        process_job.done.wait()
+        _require_success(process_job)
+        return process_job.describe()
+
+    def logs_for_job(
+        self,
+        job_name: str,
+        wait: bool = False,
+        poll: float = 10,
+        log_type: str | Iterable[str] = "All",
+        timeout: float | None = None,
+    ) -> None:
+        """Show the log from its first line, with the progress while the job runs.
+
+        Args:
+            wait: stay until the job ends; False shows what is there.
+            log_type: "All" or "Training" shows the log, "Rules" and "None" nothing; or a list of these.
+            timeout: most seconds to stay.
+
+        Raises:
+            UnexpectedStatusException: waited for a job that failed; the message says why.
+        """
+        job = self.job(job_name)
+        if shows_training(log_type):
+            progress.show(job.log.follow(wait=wait), timeout_seconds=timeout)
+        if not wait:
+            return
+        if job.done.wait(timeout):
+            _require_success(job)
+            if shows_training(log_type) and job.status is Status.COMPLETED:
+                print(f"Training seconds: {job.describe()['TrainingTimeInSeconds']}\nModel: {job.model_address}")
+
+    def interrupt_training_job(self, job_name: str) -> None:
+        """Stop a job for Ctrl-C and wait until none of its processes is left; a second Ctrl-C kills at once."""
+        job = self.job(job_name)
+        patience = self.stop_grace_seconds + 3.0
+        try:
+            job.interrupt(self.stop_grace_seconds)
+            job.done.wait(patience)
+        except KeyboardInterrupt:
+            job.kill()
+            job.done.wait(3.0)
+            raise
+
+
+def shows_training(log_type: str | bool | Iterable[str]) -> bool:
+    """Whether the SDK's ``logs=`` argument asks for the log of the training itself.
+
+    Raises:
+        ConfigError: a word that the SDK does not know.
+    """
+    if isinstance(log_type, bool):
+        return log_type
+    wanted = {log_type} if isinstance(log_type, str) else set(log_type or ["None"])
+    for word in wanted:
+        if word not in _LOG_TYPES:
+            raise ConfigError(
+                f"logs is {log_type!r}, and {word!r} is not a kind of log{suggest(str(word), _LOG_TYPES)}; the SDK has "
+                f"{', '.join(_LOG_TYPES)}: use one of these, a list of them, or True or False"
+            )
+    return bool(wanted & {"All", "Training"})
+
+
+def _require_success(job: ProcessJob) -> None:
+    if job.status is Status.FAILED:
+        raise UnexpectedStatusException(
+            message=f"Error for Training job {job.name}: Failed. Reason: {job.failure_reason}\n"
+            f"The whole log is in {job.tree.log}",
+            allowed_statuses=["Completed", "Stopped"],
+            actual_status="Failed",
+        )
+    if job.status is Status.STOPPED:
+        logger.warning("job %s was stopped before its end; its folder is %s", job.name, job.tree.root)
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
+
+
+__all__ = ["ProcessSession", "shows_training"]

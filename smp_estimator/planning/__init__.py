@@ -1,0 +1,31 @@
+"""Planning: memory, batches, pipeline and network traffic of a job before it is started.
+
+``plan`` answers for given settings, ``suggest`` looks for settings. Nothing here imports torch.
+"""
+
+from smp_config.instances import Instance, instance, instances
+from smp_estimator.planning.batches import Batches, batch_for, batches, batches_of
+from smp_estimator.planning.memory import Kind
+from smp_estimator.planning.model_shape import SHAPES, ModelShape
+from smp_estimator.planning.plan import Plan, Verdict, plan
+from smp_estimator.planning.suggest import Suggestion, suggest
+from smp_estimator.planning.workload import Workload
+
+__all__ = [
+    "SHAPES",
+    "Batches",
+    "Instance",
+    "Kind",
+    "ModelShape",
+    "Plan",
+    "Suggestion",
+    "Verdict",
+    "Workload",
+    "batch_for",
+    "batches",
+    "batches_of",
+    "instance",
+    "instances",
+    "plan",
+    "suggest",
+]

@@ -1,0 +1,161 @@
+"""Bytes of activations: what one layer keeps for backward, what checkpointing leaves, what the loss needs.
+
+Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", sections 4 and 5:
+a layer in half precision keeps seq·batch·hidden·(34 + 5·heads·seq/hidden) bytes; with tensor parallelism t
+(10 + 24/t + 5·heads·seq/(hidden·t)), with the rest sliced as well (34/t + …). The functions here add the same terms
+up one by one, so that they hold for fp32, other MLP widths, gated MLPs and models without dropout too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from smp_estimator.planning.model_shape import ModelShape
+from smp_estimator.planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What layers are computed with.
+
+    Attributes:
+        samples: that pass through the layer together, of the whole tensor parallel group.
+        element_bytes: of one activation: 2 or 4.
+        tensor: tensor parallel degree.
+        sliced: what tensor parallelism does not divide by itself is sliced too (``optimize: memory``).
+    """
+
+    samples: int
+    element_bytes: int
+    tensor: int = 1
+    sliced: bool = True
+
+    def tokens(self, shape: ModelShape) -> int:
+        """Tokens that pass through together."""
+        return self.samples * shape.sequence
+
+
+def layer_bytes(shape: ModelShape, cost: LayerCost, *, fused_attention: bool = True, dropout: bool = True) -> int:
+    """Bytes that one layer keeps between its forward and its backward.
+
+    Of hidden-wide tensors: the inputs of both norms, of the attention's and the MLP's first matrix (which tensor
+    parallelism alone does not divide), query, key, value and the input of the output matrix (divided); of MLP-wide
+    ones: input and output of the activation function, in a gated MLP two more. Dropout keeps masks of one byte.
+    Attention that is not fused keeps its map (once more after dropout, with a mask); fused attention keeps one
+    fp32 number per token and head.
+    """
+    tokens, b = cost.tokens(shape), cost.element_bytes
+    whole = 4 * shape.hidden * b + (2 * shape.hidden if dropout else 0)
+    divided = (4 * shape.hidden + (4 if shape.gated else 2) * shape.width) * b
+    if fused_attention:
+        divided += 4 * shape.heads
+    else:
+        divided += shape.heads * shape.sequence * (2 * b + 1 if dropout else b)
+    return round(tokens * (whole / (cost.tensor if cost.sliced else 1) + divided / cost.tensor))
+
+
+def backward_bytes(shape: ModelShape, cost: LayerCost) -> int:
+    """What the backward of a layer needs at its worst moment beyond the kept activations.
+
+    That moment is inside the MLP: the gradients of the layer's output and of the activation function's input (its
+    output's takes the place of a kept tensor; in a gated MLP both branches count), and the fresh gradient of one matrix
+    before it is added to the kept one. With sliced activations the gathered input of a matrix is whole for a moment.
+    """
+    tokens, b = cost.tokens(shape), cost.element_bytes
+    gradients = tokens * (shape.hidden + (3 if shape.gated else 1) * shape.width) + shape.hidden * shape.width
+    gathered = tokens * shape.hidden if cost.sliced and cost.tensor > 1 else 0
+    return round(b * (gradients / cost.tensor + gathered))
+
+
+def checkpoint_bytes(shape: ModelShape, cost: LayerCost) -> int:
+    """The input of one checkpointed unit: 2·seq·batch·hidden bytes in half precision, sliced where activations are."""
+    return round(
+        cost.tokens(shape) * shape.hidden * cost.element_bytes / (cost.tensor if cost.sliced else 1),
+    )
+
+
+def loss_bytes(shape: ModelShape, cost: LayerCost, *, distributed: bool = False, fp32_loss: bool = False) -> int:
+    """The final norm's input and output, and the logits with everything that the cross entropy makes of them.
+
+    Four tensors of tokens × vocabulary are alive at once: the logits, the log-softmax that the loss keeps, its
+    gradient, and the gradient of the logits, each as wide as the activations; turned into fp32 by the script, the
+    last three have 4 bytes. A moment later the logits and their gradient are left, and the fresh gradient of the output
+    matrix is there; with a distributed embedding also the gathered gradients of all logits. The larger moment counts.
+    """
+    tokens, b, t = cost.tokens(shape), cost.element_bytes, cost.tensor if distributed else 1
+    each = 4 if fp32_loss else b
+    in_loss = tokens * (b + 3 * each) / t
+    in_matrix = tokens * ((b + each) / t + (b if t > 1 else 0)) + shape.hidden * b / t
+    return round(shape.vocabulary * max(in_loss, in_matrix) + 2 * tokens * shape.hidden * b)
+
+
+@dataclass(frozen=True)
+class StageActivations:
+    """Bytes of one pipeline stage.
+
+    Attributes:
+        kept: activations (or checkpoints) of all microbatches in flight, on the GPU.
+        working: the layers that are recomputed, or the loss, whichever needs more.
+        offloaded: checkpoints that wait in the memory of the host.
+    """
+
+    kept: int
+    working: int
+    offloaded: int
+
+    @property
+    def total(self) -> int:
+        """Bytes on the GPU."""
+        return self.kept + self.working
+
+
+def stage_activations(
+    shape: ModelShape,
+    cost: LayerCost,
+    workload: Workload,
+    *,
+    layers: int,
+    in_flight: int,
+    has_loss: bool,
+    distributed_loss: bool,
+    pipelined: bool,
+    horizon: int | None,
+) -> StageActivations:
+    """Activations of a stage with ``layers`` layers and ``in_flight`` microbatches.
+
+    With checkpointing the unit that is recomputed needs its layers' activations on top of the kept inputs. Recompute
+    and loss never happen at once, so the larger counts.
+
+    Args:
+        horizon: ``activation_loading_horizon`` when checkpoints are offloaded, else None. On the GPU are then the one
+            in use and those loaded early: with a pipeline a task is one microbatch's forward or backward, so of
+            ``horizon`` tasks every second is a backward; without, a task is one checkpointed unit.
+        pipelined: more than one stage.
+    """
+    layer = layer_bytes(shape, cost, fused_attention=workload.fused_attention, dropout=workload.dropout)
+    backward = backward_bytes(shape, cost)
+    loss = loss_bytes(shape, cost, distributed=distributed_loss, fp32_loss=workload.fp32_loss) if has_loss else 0
+    group = workload.checkpointed_layers(layers)
+    if not group:
+        return StageActivations(kept=layer * layers * in_flight, working=max(backward, loss), offloaded=0)
+    units = -(-layers // group)
+    unit = checkpoint_bytes(shape, cost)
+    kept = unit * units * in_flight
+    on_gpu = kept
+    if horizon is not None:
+        early = unit * units * (1 + -(-horizon // 2)) if pipelined else unit * (1 + horizon)
+        on_gpu = min(kept, early)
+    return StageActivations(
+        kept=on_gpu, working=max(layer * group + backward, loss), offloaded=kept if horizon is not None else 0
+    )
+
+
+__all__ = [
+    "LayerCost",
+    "StageActivations",
+    "backward_bytes",
+    "checkpoint_bytes",
+    "layer_bytes",
+    "loss_bytes",
+    "stage_activations",
+]

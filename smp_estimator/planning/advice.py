@@ -1,0 +1,334 @@
+"""What to change when a plan does not fit, what a smaller cluster would do to it, and what is worth knowing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from smp_config import ConfigError, Group
+from smp_config.instances import instances
+from smp_estimator.planning.memory import is_half
+from smp_estimator.planning.plan import RULE_OF_16, Plan, Verdict, nodes_of, uses_smddp
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing to change, and the plan it leads to."""
+
+    what: str
+    plan: Plan
+
+    def __str__(self) -> str:
+        return f"{self.what}: {amount(self.plan)}"
+
+
+@dataclass(frozen=True)
+class SmallerCluster:
+    """The same job on fewer instances; ``plan`` is None when the degrees cannot be laid over them."""
+
+    instance_count: int
+    processes: int
+    plan: Plan | None
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def amount(plan: Plan) -> str:
+    """``"31.7 GB of 42.9 (74 %), fits"``."""
+    size, fraction = plan.request.gpu_memory_bytes, plan.fraction
+    if size is None or fraction is None:
+        return f"{plan.total_bytes / GB:.3g} GB per GPU"
+    return f"{plan.total_bytes / GB:.1f} GB of {size / GB:.1f} ({fraction:.0%}), {plan.verdict.value}"
+
+
+def changes(plan: Plan) -> tuple[Change, ...]:
+    """Single changes that make a plan better that does not fit or is tight, in the order in which to try them.
+
+    The batch comes first (the reference page: "you might want to lower batch size first"), then what costs least:
+    sharded optimizer state, checkpointing, tensor parallelism inside a node, sharded data parallelism, pipeline,
+    offloading, larger instances, more instances. The global batch stays as it is except for the first.
+    """
+    if plan.verdict in (Verdict.FITS, Verdict.UNKNOWN):
+        return ()
+    better = []
+    for attempt in (_batch, _optimizer_state, _checkpointing, _tensor, _sharding, _pipeline, _offload, _larger, _more):
+        best: Change | None = None
+        for change in _valid(plan, attempt):
+            if change.plan.total_bytes < plan.total_bytes:
+                best = change
+                if change.plan.verdict is Verdict.FITS:
+                    break
+        if best is not None and best.plan.verdict.feasible:
+            better.append(best)
+    return tuple(better)
+
+
+_Attempt = Callable[[Plan], Iterator[tuple[str, Callable[[], Plan]]]]
+
+
+def _valid(plan: Plan, attempt: _Attempt) -> Iterator[Change]:
+    for what, make in attempt(plan):
+        try:
+            yield Change(what, make())
+        except ConfigError:
+            continue  # this value cannot be laid over the processes; the next may
+
+
+def _batch(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
+    batch, microbatches = plan.batches.batch, plan.batches.microbatches
+    for smaller in range(batch - microbatches, 0, -microbatches):
+        yield f"batch {smaller} instead of {batch}", lambda b=smaller: plan.changed(batch=b)  # type: ignore[misc]
+
+
+def _optimizer_state(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
+    parameters = plan.request.parameters
+    if parameters.sharded_data_parallel_degree == 1 and not parameters.shard_optimizer_state:
+        settings = {"ddp": True, "shard_optimizer_state": True}
+        yield '"shard_optimizer_state": True', lambda: plan.changed(settings)
+
+
+def _checkpointing(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
+    now = plan.request.workload.activation_checkpointing
+    for strategy in ("each", "group_2", "group_4"):
+        if strategy != now:
+            what = f'activation checkpointing with strategy="{strategy}"'
+            yield what, lambda s=strategy: plan.changed(activation_checkpointing=s)  # type: ignore[misc]
+
+
+def _tensor(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
+    now, gpus = plan.request.parameters.tensor_parallel_degree, plan.request.processes_per_host
+    degree = now * 2
+    while degree <= gpus and gpus % degree == 0:
+        readers = degree if not plan.request.parameters.prescaled_batch else degree // now
+        batch = plan.batches.batch * readers
+        settings = {"ddp": True, "tensor_parallel_degree": degree, "prescaled_batch": True}
+        what = f'"tensor_parallel_degree": {degree} with "prescaled_batch": True and batch {batch}'
+        yield what, lambda s=settings, b=batch: plan.changed(s, batch=b)  # type: ignore[misc]
+        degree *= 2
+
+
+def _sharding(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
+    parameters = plan.request.parameters
+    ranks = plan.topology.size(Group.RDP)
+    if parameters.tensor_parallel_degree > 1 and not parameters.prescaled_batch:
+        return
+    for degree in range(parameters.sharded_data_parallel_degree + 1, ranks + 1):
+        if ranks % degree == 0:
+            settings = {"ddp": True, "sharded_data_parallel_degree": degree, "shard_optimizer_state": False}
+            what = f'"sharded_data_parallel_degree": {degree}' + (
+                ' without "shard_optimizer_state"' if parameters.shard_optimizer_state else ""
+            )
+            yield what, lambda s=settings: plan.changed(s)  # type: ignore[misc]
+
+
+def _pipeline(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
+    degree = plan.request.parameters.pipeline_parallel_degree * 2
+    factor = 2
+    while degree <= min(plan.request.shape.layers, plan.request.world):
+        batch = plan.batches.batch * factor
+        microbatches = microbatches_for(degree, batch)
+        settings = {"pipeline_parallel_degree": degree, "partitions": degree, "microbatches": microbatches}
+        what = f'"pipeline_parallel_degree": {degree}, "microbatches": {microbatches} and batch {batch}'
+        yield what, lambda s=settings, b=batch: plan.changed(s, batch=b)  # type: ignore[misc]
+        degree, factor = degree * 2, factor * 2
+
+
+def _offload(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
+    if not plan.request.parameters.offload_activations and plan.request.workload.activation_checkpointing:
+        yield '"offload_activations": True', lambda: plan.changed({"offload_activations": True})
+
+
+def _larger(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
+    now = plan.instance
+    if now is None:
+        return
+    family = now.name.split(".")[1][0]  # p or g
+    larger = [
+        other
+        for other in instances()
+        if other.gpus == now.gpus
+        and other.gpu_memory_bytes > now.gpu_memory_bytes
+        and other.name.split(".")[1][0] == family
+        and other.efa >= now.efa
+    ]
+    for other in sorted(larger, key=lambda known: (known.gpu_memory_bytes, known.name)):
+        yield (
+            f"{other.name} ({other.gpu}) instead of {now.name}",
+            lambda o=other: plan.changed(  # type: ignore[misc]
+                instance_type=o.name, gpu_memory_bytes=o.gpu_memory_bytes
+            ),
+        )
+
+
+def _more(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
+    """Only what is sharded shrinks; the sharding degree grows with the cluster."""
+    degree, count = plan.request.parameters.sharded_data_parallel_degree, plan.request.instance_count
+    for factor in (2, 4):
+        settings = {"sharded_data_parallel_degree": degree * factor} if degree > 1 else None
+        what = f"{count * factor} instances" + (
+            f' with "sharded_data_parallel_degree": {degree * factor}' if settings else ""
+        )
+        yield what, lambda s=settings, f=factor: plan.changed(s, instance_count=count * f)  # type: ignore[misc]
+
+
+def microbatches_for(stages: int, batch: int) -> int:
+    """The fewest microbatches, at least 4 per stage, that divide ``batch``; all of ``batch`` when it is smaller."""
+    if stages == 1:
+        return 1
+    return next((m for m in range(4 * stages, batch + 1) if batch % m == 0), batch)
+
+
+def smaller_clusters(plan: Plan) -> tuple[SmallerCluster, ...]:
+    """The same settings on 1/2, 1/4, … of the instances, down to one.
+
+    Sharded state grows as ranks go away: a model that fits on many GPUs may not fit on half of them (the warning of
+    the best practices on downsizing a cluster).
+    """
+    found = []
+    count = plan.request.instance_count // 2
+    while count >= 1:
+        found.append(_on(plan, count))
+        count //= 2
+    return tuple(found)
+
+
+def _on(plan: Plan, count: int) -> SmallerCluster:
+    request = plan.request
+    processes = count * request.processes_per_host
+    where = f"{count} × {request.instance_type} ({processes} GPUs)"
+    parameters = request.parameters
+    degree = parameters.sharded_data_parallel_degree
+    model_parallel = parameters.pipeline_parallel_degree * parameters.tensor_parallel_degree
+    lowered = math.gcd(degree, processes // model_parallel) if processes % model_parallel == 0 else degree
+    try:
+        smaller = plan.changed(
+            {"sharded_data_parallel_degree": lowered} if lowered != degree else None, instance_count=count
+        )
+    except ConfigError as error:
+        return SmallerCluster(count, processes, None, f"{where}: not possible, {error}")
+    note = f", sharded_data_parallel_degree lowered from {degree} to {lowered}" if lowered != degree else ""
+    text = f"{where}{note}: {amount(smaller)}"
+    size = request.gpu_memory_bytes
+    grown = smaller.worst.state - plan.worst.state
+    if size and smaller.worst.state > size:
+        text += (
+            f"; the state no longer fits: {smaller.worst.state / GB:.1f} GB per GPU, because its shards are spread over "
+            "fewer GPUs"
+        )
+    elif smaller.verdict is Verdict.DOES_NOT_FIT and grown > 0:
+        text += f"; the state per GPU grows by {grown / GB:.1f} GB, because its shards are spread over fewer GPUs"
+    return SmallerCluster(count, processes, smaller, text)
+
+
+def notes(plan: Plan) -> tuple[str, ...]:
+    """Sentences about the plan that are neither errors nor memory of the GPU."""
+    request, parameters = plan.request, plan.request.parameters
+    said = list(parameters.warnings())
+    known = plan.instance
+    if known is None:
+        said.append(
+            f"instance type {request.instance_type} is not in the catalogue; "
+            + ("gpu_memory_bytes was given" if request.gpu_memory_bytes else "give gpu_memory_bytes for a verdict")
+        )
+    per_node = request.processes_per_host
+    tensor_nodes = nodes_of(plan.topology, Group.TP, per_node)
+    if tensor_nodes > 1:
+        said.append(
+            f"a tensor parallel group of {parameters.tensor_parallel_degree} spreads over {tensor_nodes} nodes of {per_node} "
+            f"processes (placement {parameters.placement}); its activations would cross the network in every layer: "
+            f"use a degree of at most {per_node} and a placement that ends with T"
+        )
+    if request.instance_count > 1 and known is not None and not known.efa:
+        said.append(f"{known.name} has no EFA; between {request.instance_count} instances it will be slow")
+    if uses_smddp(request):
+        said.append("the all-gather uses SMDDP collectives; their buffers are counted")
+    said += _host_memory(plan)
+    if not request.shape.has_layers:
+        said.append("the module shows no layers or width, so activations are not counted; give a ModelShape for them")
+    if is_half(parameters) and request.workload.fp32_loss is False:
+        said.append("the loss is counted on logits in half precision; a script that turns them into fp32 needs more")
+    said += _plainer(plan)
+    return tuple(said)
+
+
+def _host_memory(plan: Plan) -> list[str]:
+    """What the memory of the instance itself must hold."""
+    known, request = plan.instance, plan.request
+    if known is None:
+        return []
+    said = []
+    # A script builds the model in fp32 on each rank unless initialisation is delayed.
+    built = 4 * request.shape.parameters * request.processes_per_host
+    if built > known.host_memory_bytes and not request.parameters.delayed_parameter_initialization:
+        said.append(
+            f"building the model in fp32 in {request.processes_per_host} processes takes {built / GB:.0f} GB of the host's "
+            f'{known.host_memory_bytes / GB:.0f} GB; set "delayed_parameter_initialization": True'
+        )
+    if plan.offloaded_host_bytes > known.host_memory_bytes:
+        said.append(
+            f"offloaded activations take {plan.offloaded_host_bytes / GB:.0f} GB of the host's "
+            f"{known.host_memory_bytes / GB:.0f} GB; lower the batch or checkpoint with group_2"
+        )
+    return said
+
+
+def _plainer(plan: Plan) -> list[str]:
+    """The tip of the best practices: more features than needed do not improve performance."""
+    parameters = plan.request.parameters
+    degrees = {
+        "pipeline_parallel_degree": parameters.pipeline_parallel_degree,
+        "tensor_parallel_degree": parameters.tensor_parallel_degree,
+        "sharded_data_parallel_degree": parameters.sharded_data_parallel_degree,
+    }
+    used = {name: degree for name, degree in degrees.items() if degree > 1}
+    if not used or plan.verdict is not Verdict.FITS:
+        return []
+    settings = {
+        "ddp": True,
+        "shard_optimizer_state": True,
+        "prescaled_batch": False,
+        "microbatches": 1,
+        "partitions": 1,
+    }
+    try:
+        each = max(1, plan.batches.global_batch // (plan.request.world * plan.request.workload.accumulation))
+        plain = plan.changed({**dict.fromkeys(degrees, 1), **settings}, batch=each)
+    except ConfigError:
+        return []
+    if plain.verdict is not Verdict.FITS:
+        return []
+    return [
+        f'data parallelism with "shard_optimizer_state" alone fits too ({amount(plain)}); '
+        f"{', '.join(f'{name} {degree}' for name, degree in used.items())} would not make it faster"
+    ]
+
+
+def rule_line(plan: Plan) -> str:
+    """State of the whole model by 16 bytes per parameter, with the rule of 20 beside it."""
+    count = plan.request.shape.parameters
+    worst = plan.worst
+    line = f"whole model at {RULE_OF_16} bytes per parameter: {RULE_OF_16 * count / GB:.1f} GB"
+    if is_half(plan.request.parameters):
+        older = worst.state + worst.gradient_copy
+        line += (
+            f" (rule of 20, with an fp32 copy of the gradients: {20 * count / GB:.1f} GB; on this GPU "
+            f"{older / GB:.1f} GB of state instead of {worst.state / GB:.1f})"
+        )
+    return line
+
+
+__all__ = [
+    "Change",
+    "SmallerCluster",
+    "amount",
+    "changes",
+    "microbatches_for",
+    "notes",
+    "rule_line",
+    "smaller_clusters",
+]

@@ -1,0 +1,229 @@
+"""Memory of one GPU by kind, for every strategy of the model parallel library.
+
+State per parameter with Adam (Rajbhandari et al. 2020, ZeRO, section 3): half precision 2 (parameter) + 2 (gradient)
++ 4 (fp32 master copy) + 8 (two moments) = 16 bytes, fp32 4 + 4 + 8 = 16. With ``shard_optimizer_state`` over n ranks
+4 + 12/n, or 8 + 8/n; with sharded data parallelism of degree s all 16 are divided by s. The older rule of 20 bytes
+adds an fp32 copy of the gradients, which this library does not keep; it is printed beside.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from smp_config import Group, ModelParallelParameters, Topology
+from smp_config.buffers import BufferSizes
+from smp_estimator.planning.activations import LayerCost, StageActivations, stage_activations
+from smp_estimator.planning.batches import Batches
+from smp_estimator.planning.model_shape import ModelShape, Weight
+from smp_estimator.planning.pipeline import in_flight, layers_of_stage
+from smp_estimator.planning.workload import OPTIMIZER_BYTES, Workload
+
+
+class Kind(enum.Enum):
+    """What a GPU's memory is used for; the value is the word in tables."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer state"
+    MASTER = "master copies"
+    ACTIVATIONS = "activations"
+    GATHERED = "gathered parameters"
+    BUCKETS = "reduce buckets"
+    SMDDP = "SMDDP buffers"
+
+
+#: Held from the first step to the last; the rest comes and goes within a step.
+STATE = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER, Kind.MASTER)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one GPU in one pipeline stage.
+
+    Attributes:
+        stage: counted from 0.
+        layers: transformer layers of the stage.
+        elements: parameter elements that this rank computes with (after pipeline and tensor parallelism).
+        kinds: bytes by kind.
+        activations: the activations in detail.
+        gradient_copy: bytes that an fp32 copy of the gradients would add, as the rule of 20 bytes has it.
+    """
+
+    stage: int
+    layers: int
+    elements: int
+    kinds: dict[Kind, int]
+    activations: StageActivations
+    gradient_copy: int = field(repr=False)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.kinds.values())
+
+    @property
+    def state(self) -> int:
+        """Bytes of parameters, gradients, optimizer state and master copies."""
+        return sum(self.kinds[kind] for kind in STATE)
+
+
+def memory(
+    shape: ModelShape,
+    parameters: ModelParallelParameters,
+    topology: Topology,
+    workload: Workload,
+    batch: Batches,
+    *,
+    smddp: BufferSizes | None = None,
+) -> list[StageMemory]:
+    """Memory of a GPU in each pipeline stage.
+
+    Args:
+        shape: the model; activations are left out when its width is unknown.
+        parameters: the settings.
+        topology: those settings over all processes.
+        workload: what the script does.
+        batch: the batch arithmetic.
+        smddp: sizes of the SMDDP buffers when these collectives are used.
+
+    Raises:
+        ConfigError: more stages than layers.
+    """
+    stages = parameters.pipeline_parallel_degree
+    held: list[list[Weight]] = [[] for _ in range(stages)]
+    ranges = [layers_of_stage(shape.layers, stages, stage) for stage in range(stages)]
+    owner = {layer: stage for stage, layers in enumerate(ranges) for layer in layers}
+    for weight in shape.tensors():
+        held[stages - 1 if weight.layer is None else owner.get(weight.layer, 0)].append(weight)
+    # Modules that share a parameter live in one stage, so the loss of a tied model is computed beside its embedding.
+    loss_stage = 0 if shape.tied_embeddings else stages - 1
+    found = []
+    for stage in range(stages):
+        activations = _activations(
+            shape, parameters, workload, batch, stage, len(ranges[stage]), has_loss=stage == loss_stage
+        )
+        found.append(
+            _stage(
+                stage,
+                len(ranges[stage]),
+                held[stage],
+                parameters,
+                topology,
+                workload,
+                activations,
+                smddp or _NO_BUFFERS,
+            )
+        )
+    return found
+
+
+_NO_BUFFERS = BufferSizes(0, 0)
+
+
+def embedding_is_distributed(parameters: ModelParallelParameters, workload: Workload) -> bool:
+    """Whether tensor parallelism divides the word embedding; sharded data parallelism turns it on by itself."""
+    return parameters.tensor_parallel_degree > 1 and (
+        workload.distribute_embedding or parameters.sharded_data_parallel_degree > 1
+    )
+
+
+def _activations(
+    shape: ModelShape,
+    parameters: ModelParallelParameters,
+    workload: Workload,
+    batch: Batches,
+    stage: int,
+    layers: int,
+    *,
+    has_loss: bool,
+) -> StageActivations:
+    if not shape.has_layers:
+        return StageActivations(0, 0, 0)
+    stages = parameters.pipeline_parallel_degree
+    cost = LayerCost(
+        samples=max(1, batch.group_batch // batch.microbatches),
+        element_bytes=2 if is_half(parameters) else 4,
+        tensor=parameters.tensor_parallel_degree,
+        sliced=parameters.optimize == "memory",
+    )
+    microbatches = batch.microbatches if stages > 1 else 1
+    flying = in_flight(parameters.pipeline, stage, stages, microbatches, parameters.active_microbatches)
+    return stage_activations(
+        shape,
+        cost,
+        workload,
+        layers=layers,
+        in_flight=flying,
+        has_loss=has_loss,
+        distributed_loss=embedding_is_distributed(parameters, workload),
+        pipelined=stages > 1,
+        horizon=parameters.activation_loading_horizon if parameters.offload_activations else None,
+    )
+
+
+def is_half(parameters: ModelParallelParameters) -> bool:
+    """Whether parameters, gradients and activations have two bytes."""
+    return parameters.fp16 or parameters.bf16
+
+
+def _stage(
+    stage: int,
+    layers: int,
+    weights: Iterable[Weight],
+    parameters: ModelParallelParameters,
+    topology: Topology,
+    workload: Workload,
+    activations: StageActivations,
+    smddp: BufferSizes,
+) -> StageMemory:
+    half = is_half(parameters)
+    element = 2 if half else 4
+    gradient = element + (4 if half and parameters.fp32_grad_accumulation else 0)
+    master, state = (4 if half else 0), OPTIMIZER_BYTES[workload.optimizer]
+    tensor, shards = parameters.tensor_parallel_degree, parameters.sharded_data_parallel_degree
+    threshold = parameters.sdp_param_persistence_threshold
+    split_embedding = embedding_is_distributed(parameters, workload)
+
+    total = trainable = sharded = reduced = largest_tensor = 0
+    stored = kept_gradients = 0.0  # elements whose parameter, gradient this rank stores
+    updated = 0.0  # elements that this rank's optimizer updates
+    units: dict[int | None, int] = {}
+    for weight in weights:
+        split = tensor > 1 and (split_embedding if weight.embedding else weight.split)
+        local = -(-weight.elements // tensor) if split else weight.elements
+        divided = shards > 1 and local >= threshold
+        part = local / shards if divided else local
+        total += local
+        stored += part
+        if divided:
+            sharded += local
+            units[weight.layer] = units.get(weight.layer, 0) + local
+        if weight.trainable:
+            trainable += local
+            kept_gradients += part
+            largest_tensor = max(largest_tensor, local)
+            # A tensor that tensor parallelism does not divide is the same on all ranks of the stage.
+            holders = topology.size(Group.RDP if split else Group.DP) if parameters.ddp else 1
+            reduced += local if holders > 1 else 0
+            updated += part / (holders if parameters.shard_optimizer_state else 1)
+    gathered = min(sharded, max(parameters.sdp_max_live_parameters, max(units.values(), default=0)))
+    if shards > 1:  # one bucket is filled at a time
+        buckets = min(trainable, max(parameters.sdp_reduce_bucket_size, largest_tensor))
+    else:  # all buckets stay from step to step: one more copy of the gradients, unless these live inside
+        buckets = 0 if workload.gradient_as_bucket_view else reduced
+    kinds = {
+        Kind.PARAMETERS: round(stored * element),
+        Kind.GRADIENTS: round(kept_gradients * gradient),
+        Kind.MASTER: round(updated * master),
+        Kind.OPTIMIZER: round(updated * state),
+        Kind.ACTIVATIONS: activations.total,
+        Kind.GATHERED: gathered * element,
+        Kind.BUCKETS: buckets * element,
+        Kind.SMDDP: smddp.scratch + smddp.sort,
+    }
+    return StageMemory(stage, layers, total, kinds, activations, gradient_copy=round(updated * 4) if half else 0)
+
+
+__all__ = ["STATE", "Kind", "StageMemory", "embedding_is_distributed", "is_half", "memory"]

@@ -1,0 +1,344 @@
+"""A model as the planner sees it: its parameter tensors and, when known, its transformer shape."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from smp_config import ConfigError
+from smp_config.errors import suggest
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter tensor.
+
+    Attributes:
+        elements: its size.
+        layer: the layer it belongs to, counted from 0; -1 before the layers (embeddings), None after them (head).
+        split: tensor parallelism divides it.
+        embedding: a word embedding or output projection; divided only when the embedding is distributed.
+        trainable: has a gradient and optimizer state.
+    """
+
+    elements: int
+    layer: int | None
+    split: bool = False
+    embedding: bool = False
+    trainable: bool = True
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A transformer's shape; everything counts elements.
+
+    Attributes:
+        layers: transformer layers.
+        hidden: width of the residual stream.
+        heads: attention heads.
+        vocabulary: entries of the word embedding.
+        sequence: tokens per sample.
+        feed_forward: width inside the MLP; 0 means 4 × hidden.
+        tied_embeddings: the output projection is the word embedding.
+        learned_positions: has a position embedding of ``sequence`` × ``hidden`` (else rotary or none).
+        gated: the MLP has three matrices (SwiGLU) instead of two.
+        biases: linear layers and norms have biases.
+        source: where this shape was published, or how it was made.
+        weights: the real tensors when the model was given as a module; empty means: made from the shape.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    feed_forward: int = 0
+    tied_embeddings: bool = True
+    learned_positions: bool = True
+    gated: bool = False
+    biases: bool = True
+    source: str = "given"
+    weights: tuple[Weight, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "vocabulary", "sequence"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(
+                    f"{name} is {value!r}; the shape of a model is counted in whole elements: give {name}=1 or more"
+                )
+        if not self.weights and self.hidden % self.heads:
+            fitting = [h for h in range(1, self.hidden + 1) if self.hidden % h == 0 and h <= 2 * self.heads]
+            raise ConfigError(
+                f"hidden {self.hidden} cannot be divided into {self.heads} heads ({self.hidden} = {self.heads} × "
+                f"{self.hidden // self.heads} + {self.hidden % self.heads}); use heads={fitting[-1]}"
+            )
+
+    @property
+    def width(self) -> int:
+        """Width inside the MLP."""
+        return self.feed_forward or 4 * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameter tensors."""
+        return sum(weight.elements for weight in self.tensors())
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether activations can be computed: some hidden width and layers were found."""
+        return self.hidden > 1
+
+    def tensors(self) -> tuple[Weight, ...]:
+        """Every parameter tensor, embeddings first, then layer by layer, then the head."""
+        return self.weights or tuple(self._made())
+
+    def _made(self) -> Iterable[Weight]:
+        h, f = self.hidden, self.width
+        yield Weight(self.vocabulary * h, -1, embedding=True)
+        if self.learned_positions:
+            yield Weight(self.sequence * h, -1)
+        for layer in range(self.layers):
+            matrices = [3 * h * h, h * h] + [h * f] * (3 if self.gated else 2)
+            yield from (Weight(elements, layer, split=True) for elements in matrices)
+            norms = [h, h]
+            if self.biases:
+                norms += [h, h, h, h]  # biases of both norms, of the attention's and of the MLP's output
+                yield Weight(3 * h, layer, split=True)
+                yield Weight(f, layer, split=True)
+            yield from (Weight(elements, layer) for elements in norms)
+        yield Weight(h, None)
+        if self.biases:
+            yield Weight(h, None)
+        if not self.tied_embeddings:
+            yield Weight(self.vocabulary * h, None, embedding=True)
+
+    @classmethod
+    def named(cls, name: str) -> ModelShape:
+        """One of the published shapes in :data:`SHAPES`.
+
+        Raises:
+            ConfigError: an unknown name.
+        """
+        if name not in SHAPES:
+            raise ConfigError(
+                f"there is no model named {name!r}{suggest(name, SHAPES)}; known are {', '.join(SHAPES)}: use one of "
+                "these, or give layers, hidden, heads, vocabulary and sequence"
+            )
+        return SHAPES[name]
+
+    @classmethod
+    def from_parameter_count(cls, count: float, *, sequence: int = 2048, vocabulary: int = 50_257) -> ModelShape:
+        """A GPT-2-like shape of nearly ``count`` parameters.
+
+        Heads are 128 wide, the width is a multiple of 128 up to 1,024 and of 1,024 above, and layers and width keep
+        the proportion hidden ≈ 128 × layers (Kaplan et al. 2020: loss hardly depends on it between 50 and 200).
+        The shape that comes nearest to ``count`` inside that range is taken.
+
+        Raises:
+            ConfigError: fewer than a million parameters, or no shape within 25 % of the count.
+        """
+        if isinstance(count, bool) or not isinstance(count, int | float) or count < 1e6:
+            raise ConfigError(
+                f"the model has {count!r} parameters; a shape can be chosen from a million parameters on: give the "
+                "count in units, for example 20e9, or the shape itself"
+            )
+        best: tuple[float, int, int] | None = None
+        for hidden in [*range(128, 1024, 128), *range(1024, 32_769, 1024)]:
+            rest = count - (vocabulary + sequence + 2) * hidden
+            layers = max(1, round(rest / (12 * hidden**2 + 13 * hidden)))
+            made = layers * (12 * hidden**2 + 13 * hidden) + (vocabulary + sequence + 2) * hidden
+            ratio = hidden / layers
+            off = abs(made - count) / count
+            if off < 0.25:
+                best = min(
+                    best or (9.9, 0, 0), (off + 0.05 * max(0.0, ratio / 200 - 1, 50 / ratio - 1), layers, hidden)
+                )
+        if best is None:
+            raise ConfigError(
+                f"no shape near {count:.3g} parameters has a vocabulary of {vocabulary}: the word embedding alone takes "
+                f"{vocabulary} × 128 = {vocabulary * 128} parameters at the smallest width; give vocabulary="
+                f"{max(1, int(count / 512))} or the shape itself"
+            )
+        _, layers, hidden = best
+        return cls(
+            layers,
+            hidden,
+            hidden // 128,
+            vocabulary,
+            sequence,
+            source=f"chosen for {count / 1e9:.3g} billion parameters",
+        )
+
+    @classmethod
+    def from_module(
+        cls, module: Any, *, sequence: int | None = None, heads: int | None = None, vocabulary: int | None = None
+    ) -> ModelShape:
+        """Read an ``nn.Module`` (also on the meta device) without importing torch.
+
+        The parameters are exact. Layers are the longest numbered list of modules; width, heads, vocabulary and
+        sequence come from ``module.config`` under the usual names, else from the tensors.
+
+        Raises:
+            ConfigError: an object without parameters.
+        """
+        named = getattr(module, "named_parameters", None)
+        if not callable(named):
+            raise ConfigError(
+                f"the model is {module!r:.80}, a {type(module).__name__}; give an nn.Module, a ModelShape, the name of a "
+                "published shape or a number of parameters"
+            )
+        found = [
+            (str(name), tuple(int(d) for d in p.shape), int(p.numel()), bool(getattr(p, "requires_grad", True)))
+            for name, p in named()
+        ]
+        if not found:
+            raise ConfigError(
+                f"the model {type(module).__name__} has no parameters; plan() counts the parameters of the module "
+                "itself: give the model that is trained"
+            )
+        return _shape_of(found, getattr(module, "config", None), sequence, heads, vocabulary)
+
+    def with_sequence(self, sequence: int | None) -> ModelShape:
+        """The same model fed with samples of another length; weights made from the shape keep their sizes."""
+        if sequence is None or sequence == self.sequence:
+            return self
+        return replace(self, sequence=sequence, weights=self.tensors())
+
+    def __str__(self) -> str:
+        return (
+            f"{self.parameters / 1e9:.3g}B parameters: {self.layers} layers × {self.hidden}, {self.heads} heads, "
+            f"vocabulary {self.vocabulary}, sequence {self.sequence}"
+        )
+
+
+_NUMBERED = re.compile(r"^(.*?)\.?(\d+)(?:\.|$)")
+
+
+def _shape_of(
+    found: list[tuple[str, tuple[int, ...], int, bool]],
+    config: Any,
+    sequence: int | None,
+    heads: int | None,
+    vocabulary: int | None,
+) -> ModelShape:
+    """Find the stack of layers and the sizes around it."""
+    stacks: Counter[str] = Counter()
+    for name, _, elements, _ in found:
+        numbered = _NUMBERED.match(name)
+        if numbered:
+            stacks[numbered[1]] += elements
+    stack = stacks.most_common(1)[0][0] if stacks else None
+    outside = [shape for name, shape, _, _ in found if len(shape) == 2 and not _in_stack(name, stack)]
+    inside = [(name, shape) for name, shape, _, _ in found if len(shape) == 2 and _in_stack(name, stack)]
+    table = max(outside, key=lambda shape: shape[0], default=None)
+    weights: list[Weight] = []
+    numbers: set[int] = set()
+    for name, shape, elements, trainable in found:
+        layer: int | None = None if numbers else -1
+        if _in_stack(name, stack):
+            layer = _number(name)
+            numbers.add(layer)
+            weights.append(Weight(elements, layer, split=len(shape) > 1, trainable=trainable))
+        else:
+            weights.append(Weight(elements, layer, embedding=shape == table, trainable=trainable))
+    sizes = Counter(size for _, shape in inside for size in shape)
+    hidden = _first(config, "hidden_size", "n_embd", "d_model", "hidden") or (sizes.most_common(1) or [(1, 0)])[0][0]
+    width = _first(config, "intermediate_size", "n_inner", "d_ff", "feed_forward") or max(sizes, default=0)
+    first = min(numbers, default=0)
+    wide = sum(1 for name, shape in inside if _number(name) == first and width in shape)
+    count = _first(config, "num_attention_heads", "n_head", "num_heads", "heads")
+    return ModelShape(
+        layers=max(1, len(numbers)),
+        hidden=hidden,
+        heads=heads or count or max(1, hidden // 64),
+        vocabulary=vocabulary or _first(config, "vocab_size", "vocabulary") or (table[0] if table else 1),
+        sequence=sequence
+        or _first(config, "max_position_embeddings", "n_positions", "seq_len", "sequence", "n_ctx")
+        or 1,
+        feed_forward=width,
+        tied_embeddings=sum(1 for weight in weights if weight.embedding) < 2,
+        learned_positions=False,
+        gated=wide > 2,
+        source="read from the module",
+        weights=tuple(weights),
+    )
+
+
+def _number(name: str) -> int:
+    numbered = _NUMBERED.match(name)
+    if numbered is None:
+        raise AssertionError(f"{name} is in no numbered list")
+    return int(numbered[2])
+
+
+def _in_stack(name: str, stack: str | None) -> bool:
+    numbered = _NUMBERED.match(name)
+    return bool(numbered and numbered[1] == stack)
+
+
+def _first(config: Any, *names: str) -> int:
+    """The first whole number that ``config`` has under one of these names, else 0."""
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return 0
+
+
+#: Published shapes, named by model. Those of 10, 30 and 60 billion parameters stand for the reference points that give
+#: only a size; sequence length and vocabulary are those of the reference points.
+SHAPES: dict[str, ModelShape] = {
+    "gpt2": ModelShape(12, 768, 12, 50_257, 1024, source="GPT-2 (Radford et al. 2019)"),
+    "gpt2-medium": ModelShape(24, 1024, 16, 50_257, 1024, source="GPT-2 (Radford et al. 2019)"),
+    "gpt2-large": ModelShape(36, 1280, 20, 50_257, 1024, source="GPT-2 (Radford et al. 2019)"),
+    "gpt2-xl": ModelShape(48, 1600, 25, 50_257, 1024, source="GPT-2 (Radford et al. 2019)"),
+    "gpt2-10b": ModelShape(
+        50, 4096, 16, 50_000, 512, source="GPT-2-like, 10B of ZeRO-Infinity (Rajbhandari et al. 2021)"
+    ),
+    "gpt2-30b": ModelShape(
+        48, 7168, 64, 50_000, 512, source="GPT-2 30B of the public SageMaker example notebooks: 48 × 7168, 64 heads"
+    ),
+    "gpt2-60b": ModelShape(75, 8192, 64, 50_000, 512, source="GPT-2-like, 60B of ZeRO (Rajbhandari et al. 2020)"),
+    "gptj-6b": ModelShape(
+        28, 4096, 16, 50_400, 2048, tied_embeddings=False, learned_positions=False, source="GPT-J (Wang et al. 2021)"
+    ),
+    "gpt-neox-20b": ModelShape(
+        44,
+        6144,
+        64,
+        50_432,
+        2048,
+        tied_embeddings=False,
+        learned_positions=False,
+        source="GPT-NeoX-20B (Black et al. 2022)",
+    ),
+    "gpt-neox-65b": ModelShape(
+        80,
+        8192,
+        64,
+        50_432,
+        2048,
+        tied_embeddings=False,
+        learned_positions=False,
+        source="GPT-NeoX layers in the depth and width of LLaMA-65B (Touvron et al. 2023)",
+    ),
+    "llama-7b": ModelShape(
+        32,
+        4096,
+        32,
+        32_000,
+        2048,
+        feed_forward=11_008,
+        tied_embeddings=False,
+        learned_positions=False,
+        gated=True,
+        biases=False,
+        source="LLaMA-7B (Touvron et al. 2023)",
+    ),
+}
+
+__all__ = ["SHAPES", "ModelShape", "Weight"]

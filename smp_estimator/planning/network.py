@@ -1,0 +1,130 @@
+"""Bytes that a rank sends in one optimizer step, as bandwidth-optimal lower bounds.
+
+n ranks, S bytes: all-gather or reduce-scatter (n − 1)/n · S, all-reduce 2(n − 1)/n · S (Patarasuk and Yuan 2009). What
+an implementation really sends may be more; a measured number divided by the one here tells how much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from smp_config import Group, ModelParallelParameters, Topology
+from smp_estimator.planning.batches import Batches
+from smp_estimator.planning.memory import StageMemory, is_half
+from smp_estimator.planning.model_shape import ModelShape
+from smp_estimator.planning.workload import Workload
+
+
+def gather_bytes(ranks: int, size: float) -> float:
+    """All-gather or reduce-scatter of ``size`` bytes in all, over ``ranks`` ranks."""
+    return (ranks - 1) / ranks * size
+
+
+def reduce_bytes(ranks: int, size: float) -> float:
+    """All-reduce of ``size`` bytes over ``ranks`` ranks."""
+    return 2 * gather_bytes(ranks, size)
+
+
+def data_parallel_bytes(ranks: int, elements: float, element_bytes: int) -> float:
+    """Plain data parallelism, and sharded optimizer state: one all-reduce, or a reduce-scatter and an all-gather."""
+    return reduce_bytes(ranks, elements * element_bytes)
+
+
+def sharded_bytes(
+    ranks: int,
+    degree: int,
+    elements: float,
+    element_bytes: int,
+    *,
+    accumulation: int = 1,
+    keep_gathered: bool = False,
+) -> float:
+    """Sharded data parallelism in two hops (Zhang et al. 2022, MiCS): k·3(s−1)/s·Ψb + 2(r−1)/r·Ψb/s.
+
+    In each of the k accumulation steps the parameters are gathered in forward and again in backward and the gradients
+    reduced inside the sharding group; the r = n/s replicas of a shard are averaged once per optimizer step. With
+    s = n this is fully sharded training, 3k(n−1)/n·Ψb.
+
+    Args:
+        ranks: n, the ranks that hold the same parameters.
+        degree: s.
+        elements: Ψ, on one rank before sharding.
+        element_bytes: b, as communicated.
+        accumulation: k.
+        keep_gathered: parameters stay gathered from forward to backward (2 instead of 3).
+    """
+    size = elements * element_bytes
+    replicas = ranks // degree
+    inside = accumulation * (2 if keep_gathered else 3) * gather_bytes(degree, size)
+    return inside + reduce_bytes(replicas, size / degree)
+
+
+def node_gather_bytes(ranks: int, per_node: int, size: float, *, hierarchical: bool = True) -> float:
+    """Bytes that enter one node in an all-gather: (n − g)/n·S in phases inside and between nodes, else (n − 1)/n·S."""
+    return (ranks - per_node) / ranks * size if hierarchical else (ranks - 1) / ranks * size
+
+
+def tensor_parallel_bytes(tensor: int, layers: int, hidden_bytes: float, *, recompute: bool = False) -> float:
+    """Tensor parallelism: 4 all-reduces of batch·seq·hidden·b per layer (Shoeybi et al. 2019), 6 with recompute.
+
+    Sliced activations send the same: each all-reduce becomes a reduce-scatter and an all-gather.
+    """
+    return layers * (6 if recompute else 4) * reduce_bytes(tensor, hidden_bytes)
+
+
+def pipeline_bytes(stages: int, stage: int, hidden_bytes: float) -> float:
+    """Activations forward to the next stage and gradients back to the one before, of a whole batch."""
+    return ((stage < stages - 1) + (stage > 0)) * hidden_bytes
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes sent per rank per optimizer step, by axis, of the rank that sends most."""
+
+    data: float
+    tensor: float
+    pipeline: float
+
+    @property
+    def total(self) -> float:
+        """Bytes over all axes."""
+        return self.data + self.tensor + self.pipeline
+
+
+def traffic(
+    shape: ModelShape,
+    parameters: ModelParallelParameters,
+    topology: Topology,
+    workload: Workload,
+    batch: Batches,
+    stage: StageMemory,
+) -> Traffic:
+    """Lower bound of what a rank of ``stage`` sends in one optimizer step."""
+    b = 2 if is_half(parameters) else 4
+    ranks, degree = topology.size(Group.RDP), parameters.sharded_data_parallel_degree
+    k, tensor, stages = workload.accumulation, parameters.tensor_parallel_degree, parameters.pipeline_parallel_degree
+    data = 0.0
+    if degree > 1:
+        data = sharded_bytes(ranks, degree, stage.elements, b, accumulation=k)
+    elif parameters.ddp:
+        data = data_parallel_bytes(ranks, stage.elements, b)
+    hidden = batch.group_batch * batch.sequence * shape.hidden * b if shape.has_layers else 0
+    recompute = workload.activation_checkpointing is not None
+    return Traffic(
+        data=data,
+        tensor=k * tensor_parallel_bytes(tensor, stage.layers, hidden, recompute=recompute),
+        pipeline=k * pipeline_bytes(stages, stage.stage, hidden / (tensor if parameters.optimize == "memory" else 1)),
+    )
+
+
+__all__ = [
+    "Traffic",
+    "data_parallel_bytes",
+    "gather_bytes",
+    "node_gather_bytes",
+    "pipeline_bytes",
+    "reduce_bytes",
+    "sharded_bytes",
+    "tensor_parallel_bytes",
+    "traffic",
+]

@@ -1,0 +1,138 @@
+"""A plan on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from smp_estimator.planning.advice import GB, amount, rule_line
+from smp_estimator.planning.plan import Verdict
+
+if TYPE_CHECKING:
+    from smp_estimator.planning.plan import Plan
+    from smp_estimator.planning.suggest import Suggestion
+
+_COLOURS = {
+    Verdict.FITS: "green",
+    Verdict.TIGHT: "yellow",
+    Verdict.DOES_NOT_FIT: "red",
+    Verdict.UNKNOWN: "blue",
+}
+
+
+def plan_table(plan: Plan) -> Group:
+    """The plan as a table of kinds by stage, with what to change and what to know below it."""
+    request, shape = plan.request, plan.request.shape
+    known = plan.instance
+    table = Table(title=None, title_justify="left")
+    table.add_column("memory of one GPU (GB = 10⁹ bytes)")
+    for stage in plan.stages:
+        layers = f"{stage.layers} layer{'s' if stage.layers != 1 else ''}"
+        table.add_column(f"stage {stage.stage}, {layers}" if len(plan.stages) > 1 else layers, justify="right")
+    for kind in plan.worst.kinds:
+        if any(stage.kinds[kind] for stage in plan.stages):
+            table.add_row(kind.value, *(f"{stage.kinds[kind] / GB:.2f}" for stage in plan.stages))
+    table.add_section()
+    table.add_row("total", *(f"{stage.total / GB:.2f}" for stage in plan.stages), style="bold")
+    cluster = f"{request.instance_count} × {request.instance_type}"
+    cluster += f" ({known.gpus} × {known.gpu}), " if known else ", "
+    above = _labelled(
+        [
+            ("model", [str(shape), shape.source]),
+            ("cluster", [cluster + f"{request.world} processes"]),
+            ("degrees", [degrees_line(plan)]),
+            ("batch", [_batch_line(plan)]),
+        ]
+    )
+    network = (
+        f"each rank sends at least {plan.traffic.total / GB:.2f} GB per step: data parallel {plan.traffic.data / GB:.2f}, "
+        f"tensor parallel {plan.traffic.tensor / GB:.2f}, pipeline {plan.traffic.pipeline / GB:.2f}"
+    )
+    idle = [f"idle {plan.idle:.0%} of a step: (p − 1) / (m + p − 1)"] if len(plan.stages) > 1 else []
+    to_change = [str(change) for change in plan.changes]
+    if plan.verdict is Verdict.DOES_NOT_FIT and not to_change:
+        to_change = ["no single change is enough; suggest() looks for a combination"]
+    below = _labelled(
+        [
+            ("verdict", [Text(amount(plan), style=f"bold {_COLOURS[plan.verdict]}")]),
+            ("rules", [rule_line(plan)]),
+            ("network", [network]),
+            ("pipeline", idle),
+            ("to change", to_change),
+            ("fewer GPUs", [str(smaller) for smaller in plan.smaller_clusters]),
+            ("notes", list(plan.notes)),
+        ]
+    )
+    return Group(above, table, below)
+
+
+def suggestion_table(suggestion: Suggestion) -> Group:
+    """What was tried, in order, and the plan that was chosen."""
+    table = Table(title="tried in the order of the best practices", title_justify="left")
+    for column in ("configuration", "per GPU", "verdict"):
+        table.add_column(column, justify="right" if column == "per GPU" else "left")
+    for step in suggestion.tried:
+        chosen = step.plan is suggestion.plan
+        table.add_row(
+            step.what,
+            f"{step.plan.total_bytes / GB:.1f} GB",
+            Text(step.plan.verdict.value + (" ← chosen" if chosen else ""), style=_COLOURS[step.plan.verdict]),
+        )
+    workload = suggestion.plan.request.workload
+    other = suggestion.alternative
+    chosen_lines = _labelled(
+        [
+            ("instead", [f"{other.what}: {amount(other.plan)}"] if other else []),
+            ("parameters", [str(suggestion.parameters)]),
+            ("script", [f"batch {workload.batch}, activation checkpointing {workload.activation_checkpointing}"]),
+        ]
+    )
+    return Group(table, chosen_lines, Text(""), plan_table(suggestion.plan))
+
+
+def degrees_line(plan: Plan) -> str:
+    """``"pipeline 1, tensor 4, 32 replicas, optimizer state sharded, fp16, checkpointing each"``."""
+    parameters, workload = plan.request.parameters, plan.request.workload
+    parts = [
+        f"pipeline {parameters.pipeline_parallel_degree}",
+        f"tensor {parameters.tensor_parallel_degree}",
+        f"{plan.topology.rdp_size} replica{'s' if plan.topology.rdp_size != 1 else ''}",
+    ]
+    if parameters.sharded_data_parallel_degree > 1:
+        parts.append(f"sharded over {parameters.sharded_data_parallel_degree}")
+    if parameters.shard_optimizer_state:
+        parts.append("optimizer state sharded")
+    parts.append("fp16" if parameters.fp16 else "bf16" if parameters.bf16 else "fp32")
+    parts.append(f"checkpointing {workload.activation_checkpointing or 'off'}")
+    if parameters.offload_activations:
+        parts.append("offloaded")
+    return ", ".join(parts)
+
+
+def _batch_line(plan: Plan) -> str:
+    batch = plan.batches
+    text = f"{batch.readers} reader{'s' if batch.readers != 1 else ''} × {batch.batch}"
+    if batch.accumulation > 1:
+        text += f" × {batch.accumulation} accumulation steps"
+    text += f" = {batch.global_batch} samples = {batch.tokens:,} tokens per step"
+    if batch.microbatches > 1:
+        text += f"; {batch.microbatches} microbatches of {batch.microbatch}"
+    return text
+
+
+def _labelled(rows: list[tuple[str, Sequence[str | Text]]]) -> Table:
+    """Labels on the left, each with one or several lines of text; rows without lines are left out."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, lines in rows:
+        for number, line in enumerate(lines):
+            grid.add_row(label if number == 0 else "", line if isinstance(line, Text) else Text(line))
+    return grid
+
+
+__all__ = ["degrees_line", "plan_table", "suggestion_table"]

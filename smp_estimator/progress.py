@@ -1,0 +1,302 @@
+"""The display of a running job: its log lines, and below them where it stands.
+
+Whatever yields log lines can be shown: a job on this machine, or the log stream of one in the cloud. Lines that
+carry a progress record are never shown; they move the display.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+from smp_config.progress import ProgressRecord, parse_progress
+
+#: Without a terminal: seconds between two progress lines.
+PLAIN_INTERVAL_SECONDS = 10.0
+#: How often a notebook's display is replaced, in seconds.
+_NOTEBOOK_INTERVAL_SECONDS = 0.5
+#: Records that the speed is measured over, so that the estimate follows a change of pace.
+_WINDOW = 50
+
+Event = str | ProgressRecord | None
+
+
+class View(Protocol):
+    """Something that shows a job; used as a context manager."""
+
+    def line(self, text: str) -> None:
+        """A line of the job's log."""
+
+    def update(self, record: ProgressRecord) -> None:
+        """A new progress record."""
+
+    def tick(self) -> None:
+        """Nothing new; a clock may be redrawn."""
+
+    def __enter__(self) -> View: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def show(events: Iterable[Event], *, view: View | None = None, timeout_seconds: float | None = None) -> None:
+    """Show a job until its events end.
+
+    Args:
+        events: log lines (raw progress lines among them are recognised), progress records, and None for "still
+            waiting".
+        view: default: what suits the standard output.
+        timeout_seconds: stop showing after this long; events must then come regularly, None if need be.
+    """
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    with view or open_view() as shown:
+        for event in events:
+            record = parse_progress(event) if isinstance(event, str) else event
+            if record is not None:
+                shown.update(record)
+            elif isinstance(event, str):
+                shown.line(event)
+            else:
+                shown.tick()
+            if deadline is not None and time.monotonic() > deadline:
+                return
+
+
+def open_view(stream: TextIO | None = None) -> View:
+    """A live display in a terminal or notebook, plain lines elsewhere."""
+    if stream is None and _in_notebook():
+        return NotebookView()
+    stream = stream or sys.stdout
+    from rich.console import Console
+
+    console = Console(file=stream, highlight=False)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveView(console)
+    return PlainView(stream)
+
+
+class Tracker:
+    """Speed and remaining time, from the records as they arrive."""
+
+    def __init__(self) -> None:
+        self.record: ProgressRecord | None = None
+        self._started = time.monotonic()
+        self._window: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
+
+    def update(self, record: ProgressRecord) -> None:
+        if self.record is not None and record.eval_loss is None and self.record.eval_loss is not None:
+            # Evaluations are rarer than steps; the last one stays in sight.
+            record = record.model_copy(update={"eval_loss": self.record.eval_loss})
+        self.record = record
+        self._window.append((time.monotonic(), record.step))
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Since this display began: start-up included, which the job's own clock does not see."""
+        return time.monotonic() - self._started
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """Remaining time at the recent pace; None as long as it cannot be known."""
+        record = self.record
+        if record is None or not record.total_steps or len(self._window) < 2:
+            return None
+        (since, first), (until, last) = self._window[0], self._window[-1]
+        if last <= first:
+            return None
+        remaining = max(0, record.total_steps - last)
+        pace = (until - since) / (last - first)
+        return max(0.0, remaining * pace - (time.monotonic() - until))
+
+    def fields(self) -> list[tuple[str, str]]:
+        """What is known, as (name, value) pairs in the order of display."""
+        record = self.record
+        if record is None:
+            return [("elapsed", clock(self.elapsed_seconds))]
+        known = [("step", f"{record.step}/{record.total_steps}" if record.total_steps else str(record.step))]
+        if record.loss is not None:
+            known.append(("loss", f"{record.loss:.4f}"))
+        if record.eval_loss is not None:
+            known.append(("eval loss", f"{record.eval_loss:.4f}"))
+        if record.samples_per_second is not None:
+            known.append(("samples/s", f"{record.samples_per_second:,.1f}"))
+        if record.memory_bytes is not None:
+            known.append(("memory", f"{record.memory_bytes / 2**30:.2f} GiB"))
+        known.append(("elapsed", clock(self.elapsed_seconds)))
+        eta = self.eta_seconds
+        if eta is not None:
+            known.append(("ETA", clock(eta)))
+        return known
+
+    def compact(self) -> str:
+        """One line: ``step 40/300 | loss 3.2100 | …``."""
+        return " | ".join(f"{name} {value}" for name, value in self.fields())
+
+
+def write_line(text: str, stream: TextIO) -> None:
+    """Write a line of a log; signs that the stream's encoding lacks must not end the display of a job."""
+    try:
+        print(text, file=stream, flush=True)
+    except UnicodeEncodeError:
+        encoding = stream.encoding or "ascii"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+
+
+class PlainView:
+    """Lines only, for files, pipes and logs: a progress line first, every ten seconds, and last."""
+
+    def __init__(self, stream: TextIO, interval_seconds: float = PLAIN_INTERVAL_SECONDS) -> None:
+        self._stream = stream
+        self._interval = interval_seconds
+        self._tracker = Tracker()
+        self._printed_at = float("-inf")
+        self._printed: ProgressRecord | None = None
+
+    def line(self, text: str) -> None:
+        write_line(text, self._stream)
+
+    def update(self, record: ProgressRecord) -> None:
+        self._tracker.update(record)
+        if time.monotonic() - self._printed_at >= self._interval:
+            self._print()
+
+    def tick(self) -> None:
+        pass
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._tracker.record is not self._printed:
+            self._print()
+
+    def _print(self) -> None:
+        self._printed, self._printed_at = self._tracker.record, time.monotonic()
+        self.line(self._tracker.compact())
+
+
+class LiveView:
+    """A terminal: the log scrolls above a bar that stays at the bottom."""
+
+    def __init__(self, console: Any) -> None:
+        from rich.live import Live
+
+        self._console = console
+        self._tracker = Tracker()
+        self._live = Live(
+            get_renderable=lambda: render(self._tracker),
+            console=console,
+            refresh_per_second=4,
+            transient=False,
+        )
+
+    def line(self, text: str) -> None:
+        from rich.text import Text
+
+        self._console.print(Text.from_ansi(text), soft_wrap=True)
+
+    def update(self, record: ProgressRecord) -> None:
+        self._tracker.update(record)
+
+    def tick(self) -> None:
+        pass
+
+    def __enter__(self) -> LiveView:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+
+class NotebookView:
+    """A notebook: one display that is replaced in place, and the log as the cell's output below it.
+
+    Made on the notebook's own display protocol, since rich's live display needs widgets that many lack.
+    """
+
+    def __init__(self) -> None:
+        self._tracker = Tracker()
+        self._handle: Any = None
+        self._drawn_at = float("-inf")
+
+    def line(self, text: str) -> None:
+        print(text, flush=True)
+
+    def update(self, record: ProgressRecord) -> None:
+        self._tracker.update(record)
+        self.tick()
+
+    def tick(self) -> None:
+        if time.monotonic() - self._drawn_at >= _NOTEBOOK_INTERVAL_SECONDS:
+            self._draw()
+
+    def __enter__(self) -> NotebookView:
+        from IPython.display import display
+
+        self._handle = display(self._content(), raw=True, display_id=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        self._drawn_at = time.monotonic()
+        self._handle.update(self._content(), raw=True)
+
+    def _content(self) -> dict[str, str]:
+        """The rich rendering as HTML, and as text for readers without HTML."""
+        return {"text/html": "".join(_html(self._tracker)), "text/plain": self._tracker.compact()}
+
+
+def render(tracker: Tracker) -> Any:
+    """The bar and the numbers as a rich renderable."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    record = tracker.record
+    total = record.total_steps if record is not None else None
+    bar = ProgressBar(
+        total=float(total) if total else None,
+        completed=float(record.step) if record is not None else 0.0,
+        pulse=not total,
+        width=None,
+    )
+    numbers = Table.grid(padding=(0, 2))
+    numbers.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in tracker.fields()))
+    # A grid, not a group: the bar alone ends without a line break.
+    rows = Table.grid(expand=True)
+    rows.add_row(bar)
+    rows.add_row(numbers)
+    return rows
+
+
+def clock(seconds: float) -> str:
+    """``1:02:03``."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+
+
+def _html(tracker: Tracker) -> Iterator[str]:
+    record = tracker.record
+    if record is not None and record.total_steps:
+        yield f'<progress style="width:100%" value="{record.step}" max="{record.total_steps}"></progress>'
+    else:
+        yield '<progress style="width:100%"></progress>'
+    yield "<div>"
+    for name, value in tracker.fields():
+        yield f'<span style="opacity:.6">{name}</span> <b>{value}</b>&ensp;'
+    yield "</div>"
+
+
+def _in_notebook() -> bool:
+    """Whether a notebook's kernel runs this; IPython in a terminal is a terminal."""
+    module = sys.modules.get("IPython")
+    shell = module.get_ipython() if module is not None else None
+    return shell is not None and hasattr(shell, "kernel")

@@ -1,0 +1,90 @@
+"""The one door to the SageMaker SDK v2: everything of it that this package uses is imported here.
+
+Importing the SDK makes a session for its model hub at once, and with it clients that look for credentials; on a
+machine without any that is a request to the metadata address, which can hang for seconds. Here that look-up is put
+off until such a client is used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from typing import Any
+
+import botocore.credentials
+from botocore.exceptions import NoCredentialsError
+
+# The warning announces SDK v3 on every import; this package is made for v2 on purpose.
+os.environ.setdefault("SAGEMAKER_SUPPRESS_V2_WARNING", "1")
+
+_NEVER = datetime(9999, 1, 1, tzinfo=timezone.utc)
+
+
+@contextmanager
+def credentials_when_used() -> Iterator[None]:
+    """Clients that are made meanwhile look for their credentials at their first request."""
+    resolver = botocore.credentials.CredentialResolver
+    look_up = resolver.load_credentials
+
+    def later(self: Any) -> Any:
+        return botocore.credentials.DeferredRefreshableCredentials(
+            refresh_using=lambda: _found(look_up(self)), method="when-used"
+        )
+
+    resolver.load_credentials = later
+    try:
+        yield
+    finally:
+        resolver.load_credentials = look_up
+
+
+def _found(credentials: Any) -> dict[str, str]:
+    """Credentials in the form that a refresh returns; they are asked for again when they expire."""
+    if credentials is None:
+        raise NoCredentialsError
+    frozen = credentials.get_frozen_credentials()
+    expires = getattr(credentials, "_expiry_time", None) or _NEVER
+    return {
+        "access_key": frozen.access_key,
+        "secret_key": frozen.secret_key,
+        "token": frozen.token,
+        "expiry_time": expires.isoformat(),
+    }
+
+
+with credentials_when_used():
+    from sagemaker import git_utils, instance_types_gpu_info
+    from sagemaker.config import load_local_mode_config, load_sagemaker_config, validate_sagemaker_config
+    from sagemaker.estimator import EstimatorBase, Framework
+    from sagemaker.estimator import _TrainingJob as TrainingJob
+    from sagemaker.exceptions import UnexpectedStatusException
+    from sagemaker.fw_utils import UploadedCode
+    from sagemaker.local import LocalSession
+    from sagemaker.local.data import get_data_source_instance
+    from sagemaker.local.local_session import LocalSagemakerClient, LocalSagemakerRuntimeClient
+    from sagemaker.pytorch import PyTorch
+    from sagemaker.utils import custom_extractall_tarfile
+    from sagemaker.workflow import is_pipeline_variable
+
+__all__ = [
+    "EstimatorBase",
+    "Framework",
+    "LocalSagemakerClient",
+    "LocalSagemakerRuntimeClient",
+    "LocalSession",
+    "PyTorch",
+    "TrainingJob",
+    "UnexpectedStatusException",
+    "UploadedCode",
+    "credentials_when_used",
+    "custom_extractall_tarfile",
+    "get_data_source_instance",
+    "git_utils",
+    "instance_types_gpu_info",
+    "is_pipeline_variable",
+    "load_local_mode_config",
+    "load_sagemaker_config",
+    "validate_sagemaker_config",
+]

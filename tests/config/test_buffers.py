@@ -1,0 +1,68 @@
+"""Sizes of the SMDDP all-gather's buffers, against the numbers of its public page."""
+
+from __future__ import annotations
+
+import pytest
+
+from smp_config.buffers import SCRATCH_VARIABLE, SORT_VARIABLE, BufferSizes
+from smp_config.errors import ConfigError
+
+MIB = 1024 * 1024
+
+
+def test_defaults():
+    assert BufferSizes.from_environment({}) == BufferSizes(16 * MIB, 128 * MIB)
+    assert BufferSizes().to_environment() == {SCRATCH_VARIABLE: "16777216", SORT_VARIABLE: "134217728"}
+
+
+def test_the_first_source_wins():
+    sizes = BufferSizes.from_environment(
+        {SCRATCH_VARIABLE: "8192"}, {SCRATCH_VARIABLE: "16384", SORT_VARIABLE: "16384"}
+    )
+    assert sizes == BufferSizes(8192, 16384)
+
+
+@pytest.mark.parametrize(
+    ("value", "part"),
+    [
+        ("8193", "set it to 8192 or 16384"),
+        ("100000", "set it to 98304 or 106496"),
+        ("4096", "set it to 8192 ("),
+        ("0", "set it to 8192 ("),
+        ("-8192", "-8192 ≤ 0"),
+        ("16MB", "'16MB', not a whole number"),
+        ("", "'', not a whole number"),
+    ],
+)
+@pytest.mark.parametrize("variable", [SCRATCH_VARIABLE, SORT_VARIABLE])
+def test_wrong_sizes_name_variable_value_and_the_nearest(variable, value, part):
+    with pytest.raises(ConfigError) as caught:
+        BufferSizes.from_environment({variable: value})
+    assert variable in str(caught.value)
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("scratch", "sort", "input_bytes", "degree", "implementation", "fits"),
+    [
+        (16 * MIB, 128 * MIB, 16 * MIB, 64, 0, True),  # both exactly full
+        (16 * MIB, 128 * MIB, 16 * MIB + 1, 8, 0, False),  # scratch
+        (16 * MIB, 128 * MIB, 16 * MIB, 65, 0, False),  # sort: 65 · 16 MiB / 8 > 128 MiB
+        (8192, 8192, 8192, 8, 0, True),
+        (8192, 8192, 8192, 9, 0, False),
+        (8192, 8192, 8192, 2, 8192, True),
+        (8192, 8192, 8192, 2, 8193, False),  # the implementation needs more than the documented rule
+    ],
+)
+def test_the_fallback_rule(scratch, sort, input_bytes, degree, implementation, fits):
+    reason = BufferSizes(scratch, sort).fallback_reason(input_bytes, degree, implementation)
+    assert (reason is None) == fits
+
+
+def test_the_reason_tells_the_sizes_and_what_would_fit():
+    reason = BufferSizes(8192, 8192).fallback_reason(10_000, 2)
+    assert reason is not None
+    assert all(part in reason for part in ("10000", f"{SCRATCH_VARIABLE}=8192", "16384"))
+    reason = BufferSizes(16384, 8192).fallback_reason(16384, 16)
+    assert reason is not None
+    assert all(part in reason for part in ("32768", f"{SORT_VARIABLE}=8192"))

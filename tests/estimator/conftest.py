@@ -1,0 +1,56 @@
+"""Estimators and sessions whose jobs run the fake bootstrap: everything but mpirun and torch is real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from estimator.fakes import FAKE_BOOTSTRAP
+
+
+@pytest.fixture(autouse=True)
+def _no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No credentials, region or configuration of whoever runs the tests."""
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """A source directory with ``train.py`` and a module beside it."""
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (folder / "train.py").write_text("print('train')\n")
+    (folder / "helper.py").write_text("")
+    return folder
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Any:
+    from smp_estimator import ProcessSession
+
+    return ProcessSession(root=tmp_path / "jobs", launcher=FAKE_BOOTSTRAP)
+
+
+@pytest.fixture
+def make(script: Path, session: Any) -> Callable[..., Any]:
+    """``make(play="fail", hyperparameters=…, **estimator_arguments)`` → an estimator of a fake job."""
+    from smp_estimator import SMPEstimator
+
+    def build(play: str = "train", *, hyperparameters: dict[str, Any] | None = None, **arguments: Any) -> Any:
+        given = {
+            "entry_point": "train.py",
+            "source_dir": str(script),
+            "instance_type": "local",
+            "sagemaker_session": session,
+            **arguments,
+        }
+        return SMPEstimator(hyperparameters={"play": play, **(hyperparameters or {})}, **given)
+
+    return build

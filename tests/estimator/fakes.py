@@ -1,0 +1,45 @@
+"""What the tests of the estimator share."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+#: Command of a bootstrap that plays the one of ``smp_launch``.
+FAKE_BOOTSTRAP = (sys.executable, str(Path(__file__).with_name("fake_bootstrap.py")))
+
+
+def model_parallel(processes: int = 2, **parameters: Any) -> dict[str, Any]:
+    """A distribution of the model parallel library."""
+    return {
+        "smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}},
+        "mpi": {"enabled": True, "processes_per_host": processes},
+    }
+
+
+def marked(mark: str) -> list[int]:
+    """Living processes that carry the mark of a test in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"TEST_MARK={mark}".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def gone_within(mark: str, seconds: float) -> float:
+    """Seconds until no marked process is left.
+
+    Raises:
+        AssertionError: some are left after ``seconds``.
+    """
+    started = time.monotonic()
+    while left := marked(mark):
+        if time.monotonic() - started > seconds:
+            raise AssertionError(f"still alive after {seconds} s: {left}")
+        time.sleep(0.02)
+    return time.monotonic() - started

@@ -1,0 +1,370 @@
+"""The command line, in process: what it prints, its exit codes, and that nothing hangs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError, EndpointConnectionError
+from click.testing import CliRunner, Result
+
+from smp_estimator import doctor
+from smp_estimator.cli import main
+
+GOOD = {
+    "smdistributed": {"modelparallel": {"enabled": True, "parameters": {"ddp": True, "tensor_parallel_degree": 4}}},
+    "mpi": {"enabled": True, "processes_per_host": 8},
+}
+
+
+def call(*arguments: str, code: int = 0, **more: Any) -> Result:
+    result = CliRunner().invoke(main, list(arguments), **more)
+    assert result.exit_code == code, result.output + repr(result.exception)
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result
+
+
+def flat(result: Result) -> str:
+    return " ".join(result.output.split())
+
+
+def test_every_command_explains_itself() -> None:
+    listed = call("--help").output
+    for command in ("validate", "plan", "suggest", "topology", "run", "doctor"):
+        assert command in listed
+        assert "Usage" in call(command, "--help").output
+
+
+# -- validate ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [json.dumps(GOOD), repr(GOOD)])
+def test_validate_reads_json_and_python(text: str) -> None:
+    said = flat(call("validate", "-", "--instance-count", "4", input=text))
+    assert "valid on 4 × ml.p4d.24xlarge: 32 processes = pipeline 1 × tensor 4 × 8 replicas" in said
+
+
+def test_validate_reads_files_with_their_cluster(tmp_path: Path) -> None:
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps({"distribution": GOOD, "instance_type": "ml.p3.16xlarge", "instance_count": 2}))
+    assert "valid on 2 × ml.p3.16xlarge: 16 processes" in flat(call("validate", str(file)))
+
+
+def test_validate_reads_parameters_alone() -> None:
+    text = '{"ddp": True, "sharded_data_parallel_degree": 8, "fp16": True}'
+    assert "sharded over 8" in flat(call("validate", "-", input=text))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{'ddp': open('x')}", "neither JSON"),
+        ("[1, 2]", "a distribution is a dictionary"),
+        ('{"ddp": true, "tensor_paralel_degree": 2}', "did you mean 'tensor_parallel_degree'"),
+        ('{"ddp": true, "tensor_parallel_degree": 16}', "16 processes"),
+        ('{"smdistributd": {}}', "did you mean 'smdistributed'"),
+        (json.dumps({**GOOD, "mpi": {"enabled": True, "processes_per_host": 16}}), "has 8 GPUs"),
+        (json.dumps({"smdistributed": GOOD["smdistributed"]}), "mpi is missing"),
+    ],
+)
+def test_validate_refuses(text: str, said: str) -> None:
+    assert said in flat(call("validate", "-", input=text, code=1))
+
+
+def test_validate_checks_gpus_that_only_the_catalogue_knows() -> None:
+    more = json.dumps({**GOOD, "mpi": {"enabled": True, "processes_per_host": 16}})
+    assert "ml.p5en.48xlarge has 8 GPUs" in flat(
+        call("validate", "-", "--instance-type", "ml.p5en.48xlarge", input=more, code=1)
+    )
+
+
+def test_validate_warns() -> None:
+    said = flat(call("validate", "-", "--instance-type", "ml.p9.96xlarge", input=json.dumps(GOOD)))
+    assert "warning instance type ml.p9.96xlarge is not in the catalogue" in said
+    parameters = {"ddp": True, "tensor_parallel_degree": 16, "prescaled_batch": True}
+    wide = flat(call("validate", "-", "--instance-count", "2", input=json.dumps(parameters)))
+    assert "spread over 2 hosts" in wide
+
+
+# -- plan, suggest, topology -------------------------------------------------------------------------------
+
+
+def test_plan_says_what_fits() -> None:
+    options = ["--instance-count", "2", "--batch", "4", "--checkpointing", "each"]
+    parameters = '{"ddp": true, "fp16": true, "sharded_data_parallel_degree": %d}'
+    fits = flat(call("plan", "gpt-neox-20b", *options, "--parameters", parameters % 16))
+    assert "31.7 GB of 42.9 (74%), fits" in fits
+    not_fit = flat(call("plan", "gpt-neox-20b", *options, "--parameters", parameters % 8, code=1))
+    assert "does not fit" in not_fit
+    assert "Error" not in not_fit
+    assert '"sharded_data_parallel_degree": 16' in not_fit
+
+
+def test_plan_as_json() -> None:
+    found = json.loads(call("plan", "gpt2", "--json").output)
+    assert found["verdict"] == "fits"
+    assert found["model"]["parameters"] == 124_439_808
+    assert found["total_bytes"] == sum(
+        size for kind, size in found["stages"][0].items() if kind not in ("stage", "layers", "total")
+    )
+
+
+@pytest.mark.parametrize("model", ["7b", "7e9", "7000000000"])
+def test_plan_takes_counts(model: str) -> None:
+    assert "B parameters" in call("plan", model, "--instance-type", "ml.p5en.48xlarge", code=1).output
+
+
+def test_plan_takes_shapes_and_other_devices() -> None:
+    shape = '{"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 100, "sequence": 16}'
+    said = flat(call("plan", shape, "--instance-type", "local", "--processes", "2", "--gpu-memory", "1"))
+    assert "2 layers × 64" in said
+    assert "of 1.1 (" in said
+    assert "lacks ['sequence']" in flat(call("plan", shape.replace(', "sequence": 16', ""), code=1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gpt3"], "did you mean 'gpt2'"),
+        (["gpt2", "--parameters", "nowhere.json"], "no such file"),
+        (["gpt2", "--parameters", '{"ddp": tru}'], "neither JSON"),
+        (["gpt2", "--instance-type", "ml.p9.xlarge"], "give processes_per_host"),
+    ],
+)
+def test_plan_refuses(arguments: list[str], said: str) -> None:
+    assert said in flat(call("plan", *arguments, code=1))
+
+
+def test_suggest() -> None:
+    said = flat(call("suggest", "gpt2-60b", "--instance-count", "32", "--batch", "7"))
+    assert "'tensor_parallel_degree': 8" in said
+    assert "← chosen" in said
+    found = json.loads(call("suggest", "gpt2", "--json").output)
+    assert found["parameters"] == {"ddp": True, "bf16": True}
+    call("suggest", "gpt-neox-65b", "--instance-type", "ml.g5.xlarge", code=1)
+
+
+def test_topology_draws_the_published_example(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "f.png"
+    said = call("topology", "--world", "32", "--tp", "4", "--sdp", "4", "--png", str(picture)).output
+    assert "0, 4, 8, 12 " in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "cannot be divided" in flat(call("topology", "--world", "6", "--tp", "4", code=1))
+
+
+# -- run -----------------------------------------------------------------------------------------------------
+
+
+class Fake:
+    """Stands for the estimator and keeps what it was given."""
+
+    made: dict[str, Any]
+    fitted: Any
+    failure: Exception | None = None
+    model_data = "file:///models/model.tar.gz"
+
+    def __init__(self, **settings: Any) -> None:
+        type(self).made = settings
+
+    def fit(self, channels: Any) -> None:
+        type(self).fitted = channels
+        if self.failure:
+            raise self.failure
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
+    import smp_estimator
+
+    kind = type("FakeEstimator", (Fake,), {})
+    monkeypatch.setattr(smp_estimator, "SMPEstimator", kind, raising=False)
+    return kind
+
+
+def test_run_hands_everything_on(fake: type[Fake], script: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data with space"
+    data.mkdir()
+    said = call(
+        "run",
+        str(script / "train.py"),
+        *("--processes", "2", "--hosts", "3", "--source-dir", str(script), "--output", str(tmp_path / "out")),
+        *("--hyperparameter", "steps=300", "--hyperparameter", "rate=1e-3", "--hyperparameter", "name=a=b"),
+        *("--channel", f"train={data}", "--parameters", '{"ddp": True, "microbatches": 2}'),
+    ).output
+    assert "file:///models/model.tar.gz" in said
+    assert fake.made["entry_point"] == "train.py"
+    assert fake.made["source_dir"] == str(script)
+    assert fake.made["instance_count"] == 3
+    assert fake.made["hyperparameters"] == {"steps": 300, "rate": 0.001, "name": "a=b"}
+    assert fake.made["distribution"]["mpi"] == {"enabled": True, "processes_per_host": 2}
+    model = fake.made["distribution"]["smdistributed"]["modelparallel"]
+    assert model == {"enabled": True, "parameters": {"ddp": True, "microbatches": 2}}
+    assert fake.made["output_path"] == (tmp_path / "out").as_uri()
+    assert fake.fitted == {"train": data.as_uri()}
+
+
+def test_run_shows_the_failure_and_fails(fake: type[Fake], script: Path) -> None:
+    fake.failure = ValueError("rank 1: ZeroDivisionError")
+    assert "Error: rank 1: ZeroDivisionError" in call("run", str(script / "train.py"), code=1).output
+    assert fake.fitted is None
+    assert fake.made["entry_point"] == str(script / "train.py")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--channel", "train"], "write --channel name=value"),
+        (["--channel", "train=/no/such/folder"], "is no directory"),
+        (["--hyperparameter", "=3"], "write --hyperparameter name=value"),
+        (["--source-dir", "/usr"], "does not lie in --source-dir"),
+    ],
+)
+def test_run_refuses(fake: type[Fake], script: Path, arguments: list[str], said: str) -> None:
+    assert said in flat(call("run", str(script / "train.py"), *arguments, code=1))
+
+
+@pytest.mark.job
+def test_run_runs(tmp_path: Path) -> None:
+    """A real job of two processes, from the command line to the model archive."""
+    pytest.importorskip("mpi4py")
+    script, data = tmp_path / "train.py", tmp_path / "data"
+    data.mkdir()
+    (data / "word.txt").write_text("hello")
+    script.write_text(
+        "import argparse, os, pathlib\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--steps', type=int)\n"
+        "steps = parser.parse_known_args()[0].steps\n"
+        "word = (pathlib.Path(os.environ['SM_CHANNEL_TRAIN']) / 'word.txt').read_text()\n"
+        "print('rank', os.environ['SMP_RANK'], 'of', os.environ['SMP_WORLD_SIZE'], word, steps)\n"
+        "pathlib.Path(os.environ['SM_MODEL_DIR'], 'x.txt').write_text('x')\n"
+    )
+    command = [sys.executable, "-m", "smp_estimator.cli", "run", str(script), "--processes", "2"]
+    command += ["--hyperparameter", "steps=7", "--channel", f"train={data}", "--output", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in (0, 1):
+        assert f"rank {rank} of 2 hello 7" in done.stdout + done.stderr
+    assert list((tmp_path / "out").rglob("model.tar.gz"))
+
+
+# -- doctor --------------------------------------------------------------------------------------------------
+
+
+def test_doctor_in_process_mode() -> None:
+    found = {finding.what: finding for finding in doctor.process_findings()}
+    assert set(found) == {"mpirun", "torch", "mpi4py", "sagemaker", "free ports"}
+    assert found["free ports"].ok
+    assert (
+        "free ports" in call("doctor", "--mode", "process", code=0 if all(f.ok for f in found.values()) else 1).output
+    )
+
+
+def test_doctor_without_anything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    found = {finding.what: finding.ok for finding in doctor.process_findings() + doctor.docker_findings()}
+    assert found == {
+        "mpirun": False,
+        "torch": False,
+        "mpi4py": False,
+        "sagemaker": False,
+        "free ports": True,
+        "docker": False,
+        "daemon": False,
+        "compose": False,
+    }
+    (lacking,) = doctor.cloud_findings()
+    assert lacking.what == "boto3"
+    call("doctor", "--mode", "docker", code=1)
+
+
+def test_a_command_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    docker = tmp_path / "docker"
+    docker.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "TIMEOUT", 0.3)
+    began = time.monotonic()
+    found = {finding.what: finding for finding in doctor.docker_findings()}
+    assert time.monotonic() - began < 10
+    assert found["docker"].ok
+    assert found["daemon"].ok is False
+    assert "no answer" in found["daemon"].detail
+
+
+class Account:
+    """A boto3 session without a network: answers as told, and keeps the settings of its clients."""
+
+    region_name = "eu-west-1"
+
+    def __init__(self, arn: str = "", allowed: Any = (), refused: Exception | None = None) -> None:
+        self.arn, self.allowed, self.refused = arn, allowed, refused
+        self.settings: list[Any] = []
+        self.asked = ""
+
+    def get_credentials(self) -> object:
+        return object()
+
+    def client(self, name: str, **settings: Any) -> Account:
+        self.settings.append(settings)
+        return self
+
+    def get_caller_identity(self) -> dict[str, str]:
+        if not self.arn:
+            raise EndpointConnectionError(endpoint_url="https://sts.invalid")
+        return {"Arn": self.arn}
+
+    def simulate_principal_policy(self, *, PolicySourceArn: str, ActionNames: list[str], MaxItems: int) -> Any:
+        self.asked = PolicySourceArn
+        if self.refused:
+            raise self.refused
+        decisions = {True: "allowed", False: "implicitDeny"}
+        return {
+            "EvaluationResults": [
+                {"EvalActionName": name, "EvalDecision": decisions[name in self.allowed]} for name in ActionNames
+            ]
+        }
+
+
+ROLE = "arn:aws:sts::123456789012:assumed-role/Trainer/me"
+
+
+def test_doctor_asks_the_account_for_permissions() -> None:
+    actions = {action for group in doctor.PERMISSIONS.values() for action in group} - {"s3:PutObject"}
+    account = Account(ROLE, actions)
+    found = {finding.what: finding for finding in doctor.cloud_findings(session=account)}
+    assert account.asked == "arn:aws:iam::123456789012:role/Trainer"
+    assert found["region"].detail == "eu-west-1"
+    assert found["AmazonSageMakerFullAccess"].ok
+    assert found["AmazonS3FullAccess"].ok is False
+    assert "may not s3:PutObject" in found["AmazonS3FullAccess"].detail
+    for settings in account.settings:
+        assert settings["config"].connect_timeout <= 10
+        assert settings["config"].read_timeout <= 10
+        assert settings["config"].retries["max_attempts"] == 1
+    doctor.cloud_findings("arn:aws:iam::123456789012:role/Other", account)
+    assert account.asked.endswith("role/Other")
+
+
+def test_doctor_says_when_the_account_does_not_answer() -> None:
+    denied = ClientError({"Error": {"Code": "AccessDenied", "Message": "no"}}, "SimulatePrincipalPolicy")
+    found = {finding.what: finding for finding in doctor.cloud_findings(session=Account(ROLE, refused=denied))}
+    assert all(found[policy].ok is None for policy in doctor.PERMISSIONS)
+    assert "AccessDenied" in found["AmazonS3FullAccess"].detail
+    silent = {finding.what: finding for finding in doctor.cloud_findings(session=Account())}
+    assert silent["credentials"].ok is False
+    assert not set(doctor.PERMISSIONS) & set(silent)
+
+
+def test_doctor_without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    said = flat(call("doctor", "--mode", "cloud", code=1))
+    assert "none found" in said

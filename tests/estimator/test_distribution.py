@@ -1,0 +1,134 @@
+"""The distribution dictionary against the hyperparameters that a job carries."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from estimator.fakes import model_parallel
+
+from smp_config import ConfigError, ModelParallelParameters
+from smp_estimator import distribution as strategies
+
+
+def read(distribution: Any, *, hosts: int | None = 1, process_mode: bool = True, instance_type: str = "local") -> Any:
+    return strategies.read(distribution, instance_type=instance_type, hosts=hosts, process_mode=process_mode)
+
+
+def test_hyperparameters_are_those_of_the_platform() -> None:
+    settings = read(model_parallel(8, partitions=2, ddp=True, microbatches=4), instance_type="ml.p4d.24xlarge")
+    assert strategies.hyperparameters(settings) == {
+        "mp_parameters": {"partitions": 2, "pipeline_parallel_degree": 2, "ddp": True, "microbatches": 4},
+        "sagemaker_mpi_enabled": True,
+        "sagemaker_mpi_num_of_processes_per_host": 8,
+        "sagemaker_mpi_custom_mpi_options": "--mca btl_vader_single_copy_mechanism none",
+        "sagemaker_instance_type": "ml.p4d.24xlarge",
+        "sagemaker_distributed_dataparallel_enabled": False,
+    }
+
+
+@pytest.mark.parametrize(
+    "distribution",
+    [
+        model_parallel(4, pipeline_parallel_degree=2, tensor_parallel_degree=2, ddp=True),
+        {**model_parallel(2), "mpi": {"enabled": True, "processes_per_host": 2, "custom_mpi_options": "-x A=1"}},
+        {"smdistributed": {"dataparallel": {"enabled": True, "custom_mpi_options": "--verbose"}}},
+        {"mpi": {"enabled": True, "processes_per_host": 3}},
+    ],
+)
+def test_what_is_sent_reads_back(distribution: dict[str, Any]) -> None:
+    settings = read(distribution)
+    encoded = {name: json.dumps(value) for name, value in strategies.hyperparameters(settings).items()}
+    again = read(strategies.from_hyperparameters(encoded))
+    assert strategies.hyperparameters(again) == strategies.hyperparameters(settings)
+
+
+def test_parameters_may_be_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "parameters.json"
+    path.write_text(json.dumps({"pipeline_parallel_degree": 2, "microbatches": 2}))
+    distribution = model_parallel(2)
+    distribution["smdistributed"]["modelparallel"]["parameters"] = str(path)
+    assert read(distribution).model_parallel.microbatches == 2
+
+
+@pytest.mark.parametrize("placement", ["DPT", "PTD", "spread"])
+def test_accepts_what_the_sdk_refuses(placement: str) -> None:
+    settings = read(
+        model_parallel(8, partitions=2, default_partition=1, auto_partition=False, placement_strategy=placement)
+    )
+    assert settings.model_parallel.placement_strategy == placement
+
+
+def test_one_process_per_host_by_default_in_process_mode(caplog: pytest.LogCaptureFixture) -> None:
+    distribution = model_parallel()
+    del distribution["mpi"]["processes_per_host"]
+    with caplog.at_level(logging.WARNING):
+        settings = read(distribution)
+    assert settings.mpi.processes_per_host == 1
+    assert "one process per host" in caplog.text
+    with pytest.raises(ConfigError, match="processes_per_host is missing"):
+        read(distribution, process_mode=False)
+
+
+def test_world_size_is_explained() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(model_parallel(3, pipeline_parallel_degree=2, tensor_parallel_degree=2, ddp=True), hosts=2)
+    message = str(caught.value)
+    assert "pipeline_parallel_degree 2 × tensor_parallel_degree 2 = 4" in message
+    assert "6 processes = mpi.processes_per_host 3 × instance_count 2" in message
+    assert "set processes_per_host to 2" in message
+
+
+def test_sharding_that_does_not_divide_is_explained() -> None:
+    with pytest.raises(
+        ConfigError, match=r"sharded_data_parallel_degree is 3.*processes_per_host 4 × instance_count 1"
+    ):
+        read(model_parallel(4, sharded_data_parallel_degree=3, ddp=True))
+
+
+def test_replicas_without_ddp_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    read(model_parallel(2))
+    assert "ddp is false" in caplog.text
+
+
+def test_at_most_one_process_per_gpu() -> None:
+    with pytest.raises(ConfigError, match=r"processes_per_host is 16, but ml.p4d.24xlarge has 8 GPUs.*at most 8"):
+        read(model_parallel(16, ddp=True), instance_type="ml.p4d.24xlarge")
+    read(model_parallel(16, ddp=True), instance_type="ml.c5.xlarge")
+    read(model_parallel(16, ddp=True), instance_type="ml.p99.unheard_of")
+
+
+def test_too_long_parameters_are_counted() -> None:
+    with pytest.raises(ConfigError, match=r"take 3\d{3} characters as JSON, but the service accepts 2500"):
+        read(model_parallel(2, ddp=True, partition_file="x" * 3000))
+
+
+def test_every_known_parameter_survives() -> None:
+    sent = strategies.hyperparameters(read(model_parallel(2, ddp=True, fp16=True, _match_weights=True)))[
+        "mp_parameters"
+    ]
+    assert ModelParallelParameters.from_mp_parameters(sent).match_weights is True
+
+
+def test_instance_groups() -> None:
+    groups = [SimpleNamespace(instance_group_name=name) for name in ("cpu", "gpu")]
+    chosen = strategies.group_names({**model_parallel(), "instance_groups": [groups[1]]}, groups)
+    assert chosen["instance_groups"] == ["gpu"]
+    assert strategies.group_names(model_parallel(), groups[:1])["instance_groups"] == ["cpu"]
+    with pytest.raises(ConfigError, match="exactly one trains"):
+        strategies.group_names(model_parallel(), groups)
+    with pytest.raises(ConfigError, match="did you mean 'gpu'"):
+        strategies.group_names({"instance_groups": ["gpus"]}, groups)
+    with pytest.raises(ConfigError, match="without instance_groups"):
+        strategies.group_names({"instance_groups": ["gpu"]}, None)
+
+
+def test_strategies_of_the_sdk_are_left_to_it() -> None:
+    assert not strategies.is_ours({"torch_distributed": {"enabled": True}})
+    assert not strategies.is_ours({"mpi": {"enabled": True}})
+    assert strategies.is_ours({"mpi": {"enabled": True}}, process_mode=True)
+    assert not strategies.is_ours(None)

@@ -1,0 +1,47 @@
+"""The package stays light until its names are used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import smp_estimator
+
+
+def _python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.strip()
+
+
+def test_import_loads_neither_sdk_nor_torch() -> None:
+    heavy = _python(
+        "import sys, smp_estimator, smp_estimator.local;"
+        "print([m for m in ('sagemaker', 'boto3', 'torch', 'pydantic', 'rich') if m in sys.modules])"
+    )
+    assert heavy == "[]"
+
+
+def test_estimator_never_loads_torch_or_the_runtime() -> None:
+    loaded = _python(
+        "import sys; from smp_estimator import SMPEstimator;"
+        "print([m for m in ('torch', 'smp_runtime', 'smdistributed') if m in sys.modules])"
+    ).splitlines()[-1]
+    assert loaded == "[]"
+
+
+def test_import_takes_under_300_ms() -> None:
+    times = [
+        float(_python("import time; t = time.perf_counter(); import smp_estimator; print(time.perf_counter() - t)"))
+        for _ in range(3)
+    ]
+    assert min(times) < 0.3, times
+
+
+def test_public_surface_is_frozen() -> None:
+    assert smp_estimator.__all__ == ["ConfigError", "ProcessSession", "SMPEstimator", "__version__"]
+    for name in smp_estimator.__all__:
+        assert getattr(smp_estimator, name)
+    with pytest.raises(AttributeError, match="Estimater"):
+        _ = smp_estimator.Estimater

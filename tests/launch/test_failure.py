@@ -1,0 +1,159 @@
+"""The first cause of a failure, out of what ranks and both versions of mpirun say."""
+
+from __future__ import annotations
+
+import pytest
+
+from smp_config.failure import FailureRecord, format_failure
+from smp_config.limits import FAILURE_CHARACTERS
+from smp_launch.failure import Cause, FailureCollector, write_failure
+from smp_launch.output import Line
+
+RULE = "-" * 74
+
+KILLED_5 = f"""{RULE}
+prterun noticed that process rank 1 with PID 4804 on node vm exited on
+signal 9 (Killed).
+{RULE}"""
+
+KILLED_4 = f"""{RULE}
+Primary job  terminated normally, but 1 process returned
+a non-zero exit code. Per user-direction, the job has been aborted.
+{RULE}
+{RULE}
+mpirun noticed that process rank 1 with PID 0 on node vm exited on signal 9 (Killed).
+{RULE}"""
+
+CODE_5 = f"""{RULE}
+prterun detected that one or more processes exited with non-zero status,
+thus causing the job to be terminated. The first process to do so was:
+
+   Process name: [prterun-vm-4810@1,1]
+   Exit code:    3
+{RULE}"""
+
+CODE_4 = f"""{RULE}
+mpirun detected that one or more processes exited with non-zero status, thus causing
+the job to be terminated. The first process to do so was:
+
+  Process name: [[32759,1],1]
+  Exit code:    3
+{RULE}"""
+
+REFUSED = f"""{RULE}
+An unrecognized option was included on the mpirun command line:
+
+  Option: --bind-to-none
+{RULE}"""
+
+
+def hear(*texts, records=()):
+    """A collector that heard mpirun's ``texts``, then ``records``; and what it showed."""
+    collector = FailureCollector(lambda rank: f"algo-{rank + 1}")
+    shown = [line for text in texts for word in text.split("\n") for line in collector.take(Line(word))]
+    for record in records:
+        shown += collector.take(Line(format_failure(record), record.rank))
+    return collector, shown + collector.finish()
+
+
+def record(rank, when, error="ValueError", message="boom"):
+    return FailureRecord(
+        rank=rank, host=f"algo-{rank + 1}", error_type=error, message=message, traceback=f"trace {rank}", when=when
+    )
+
+
+@pytest.mark.parametrize("text", [KILLED_5, KILLED_4])
+def test_killed_by_a_signal(text):
+    collector, shown = hear(text)
+    cause = collector.first_cause(137)
+    assert cause.headline.startswith(
+        "rank 1 (algo-2): was killed by signal 9 (SIGKILL): often the machine ran out of memory"
+    )
+    assert shown == []
+
+
+@pytest.mark.parametrize("text", [CODE_5, CODE_4])
+def test_ended_with_a_code(text):
+    collector, shown = hear(text)
+    assert collector.first_cause(3).headline.startswith("rank 1 (algo-2): ended with exit code 3")
+    assert shown == []
+    assert collector.failing
+
+
+def test_the_earliest_record_is_the_cause():
+    collector, shown = hear(CODE_5, records=[record(0, 20.0, message="later"), record(1, 10.0)])
+    assert collector.first_cause(1) == Cause("rank 1 (algo-2): ValueError: boom", "trace 1")
+    assert shown == []
+
+
+def test_a_kill_comes_before_the_errors_that_it_causes():
+    collector, _ = hear(KILLED_5, records=[record(0, 1.0, "ConnectionError", "peer is gone")])
+    cause = collector.first_cause(137)
+    assert cause.headline.startswith("rank 1 (algo-2): was killed by signal 9")
+    assert "then rank 0 (algo-1): ConnectionError: peer is gone" in cause.detail
+
+
+@pytest.mark.parametrize("number", [6, 15])
+def test_an_abort_or_termination_after_another_rank_s_error_is_its_consequence(number):
+    collector, _ = hear(KILLED_5.replace("signal 9", f"signal {number}"), records=[record(0, 1.0)])
+    assert collector.first_cause(128 + number).headline == "rank 0 (algo-1): ValueError: boom"
+
+
+def test_mpirun_s_own_refusal_is_shown_and_told():
+    collector, shown = hear(REFUSED)
+    assert shown == REFUSED.split("\n")
+    headline = collector.first_cause(66).headline
+    assert headline.startswith("mpirun ended with code 66: An unrecognized option")
+    assert "--bind-to-none" in headline
+
+
+def test_when_mpirun_says_nothing_the_first_rank_that_ended_is_told():
+    collector, _ = hear()
+    assert collector.first_cause(5, first_ended=2).headline.startswith("rank 2 (algo-3): ended with exit code 5")
+    assert "killed by signal 11 (SIGSEGV)" in collector.first_cause(139, first_ended=2).headline
+    assert collector.first_cause(5).headline == "mpirun ended with code 5; its messages are in the log"
+
+
+def test_a_stop_is_told_as_a_stop():
+    collector, _ = hear(KILLED_5.replace("signal 9 (Killed)", "signal 15 (Terminated)"))
+    headline = collector.first_cause(143, stopped_by="SIGTERM").headline
+    assert "the job was stopped by SIGTERM" in headline
+    assert "handler for SIGTERM" in headline
+
+
+def test_the_ranks_own_rules_and_lines_pass():
+    collector = FailureCollector(str)
+    assert collector.take(Line(RULE, 0)) == [RULE]
+    assert collector.take(Line("text", 0)) == ["text"]
+    assert collector.take(Line("mpirun: Forwarding signal 12 to job")) == []
+
+
+def test_an_open_block_is_shown_in_the_end():
+    _, shown = hear(f"{RULE}\nhalf a message")
+    assert shown == [RULE, "half a message"]
+
+
+def test_reports_replace_cut_lines(tmp_path):
+    whole = record(1, 10.0).model_copy(update={"traceback": "t" * 9000})
+    collector, _ = hear(records=[whole])
+    assert len(collector.records[0].traceback) < 4000
+    (tmp_path / "1.json").write_text(whole.model_dump_json())
+    (tmp_path / "2.json").write_text("{")
+    collector.read_reports(tmp_path)
+    assert collector.records == [whole]
+
+
+def test_the_headline_is_one_line_and_leaves_room():
+    collector, _ = hear(records=[record(0, 1.0, message="one\ntwo " + "x" * 2000)])
+    headline = collector.first_cause(1).headline
+    assert headline.startswith("rank 0 (algo-1): ValueError: one two xxx")
+    assert "\n" not in headline
+    assert len(headline) < FAILURE_CHARACTERS
+
+
+def test_the_file_is_written_whole_and_once(tmp_path):
+    path = tmp_path / "output" / "failure"
+    assert write_failure(path, Cause("first", "detail"))
+    assert not write_failure(path, Cause("second"))
+    assert path.read_text() == "first\n\ndetail\n"
+    assert [p.name for p in path.parent.iterdir()] == ["failure"]

@@ -1,0 +1,65 @@
+"""Fragments of several ranks put together again, cut at every place."""
+
+from __future__ import annotations
+
+import pytest
+
+from smp_launch.output import Line, LineAssembler
+
+#: What Open MPI 4.1 writes when rank 1 speaks in the middle of rank 0's line.
+FRAGMENTS = (
+    b"[1,0]<stdout>:aaa[1,1]<stdout>:bbb\n[1,0]<stdout>:ccc\n[1,1]<stderr>:\xc3\xa9 [1, 2] [x\n"
+    b"----\nwords of mpirun\n----\n[1,10]<stdout>:\n[1,0]<stdout>:end"
+)
+FROM_FRAGMENTS = [
+    Line("bbb", 1),
+    Line("aaaccc", 0),
+    Line("é [1, 2] [x", 1),
+    Line("----"),
+    Line("words of mpirun"),
+    Line("----"),
+    Line("", 10),
+    Line("end", 0),
+]
+
+LINES = b"[1,1]<stdout>: bbb\n[1,0]<stdout>: aaa [1,1]<stdout>: no tag\nwords\n[prterun-vm-48@1,0] x\r\n[1,3]<stderr>:  in\n"
+FROM_LINES = [
+    Line("bbb", 1),
+    Line("aaa [1,1]<stdout>: no tag", 0),
+    Line("words"),
+    Line("[prterun-vm-48@1,0] x"),
+    Line(" in", 3),
+]
+
+PLAIN = b"[1,0]<stdout>: a\nb\n\nend"
+FROM_PLAIN = [Line("[1,0]<stdout>: a"), Line("b"), Line(""), Line("end")]
+
+
+def assemble(tags, pieces):
+    assembler = LineAssembler(tags)
+    return [line for piece in pieces for line in assembler.feed(piece)] + assembler.finish()
+
+
+@pytest.mark.parametrize(
+    ("tags", "data", "expected"),
+    [("fragments", FRAGMENTS, FROM_FRAGMENTS), ("lines", LINES, FROM_LINES), (None, PLAIN, FROM_PLAIN)],
+)
+def test_lines_are_the_same_wherever_the_stream_is_cut(tags, data, expected):
+    assert assemble(tags, [data]) == expected
+    assert assemble(tags, [data[n : n + 1] for n in range(len(data))]) == expected
+    for cut in range(len(data)):
+        assert assemble(tags, [data[:cut], data[cut:]]) == expected
+
+
+def test_a_line_is_given_as_soon_as_it_ends():
+    assembler = LineAssembler("fragments")
+    assert assembler.feed(b"[1,0]<stdout>:whole\n[1,0]<stdout>:part") == [Line("whole", 0)]
+    assert assembler.feed(b"[1,0]<stdout>: two\n") == [Line("part two", 0)]
+    assert assembler.finish() == []
+
+
+def test_a_line_without_end_does_not_fill_the_memory():
+    assembler = LineAssembler(None)
+    lines = [line for _ in range(40) for line in assembler.feed(b"x" * 65536)]
+    assert sum(len(line.text) for line in lines + assembler.finish()) == 40 * 65536
+    assert len(lines) == 2

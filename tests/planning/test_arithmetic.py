@@ -1,0 +1,149 @@
+"""Batches, pipelines and network traffic: the worked examples of the documentation, and closed forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smp_config import ConfigError, ModelParallelParameters, Topology
+from smp_estimator.planning import batch_for, batches, batches_of, plan
+from smp_estimator.planning import network as net
+from smp_estimator.planning.pipeline import idle_fraction, in_flight, layers_of_stage
+
+
+def test_example_one_sharding_alone() -> None:
+    found = batches(Topology(1536, sharded=32), 1, sequence=4096)
+    assert (found.replicas, found.global_batch, found.tokens) == (1536, 1536, 6_291_456)
+
+
+def test_example_one_with_tensor_parallelism() -> None:
+    found = batches(Topology(1536, tensor=8), 4, sequence=4096, prescaled=True)
+    assert (found.readers, found.replicas) == (192, 192)
+    assert (found.global_batch, found.tokens) == (768, 3_145_728)
+    assert found.group_batch == 4
+
+
+def test_example_two() -> None:
+    parameters = ModelParallelParameters.from_mp_parameters(
+        {"ddp": True, "prescaled_batch": True, "sharded_data_parallel_degree": 4, "tensor_parallel_degree": 4}
+    )
+    found = batches_of(parameters, 32, 2)
+    assert (found.replicas, found.global_batch) == (8, 16)
+    assert parameters.topology(32).rdp_size // 4 == 2  # replicas of each shard
+
+
+def test_without_prescaling_every_rank_reads() -> None:
+    found = batches(Topology(16, tensor=4, pipeline=2), 3)
+    assert (found.readers, found.replicas, found.group_batch, found.global_batch) == (8, 2, 12, 24)
+
+
+def test_accumulation_and_microbatches() -> None:
+    found = batches(Topology(8, pipeline=2), 12, microbatches=4, accumulation=3, sequence=10)
+    assert (found.microbatch, found.global_batch, found.tokens) == (3, 4 * 12 * 3, 4 * 12 * 3 * 10)
+
+
+@given(
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 8),
+    st.integers(1, 6),
+    st.booleans(),
+    st.integers(1, 3),
+)
+def test_batch_for_is_the_inverse(
+    pipeline: int, tensor: int, replicas: int, batch: int, prescaled: bool, accumulation: int
+) -> None:
+    topology = Topology(pipeline * tensor * replicas, pipeline=pipeline, tensor=tensor)
+    total = batches(topology, batch, prescaled=prescaled, accumulation=accumulation).global_batch
+    assert total == accumulation * topology.global_batch(batch, prescaled=prescaled)
+    assert batch_for(topology, total, prescaled=prescaled, accumulation=accumulation) == batch
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"batch": 10, "microbatches": 4}, "8 or 12"),
+        ({"batch": 3, "microbatches": 4}, "at most 3 microbatches"),
+        ({"batch": 0}, "batch is 0"),
+        ({"batch": True}, "batch is True"),
+        ({"batch": 1, "sequence": 0}, "sequence is 0"),
+    ],
+)
+def test_wrong_batches_name_a_right_one(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        batches(Topology(8), **arguments)
+
+
+def test_a_global_batch_that_cannot_be_read() -> None:
+    with pytest.raises(ConfigError, match="use a global batch of 96"):
+        batch_for(Topology(32), 100)
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "idle"), [(1, 1, 0), (2, 1, 1 / 2), (4, 8, 3 / 11), (8, 32, 7 / 39)]
+)
+def test_idle_fraction(stages: int, microbatches: int, idle: float) -> None:
+    assert idle_fraction(stages, microbatches) == pytest.approx(idle)
+
+
+def test_in_flight() -> None:
+    assert [in_flight("interleaved", stage, 4, 8) for stage in range(4)] == [4, 3, 2, 1]
+    assert [in_flight("interleaved", stage, 4, 2) for stage in range(4)] == [2, 2, 2, 1]
+    assert [in_flight("interleaved", stage, 4, 8, active=2) for stage in range(4)] == [2, 2, 2, 1]
+    assert [in_flight("simple", stage, 4, 8, active=2) for stage in range(4)] == [8, 8, 8, 8]
+    assert in_flight("_only_forward", 0, 4, 8) == 1
+    with pytest.raises(ConfigError, match="stages 0 to 3"):
+        in_flight("simple", 4, 4, 8)
+    with pytest.raises(ConfigError, match="schedules are"):
+        in_flight("zigzag", 0, 4, 8)
+
+
+@given(st.integers(1, 100), st.integers(1, 16))
+def test_every_layer_has_one_stage(layers: int, stages: int) -> None:
+    if stages > layers:
+        with pytest.raises(ConfigError, match=f"at most {layers}"):
+            layers_of_stage(layers, stages, 0)
+        return
+    ranges = [layers_of_stage(layers, stages, stage) for stage in range(stages)]
+    assert [layer for held in ranges for layer in held] == list(range(layers))
+    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "degree", "megabytes"),
+    [(1, 8, 10.5), (1, 2, 9.0), (1, 4, 10.0), (8, 8, 84), (8, 2, 51), (8, 4, 73)],
+)
+def test_the_worked_example_of_sharding(accumulation: int, degree: int, megabytes: float) -> None:
+    """8 ranks, a million parameters in fp32, one or eight accumulation steps."""
+    assert net.sharded_bytes(8, degree, 1e6, 4, accumulation=accumulation) == pytest.approx(megabytes * 1e6)
+
+
+def test_plain_data_parallelism_and_primitives() -> None:
+    assert net.data_parallel_bytes(8, 1e6, 4) == pytest.approx(7.0e6)
+    assert net.gather_bytes(4, 100) == 75
+    assert net.reduce_bytes(1, 100) == 0
+    assert net.sharded_bytes(8, 8, 1e6, 4, keep_gathered=True) == pytest.approx(7.0e6)
+    assert net.node_gather_bytes(16, 8, 100) == 50
+    assert net.node_gather_bytes(16, 8, 100, hierarchical=False) == 93.75
+
+
+def test_traffic_of_a_plan() -> None:
+    shape: dict[str, Any] = {"model": "gpt2", "instance_type": "ml.p4d.24xlarge"}
+    count = 124_439_808
+    plain = plan(**shape, parameters={"ddp": True}).traffic
+    assert (plain.data, plain.tensor, plain.pipeline) == (pytest.approx(2 * 7 / 8 * count * 4), 0, 0)
+    sharded = plan(**shape, parameters={"ddp": True, "sharded_data_parallel_degree": 4, "bf16": True}, accumulation=2)
+    assert sharded.traffic.data == pytest.approx((2 * 3 * 3 / 4 + 2 * 1 / 2 / 4) * count * 2)
+    hidden = 4 * 1024 * 768 * 2  # of 4 samples, in bytes
+    both = {"ddp": True, "tensor_parallel_degree": 4, "prescaled_batch": True, "fp16": True}
+    tensor = plan(**shape, parameters=both, batch=4).traffic
+    assert tensor.tensor == pytest.approx(12 * 4 * 2 * 3 / 4 * hidden)
+    recomputed = plan(**shape, parameters=both, batch=4, activation_checkpointing="each").traffic
+    assert recomputed.tensor == pytest.approx(1.5 * tensor.tensor)
+    staged = plan(
+        **shape, parameters={"ddp": True, "pipeline_parallel_degree": 2, "microbatches": 4, "fp16": True}, batch=4
+    )
+    assert staged.traffic.pipeline == pytest.approx(hidden)

@@ -1,0 +1,211 @@
+"""Memory by kind: the published formulas, strategy by strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from smp_config import ConfigError
+from smp_estimator.planning import Kind, ModelShape, Plan, Workload, plan
+from smp_estimator.planning.activations import LayerCost, checkpoint_bytes, layer_bytes
+
+SHAPE = ModelShape(8, 1024, 16, 32_000, 512)
+COUNT = SHAPE.parameters
+
+
+def planned(parameters: dict[str, Any] | None = None, batch: int = 1, model: Any = SHAPE, **more: Any) -> Plan:
+    return plan(model, "ml.p4d.24xlarge", more.pop("count", 1), parameters or {"ddp": True}, batch, **more)
+
+
+def kinds(parameters: dict[str, Any], **more: Any) -> dict[Kind, int]:
+    return planned(parameters, **more).worst.kinds
+
+
+@pytest.mark.parametrize(
+    ("heads", "sequence", "dropout", "fused", "per_token"),
+    [
+        (16, 512, True, False, 34 + 5 * 16 * 512 / 1024),
+        (16, 512, True, True, 34 + 4 * 16 / 1024),
+        (16, 2048, False, False, 32 + 2 * 16 * 2048 / 1024),
+    ],
+)
+def test_a_layer_keeps_what_the_paper_says(
+    heads: int, sequence: int, dropout: bool, fused: bool, per_token: float
+) -> None:
+    shape = ModelShape(1, 1024, heads, 1000, sequence)
+    cost = LayerCost(samples=3, element_bytes=2)
+    expected = 3 * sequence * 1024 * per_token
+    assert layer_bytes(shape, cost, fused_attention=fused, dropout=dropout) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("sliced", "per_token"), [(True, 34 / 4 + 5 * 16 * 512 / 1024 / 4), (False, 10 + 24 / 4 + 10)])
+def test_a_layer_under_tensor_parallelism(sliced: bool, per_token: float) -> None:
+    cost = LayerCost(samples=3, element_bytes=2, tensor=4, sliced=sliced)
+    assert layer_bytes(SHAPE, cost, fused_attention=False) == pytest.approx(3 * 512 * 1024 * per_token)
+
+
+def test_a_checkpoint_is_the_input_of_its_unit() -> None:
+    assert checkpoint_bytes(SHAPE, LayerCost(samples=3, element_bytes=2)) == 2 * 512 * 3 * 1024
+
+
+@pytest.mark.parametrize(
+    ("parameters", "each"),
+    [
+        ({"ddp": True}, (4, 4, 8, 0)),
+        ({"ddp": True, "bf16": True}, (2, 2, 8, 4)),
+        ({"ddp": True, "fp16": True}, (2, 2, 8, 4)),
+        ({"ddp": True, "bf16": True, "_fp32_grad_accumulation": True}, (2, 6, 8, 4)),
+        ({"ddp": True, "shard_optimizer_state": True}, (4, 4, 8 / 8, 0)),
+        ({"ddp": True, "bf16": True, "shard_optimizer_state": True}, (2, 2, 8 / 8, 4 / 8)),
+        ({"ddp": True, "sharded_data_parallel_degree": 8, "sdp_param_persistence_threshold": 0}, (4 / 8, 4 / 8, 1, 0)),
+        (
+            {"ddp": True, "bf16": True, "sharded_data_parallel_degree": 4, "sdp_param_persistence_threshold": 0},
+            (2 / 4, 2 / 4, 2, 1),
+        ),
+    ],
+)
+def test_bytes_of_state_per_parameter(parameters: dict[str, Any], each: tuple[float, ...]) -> None:
+    found = kinds(parameters)
+    wanted = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER, Kind.MASTER)
+    for kind, bytes_each in zip(wanted, each, strict=True):
+        assert found[kind] == pytest.approx(bytes_each * COUNT, rel=1e-6), kind
+
+
+@pytest.mark.parametrize(("optimizer", "each"), [("adamw", 8), ("momentum", 4), ("sgd", 0)])
+def test_other_optimizers(optimizer: str, each: int) -> None:
+    assert kinds({"ddp": True}, optimizer=optimizer)[Kind.OPTIMIZER] == each * COUNT
+
+
+def test_buckets_hold_one_more_copy_of_the_gradients() -> None:
+    assert kinds({"ddp": True})[Kind.BUCKETS] == 4 * COUNT
+    assert kinds({"ddp": True}, gradient_as_bucket_view=True)[Kind.BUCKETS] == 0
+    assert kinds({})[Kind.BUCKETS] == 4 * COUNT  # {} is the default of plan(): ddp
+    assert planned({"pipeline_parallel_degree": 8}).worst.kinds[Kind.BUCKETS] == 0
+    whole = {"ddp": True, "tensor_parallel_degree": 8, "prescaled_batch": True}
+    replicated = kinds(whole)[Kind.BUCKETS] / 4  # with one replica only tensors that are not divided are averaged
+    assert 32_000 * 1024 < replicated < 34_000 * 1024
+
+
+def test_sharding_keeps_small_tensors_and_caps_what_is_gathered() -> None:
+    base = {"ddp": True, "bf16": True, "sharded_data_parallel_degree": 8}
+    small = sum(w.elements for w in SHAPE.tensors() if w.elements < 1_000_000)
+    found = kinds(base)
+    assert found[Kind.PARAMETERS] == pytest.approx(2 * (small + (COUNT - small) / 8), abs=8)
+    assert found[Kind.GATHERED] == 2 * (COUNT - small)  # less than the default cap of a billion
+    assert found[Kind.BUCKETS] == 2 * COUNT
+    capped = kinds({**base, "sdp_max_live_parameters": 40_000_000, "sdp_reduce_bucket_size": 50_000_000})
+    assert capped[Kind.GATHERED] == 2 * 40_000_000
+    assert capped[Kind.BUCKETS] == 2 * 50_000_000
+    tiny = kinds({**base, "sdp_max_live_parameters": 1, "sdp_reduce_bucket_size": 1})
+    assert tiny[Kind.GATHERED] == tiny[Kind.BUCKETS] == 2 * 32_000 * 1024  # a unit cannot be gathered in part
+    everything = kinds({**base, "sdp_param_persistence_threshold": 10**9})
+    assert everything[Kind.GATHERED] == 0
+    assert everything[Kind.PARAMETERS] == 2 * COUNT
+
+
+def test_smddp_buffers_only_where_they_are_used() -> None:
+    sharded = {"ddp": True, "sharded_data_parallel_degree": 8}
+    both = {"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": "8192", "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "16384"}
+    assert kinds(sharded, count=2)[Kind.SMDDP] == 144 * 2**20
+    assert kinds(sharded, count=2, environment=both)[Kind.SMDDP] == 24576
+    assert kinds(sharded, count=1)[Kind.SMDDP] == 0
+    assert kinds({**sharded, "ddp_dist_backend": "nccl"}, count=2)[Kind.SMDDP] == 0
+    assert kinds({**sharded, "ddp_dist_backend": "smddp"}, count=1)[Kind.SMDDP] == 144 * 2**20
+    tensor = {**sharded, "tensor_parallel_degree": 2, "prescaled_batch": True}
+    assert kinds(tensor, count=2)[Kind.SMDDP] == 0
+
+
+def test_tensor_parallelism_divides_matrices_and_embeddings_when_asked() -> None:
+    parameters = {"ddp": True, "tensor_parallel_degree": 4, "prescaled_batch": True}
+    table = 32_000 * 1024
+    plain = planned(parameters, batch=4).worst
+    asked = planned(parameters, batch=4, distribute_embedding=True).worst
+    assert plain.elements - asked.elements == table * 3 // 4
+    sharded = planned({**parameters, "sharded_data_parallel_degree": 2}, batch=4).worst
+    assert sharded.elements == asked.elements  # on by itself
+    layers = sum(w.elements for w in SHAPE.tensors() if w.split)
+    rest = COUNT - layers - table
+    assert asked.elements == layers // 4 + table // 4 + rest
+
+
+def test_every_weight_lies_in_one_stage() -> None:
+    made = planned({"ddp": True, "pipeline_parallel_degree": 4, "microbatches": 4}, batch=4)
+    assert sum(stage.elements for stage in made.stages) == COUNT
+    assert [stage.layers for stage in made.stages] == [2, 2, 2, 2]
+    assert made.worst.stage == 0  # the embedding, and the loss of the tied output projection
+    untied = ModelShape(8, 1024, 16, 32_000, 512, tied_embeddings=False)
+    last = planned({"ddp": True, "pipeline_parallel_degree": 4, "microbatches": 4}, batch=4, model=untied).stages[-1]
+    assert last.activations.working > made.stages[-1].activations.working
+
+
+def test_microbatches_in_flight() -> None:
+    base = {"ddp": True, "pipeline_parallel_degree": 4, "microbatches": 8}
+    kept = [stage.activations.kept for stage in planned(base, batch=8).stages]
+    assert kept == [4 * kept[3], 3 * kept[3], 2 * kept[3], kept[3]]
+    simple = [stage.activations.kept for stage in planned({**base, "pipeline": "simple"}, batch=8).stages]
+    assert simple == [8 * kept[3]] * 4
+    fewer = planned({**base, "active_microbatches": 2}, batch=8).stages[0].activations.kept
+    assert fewer == 2 * kept[3]
+
+
+def test_checkpointing_strategies() -> None:
+    kept, working = {}, {}
+    for strategy in (None, "each", "group_2", "group_3", "contiguous"):
+        found = planned(batch=8, model=ModelShape(8, 1024, 16, 1000, 512), activation_checkpointing=strategy)
+        kept[strategy], working[strategy] = found.worst.activations.kept, found.worst.activations.working
+    unit = 4 * 8 * 512 * 1024
+    assert [kept[s] for s in ("each", "group_2", "group_3", "contiguous")] == [8 * unit, 4 * unit, 3 * unit, unit]
+    assert working["each"] < working["group_2"] < working["group_3"] < working["contiguous"]
+    assert kept[None] > 8 * kept["each"]
+    with pytest.raises(ConfigError, match="group_2"):
+        Workload(activation_checkpointing="group_0")
+
+
+def test_offloading_leaves_what_is_loaded_early() -> None:
+    base = {"ddp": True, "offload_activations": True}
+    unit = 4 * 8 * 512 * 1024
+    found = planned(
+        {**base, "activation_loading_horizon": 2}, batch=8, activation_checkpointing="each"
+    ).worst.activations
+    assert (found.kept, found.offloaded) == (3 * unit, 8 * unit)
+    far = planned(
+        {**base, "activation_loading_horizon": 99}, batch=8, activation_checkpointing="each"
+    ).worst.activations
+    assert far.kept == 8 * unit
+    without = planned(base, batch=8).worst.activations
+    assert without.offloaded == 0  # nothing is offloaded without checkpoints
+
+
+def test_optimize_speed_keeps_more() -> None:
+    parameters = {"ddp": True, "tensor_parallel_degree": 8, "prescaled_batch": True, "fp16": True}
+    sliced, whole = (
+        planned({**parameters, "optimize": how}, batch=8, activation_checkpointing="each").worst.activations.kept
+        for how in ("memory", "speed")
+    )
+    assert whole == 8 * sliced
+
+
+def test_fp32_loss_needs_more() -> None:
+    half = planned({"ddp": True, "fp16": True}, batch=4)
+    full = planned({"ddp": True, "fp16": True}, batch=4, fp32_loss=True)
+    assert full.total_bytes - half.total_bytes == 4 * 512 * 32_000 * (14 - 8)
+
+
+def test_frozen_parameters_have_no_gradient() -> None:
+    class Parameter:
+        def __init__(self, *shape: int, trains: bool) -> None:
+            self.shape, self.requires_grad = shape, trains
+
+        def numel(self) -> int:
+            return self.shape[0] * self.shape[1]
+
+    class Module:
+        def named_parameters(self) -> Any:
+            yield "frozen.weight", Parameter(100, 100, trains=False)
+            yield "head.weight", Parameter(10, 100, trains=True)
+
+    found = kinds({"ddp": True}, model=Module())
+    assert found[Kind.PARAMETERS] == 4 * 11_000
+    assert found[Kind.GRADIENTS] == 4 * 1_000
+    assert found[Kind.OPTIMIZER] == 8 * 1_000

@@ -1,0 +1,227 @@
+"""``plan()`` and ``suggest()``: verdicts, what to change, notes, and the order of what is tried."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smp_config import ConfigError, ModelParallelParameters
+from smp_estimator.planning import ModelShape, Plan, Verdict, plan, suggest
+from smp_estimator.planning.advice import microbatches_for
+
+SHARDED = {"ddp": True, "bf16": True, "sharded_data_parallel_degree": 8}
+
+
+def neox(parameters: dict[str, Any] | None = None, count: int = 2, batch: int = 4, **more: Any) -> Plan:
+    checkpointing = more.pop("activation_checkpointing", "each")
+    chosen = SHARDED if parameters is None else parameters
+    return plan("gpt-neox-20b", "ml.p4d.24xlarge", count, chosen, batch, activation_checkpointing=checkpointing, **more)
+
+
+def test_verdicts_at_their_bounds() -> None:
+    total = neox().total_bytes
+    sizes = {total - 1: Verdict.DOES_NOT_FIT, total: Verdict.TIGHT, int(total / 0.851): Verdict.TIGHT}
+    sizes[int(total / 0.849)] = Verdict.FITS
+    for size, verdict in sizes.items():
+        assert neox(gpu_memory_bytes=size).verdict is verdict, size
+    assert not Verdict.DOES_NOT_FIT.feasible
+    assert not Verdict.UNKNOWN.feasible
+
+
+def test_every_change_keeps_its_promise() -> None:
+    made = neox()
+    assert made.verdict is Verdict.DOES_NOT_FIT
+    said = [str(change) for change in made.changes]
+    assert any(line.startswith('"sharded_data_parallel_degree": 16') for line in said), said
+    assert any(line.startswith("ml.p4de.24xlarge") for line in said), said
+    for change in made.changes:
+        assert change.plan.verdict.feasible, change
+        assert change.plan.total_bytes < made.total_bytes, change
+        if "instances" not in change.what:
+            assert change.plan.batches.global_batch == made.batches.global_batch, change
+
+
+def test_the_batch_is_the_first_thing_to_change() -> None:
+    made = neox({**SHARDED, "sharded_data_parallel_degree": 16}, batch=24)
+    assert made.verdict is Verdict.DOES_NOT_FIT
+    assert made.changes[0].what.startswith("batch ")
+    largest = made.changes[0].plan.request.workload.batch
+    assert made.changes[0].plan.verdict is Verdict.FITS
+    assert made.changed(batch=largest + 1).verdict is not Verdict.FITS
+
+
+def test_what_fits_needs_no_change() -> None:
+    assert neox({**SHARDED, "sharded_data_parallel_degree": 16}).changes == ()
+
+
+def test_no_single_change_is_said() -> None:
+    made = plan("gpt-neox-65b", "ml.g5.xlarge", 1, {"ddp": True})
+    assert made.changes == ()
+    assert "no single change is enough" in str(made)
+
+
+def test_the_table_shows_the_numbers() -> None:
+    made = neox()
+    text = " ".join(str(made).split())
+    for stage in made.stages:
+        for kind, size in stage.kinds.items():
+            if size:
+                assert kind.value in text
+                assert f"{size / 1e9:.2f}" in text
+    assert "does not fit" in text
+    assert "16 bytes per parameter: 328.9 GB" in text
+    assert "411.1 GB" in text  # the rule of 20 beside it
+    assert json.dumps(made.to_dict())
+
+
+def test_notes() -> None:
+    def said(*arguments: Any, **more: Any) -> str:
+        return " ".join(plan(*arguments, **more).notes)
+
+    across = {"ddp": True, "tensor_parallel_degree": 16, "prescaled_batch": True}
+    assert "spreads over 2 nodes" in said("gpt2-10b", "ml.p4d.24xlarge", 2, across, 16)
+    scattered = {**across, "tensor_parallel_degree": 2, "placement_strategy": "spread"}
+    assert "spreads over 2 nodes" in said("gpt2-10b", "ml.p4d.24xlarge", 2, scattered, 16)
+    assert "delayed_parameter_initialization" in said("gpt-neox-65b", "ml.p4d.24xlarge", 1, {"ddp": True})
+    assert "no EFA" in said("gpt2", "ml.p3.16xlarge", 2, {"ddp": True})
+    assert "alone fits too" in said("gpt2", "ml.p4d.24xlarge", 1, across | {"tensor_parallel_degree": 8}, 8)
+    assert "SMDDP" in said("gpt-neox-20b", "ml.p4d.24xlarge", 2, SHARDED)
+    assert "not in the catalogue" in said("gpt2", "ml.p9.48xlarge", processes_per_host=8)
+
+
+def test_unknown_instances_are_planned_without_a_verdict() -> None:
+    with pytest.raises(ConfigError, match="give processes_per_host"):
+        plan("gpt2", "ml.p9.48xlarge")
+    made = plan("gpt2", "ml.p9.48xlarge", processes_per_host=8)
+    assert (made.verdict, made.fraction) == (Verdict.UNKNOWN, None)
+    assert made.changes == ()
+    assert "per GPU" in str(made)
+    assert plan("gpt2", "local", processes_per_host=2, gpu_memory_bytes=2**40).verdict is Verdict.FITS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"processes_per_host": 16}, "has 8 GPUs"),
+        ({"instance_count": 0}, "instance_count is 0"),
+        ({"parameters": {"ddp": True, "sharded_data_parallel_degree": 3}}, "use one of 1, 2, 4, 8"),
+        ({"parameters": {"pipeline_parallel_degree": 16}, "instance_count": 2}, "at most 12"),
+        ({"parameters": {"ddq": True}}, "did you mean 'ddp'"),
+        ({"activation_checkpoint": "each"}, "did you mean 'activation_checkpointing'"),
+        ({"activation_checkpointing": "every"}, "use 'each'"),
+        ({"optimizer": "adams"}, "use one of adam"),
+        ({"parameters": {"pipeline_parallel_degree": 2, "microbatches": 4}, "batch": 6}, "4 or 8"),
+    ],
+)
+def test_wrong_requests_name_a_right_one(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        plan("gpt2", "ml.p4d.24xlarge", **arguments)
+
+
+# -- suggest ---------------------------------------------------------------------------------------------------
+
+
+def test_a_small_model_is_trained_with_data_parallelism_alone() -> None:
+    found = suggest("gpt2", "ml.p4d.24xlarge", 1, 4)
+    assert found.parameters == {"ddp": True, "bf16": True}
+    assert len(found.tried) == 1
+    assert found.alternative is None or found.alternative.plan.verdict is Verdict.FITS
+
+
+def test_the_ladder_is_climbed_in_order() -> None:
+    found = suggest("gpt2-60b", "ml.p4d.24xlarge", 32, 7)
+    said = [step.what for step in found.tried]
+    assert said[:4] == [
+        "data parallelism",
+        "+ sharded optimizer state",
+        "+ activation checkpointing of each layer",
+        "+ tensor parallelism 2",
+    ]
+    assert found.plan.verdict is Verdict.FITS
+    assert found.plan is found.tried[-1].plan
+    assert all(step.plan.verdict is not Verdict.FITS for step in found.tried[:-1])
+    assert {step.plan.batches.global_batch for step in found.tried} == {7 * 256}
+    # The published reference point for this size and cluster has the same degrees.
+    assert found.parameters["tensor_parallel_degree"] == 8
+    assert found.parameters["pipeline_parallel_degree"] == 2
+    assert found.alternative is not None
+    assert "sharded data parallelism" in found.alternative.what
+
+
+def test_suggestions_can_be_used_as_they_are() -> None:
+    found = suggest("gpt2-30b", "ml.p4d.24xlarge", 4, 2)
+    parameters = ModelParallelParameters.from_mp_parameters(found.parameters)
+    again = plan(
+        "gpt2-30b",
+        "ml.p4d.24xlarge",
+        4,
+        parameters,
+        found.batch,
+        activation_checkpointing=found.plan.request.workload.activation_checkpointing,
+    )
+    assert again.total_bytes == found.plan.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "expected"),
+    [("ml.p3.16xlarge", "auto", "fp16"), ("ml.g5.48xlarge", "auto", "bf16"), ("ml.g5.48xlarge", "fp16", "fp16")],
+)
+def test_precision_follows_the_gpu(kind: str, precision: str, expected: str) -> None:
+    assert suggest("gpt2", kind, precision=precision).parameters[expected] is True
+
+
+def test_what_cannot_fit_is_said_to_not_fit() -> None:
+    found = suggest("gpt-neox-65b", "ml.g5.xlarge", 1)
+    assert found.plan.verdict is Verdict.DOES_NOT_FIT
+    assert "does not fit" in str(found)
+
+
+def test_wrong_suggestions() -> None:
+    with pytest.raises(ConfigError, match="use a global batch of"):
+        suggest("gpt2", "ml.p3.2xlarge", 3, global_batch=1)
+    with pytest.raises(ConfigError, match="memory of"):
+        suggest("gpt2", "local", processes_per_host=2)
+    with pytest.raises(ConfigError, match="precision is"):
+        suggest("gpt2", "ml.p4d.24xlarge", precision="fp8")
+
+
+def test_microbatches() -> None:
+    assert microbatches_for(1, 8) == 1
+    assert microbatches_for(2, 64) == 8
+    assert microbatches_for(2, 12) == 12
+    assert microbatches_for(4, 6) == 6
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4]),
+    st.booleans(),
+    st.sampled_from([None, "each", "group_2", "contiguous"]),
+    st.integers(1, 3),
+)
+def test_plans_behave(
+    pipeline: int, tensor: int, sharded: int, offload: bool, checkpointing: str | None, factor: int
+) -> None:
+    """No negative bytes; more samples or more tokens never need less; the table can always be drawn."""
+    shape = ModelShape(8, 512, 8, 1000, 64)
+    parameters = {
+        "ddp": True,
+        "pipeline_parallel_degree": pipeline,
+        "tensor_parallel_degree": tensor,
+        "sharded_data_parallel_degree": sharded,
+        "prescaled_batch": tensor > 1,
+        "microbatches": 4,
+        "offload_activations": offload,
+        "fp16": True,
+    }
+    made = plan(shape, "ml.p4d.24xlarge", 16, parameters, 4 * factor, activation_checkpointing=checkpointing)
+    assert all(size >= 0 for stage in made.stages for size in stage.kinds.values())
+    assert made.changed(batch=8 * factor).total_bytes >= made.total_bytes
+    assert made.traffic.total >= 0
+    assert "verdict" in str(made)

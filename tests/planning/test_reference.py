@@ -1,0 +1,171 @@
+"""The published reference configurations: every one is feasible as it stands, and smaller degrees show the growth."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smp_estimator.planning import Kind, Plan, Verdict, plan
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "planning.md"
+
+#: Name, model, instances, sequence, parameters, batch, published global batch (None where the page gives none).
+ROWS: list[tuple[str, str, int, int, dict[str, Any], int, int | None]] = [
+    ("10B", "gpt2-10b", 16, 512, {"tensor_parallel_degree": 4, "shard_optimizer_state": True}, 40, None),
+    ("30B", "gpt2-30b", 16, 512, {"tensor_parallel_degree": 8, "shard_optimizer_state": True}, 32, None),
+    (
+        "60B",
+        "gpt2-60b",
+        32,
+        512,
+        {
+            "pipeline_parallel_degree": 2,
+            "tensor_parallel_degree": 8,
+            "shard_optimizer_state": True,
+            "microbatches": 4,
+            "active_microbatches": 2,
+        },
+        56,
+        None,
+    ),
+    ("NeoX-20B, 2 nodes", "gpt-neox-20b", 2, 2048, {"sharded_data_parallel_degree": 16}, 4, 64),
+    ("NeoX-20B, 8 nodes", "gpt-neox-20b", 8, 2048, {"sharded_data_parallel_degree": 32}, 12, 768),
+    (
+        "65B, seq 2048",
+        "gpt-neox-65b",
+        64,
+        2048,
+        {"sharded_data_parallel_degree": 16, "tensor_parallel_degree": 8, "offload_activations": True},
+        8,
+        512,
+    ),
+    (
+        "65B, seq 4096",
+        "gpt-neox-65b",
+        64,
+        4096,
+        {"sharded_data_parallel_degree": 64, "tensor_parallel_degree": 2, "offload_activations": True},
+        2,
+        512,
+    ),
+]
+IDS = [row[0] for row in ROWS]
+
+
+def planned(row: tuple[Any, ...], **workload: Any) -> Plan:
+    _, model, count, sequence, parameters, batch, _ = row
+    prescaled = {"prescaled_batch": True} if "tensor_parallel_degree" in parameters else {}
+    return plan(
+        model,
+        "ml.p4d.24xlarge",
+        count,
+        {"ddp": True, "fp16": True, **prescaled, **parameters},
+        batch,
+        sequence=sequence,
+        **{"activation_checkpointing": "each", "fused_attention": True, **workload},
+    )
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_is_feasible(row: tuple[Any, ...]) -> None:
+    made = planned(row)
+    assert made.verdict.feasible, str(made)
+    assert made.fraction is not None
+    assert made.fraction < 1
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_global_batch_is_the_published_one(row: tuple[Any, ...]) -> None:
+    if row[-1] is not None:
+        assert planned(row).batches.global_batch == row[-1]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_state_is_sixteen_bytes_per_parameter(row: tuple[Any, ...]) -> None:
+    """Over all GPUs of one copy of the state; what is replicated (small tensors, 4 bytes without sharding) is on top."""
+    made = planned(row)
+    parameters, count = made.request.parameters, made.request.shape.parameters
+    model_parallel = parameters.pipeline_parallel_degree * parameters.tensor_parallel_degree
+    if parameters.shard_optimizer_state:
+        expected = count / model_parallel * (4 + 12 / made.topology.rdp_size)
+    else:
+        expected = 16 * count / model_parallel / parameters.sharded_data_parallel_degree
+    mean = sum(stage.state for stage in made.stages) / len(made.stages)
+    assert expected * 0.995 < mean < expected * 1.10
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_half_of_a_degree_needs_more(row: tuple[Any, ...]) -> None:
+    made = planned(row)
+    for name in ("tensor_parallel_degree", "sharded_data_parallel_degree", "pipeline_parallel_degree"):
+        degree = getattr(made.request.parameters, name)
+        if degree > 1:
+            settings = {name: degree // 2}
+            if name == "pipeline_parallel_degree":
+                settings["partitions"] = degree // 2
+            smaller = made.changed(settings)
+            assert smaller.worst.state > 1.3 * made.worst.state, name
+            assert smaller.total_bytes > made.total_bytes, name
+
+
+@pytest.mark.parametrize(
+    ("number", "settings"),
+    [
+        (0, {"tensor_parallel_degree": 1, "prescaled_batch": False}),
+        (1, {"tensor_parallel_degree": 4}),
+        (2, {"pipeline_parallel_degree": 1, "partitions": 1, "microbatches": 1}),
+        (3, {"sharded_data_parallel_degree": 8}),
+        (4, {"sharded_data_parallel_degree": 8}),
+        (5, {"sharded_data_parallel_degree": 2}),
+        (6, {"sharded_data_parallel_degree": 8}),
+    ],
+)
+def test_degrees_that_are_too_small_do_not_fit(number: int, settings: dict[str, Any]) -> None:
+    assert planned(ROWS[number]).changed(settings).verdict is Verdict.DOES_NOT_FIT
+
+
+def test_without_checkpointing_the_larger_batches_do_not_fit() -> None:
+    for number in (3, 4):
+        assert planned(ROWS[number], activation_checkpointing=None).verdict is Verdict.DOES_NOT_FIT
+
+
+def test_downsizing_with_sharded_optimizer_state() -> None:
+    """The warning of the best practices: what fits on many GPUs does not fit on few, through the optimizer state alone."""
+    made = planned(ROWS[1])
+    by_count = {smaller.instance_count: smaller for smaller in made.smaller_clusters}
+    assert list(by_count) == [8, 4, 2, 1]
+    optimizer = [made.worst.kinds[Kind.OPTIMIZER]] + [
+        smaller.plan.worst.kinds[Kind.OPTIMIZER] for smaller in by_count.values() if smaller.plan
+    ]
+    for before, after in pairwise(optimizer):
+        assert after == pytest.approx(2 * before, rel=0.02)
+    assert by_count[8].plan is not None
+    assert by_count[8].plan.verdict.feasible
+    assert by_count[1].plan is not None
+    assert by_count[1].plan.verdict is Verdict.DOES_NOT_FIT
+    assert "the state no longer fits" in str(by_count[1])
+    assert "spread over fewer GPUs" in str(by_count[1])
+
+
+def test_downsizing_says_when_the_state_itself_no_longer_fits() -> None:
+    said = {smaller.instance_count: str(smaller) for smaller in planned(ROWS[4]).smaller_clusters}
+    assert "no longer fits" not in said[4]
+    assert "sharded_data_parallel_degree lowered from 32 to 16" in said[2]
+    assert "sharded_data_parallel_degree lowered from 32 to 8" in said[1]
+    assert "does not fit" in said[1]
+    state = next(s.plan for s in planned(ROWS[4]).smaller_clusters if s.instance_count == 1)
+    assert state is not None
+    assert state.worst.state == pytest.approx(16 * 20_554_567_680 / 8, rel=0.01)
+
+
+def test_the_document_shows_these_numbers() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for row in ROWS:
+        made = planned(row)
+        assert made.fraction is not None
+        shown = f"| {made.total_bytes / 1e9:.1f} | {made.fraction:.0%} | {made.verdict.value} |"
+        line = next((line for line in text.splitlines() if line.startswith(f"| {row[0]} |")), "")
+        assert line.endswith(shown), f"docs/planning.md should end the row of {row[0]} with {shown}, has {line!r}"

@@ -1,0 +1,79 @@
+"""Delayed initialisation: the same parameters, later."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import TiedNet
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+from smp_runtime.errors import SMPUserError
+
+
+class Various(nn.Module):
+    """Buffers computed from others, constants, views, and initialisers that look at values."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)))
+        self.register_buffer("frequencies", 1.0 / (10000 ** (torch.arange(0, 8, 2).float() / 8)))
+        self.register_buffer("constant", torch.tensor([1.0, 2.0]))
+        self.truncated = nn.Parameter(torch.empty(3, 3))
+        nn.init.trunc_normal_(self.truncated, std=0.1)
+        self.part = nn.Parameter(torch.randn(4)[1:3])
+        self.orthogonal = nn.Parameter(torch.empty(3, 3))
+        nn.init.orthogonal_(self.orthogonal)
+        self.norm = nn.BatchNorm2d(3)
+        self.embedding = nn.Embedding(5, 2, padding_idx=0)
+        self.lstm = nn.LSTM(3, 4)
+        self.layer = nn.TransformerEncoderLayer(8, 2)
+
+
+@pytest.mark.parametrize("make", [TiedNet, Various])
+def test_parameters_are_bit_for_bit_those_of_an_immediate_creation(solo, make):
+    solo({})
+    torch.manual_seed(3)
+    expected = make()
+    torch.manual_seed(3)
+    with smp.delay_param_initialization():
+        module = make()
+    assert {p.device.type for p in module.parameters()} == {"meta"}
+    torch.randn(7)  # numbers drawn in between change nothing
+    model = smp.DistributedModel(module)
+    assert model.state_dict().keys() == expected.state_dict().keys()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    if make is TiedNet:
+        assert module.head.weight is module.embedding.weight
+
+
+def test_the_configuration_turns_it_on_and_replicas_agree(ranks):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+
+        torch.manual_seed(smp.rank())
+        with smp.model_creation():
+            module = TiedNet()
+        assert module.norm.weight.device.type == "meta"
+        return smp.DistributedModel(module).state_dict()
+
+    first, second = ranks(run, 2, config={"ddp": True, "delayed_parameter_initialization": True})
+    torch.manual_seed(0)
+    for name, value in TiedNet().state_dict().items():
+        assert torch.equal(first[name], value)
+        assert torch.equal(second[name], value)
+
+
+def test_disabled_it_does_nothing(solo):
+    solo({})
+    with smp.delay_param_initialization(enabled=False):
+        assert nn.Linear(1, 1).weight.device.type == "cpu"
+
+
+def test_a_constructor_that_reads_values_is_told_so(solo):
+    solo({})
+    original = nn.init.normal_
+    with pytest.raises(SMPUserError, match="reads a tensor's value"), smp.delay_param_initialization():
+        torch.ones(1).item()
+    assert nn.init.normal_ is original
