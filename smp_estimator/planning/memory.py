@@ -121,6 +121,9 @@ def memory(
 
 _NO_BUFFERS = BufferSizes(0, 0)
 
+#: The default of ``bucket_cap_mb``.
+BUCKET_BYTES = 25 * 2**20
+
 
 def embedding_is_distributed(parameters: ModelParallelParameters, workload: Workload) -> bool:
     """Whether tensor parallelism divides the word embedding; sharded data parallelism turns it on by itself."""
@@ -211,8 +214,10 @@ def _stage(
     gathered = min(sharded, max(parameters.sdp_max_live_parameters, max(units.values(), default=0)))
     if shards > 1:  # one bucket is filled at a time
         buckets = min(trainable, max(parameters.sdp_reduce_bucket_size, largest_tensor))
-    else:  # all buckets stay from step to step: one more copy of the gradients, unless these live inside
-        buckets = 0 if workload.gradient_as_bucket_view else reduced
+    elif workload.gradient_as_bucket_view:  # the buffers stay from step to step beside new gradients
+        buckets = reduced
+    else:  # a bucket takes the place of its gradients; sums of bfloat16 take twice theirs until the step ends
+        buckets = min(reduced, BUCKET_BYTES // element) + (reduced if parameters.bf16 else 0)
     kinds = {
         Kind.PARAMETERS: round(stored * element),
         Kind.GRADIENTS: round(kept_gradients * gradient),

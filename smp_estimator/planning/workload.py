@@ -26,7 +26,7 @@ class Workload:
         distribute_embedding: the word embedding is divided by tensor parallelism; sharded data parallelism with
             tensor parallelism turns it on by itself.
         fp32_loss: the script computes the loss on logits turned into fp32.
-        gradient_as_bucket_view: gradients live inside the reduction's buckets.
+        gradient_as_bucket_view: one set of reduction buffers stays for all steps.
     """
 
     batch: int = 1
