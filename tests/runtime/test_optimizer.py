@@ -125,3 +125,23 @@ def test_a_scaler_skips_the_step_on_every_rank_when_one_overflows(ranks):
         return torch.equal(module.weight, before), scaler.get_scale()
 
     assert ranks(run, 2, config={"ddp": True}) == [(True, 2.0)] * 2
+
+
+def test_accelerate_takes_the_optimizer_as_prepared(solo):
+    accelerate = pytest.importorskip("accelerate")
+    solo({"fp16": True})
+    model = smp.DistributedModel(nn.Linear(2, 1))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), static_loss_scale=8.0)
+    accelerator = accelerate.Accelerator(cpu=True)
+    prepared = accelerator.prepare_optimizer(optimizer)
+    assert prepared is optimizer
+    wrapped = accelerate.optimizer.AcceleratedOptimizer(optimizer)
+    before = model.module.bias.item()
+    model.backward(model(torch.ones(1, 2)).sum())
+    wrapped.step()
+    wrapped.zero_grad()
+    assert model.module.bias.item() == pytest.approx(before - 0.5, abs=1e-2)
+    assert not wrapped.step_was_skipped
+    scheduler = accelerator.prepare_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1))
+    scheduler.step()
+    assert scheduler.get_last_lr() == [pytest.approx(0.05)]
