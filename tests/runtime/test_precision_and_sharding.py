@@ -216,6 +216,30 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(rank
             assert scales == [1024.0] * 3 + [512.0] * 4 + [256.0] * 13
 
 
+def test_an_overflow_in_one_ranks_shard_skips_the_step_of_the_other_too(ranks):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(64))
+
+        def forward(self, x, y):
+            return (self.first * x).sum() + (self.second * y).sum()
+
+    def run():
+        import smdistributed.modelparallel.torch as smp
+
+        model = smp.DistributedModel(Two())
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=2.0)
+        assert len(list(model.virtual_named_parameters())) == 1  # each rank owns one of the two
+        model.backward(model(torch.ones(64), torch.full((64,), float("inf"))))
+        optimizer.step()
+        return optimizer.overflow, model.module.first.tolist(), model.module.second.tolist()
+
+    for overflow, first, second in ranks(run, 2, config={"ddp": True, "fp16": True, "shard_optimizer_state": True}):
+        assert overflow
+        assert first == second == [1.0] * 64
+
+
 @pytest.mark.parametrize(
     "config", [{"shard_optimizer_state": True}, {"bf16": True}, {"fp16": True, "shard_optimizer_state": True}]
 )
@@ -316,6 +340,16 @@ def test_inputs_and_outputs_of_a_half_precision_model_are_float32(solo):
     assert seen == [(torch.bfloat16, torch.long, torch.bfloat16, torch.bfloat16, torch.long)]
     assert out["y"].dtype is torch.float32
     assert out["ids"].dtype is torch.long
+
+
+def test_masters_start_from_the_weights_before_they_were_cast(solo):
+    solo({"bf16": True})
+    module = nn.Linear(3, 3)
+    before = module.weight.detach().clone()
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    assert torch.equal(optimizer.param_groups[0]["params"][0], before)
+    assert not torch.equal(module.weight.float(), before)
 
 
 def test_masters_keep_what_half_precision_would_lose(solo):
