@@ -29,32 +29,6 @@ CASES = {
 }
 
 
-class CountingCollectives:
-    """The library's collectives, with the bytes that this rank sends added up (bandwidth-optimal algorithms)."""
-
-    def __init__(self) -> None:
-        from smp_runtime.comm.collectives import TorchCollectives
-
-        self._inner = TorchCollectives()
-        self.sent = 0.0
-
-    def all_reduce(self, tensor, group):
-        self.sent += 2 * (group.size() - 1) / group.size() * tensor.nbytes
-        return self._inner.all_reduce(tensor, group)
-
-    def broadcast(self, tensor, source, group):
-        self.sent += tensor.nbytes * (group.size() - 1) / group.size()
-        return self._inner.broadcast(tensor, source, group)
-
-    def reduce_scatter(self, shard, full, group):
-        self.sent += (group.size() - 1) * shard.nbytes
-        return self._inner.reduce_scatter(shard, full, group)
-
-    def all_gather(self, full, shard, group):
-        self.sent += (group.size() - 1) * shard.nbytes
-        return self._inner.all_gather(full, shard, group)
-
-
 def make_gpt():
     """The model of the main job, larger."""
     import torch
@@ -72,6 +46,8 @@ def run_rank(case: str, rounds: int, batch: int, precision: str) -> None:
     import torch.nn.functional as F
 
     torch.set_num_threads(1)
+    from counting import CountingCollectives, bytes_bound
+
     import smdistributed.modelparallel.torch as smp
 
     config = {**CASES[case][2], **({precision: True} if precision != "fp32" else {})}
@@ -122,10 +98,7 @@ def run_rank(case: str, rounds: int, batch: int, precision: str) -> None:
             times[name].append(_timed(run, smp))
     elements = sum(p.numel() for p in peer_module.parameters())
     ranks = smp.dp_size()
-    bytes_each = 4 if precision in ("fp32", "bf16") else 2
-    bound = 2 * (ranks - 1) / ranks * elements * bytes_each
-    if precision != "fp32" and case == "zero":  # gradients as reduced, parameters as stored
-        bound = (ranks - 1) / ranks * elements * (bytes_each + 2)
+    bound = bytes_bound(elements, ranks, precision, sharded=case == "zero")
     ratios = [a / b for a, b in zip(times["ours"], times["peer"], strict=True)]
     if smp.rank() == 0:
         print(
@@ -171,7 +144,9 @@ def main() -> None:
         return
     import torch
 
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}")
+    print(
+        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}"
+    )
     for case in args.case or list(CASES):
         ranks = CASES[case][0]
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]

@@ -107,6 +107,7 @@ class DistributedModel(WrappedNames):
         if replicated and self._session.cfg.shard_optimizer_state:
             self.sharded_state = self._shard_state(trained, masters, bucket_bytes)
             self.pieces = self.sharded_state.pieces
+            self.registry.place_shards({p: (k.start, k.stop) if k else (0, 0) for p, k in self.pieces.items()})
         elif masters:
             self.pieces = {parameter: whole_piece(parameter, masters[parameter]) for parameter in trained}
         if replicated:

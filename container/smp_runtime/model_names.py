@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp_config import Group
 from smp_runtime.pieces import Piece
 from smp_runtime.registry import ParameterRegistry
 
@@ -84,11 +85,11 @@ class WrappedNames(nn.Module):
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters whose gradients are reduced over the ``DP`` group."""
-        return self.module.named_parameters()
+        return ((record.name, record.parameter) for record in self.registry.reduced_over(Group.DP))
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters whose gradients are reduced over the ``RDP`` group: those of distributed modules."""
-        return iter(())
+        return ((record.name, record.parameter) for record in self.registry.reduced_over(Group.RDP))
 
     def distributed_modules(self) -> Iterator[nn.Module]:
         """Modules that are split over tensor parallel ranks."""

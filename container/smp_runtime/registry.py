@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from smp_config import Group
 from smp_runtime.errors import SMPUserError
 
 
 @dataclass(frozen=True)
+class Placement:
+    """Where a parameter's elements are.
+
+    Attributes:
+        stage: pipeline rank that holds it.
+        tensor_axis: dimension that tensor parallelism splits, or None.
+        tensor_slice: start and stop of this rank's part along it, or None.
+        shard: start and stop of the elements whose state this rank owns, counted in the flattened parameter; None
+            when every replica owns all of it. Equal numbers mean that it owns nothing.
+    """
+
+    stage: int = 0
+    tensor_axis: int | None = None
+    tensor_slice: tuple[int, int] | None = None
+    shard: tuple[int, int] | None = None
+
+
+@dataclass
 class ParameterRecord:
     """One parameter (not one name: tied names share a record).
 
@@ -20,12 +39,17 @@ class ParameterRecord:
         shape: global shape.
         aliases: its other names.
         parameter: the tensor on this rank.
+        placement: where its elements are.
+        reduction: the group over which its gradient is averaged: all ranks of a stage, or, for parameters that see the
+            batch of a whole tensor parallel group, those with the same tensor coordinate.
     """
 
     name: str
     shape: tuple[int, ...]
     aliases: tuple[str, ...]
     parameter: nn.Parameter
+    placement: Placement = Placement()
+    reduction: Group = Group.DP
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,6 +90,16 @@ class ParameterRegistry:
                 "optimizer from the parameters of the model that smp.DistributedModel wraps"
             )
         return record
+
+    def place_shards(self, shards: Mapping[nn.Parameter, tuple[int, int]]) -> None:
+        """Note which elements' state this rank owns, for parameters whose state is shared out."""
+        for parameter, shard in shards.items():
+            record = self.record_of(parameter)
+            record.placement = replace(record.placement, shard=shard)
+
+    def reduced_over(self, group: Group) -> Iterator[ParameterRecord]:
+        """Records of the parameters whose gradients are averaged over a kind of group."""
+        return (record for record in self._records if record.reduction is group)
 
     @property
     def elements(self) -> int:

@@ -168,6 +168,8 @@ def test_shards_are_balanced_to_one_alignment_unit(ranks):
 
         model = smp.DistributedModel(TiedNet(), bucket_cap_mb=800 / 2**20)
         elements = sum(p.numel() for _, p in model.virtual_named_parameters())
+        placed = [record.placement.shard for record in model.registry]
+        assert sum(stop - start for start, stop in placed) == elements
         return elements, [(unit.shard_elements, unit.filled) for unit in model.sharded_state.units]
 
     results = ranks(run, 4, config={"ddp": True, "shard_optimizer_state": True})

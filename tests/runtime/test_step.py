@@ -176,6 +176,18 @@ def test_before_init():
         record(torch.zeros(4))
 
 
+def test_autocast_around_a_step_reaches_its_microbatches(two_microbatches):
+    layer = torch.nn.Linear(2, 2)
+
+    @smp.step
+    def types(x):
+        return layer(x).dtype
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert types(torch.ones(2, 2)) == [torch.bfloat16] * 2
+    assert types(torch.ones(2, 2)) == [torch.float32] * 2
+
+
 def test_an_error_in_a_microbatch_leaves_a_usable_session(solo):
     solo({"microbatches": 2})
     model = smp.DistributedModel(torch.nn.Linear(1, 1))
