@@ -13,15 +13,16 @@ from smp_config.errors import ConfigError
 from smp_config.job import JobSettings
 from smp_config.version import __version__
 from smp_launch.environment import TrainingEnvironment, gpu_count
-from smp_launch.errors import LaunchError
+from smp_launch.errors import LaunchError, Stopped
 from smp_launch.failure import Cause, write_failure
 from smp_launch.hosts import SIMULATED_VARIABLE, Kind, Layout
-from smp_launch.leader import Job, run_job
+from smp_launch.leader import Job, run_job, run_over_hosts, stop_code
 from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
+from smp_launch.source import prepare_code
 from smp_launch.status import LeaderStatus, StatusDir
 from smp_launch.supervise import grace_seconds, say
 from smp_launch.tree import Tree
-from smp_launch.worker import wait_for_leader
+from smp_launch.worker import serve_leader, wait_for_leader
 
 #: Exit code when the job's settings or this machine cannot work.
 _CANNOT_START = 2
@@ -56,6 +57,8 @@ def run(stop: StopRequests, environ: Mapping[str, str]) -> int:
         code, cause = _run(tree, stop, environ)
     except (ConfigError, LaunchError) as error:
         code, cause = _CANNOT_START, Cause(f"the job cannot start: {error}")
+    except Stopped as error:
+        code, cause = stop_code(error.by), Cause(str(error))
     except Exception as error:
         trace = traceback.format_exc()
         code, cause = 1, Cause(f"the launcher itself failed: {type(error).__name__}: {error}", trace)
@@ -70,12 +73,17 @@ def run(stop: StopRequests, environ: Mapping[str, str]) -> int:
 
 def _run(tree: Tree, stop: StopRequests, environ: Mapping[str, str]) -> tuple[int, Cause | None]:
     training = TrainingEnvironment.read(tree, environ)
-    if training.current_host == training.hosts[0]:
+    if environ.get(SIMULATED_VARIABLE) != "1":
+        prepare_code(training, stop, environ)
+    host = training.current_host
+    if host == training.hosts[0]:
         return _lead(training, stop, environ)
     settings, layout = _settings(training, environ)
     if layout.kind is Kind.SCRIPT:
         return run_job(Job.read(training, settings, layout, environ), stop, environ)
-    return wait_for_leader(training.current_host, layout.leader, stop, environ)
+    if layout.one_machine:
+        return wait_for_leader(host, layout.leader, stop, environ)
+    return serve_leader(host, layout.leader, stop, environ, layout.processes_per_host)
 
 
 def _lead(training: TrainingEnvironment, stop: StopRequests, environ: Mapping[str, str]) -> tuple[int, Cause | None]:
@@ -83,7 +91,8 @@ def _lead(training: TrainingEnvironment, stop: StopRequests, environ: Mapping[st
     status_dir = StatusDir.from_environment(environ) if len(training.hosts) > 1 else None
     if status_dir is None:
         settings, layout = _settings(training, environ)
-        return run_job(Job.read(training, settings, layout, environ), stop, environ)
+        job = Job.read(training, settings, layout, environ)
+        return run_job(job, stop, environ) if layout.one_machine else run_over_hosts(job, stop, environ)
     with status_dir.leading():
         try:
             settings, layout = _settings(training, environ)

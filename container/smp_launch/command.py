@@ -67,6 +67,9 @@ class Dialect:
         session_dir: the parameter for the folder of sockets and the like.
         memory_dir: the parameter for the folder of shared memory files.
         interface: parameters for the network interface, with several real hosts.
+        agent: the parameter for the program that reaches other hosts.
+        daemons: the leader starts the daemons of all hosts itself, so that it alone logs in anywhere; and they keep
+            their connection to it, so that mpirun sees one die that could not start.
         translated: options that another version spells differently.
     """
 
@@ -76,6 +79,8 @@ class Dialect:
     session_dir: tuple[str, str]
     memory_dir: str
     interface: tuple[tuple[str, str], ...]
+    agent: tuple[str, str]
+    daemons: tuple[MpiOption, ...]
     translated: Mapping[MpiOption, MpiOption]
 
 
@@ -93,6 +98,11 @@ DIALECTS: Mapping[int, Dialect] = {
         session_dir=("mca", "orte_tmpdir_base"),
         memory_dir="btl_vader_backing_directory",
         interface=(("mca", "btl_tcp_if_include"), ("mca", "oob_tcp_if_include")),
+        agent=("mca", "plm_rsh_agent"),
+        daemons=(
+            MpiOption("mca", "plm_rsh_no_tree_spawn", "1"),
+            MpiOption("mca", "orte_leave_session_attached", "1"),
+        ),
         translated={MpiOption("output", "", "tag"): MpiOption("tag-output")},
     ),
     5: Dialect(
@@ -103,6 +113,11 @@ DIALECTS: Mapping[int, Dialect] = {
         session_dir=("prtemca", "prte_tmpdir_base"),
         memory_dir="btl_sm_backing_directory",
         interface=(("mca", "btl_tcp_if_include"), ("prtemca", "prte_if_include")),
+        agent=("prtemca", "plm_ssh_agent"),
+        daemons=(
+            MpiOption("prtemca", "plm_ssh_no_tree_spawn", "1"),
+            MpiOption("prtemca", "prte_leave_session_attached", "1"),
+        ),
         translated={
             MpiOption("tag-output"): MpiOption("output", "", "tag"),
             _NO_SINGLE_COPY_4: _NO_SINGLE_COPY_5,
@@ -171,10 +186,17 @@ class OpenMpi:
 
 @dataclass(frozen=True)
 class PrivateDirs:
-    """Folders of one job that its launcher removes, so that killed ranks leave nothing behind."""
+    """Folders of one job that its launcher removes, so that killed ranks leave nothing behind.
+
+    Attributes:
+        session: for sockets and the like.
+        memory: for shared memory.
+        agent: the program with which mpirun reaches other hosts.
+    """
 
     session: Path | None = None
     memory: Path | None = None
+    agent: str | None = None
 
 
 def mpi_options(
@@ -202,6 +224,9 @@ def mpi_options(
             defaults.append(MpiOption("mca", dialect.memory_dir, str(dirs.memory)))
     else:
         defaults += [MpiOption(*parameter, interface) for parameter in dialect.interface]
+        defaults += dialect.daemons
+        if dirs.agent:
+            defaults.append(MpiOption(*dialect.agent, dirs.agent))
     spoken = [translate.get(option, option) for option in custom]
     # Without the tags nobody could tell which rank a line is from, so this one is not for the user to replace.
     spoken = [option for option in spoken if option.name != dialect.tagging.name]

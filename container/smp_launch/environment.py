@@ -92,6 +92,10 @@ class TrainingEnvironment:
     def network_interface(self) -> str:
         return str(self.resources.get("network_interface_name") or "eth0")
 
+    @property
+    def instance_type(self) -> str:
+        return str(self.resources.get("current_instance_type") or "local")
+
     @cached_property
     def user_hyperparameters(self) -> dict[str, Any]:
         """What the script gets on its command line; ``mp_parameters`` is among it, as with the toolkit."""
@@ -169,7 +173,7 @@ class TrainingEnvironment:
         values: dict[str, Any] = {
             "hosts": self.hosts,
             "current_host": self.current_host,
-            "current_instance_type": self.resources.get("current_instance_type", "local"),
+            "current_instance_type": self.instance_type,
             "current_instance_group": group,
             "current_instance_group_hosts": next(
                 (g.get("hosts", []) for g in groups if g.get("instance_group_name") == group), self.hosts

@@ -5,3 +5,15 @@ from __future__ import annotations
 
 class LaunchError(RuntimeError):
     """The job cannot start here: a program, a file or another host is missing."""
+
+
+class Stopped(RuntimeError):
+    """A request to stop came before the first rank ran.
+
+    Args:
+        by: the signal's name.
+    """
+
+    def __init__(self, by: str) -> None:
+        super().__init__(f"the job was stopped by {by} before its ranks had started")
+        self.by = by

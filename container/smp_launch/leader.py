@@ -14,12 +14,15 @@ from smp_config.buffers import BufferSizes
 from smp_config.job import JobSettings
 from smp_config.mpi_options import MergedOptions, MpiOption, parse_mpi_options, variables
 from smp_launch.command import OpenMpi, PrivateDirs, as_root, mpi_options, mpirun_command
-from smp_launch.environment import TrainingEnvironment, cpu_count
+from smp_launch.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
 from smp_launch.failure import REPORT_VARIABLE, Cause, FailureCollector
+from smp_launch.followers import Followers
 from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
+from smp_launch.network import shared_memory_warning
 from smp_launch.scratch import private_dir
 from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
-from smp_launch.status import STATUS_VARIABLE
+from smp_launch.ssh import Client
+from smp_launch.status import STATUS_VARIABLE, LeaderStatus
 from smp_launch.supervise import GRACE_VARIABLE, Outcome, Supervisor, grace_seconds, say, show
 
 #: Exit codes for a stop that the script did not turn into a success, as a shell has them.
@@ -89,6 +92,13 @@ class Job:
         inherited = {name: value for name, value in as_root(environ).items() if name not in own}
         return {
             **inherited,
+            **self.announced(),
+            HOST_VARIABLE: self.training.current_host,
+        }
+
+    def announced(self) -> dict[str, str]:
+        """What ranks on other hosts must get from the leader; the rest of their environment is their own host's."""
+        return {
             **self.buffers.to_environment(),
             LAYOUT_VARIABLE: self.layout.to_text(),
             "PYTHONUNBUFFERED": "1",
@@ -105,38 +115,79 @@ class Job:
         return f"{layout.describe()} ({by}; {each}) run {shown}"
 
 
-def run_job(job: Job, stop: StopRequests, environ: Mapping[str, str]) -> tuple[int, Cause | None]:
+@dataclass(frozen=True)
+class OtherHosts:
+    """How the leader reaches hosts on other machines, and sees that they live."""
+
+    client: Client
+    followers: Followers
+
+
+def run_over_hosts(job: Job, stop: StopRequests, environ: Mapping[str, str]) -> tuple[int, Cause | None]:
+    """Wait until every other host lets us in, run the ranks of all, and tell the hosts how it ended.
+
+    Returns:
+        The exit code, and why the job failed when it is not 0.
+
+    Raises:
+        LaunchError: a host cannot be reached.
+        Stopped: a request to stop came before the first rank ran.
+    """
+    others = [host for host in job.layout.hosts if host != job.layout.leader]
+    with private_dir(Path(tempfile.gettempdir())) as folder:
+        client = Client.create(folder, environ)
+        with Followers.reach(others, client, stop, environ) as followers:
+            code, cause = run_job(job, stop, environ, OtherHosts(client, followers))
+            followers.publish(LeaderStatus(code, cause.headline if cause else ""))
+            return code, cause
+
+
+def run_job(
+    job: Job, stop: StopRequests, environ: Mapping[str, str], others: OtherHosts | None = None
+) -> tuple[int, Cause | None]:
     """Run the ranks to their end.
+
+    Args:
+        others: needed when the job has hosts on other machines.
 
     Returns:
         The exit code, and why the job failed when it is not 0.
     """
     say(job.describe())
+    if not job.layout.simulated and (warning := shared_memory_warning(job.layout.processes_per_host)):
+        say(warning)
     for default, custom in job.options(PrivateDirs()).replaced:
         say(f"custom_mpi_options: '{custom}' instead of '{default}'")
     collector = FailureCollector(job.layout.host_of)
     supervisor = Supervisor(
         stop,
         collector.take,
-        lambda: collector.failing,
+        lambda: collector.failing or bool(others and others.followers.lost()),
         ranks=job.layout.world_size,
         local=job.layout.one_machine,
         grace=grace_seconds(environ),
         tags=job.mpi.dialect.tags if job.mpi else None,
+        apart=others.followers.pids if others else (),
     )
     passed = job.environment(environ)
-    with _private_dirs(job) as dirs:
+    with _private_dirs(job, others) as dirs:
         if dirs.session:
             passed[REPORT_VARIABLE] = str(dirs.session)
         command = job.program()
         if job.mpi is not None:
-            command = mpirun_command(job.mpi, job.layout, job.options(dirs), command, exported=passed)
+            command = mpirun_command(job.mpi, job.layout, job.options(dirs), command, exported=job.announced())
         outcome = supervisor.run(command, passed, job.training.tree.code_dir)
         if dirs.session:
             collector.read_reports(dirs.session)
     show(collector.finish(), 2)
     if outcome.returncode == 0 and not collector.records:
         return 0, None
+    lost = others.followers.lost() if others else []
+    if lost and not collector.records:
+        return _exit_code(outcome), Cause(
+            f"host {', '.join(lost)} is gone: its connection to the leader ended while the ranks were running; "
+            "see its own log; often the machine ran out of memory, or the container was stopped"
+        )
     program = job.mpi.path.name if job.mpi else job.entry_point
     return _exit_code(outcome), _cause(collector, outcome, program)
 
@@ -150,17 +201,25 @@ def _cause(collector: FailureCollector, outcome: Outcome, program: str) -> Cause
     return collector.first_cause(outcome.returncode, outcome.stopped_by, program, outcome.first_ended)
 
 
+def stop_code(reason: str) -> int:
+    """The exit code of a job that was stopped and did not end well."""
+    return _STOP_CODES.get(reason, 143)
+
+
 def _exit_code(outcome: Outcome) -> int:
     if outcome.stopped_by:
-        return _STOP_CODES.get(outcome.stopped_by, 143)
+        return stop_code(outcome.stopped_by)
     return outcome.returncode if 0 < outcome.returncode < 256 else 1
 
 
 @contextmanager
-def _private_dirs(job: Job) -> Iterator[PrivateDirs]:
-    """Folders for sockets and shared memory that vanish with the job, even when its ranks were killed."""
+def _private_dirs(job: Job, others: OtherHosts | None) -> Iterator[PrivateDirs]:
+    """Folders for sockets and shared memory that vanish with the job, even when its ranks were killed.
+
+    With other machines mpirun would look for them there too, so they stay where it puts them itself.
+    """
     if not job.layout.one_machine:
-        yield PrivateDirs()
+        yield PrivateDirs(agent=others.client.agent if others else None)
         return
     with ExitStack() as stack:
         session = stack.enter_context(private_dir(Path(tempfile.gettempdir())))

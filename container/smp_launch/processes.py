@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -22,8 +23,8 @@ def adopt_orphans() -> bool:
         return False
 
 
-def descendants(root: int | None = None) -> list[int]:
-    """Process ids of everything below ``root`` (default: this process), zombies left out."""
+def descendants(root: int | None = None, apart: Collection[int] = ()) -> list[int]:
+    """Process ids of everything below ``root`` (default: this process), zombies and all below ``apart`` left out."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -36,23 +37,26 @@ def descendants(root: int | None = None) -> list[int]:
     found: list[int] = []
     todo = [os.getpid() if root is None else root]
     while todo:
-        below = children.get(todo.pop(), [])
+        below = [pid for pid in children.get(todo.pop(), []) if pid not in apart]
         found += below
         todo += below
     return found
 
 
-def kill_descendants(spare: int | None = None, patience: float = _KILL_PATIENCE) -> list[int]:
+def kill_descendants(
+    spare: int | None = None, patience: float = _KILL_PATIENCE, apart: Collection[int] = ()
+) -> list[int]:
     """SIGKILL everything below this process until nothing is left.
 
     Args:
         spare: a process to let live.
+        apart: processes to let live with everything below them.
 
     Returns:
         Those that are still there after ``patience`` seconds (normally none).
     """
     deadline = time.monotonic() + patience
-    while (left := [pid for pid in descendants() if pid != spare]) and time.monotonic() < deadline:
+    while (left := [pid for pid in descendants(apart=apart) if pid != spare]) and time.monotonic() < deadline:
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -63,15 +67,15 @@ def kill_descendants(spare: int | None = None, patience: float = _KILL_PATIENCE)
     return left
 
 
-def reap(keep: int | None = None) -> None:
-    """Collect the exit status of adopted children; ``keep`` is a child whose status somebody else collects."""
+def reap(keep: Collection[int] = ()) -> None:
+    """Collect the exit status of adopted children; ``keep`` are children whose status somebody else collects."""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
         except OSError:
             continue
         pid = int(entry.name)
-        if fields[0] == b"Z" and int(fields[1]) == os.getpid() and pid != keep:
+        if fields[0] == b"Z" and int(fields[1]) == os.getpid() and pid not in keep:
             try:
                 os.waitpid(pid, os.WNOHANG)
             except ChildProcessError:

@@ -26,6 +26,7 @@ from smp_config.failure import FailureRecord, format_failure
 from smp_launch.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
 from smp_launch.failure import REPORT_SUFFIX, REPORT_VARIABLE
 from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
+from smp_launch.network import network_defaults
 from smp_launch.output import STARTED_PREFIX
 from smp_launch.tree import BASE_VARIABLE, Tree
 
@@ -128,6 +129,12 @@ def _prepare(layout: Layout, rank: int, environ: MutableMapping[str, str]) -> Tr
     tree = Tree.from_environment(environ)
     if layout.simulated:
         tree = tree.of_host(host, here)
+    elif here != host:
+        raise RuntimeError(
+            f"rank {rank} runs on host {here!r}, but belongs to {host!r}: with {layout.processes_per_host} process(es) per host "
+            "the ranks are laid over the hosts in blocks, and mpirun was told otherwise; remove options such as --map-by "
+            "and --rank-by from custom_mpi_options"
+        )
     training = TrainingEnvironment.read(tree, environ, host)
     wanted = rank_variables(layout, rank, training.network_interface, cpu_count())
     for name in _USER_MAY_SET & environ.keys():
@@ -135,6 +142,9 @@ def _prepare(layout: Layout, rank: int, environ: MutableMapping[str, str]) -> Tr
     if layout.kind is Kind.MODEL_PARALLEL:
         environ.pop("LOCAL_RANK", None)
     environ.pop(LAYOUT_VARIABLE, None)
+    hosts = 1 if layout.one_machine else len(layout.hosts)
+    for name, value in network_defaults(training.instance_type, training.network_interface, hosts).items():
+        environ.setdefault(name, value)
     environ.update(training.variables())
     environ.update(wanted)
     environ[HOST_VARIABLE] = host

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import IO
@@ -61,6 +61,7 @@ class Supervisor:
         local: whether all of them run on this machine.
         grace: seconds between a request to stop and the end of all patience.
         tags: see :class:`smp_launch.output.LineAssembler`.
+        apart: child processes of the launcher that are not part of the run.
     """
 
     stop: StopRequests
@@ -70,6 +71,7 @@ class Supervisor:
     local: bool = True
     grace: float = DEFAULT_GRACE
     tags: str | None = None
+    apart: Collection[int] = ()
     _selector: selectors.BaseSelector = field(init=False, default_factory=selectors.DefaultSelector)
     _process: subprocess.Popen[bytes] = field(init=False)
     _outcome: Outcome = field(init=False, default_factory=lambda: Outcome(0))
@@ -99,9 +101,9 @@ class Supervisor:
             with self._selector:
                 self._attend()
         finally:
-            left = kill_descendants()
+            left = kill_descendants(apart=self.apart)
             self._process.wait()
-            reap()
+            reap(self.apart)
         if left:
             say(f"{len(left)} process(es) did not end after SIGKILL: {left}")
         self._outcome.returncode = self._process.returncode
@@ -128,7 +130,7 @@ class Supervisor:
                 self._failure_seen = True
                 self._expect(FAILURE_PATIENCE, "did not end after a rank had failed")
             if self._time_left() == 0.0:
-                if gone and not descendants():
+                if gone and not descendants(apart=self.apart):
                     return  # nobody is left who could write
                 self._on_overdue()
 
@@ -209,12 +211,12 @@ class Supervisor:
         if self._ended == self.ranks and running and not self._orphans_ended:
             # The ranks are gone; mpirun, which may wait for children of theirs, still has to tell how they ended.
             self._orphans_ended = True
-            kill_descendants(spare=self._process.pid)
+            kill_descendants(spare=self._process.pid, apart=self.apart)
             self._deadline = time.monotonic() + FAILURE_PATIENCE
             return
         if running:
             self._outcome.overdue = self._outcome.overdue or self._why
-        kill_descendants()
+        kill_descendants(apart=self.apart)
         self._deadline = time.monotonic() + _DRAIN_PATIENCE
 
     def _expect(self, seconds: float, why: str) -> None:

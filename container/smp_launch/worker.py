@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import os
 import selectors
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from smp_launch.errors import LaunchError
 from smp_launch.failure import Cause
+from smp_launch.followers import hosts_patience
+from smp_launch.network import shared_memory_warning
+from smp_launch.processes import adopt_orphans, kill_descendants, reap
+from smp_launch.scratch import private_dir
 from smp_launch.signals import StopRequests
+from smp_launch.ssh import login_program, serving, trusted_addresses
 from smp_launch.status import STATUS_VARIABLE, LeaderStatus, StatusDir
 from smp_launch.supervise import grace_seconds, say
 
-#: Seconds that the leader may take to start after a worker has.
+#: Seconds that the leader may take to start after a worker on the same machine has.
 LEADER_PATIENCE = 120.0
 
 _LOOK_EVERY = 0.1
@@ -26,8 +33,50 @@ _LOOK_EVERY = 0.1
 _EXTRA_GRACE = 5.0
 
 
-def wait_for_leader(host: str, leader: str, stop: StopRequests, environ: Mapping[str, str]) -> tuple[int, Cause | None]:
+def serve_leader(
+    host: str, leader: str, stop: StopRequests, environ: Mapping[str, str], ranks: int
+) -> tuple[int, Cause | None]:
+    """Let the leader on another machine start its ranks here, and wait until it has ended.
+
+    Args:
+        ranks: how many of them run on this host.
+
+    Returns:
+        The leader's exit code, and why this host's job failed when it is not 0.
+
+    Raises:
+        LaunchError: this host cannot be reached through ssh.
+        Stopped: a request to stop came before the leader's address was known.
+    """
+    if warning := shared_memory_warning(ranks):
+        say(warning)
+    patience = hosts_patience(environ)
+    adopt_orphans()
+    with private_dir(Path(tempfile.gettempdir())) as folder:
+        status_dir = StatusDir(folder / "leader")
+        status_dir.path.mkdir()
+        trusted = trusted_addresses(leader, stop, environ, patience)
+        try:
+            with serving(folder, trusted, login_program(os.getpid(), host, status_dir.path), environ):
+                return wait_for_leader(host, leader, stop, environ, status_dir, patience)
+        finally:
+            kill_descendants()
+            reap()
+
+
+def wait_for_leader(
+    host: str,
+    leader: str,
+    stop: StopRequests,
+    environ: Mapping[str, str],
+    status_dir: StatusDir | None = None,
+    patience: float = LEADER_PATIENCE,
+) -> tuple[int, Cause | None]:
     """Wait until the leader has ended.
+
+    Args:
+        status_dir: where the leader can be seen; by default the folder that the environment names.
+        patience: seconds that the leader may take to start.
 
     Returns:
         The leader's exit code, and why this host's job failed when it is not 0.
@@ -35,7 +84,7 @@ def wait_for_leader(host: str, leader: str, stop: StopRequests, environ: Mapping
     Raises:
         LaunchError: there is no way to see the leader.
     """
-    status_dir = StatusDir.from_environment(environ)
+    status_dir = status_dir or StatusDir.from_environment(environ)
     if status_dir is None:
         raise LaunchError(
             f"host {host!r} cannot follow its leader {leader!r}: {STATUS_VARIABLE} is not set, and without the folder that "
@@ -43,11 +92,11 @@ def wait_for_leader(host: str, leader: str, stop: StopRequests, environ: Mapping
             "variable to one folder for all hosts"
         )
     say(f"{host} waits for {leader}, which runs the ranks of both")
-    waiter = _Waiter(status_dir)
+    waiter = _Waiter(status_dir, patience)
     waiter.start()
     deadline: float | None = None
     stopped_by = ""
-    started_by = time.monotonic() + LEADER_PATIENCE
+    started_by = time.monotonic() + patience
     with selectors.DefaultSelector() as selector:
         selector.register(stop, selectors.EVENT_READ)
         selector.register(waiter, selectors.EVENT_READ)
@@ -71,7 +120,7 @@ def wait_for_leader(host: str, leader: str, stop: StopRequests, environ: Mapping
                 return 143, Cause(f"host {host} was stopped by {stopped_by}; its leader {leader} did not end in time")
             if not waiter.leader_started and now >= started_by:
                 return 1, Cause(
-                    f"the leader {leader} did not start within {LEADER_PATIENCE:g} s of {host}; its own log says why"
+                    f"the leader {leader} did not start within {patience:g} s of {host}; its own log says why"
                 )
     status = waiter.status
     if status is None:
@@ -84,12 +133,13 @@ def wait_for_leader(host: str, leader: str, stop: StopRequests, environ: Mapping
 class _Waiter(threading.Thread):
     """Blocks on the leader's lock in a thread of its own and makes a pipe readable at each change."""
 
-    def __init__(self, status_dir: StatusDir) -> None:
+    def __init__(self, status_dir: StatusDir, patience: float) -> None:
         super().__init__(daemon=True, name="wait-for-leader")
         self.leader_started = False
         self.done = False
         self.status: LeaderStatus | None = None
         self._status_dir = status_dir
+        self._patience = patience
         self._read, self._write = os.pipe()
 
     def fileno(self) -> int:
@@ -99,7 +149,7 @@ class _Waiter(threading.Thread):
         os.read(self._read, 64)
 
     def run(self) -> None:
-        give_up = time.monotonic() + LEADER_PATIENCE
+        give_up = time.monotonic() + self._patience
         while not self._status_dir.leader_started():
             if time.monotonic() >= give_up:
                 return

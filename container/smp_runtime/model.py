@@ -14,8 +14,8 @@ from torch.distributed.algorithms.join import Join
 from torch.utils.hooks import RemovableHandle
 
 from smp_config import Group
+from smp_config.buckets import effective_bucket_bytes
 from smp_runtime import session as sessions
-from smp_runtime.data_parallel.buckets import effective_cap
 from smp_runtime.data_parallel.joining import JoinedModel
 from smp_runtime.data_parallel.reducer import GradientReducer
 from smp_runtime.data_parallel.replication import broadcast_tensors
@@ -103,7 +103,8 @@ class DistributedModel(WrappedNames):
             self._replicate([*module.parameters(), *module.buffers()])
         masters = self.precision.convert(module)
         trained = [record.parameter for record in self.registry if record.parameter.requires_grad]
-        bucket_bytes = effective_cap(trained, int(bucket_cap_mb * 2**20))
+        held = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        bucket_bytes = effective_bucket_bytes(held, int(bucket_cap_mb * 2**20))
         if replicated and self._session.cfg.shard_optimizer_state:
             self.sharded_state = self._shard_state(trained, masters, bucket_bytes)
             self.pieces = self.sharded_state.pieces

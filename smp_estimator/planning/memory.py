@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from smp_config import Group, ModelParallelParameters, Topology
+from smp_config.buckets import effective_bucket_bytes
 from smp_config.buffers import BufferSizes
 from smp_estimator.planning.activations import LayerCost, StageActivations, stage_activations
 from smp_estimator.planning.batches import Batches
@@ -121,9 +122,6 @@ def memory(
 
 _NO_BUFFERS = BufferSizes(0, 0)
 
-#: The default of ``bucket_cap_mb``.
-BUCKET_BYTES = 25 * 2**20
-
 
 def embedding_is_distributed(parameters: ModelParallelParameters, workload: Workload) -> bool:
     """Whether tensor parallelism divides the word embedding; sharded data parallelism turns it on by itself."""
@@ -217,7 +215,8 @@ def _stage(
     elif workload.gradient_as_bucket_view:  # the buffers stay from step to step beside new gradients
         buckets = reduced
     else:  # a bucket takes the place of its gradients; sums of bfloat16 take twice theirs until the step ends
-        buckets = min(reduced, BUCKET_BYTES // element) + (reduced if parameters.bf16 else 0)
+        buckets = min(reduced, effective_bucket_bytes(reduced * element) // element)
+        buckets += reduced if parameters.bf16 else 0
     kinds = {
         Kind.PARAMETERS: round(stored * element),
         Kind.GRADIENTS: round(kept_gradients * gradient),

@@ -84,7 +84,9 @@ def test_one_bucket_is_held_beside_the_gradients_unless_the_buffers_stay() -> No
     assert kinds({})[Kind.BUCKETS] == 25 * 2**20  # {} is the default of plan(): ddp
     assert planned({"pipeline_parallel_degree": 8}).worst.kinds[Kind.BUCKETS] == 0
     whole = {"ddp": True, "tensor_parallel_degree": 8, "prescaled_batch": True}
-    replicated = kinds(whole, gradient_as_bucket_view=True)[Kind.BUCKETS] / 4  # with one replica only tensors that are not divided are averaged
+    replicated = (
+        kinds(whole, gradient_as_bucket_view=True)[Kind.BUCKETS] / 4
+    )  # with one replica only tensors that are not divided are averaged
     assert 32_000 * 1024 < replicated < 34_000 * 1024
 
 

@@ -51,15 +51,6 @@ class Bucket:
         ]
 
 
-def effective_cap(parameters: Sequence[torch.Tensor], cap_bytes: int) -> int:
-    """The size at which buckets of these parameters are closed: at most ``cap_bytes``, an eighth of a small model.
-
-    The last bucket has nothing to hide behind, so it should be a small part of the whole; below 1 MiB latency wins.
-    """
-    total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    return min(cap_bytes, max(2**20, total // 8))
-
-
 def make_buckets(
     parameters: Sequence[torch.Tensor],
     order: Sequence[int],

@@ -1,0 +1,173 @@
+"""The other hosts of a job, seen from the leader: one ssh connection to each, open from before the first rank until the end.
+
+That a host lets us in means that it is ready; that the connection ends means that the host is gone; what we say last
+tells it how the job ended, and that we end without a word tells it that we died.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import IO
+
+from smp_launch.errors import LaunchError, Stopped
+from smp_launch.login import FOLLOW, READY
+from smp_launch.signals import StopRequests
+from smp_launch.ssh import Client, port
+from smp_launch.status import LeaderStatus
+
+#: Seconds for all hosts to let the leader in, from its start; they may first have to install requirements.
+PATIENCE_VARIABLE = "SMP_LAUNCH_HOSTS_PATIENCE"
+DEFAULT_PATIENCE = 600.0
+
+#: Seconds between two attempts to reach a host.
+_RETRY_AFTER = 0.2
+
+#: Seconds for the hosts to hear the last word.
+_LAST_WORD_PATIENCE = 5.0
+
+
+@dataclass
+class _Connection:
+    """An attempt to reach one host, or the connection once it is there."""
+
+    host: str
+    process: subprocess.Popen[bytes] | None = None
+    ready: bool = False
+    retry_at: float = 0.0
+    last_error: str = "no attempt yet"
+
+    def start(self, client: Client) -> IO[bytes]:
+        """Begin an attempt; what is returned becomes readable with its answer."""
+        process = subprocess.Popen(
+            client.command(self.host, FOLLOW),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.process = process
+        if process.stdout is None:
+            raise AssertionError("the connection has no output")
+        return process.stdout
+
+    def hear(self) -> None:
+        """Handle the host's answer, or the end of the attempt."""
+        process = self.process
+        if process is None or process.stdout is None or process.stderr is None:
+            return
+        if process.stdout.readline().strip() == READY.encode():
+            self.ready = True
+            return
+        said = process.stderr.read().decode("utf-8", "replace").strip()
+        self.last_error = said.splitlines()[-1] if said else "it ended the connection without a word"
+        self.close()
+        self.retry_at = time.monotonic() + _RETRY_AFTER
+
+    def close(self) -> None:
+        process, self.process = self.process, None
+        if process is None:
+            return
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:
+                    pass
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+@dataclass
+class Followers:
+    """All other hosts; a context manager that ends the connections."""
+
+    _connections: list[_Connection] = field(default_factory=list)
+
+    @classmethod
+    def reach(cls, hosts: Sequence[str], client: Client, stop: StopRequests, environ: Mapping[str, str]) -> Followers:
+        """Connect to all ``hosts``.
+
+        Raises:
+            LaunchError: one is not there in time.
+            Stopped: a request to stop came meanwhile.
+        """
+        followers = cls([_Connection(host) for host in hosts])
+        try:
+            followers._reach(client, stop, hosts_patience(environ), port(environ))
+        except BaseException:
+            followers.__exit__()
+            raise
+        return followers
+
+    def _reach(self, client: Client, stop: StopRequests, patience: float, number: str) -> None:
+        deadline = time.monotonic() + patience
+        with selectors.DefaultSelector() as selector:
+            selector.register(stop, selectors.EVENT_READ)
+            while missing := [c for c in self._connections if not c.ready]:
+                now = time.monotonic()
+                if now >= deadline:
+                    said = "; ".join(f"{c.host}: {c.last_error}" for c in missing[:4])
+                    raise LaunchError(
+                        f"{len(missing)} of {len(self._connections)} other host(s) could not be reached within {patience:g} s "
+                        f"({said}); the leader asks them through ssh on port {number}; see why they did not start in their "
+                        f"own logs, or set {PATIENCE_VARIABLE} to more seconds"
+                    )
+                for connection in missing:
+                    if connection.process is None and now >= connection.retry_at:
+                        selector.register(connection.start(client), selectors.EVENT_READ, connection)
+                waits = [c.retry_at - now for c in missing if c.process is None]
+                for key, _ in selector.select(max(0.0, min([deadline - now, *waits]))):
+                    if key.data is not None:
+                        selector.unregister(key.fileobj)
+                        key.data.hear()
+                    elif names := stop.read():
+                        raise Stopped(names[0])
+
+    def __enter__(self) -> Followers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in self._connections:
+            connection.close()
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Processes that hold the connections."""
+        return frozenset(c.process.pid for c in self._connections if c.process is not None)
+
+    def lost(self) -> list[str]:
+        """Hosts whose connection has ended."""
+        return [c.host for c in self._connections if c.process is None or c.process.poll() is not None]
+
+    def publish(self, status: LeaderStatus) -> None:
+        """Tell all hosts how the job ended, and wait until they have heard it."""
+        words = (json.dumps(asdict(status)) + "\n").encode()
+        open_connections = [c.process for c in self._connections if c.process is not None]
+        for process in open_connections:
+            if process.stdin is not None:
+                try:
+                    os.write(process.stdin.fileno(), words)
+                    process.stdin.close()
+                except OSError:
+                    pass  # that host is gone
+        deadline = time.monotonic() + _LAST_WORD_PATIENCE
+        for process in open_connections:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pass
+
+
+def hosts_patience(environ: Mapping[str, str]) -> float:
+    """Seconds that the hosts of a job wait for each other at the start; nonsense counts as the default."""
+    try:
+        return max(0.0, float(environ.get(PATIENCE_VARIABLE, DEFAULT_PATIENCE)))
+    except ValueError:
+        return DEFAULT_PATIENCE

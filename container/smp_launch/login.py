@@ -1,0 +1,64 @@
+"""What every login of the leader to a worker runs: ``python -m smp_launch.login PID HOST STATUS_DIR``.
+
+It gives mpirun's daemon, and so the ranks, the environment of this host's own launcher, read from the running process:
+nothing has to be written to a file or sent over the network for that, credentials least of all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from smp_launch.command import as_root
+from smp_launch.environment import HOST_VARIABLE
+from smp_launch.status import LeaderStatus, StatusDir
+
+#: The request of the leader to be followed: its standard input stays open until it ends.
+FOLLOW = "smp-launch-follow"
+
+#: The answer once this host follows.
+READY = "ready"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve one login.
+
+    Args:
+        arguments: the launcher's process id, this host's name, the folder of the leader's status.
+
+    Returns:
+        The exit code, for :data:`FOLLOW`; any other request replaces this process.
+    """
+    pid, host, status_dir = arguments
+    wanted = os.environ.get("SSH_ORIGINAL_COMMAND", "")
+    if wanted == FOLLOW:
+        return follow(StatusDir(Path(status_dir)))
+    if not wanted:
+        print("there is no shell to log in to on a host of a running job", file=sys.stderr)
+        return 1
+    os.chdir("/")
+    os.execve("/bin/bash", ["bash", "-c", wanted], {**as_root(environment_of(int(pid))), HOST_VARIABLE: host})
+
+
+def follow(status_dir: StatusDir) -> int:
+    """Be the leader's stand-in on this host for as long as it lives; its last words are how it ended."""
+    with status_dir.leading():
+        print(READY, flush=True)
+        words = sys.stdin.read()
+        if words:
+            status_dir.publish(LeaderStatus(**json.loads(words)))
+    return 0
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """The environment that a process was started with."""
+    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    pairs = (entry.decode("utf-8", "surrogateescape").partition("=") for entry in entries if b"=" in entry)
+    return {name: value for name, _, value in pairs}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

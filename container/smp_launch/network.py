@@ -1,0 +1,50 @@
+"""What a host's network and shared memory mean for the ranks: defaults for NCCL and EFA, and a warning."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from smp_config.instances import instance
+
+#: Shared memory for each rank, in bytes, below which NCCL or data loader workers are likely to fail.
+SHARED_MEMORY_PER_RANK = 128 * 2**20
+
+_MIB = 2**20
+
+
+def network_defaults(instance_type: str, interface: str, hosts: int) -> dict[str, str]:
+    """Variables for NCCL and libfabric; the user's own values go before them.
+
+    Args:
+        instance_type: such as ``ml.p4d.24xlarge``; unknown types get what works everywhere.
+        interface: the network interface between the hosts.
+        hosts: with one, nothing leaves the machine and nothing needs to be said.
+    """
+    if hosts < 2:
+        return {}
+    values = {"NCCL_SOCKET_IFNAME": interface}
+    known = instance(instance_type)
+    if known is not None and known.efa:
+        # Forking (data loader workers) would corrupt registered memory on kernels without copy-on-fork.
+        values |= {"FI_PROVIDER": "efa", "RDMAV_FORK_SAFE": "1"}
+        if known.rdma:
+            values["FI_EFA_USE_DEVICE_RDMA"] = "1"
+    return values
+
+
+def shared_memory_warning(ranks: int, folder: Path = Path("/dev/shm")) -> str | None:
+    """A warning when this host's shared memory is small for ``ranks`` ranks; None when it suffices."""
+    try:
+        space = os.statvfs(folder)
+    except OSError:
+        return None
+    size, wanted = space.f_blocks * space.f_frsize, ranks * SHARED_MEMORY_PER_RANK
+    if size >= wanted:
+        return None
+    gib = max(1, -(-wanted // 2**30))
+    return (
+        f"{folder} holds {size // _MIB} MiB for {ranks} rank(s); data loader workers and NCCL may need about "
+        f"{SHARED_MEMORY_PER_RANK // _MIB} MiB each and fail with a bus error; start the container with --shm-size={gib}g "
+        f"(local mode: 'container_config: {{shm_size: {gib}g}}' below 'local' in ~/.sagemaker/config.yaml)"
+    )
