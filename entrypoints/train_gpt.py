@@ -254,7 +254,12 @@ def main() -> int:
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95)))
+    optimizer = smp.DistributedOptimizer(
+        torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95)),
+        static_loss_scale=None,
+        dynamic_loss_scale=True,  # only float16 is scaled
+        dynamic_loss_args={"init_scale": 2.0**16, "scale_window": 500},
+    )
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, args.warmup, args.steps)
     )
@@ -284,9 +289,11 @@ def main() -> int:
         share = this_ranks_share(args.batch_size, args)
         optimizer.zero_grad()
         loss = train_step(model, ids[share].to(device), targets[share].to(device))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        if optimizer.clip_master_grads(args.clip) < 0:  # neither half precision nor sharded state
+            torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
-        scheduler.step()
+        if not optimizer.overflow:
+            scheduler.step()
         if args.log_losses:
             mine = float(loss.reduce_mean())
             losses.append(sum(smp.allgather(mine, smp.DP_GROUP)) / smp.dp_size())
@@ -318,7 +325,8 @@ def main() -> int:
 def write_model(args: argparse.Namespace, config: GPTConfig, model: GPT, val_loss: float, losses: list[float]) -> None:
     """Weights for plain ``torch.load``, the shape to build the model with, and what was reached."""
     args.model_dir.mkdir(parents=True, exist_ok=True)
-    torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, args.model_dir / "model.pt")
+    weights = {name: tensor.float().cpu() for name, tensor in model.state_dict().items()}
+    torch.save(weights, args.model_dir / "model.pt")
     (args.model_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2))
     (args.model_dir / "metrics.json").write_text(json.dumps({"steps": args.steps, "val_loss": val_loss}))
     if args.log_losses:

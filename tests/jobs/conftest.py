@@ -29,6 +29,7 @@ def gpt_job(text, tmp_path):
         processes: int = 2, hosts: int = 1, microbatches: int = 1, name: str = "out", **settings: Any
     ) -> SMPEstimator:
         arguments = settings.pop("estimator", {})
+        parameters = {"ddp": True, "microbatches": microbatches, **settings.pop("parameters", {})}
         return SMPEstimator(
             entry_point=settings.pop("entry_point", "train_gpt.py"),
             source_dir=settings.pop("source_dir", str(ENTRYPOINTS)),
@@ -37,9 +38,7 @@ def gpt_job(text, tmp_path):
             output_path=f"file://{tmp_path / name}",
             hyperparameters={**TINY, **settings},
             distribution={
-                "smdistributed": {
-                    "modelparallel": {"enabled": True, "parameters": {"ddp": True, "microbatches": microbatches}}
-                },
+                "smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}},
                 "mpi": {"enabled": True, "processes_per_host": processes},
             },
             **arguments,

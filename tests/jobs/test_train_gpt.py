@@ -34,6 +34,21 @@ def test_the_same_losses_however_the_job_is_spread(gpt_job, text, reference, hos
     assert losses == pytest.approx(reference.setdefault("losses", losses), abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "tolerance"),
+    [
+        ({"shard_optimizer_state": True}, 1e-5),
+        ({"bf16": True, "shard_optimizer_state": True}, 2e-2),
+        ({"fp16": True}, 2e-2),
+    ],
+)
+def test_half_precision_and_sharded_state_train_alike(gpt_job, text, reference, parameters, tolerance):
+    if "losses" not in reference:
+        reference["losses"] = artifact(_fit(gpt_job(1), text), "losses.json")
+    losses = artifact(_fit(gpt_job(2, 1, 2, parameters=parameters), text), "losses.json")
+    assert losses == pytest.approx(reference["losses"], rel=tolerance)
+
+
 def test_weights_load_in_plain_torch_without_this_package(gpt_job, text, tmp_path):
     job = _fit(gpt_job(2, steps=2), text)
     with tarfile.open(job.model_data.removeprefix("file://")) as archive:
