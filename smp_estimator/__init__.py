@@ -1,4 +1,4 @@
-"""The notebook side: an estimator that trains with the model parallel library, in the cloud or on this machine.
+"""The notebook side: estimators that train with the model parallel library, in the cloud or on this machine.
 
 Nothing heavy is imported here; the SageMaker SDK loads when a name is first used.
 """
@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from smp_config import ConfigError
     from smp_config.version import __version__
-    from smp_estimator.estimator import SMPEstimator
+    from smp_estimator.estimator import SMPEstimator, SMPHuggingFace
     from smp_estimator.local.session import ProcessSession
 
-__all__ = ["ConfigError", "ProcessSession", "SMPEstimator", "__version__"]
+__all__ = ["ConfigError", "ProcessSession", "SMPEstimator", "SMPHuggingFace", "__version__"]
 
 _HOMES = {
     "ConfigError": "smp_config",
     "ProcessSession": "smp_estimator.local.session",
     "SMPEstimator": "smp_estimator.estimator",
+    "SMPHuggingFace": "smp_estimator.estimator",
     "__version__": "smp_config.version",
 }
 

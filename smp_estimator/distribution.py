@@ -11,12 +11,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from smp_config import ConfigError, JobSettings, Topology
+from smp_config import ConfigError, Group, JobSettings, Topology
 from smp_config.buffers import BufferSizes
 from smp_config.errors import suggest
-from smp_config.job import DATA_PARALLEL_ENABLED, DEFAULT_MPI_OPTIONS, INSTANCE_TYPE, MP_PARAMETERS
+from smp_config.instances import Instance, instance, instances
+from smp_config.job import INSTANCE_TYPE, MP_PARAMETERS, MPI_PROCESSES
 from smp_config.limits import HYPERPARAMETER_CHARACTERS
 from smp_config.mpi_options import MpiOption, check_mpi_options, variables
+from smp_estimator.translation import from_hyperparameters, hyperparameters, mirrored_environment, stock_image_conflicts
+from smp_estimator.variables import is_variable, separated
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +47,19 @@ def is_ours(distribution: Mapping[str, Any] | None, *, process_mode: bool = Fals
     """
     if not isinstance(distribution, Mapping):
         return distribution is not None
-    return "smdistributed" in distribution or (process_mode and "mpi" in distribution)
+    if process_mode and "mpi" in distribution:
+        return True
+    torchrun = distribution.get("torch_distributed")
+    if isinstance(torchrun, Mapping) and torchrun.get("enabled") and not is_model_parallel(distribution):
+        return False  # started by torchrun, which is the SDK's business
+    return "smdistributed" in distribution
+
+
+def is_model_parallel(distribution: Any) -> bool:
+    """Whether ``distribution`` turns the model parallel library on, whatever else is right or wrong with it."""
+    libraries = distribution.get("smdistributed") if isinstance(distribution, Mapping) else None
+    part = libraries.get("modelparallel") if isinstance(libraries, Mapping) else None
+    return isinstance(part, Mapping) and part.get("enabled") is True
 
 
 def refuse_unknown_strategies(distribution: Any, *, process_mode: bool = False) -> None:
@@ -106,21 +121,19 @@ def read(
     """
     refuse_unknown_strategies(distribution, process_mode=process_mode)
     _refuse_torchrun(distribution)
+    distribution, later = separated(distribution)
+    known = _catalogued(instance_type, say)
     settings = JobSettings.from_distribution(distribution, instance_type=instance_type)
-    settings = _with_mpi(settings, distribution, say, process_mode=process_mode)
+    settings = _with_mpi(settings, distribution, say, known, process_mode=process_mode, later=later)
     BufferSizes.from_environment(variables(_check_mpi_options(settings)), environment or {})
+    mirrored_environment(settings, environment)
     if settings.model_parallel is not None:
         for warning in settings.model_parallel.warnings():
             say(f"distribution: {warning}")
         if settings.mpi is not None and settings.mpi.processes_per_host is not None:
-            _check_accelerators(instance_type, settings.mpi.processes_per_host)
-            if hosts is not None:
-                topology = world_topology(settings, hosts)
-                if topology.rdp_size > 1 and not settings.model_parallel.ddp:
-                    say(
-                        f"distribution: ddp is false, and the job has {topology.rdp_size} replicas of the model that never "
-                        'exchange gradients; set "ddp": True, unless the script exchanges them itself'
-                    )
+            _check_accelerators(known, settings.mpi.processes_per_host, say)
+            if hosts is not None and MP_PARAMETERS not in later:
+                _check_topology(settings, hosts, say)
         _check_length(settings)
     return settings
 
@@ -151,43 +164,6 @@ def world_topology(settings: JobSettings, hosts: int) -> Topology:
         return parameters.topology(world)
     except ConfigError as error:
         raise ConfigError(f"{error} ({came_about})") from None
-
-
-def hyperparameters(settings: JobSettings) -> dict[str, Any]:
-    """What the job carries, as Python values (the SDK encodes each as JSON).
-
-    Both ``partitions`` and ``pipeline_parallel_degree`` are in ``mp_parameters``, since client libraries look for
-    the old name, and the switch of the data parallel library is always present, as the SDK sends it.
-    """
-    sent = settings.to_hyperparameters()
-    if settings.model_parallel is not None:
-        sent.setdefault(DATA_PARALLEL_ENABLED, False)
-    return sent
-
-
-def from_hyperparameters(carried: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The ``distribution`` dictionary of a job that already runs, or None when it carries no strategy of ours.
-
-    The inverse of :func:`hyperparameters`, for ``attach()``.
-    """
-    settings = JobSettings.from_hyperparameters(carried)
-    distribution: dict[str, Any] = {}
-    if settings.model_parallel is not None:
-        parameters = settings.model_parallel.to_mp_parameters()
-        distribution["smdistributed"] = {"modelparallel": {"enabled": True, "parameters": parameters}}
-    elif settings.data_parallel is not None:
-        data: dict[str, Any] = {"enabled": True}
-        if settings.data_parallel.custom_mpi_options:
-            data["custom_mpi_options"] = settings.data_parallel.custom_mpi_options
-        distribution["smdistributed"] = {"dataparallel": data}
-    if settings.mpi is not None and settings.mpi.enabled:
-        mpi: dict[str, Any] = {"enabled": True}
-        if settings.mpi.processes_per_host is not None:
-            mpi["processes_per_host"] = settings.mpi.processes_per_host
-        if settings.mpi.custom_mpi_options not in ("", DEFAULT_MPI_OPTIONS):
-            mpi["custom_mpi_options"] = settings.mpi.custom_mpi_options
-        distribution["mpi"] = mpi
-    return distribution or None
 
 
 def group_names(distribution: Mapping[str, Any], instance_groups: Sequence[Any] | None) -> dict[str, Any]:
@@ -227,23 +203,54 @@ def group_names(distribution: Mapping[str, Any], instance_groups: Sequence[Any] 
 
 def _refuse_torchrun(distribution: Mapping[str, Any]) -> None:
     torchrun = distribution.get("torch_distributed")
-    if isinstance(torchrun, Mapping) and torchrun.get("enabled"):
+    if is_model_parallel(distribution) and isinstance(torchrun, Mapping) and torchrun.get("enabled"):
         raise ConfigError(
             "distribution enables smdistributed and torch_distributed together; torch_distributed starts the ranks with "
             'torchrun, this library with mpirun: replace it by "mpi": {"enabled": True, "processes_per_host": 8}'
         )
 
 
+def _check_topology(settings: JobSettings, hosts: int, say: Callable[[str], None]) -> None:
+    topology = world_topology(settings, hosts)
+    if settings.model_parallel is None or settings.mpi is None or settings.mpi.processes_per_host is None:
+        raise AssertionError("world_topology() has seen them")
+    if topology.rdp_size > 1 and not settings.model_parallel.ddp:
+        say(
+            f"distribution: ddp is false, and the job has {topology.rdp_size} replicas of the model that never "
+            'exchange gradients; set "ddp": True, unless the script exchanges them itself'
+        )
+    per_host = settings.mpi.processes_per_host
+    spread = max(len({rank // per_host for rank in ranks}) for ranks in topology.groups(Group.TP))
+    if spread > 1:
+        last = topology.placement[-1]
+        remedy = (
+            f"keep tensor_parallel_degree at most {per_host}"
+            if topology.tensor > per_host
+            else f"use a placement_strategy that ends with T, for example 'DPT' (now {topology.placement}: {last} varies fastest)"
+        )
+        say(
+            f"distribution: each tensor parallel group of {topology.tensor} processes is spread over {spread} hosts of "
+            f"{per_host} processes, and exchanges activations in every layer over the network between them; {remedy}"
+        )
+
+
 def _with_mpi(
-    settings: JobSettings, distribution: Mapping[str, Any], say: Callable[[str], None], *, process_mode: bool
+    settings: JobSettings,
+    distribution: Mapping[str, Any],
+    say: Callable[[str], None],
+    known: Instance | None,
+    *,
+    process_mode: bool,
+    later: Mapping[str, Any],
 ) -> JobSettings:
     """Model parallel jobs need mpi with a number of processes; process mode fills in 1."""
+    fitting = known.gpus if known is not None else 8
     if settings.model_parallel is not None and settings.mpi is None:
         state = "is disabled" if "mpi" in distribution else "is missing"
         raise ConfigError(
             f"smdistributed.modelparallel is enabled, but mpi {state} (distribution has {sorted(distribution)}); mpirun "
-            'starts the ranks: add "mpi": {"enabled": True, "processes_per_host": 2}, with the number of processes '
-            "(on GPUs: of GPUs) of a host"
+            f'starts the ranks: add "mpi": {{"enabled": True, "processes_per_host": {2 if known is None else fitting}}}, with the '
+            "number of processes (on GPUs: of GPUs) of a host"
         )
     if settings.mpi is None:
         return settings
@@ -253,10 +260,12 @@ def _with_mpi(
             f"mpi.processes_per_host is {given}; it is the number of processes that each host starts: "
             "set it to 1 or more"
         )
+    if given is None and MPI_PROCESSES in later:
+        return settings
     if given is None and settings.model_parallel is not None and not process_mode:
         raise ConfigError(
             "mpi.processes_per_host is missing; with modelparallel the platform needs the number of processes of a "
-            'host: set it to the number of its GPUs, for example "processes_per_host": 8'
+            f'host: set it to the number of its GPUs, for example "processes_per_host": {fitting}'
         )
     if given is None and process_mode:
         say("mpi.processes_per_host was not given: one process per host")
@@ -274,27 +283,41 @@ def _check_mpi_options(settings: JobSettings) -> list[MpiOption]:
     return options
 
 
-def _check_accelerators(instance_type: str | None, processes_per_host: int) -> None:
-    """At most one process per GPU; instance types that the SDK's own table lacks are not judged."""
-    gpus = _gpus(instance_type)
-    if gpus and processes_per_host > gpus:
-        raise ConfigError(
-            f"mpi.processes_per_host is {processes_per_host}, but {instance_type} has {gpus} GPUs and each process needs "
-            f"its own; set processes_per_host to at most {gpus}"
-        )
+def _catalogued(instance_type: Any, say: Callable[[str], None]) -> Instance | None:
+    """The instance's row of the catalogue; None for CPU instances, and for unknown ones, which are warned about.
 
-
-def _gpus(instance_type: str | None) -> int:
-    """GPUs of an instance type by the SDK's table; 0 when it has none or is unknown."""
+    Raises:
+        ConfigError: an accelerator that the library does not run on.
+    """
     if not isinstance(instance_type, str) or not instance_type.startswith("ml."):
-        return 0
-    from smp_estimator.sdk import instance_types_gpu_info
+        return None
+    known = instance(instance_type)
+    family = instance_type.split(".")[1]
+    if known is None and family.startswith(("trn", "inf")):
+        raise ConfigError(
+            f"instance_type is {instance_type}, whose accelerators are AWS Neuron devices; the model parallel library "
+            "computes on NVIDIA GPUs or CPUs: use a p or g instance, for example 'ml.p4d.24xlarge'"
+        )
+    if known is None and family.startswith(("p", "g")):
+        hint = suggest(instance_type, [row.name for row in instances()])
+        say(f"instance_type {instance_type} is not in this version's catalogue{hint}: its GPUs are not checked")
+    return known
 
-    for region in ("us-east-1", "us-west-2"):
-        known = instance_types_gpu_info.retrieve(region).get(instance_type)
-        if known:
-            return int(known["Count"])
-    return 0
+
+def _check_accelerators(known: Instance | None, processes_per_host: int, say: Callable[[str], None]) -> None:
+    """At most one process per GPU; what the catalogue lacks is not judged."""
+    if known is None:
+        return
+    if processes_per_host > known.gpus:
+        raise ConfigError(
+            f"mpi.processes_per_host is {processes_per_host}, but {known.name} has {known.gpus} GPUs and each process needs "
+            f"its own; set processes_per_host to at most {known.gpus}"
+        )
+    if processes_per_host < known.gpus:
+        say(
+            f"distribution: mpi.processes_per_host is {processes_per_host}, and {known.name} has {known.gpus} GPUs: "
+            f"{known.gpus - processes_per_host} of each host stay idle"
+        )
 
 
 def _check_length(settings: JobSettings) -> None:
@@ -319,8 +342,12 @@ __all__ = [
     "from_hyperparameters",
     "group_names",
     "hyperparameters",
+    "is_model_parallel",
     "is_ours",
+    "is_variable",
+    "mirrored_environment",
     "read",
     "refuse_unknown_strategies",
+    "stock_image_conflicts",
     "world_topology",
 ]

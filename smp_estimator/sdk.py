@@ -55,36 +55,54 @@ def _found(credentials: Any) -> dict[str, str]:
 
 
 with credentials_when_used():
-    from sagemaker import git_utils, instance_types_gpu_info
+    from sagemaker import git_utils
     from sagemaker.config import load_local_mode_config, load_sagemaker_config, validate_sagemaker_config
     from sagemaker.estimator import EstimatorBase, Framework
     from sagemaker.estimator import _TrainingJob as TrainingJob
     from sagemaker.exceptions import UnexpectedStatusException
     from sagemaker.fw_utils import UploadedCode
+    from sagemaker.huggingface import HuggingFace
+    from sagemaker.image_uris import config_for_framework
+    from sagemaker.inputs import FileSystemInput, TrainingInput
+    from sagemaker.instance_group import InstanceGroup
     from sagemaker.local import LocalSession
     from sagemaker.local.data import get_data_source_instance
     from sagemaker.local.local_session import LocalSagemakerClient, LocalSagemakerRuntimeClient
     from sagemaker.pytorch import PyTorch
-    from sagemaker.utils import custom_extractall_tarfile
+    from sagemaker.session import _check_job_status as check_job_status
+    from sagemaker.utils import (
+        custom_extractall_tarfile,
+        secondary_training_status_changed,
+        secondary_training_status_message,
+    )
     from sagemaker.workflow import is_pipeline_variable
+    from sagemaker.workflow.pipeline_context import PipelineSession
 
 __all__ = [
     "EstimatorBase",
+    "FileSystemInput",
     "Framework",
+    "HuggingFace",
+    "InstanceGroup",
     "LocalSagemakerClient",
     "LocalSagemakerRuntimeClient",
     "LocalSession",
+    "PipelineSession",
     "PyTorch",
+    "TrainingInput",
     "TrainingJob",
     "UnexpectedStatusException",
     "UploadedCode",
+    "check_job_status",
+    "config_for_framework",
     "credentials_when_used",
     "custom_extractall_tarfile",
     "get_data_source_instance",
     "git_utils",
-    "instance_types_gpu_info",
     "is_pipeline_variable",
     "load_local_mode_config",
     "load_sagemaker_config",
+    "secondary_training_status_changed",
+    "secondary_training_status_message",
     "validate_sagemaker_config",
 ]

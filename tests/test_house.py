@@ -39,8 +39,9 @@ FLOORS = [
     ("registry", "pieces"),
     ("comm", "progress", "splitting", "step_output", "precision", "loss_scaling", "fused_optimizers", "model_names"),
     ("session", "optimizer_state"),
-    ("data_parallel", "sharding", "checkpoint", "amp"),
-    ("model", "optimizer", "step", "creation"),
+    ("data_parallel", "sharding", "checkpoint"),
+    ("replicated_model",),
+    ("model", "optimizer", "step", "creation", "amp"),
 ]
 
 

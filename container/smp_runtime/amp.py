@@ -8,6 +8,7 @@ import torch
 
 from smp_config import Group
 from smp_runtime import session as sessions
+from smp_runtime.optimizer import DistributedOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -18,6 +19,17 @@ class GradScaler(torch.amp.GradScaler):
 
     def __init__(self, device: str | None = None, **arguments: Any) -> None:
         super().__init__(device or sessions.current().device.type, **arguments)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale; with sharded state those of this rank's share."""
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer.update_master_grads()
+        super().unscale_(optimizer)
+
+    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        found = super()._unscale_grads_(optimizer, *args, **kwargs)
+        # A rank that owns nothing has found nothing, and must say so to the others.
+        return found or {(device := sessions.current().device): torch.zeros(1, device=device)}
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any

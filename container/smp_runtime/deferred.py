@@ -78,9 +78,28 @@ class Deferral(TorchDispatchMode):
         """Whether a tensor was created in this context and has no values yet."""
         return tensor.device == _META and _storage(tensor) in self._owned
 
+    @property
+    def start(self) -> torch.Tensor:
+        """The state of the random generator when the creation began."""
+        if self._random_state is None:
+            raise AssertionError("a deferral that was never entered has no start")
+        return self._random_state
+
+    def has_part_in(self, module: nn.Module) -> bool:
+        """Whether a parameter or buffer of ``module`` waits for its values here."""
+        tensors = [*module.parameters(), *module.buffers()]
+        return any(self.owns(tensor) for tensor in tensors)
+
     @torch.no_grad()
-    def materialize(self, module: nn.Module, device: torch.device) -> None:
-        """Give the module's parameters and buffers their values, in place and on ``device``."""
+    def materialize(self, module: nn.Module, device: torch.device, start: torch.Tensor) -> torch.Tensor:
+        """Give the module's parameters and buffers their values, in place and on ``device``.
+
+        Args:
+            start: the random generator's state to replay from.
+
+        Returns:
+            The state that the generator has after the replay.
+        """
         real: dict[int, torch.Tensor] = {}
         kept: dict[int, torch.Tensor] = {id(meta): value for value, meta in self._constants.values()}
 
@@ -91,14 +110,14 @@ class Deferral(TorchDispatchMode):
             return kept[id(leaf)] if id(leaf) in kept else _view_like(leaf, real)
 
         with torch.random.fork_rng(devices=[]):
-            if self._random_state is not None:
-                torch.set_rng_state(self._random_state)
+            torch.set_rng_state(start)
             for func, args, kwargs, outputs in self._record:
                 real_args, real_kwargs = tree_map(value_of, (args, kwargs))
                 results = func(*real_args, **real_kwargs)
                 for meta, result in zip(_tensors(outputs), _tensors(results), strict=True):
                     kept[id(meta)] = result
                     real.setdefault(_storage(meta), result)
+            end = torch.get_rng_state()
         done: dict[int, torch.Tensor] = {}
         for owner in module.modules():
             for name, parameter in owner._parameters.items():
@@ -112,6 +131,7 @@ class Deferral(TorchDispatchMode):
             for name, buffer in owner._buffers.items():
                 if buffer is not None and self.owns(buffer):
                     owner._buffers[name] = _view_like(buffer, real).to(device)
+        return end
 
     def _without_storage(self, leaf: Any) -> Any:
         """A meta tensor in place of a real one, which becomes a constant of the record."""
@@ -128,6 +148,24 @@ class Deferral(TorchDispatchMode):
         if isinstance(leaf, torch.Tensor) and leaf.device == _META:
             self._owned.add(_storage(leaf))
         return leaf
+
+
+def materialize(deferrals: list[Deferral], module: nn.Module, device: torch.device) -> None:
+    """Replay the deferrals that ``module`` was created in, and take them off the list.
+
+    Random numbers follow on each other as in a creation without deferral: a context that began where the one before
+    it began continues where that one ended, and so does the script, if it has drawn or seeded nothing since.
+    """
+    before: tuple[torch.Tensor, torch.Tensor] | None = None
+    for deferral in list(deferrals):
+        if not deferral.has_part_in(module):
+            continue
+        continues = before is not None and torch.equal(deferral.start, before[0])
+        end = deferral.materialize(module, device, before[1] if before is not None and continues else deferral.start)
+        before = (deferral.start, end)
+        deferrals.remove(deferral)
+    if before is not None and torch.equal(torch.get_rng_state(), before[0]):
+        torch.set_rng_state(before[1])
 
 
 def _is_factory(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

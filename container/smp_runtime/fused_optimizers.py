@@ -25,11 +25,13 @@ class _NormedOptimizer(torch.optim.Optimizer):
 
     _sum_over_shards: SumOverShards | None = None
     _count = 0
+    _device = torch.device("cpu")
 
-    def use_shards(self, sum_over_shards: SumOverShards, count: int) -> None:
-        """From now on parameters are parts; ``count`` parameters are sharded together."""
+    def use_shards(self, sum_over_shards: SumOverShards, count: int, device: torch.device) -> None:
+        """From now on parameters are parts; ``count`` parameters are sharded together, on ``device``."""
         self._sum_over_shards = sum_over_shards
         self._count = count
+        self._device = device
 
     def _squares(self, tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
         """The squared norm of the whole that each tensor is a part of.
@@ -40,10 +42,7 @@ class _NormedOptimizer(torch.optim.Optimizer):
         local = [tensor.float().square().sum() for _, tensor in tensors]
         if self._sum_over_shards is None:
             return local
-        device = local[0].device if local else torch.device("cpu")
-        for group in self.param_groups:
-            device = group["params"][0].device if group["params"] else device
-        vector = torch.zeros(self._count, device=device)
+        vector = torch.zeros(self._count, device=self._device)
         numbers = [getattr(parameter, NUMBER_ATTRIBUTE) for parameter, _ in tensors]
         for number, square in zip(numbers, local, strict=True):
             vector[number] = square
@@ -210,8 +209,7 @@ class FusedLAMB(_NormedOptimizer):
         if self._sum_over_shards is None:
             return torch.stack(self._squares(pairs)).sum().sqrt() if pairs else None
         # Another rank may hold gradients where this one holds none, so every rank takes part.
-        device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
-        square = torch.zeros(1, device=device)
+        square = torch.zeros(1, device=self._device)
         for _, gradient in pairs:
             square += gradient.float().square().sum()
         return self._sum_over_shards(square).sqrt()[0]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.utils.hooks import RemovableHandle
 
 from smp_config import Group
@@ -18,13 +18,13 @@ from smp_config.buckets import effective_bucket_bytes
 from smp_runtime import session as sessions
 from smp_runtime.data_parallel.joining import JoinedModel
 from smp_runtime.data_parallel.reducer import GradientReducer
-from smp_runtime.data_parallel.replication import broadcast_tensors
 from smp_runtime.data_parallel.transports import HookTransport
+from smp_runtime.deferred import materialize
 from smp_runtime.errors import SMPUserError
-from smp_runtime.model_names import WrappedNames
 from smp_runtime.pieces import Piece, whole_piece
 from smp_runtime.precision import Precision
 from smp_runtime.registry import ParameterRegistry
+from smp_runtime.replicated_model import ReplicatedModel
 from smp_runtime.sharding.optimizer_state import ShardedState
 
 logger = logging.getLogger("smp")
@@ -32,7 +32,7 @@ logger = logging.getLogger("smp")
 PARTIAL_KEY = "_smp_is_partial"
 
 
-class DistributedModel(WrappedNames):
+class DistributedModel(ReplicatedModel):
     """Trains ``module`` over all processes of the job; gradients are averaged once per step.
 
     The module moves to this rank's device, and its parameters and buffers become those of the first data parallel
@@ -83,12 +83,12 @@ class DistributedModel(WrappedNames):
         self._passes = 0
         self._in_backward = False
         self._joined: JoinedModel | None = None
+        self._closing_is_queued = False
+        self._loads = 0
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
 
-        for deferral in self._session.deferrals:
-            deferral.materialize(module, self._session.device)
-        self._session.deferrals.clear()
+        materialize(self._session.deferrals, module, self._session.device)
         self.registry = ParameterRegistry(module)
         self.partitioned = True
         #: What the optimizer updates instead of the parameters; None when it updates the parameters.
@@ -103,6 +103,9 @@ class DistributedModel(WrappedNames):
             self._replicate([*module.parameters(), *module.buffers()])
         masters = self.precision.convert(module)
         trained = [record.parameter for record in self.registry if record.parameter.requires_grad]
+        updates_by_pieces = bool(masters) or (replicated and self._session.cfg.shard_optimizer_state)
+        known = replicated or updates_by_pieces
+        self._frozen = [r.parameter for r in self.registry if not r.parameter.requires_grad] if known else []
         held = sum(parameter.numel() * parameter.element_size() for parameter in trained)
         bucket_bytes = effective_bucket_bytes(held, int(bucket_cap_mb * 2**20))
         if replicated and self._session.cfg.shard_optimizer_state:
@@ -128,6 +131,7 @@ class DistributedModel(WrappedNames):
             self._watch_backward_outside_steps()
         if self._session.cfg.fp16 or (self._averages_microbatches and self._session.cfg.microbatches > 1):
             self._scale_foreign_gradients()
+        self._follow_loads()
         self._session.adopt_model(self)
         if self._session.rank == 0:
             logger.info(
@@ -141,8 +145,10 @@ class DistributedModel(WrappedNames):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; inside a step, with one microbatch."""
         if self._session.microbatch is None and self.training and torch.is_grad_enabled():
-            self._tell_joined()
-            self._refresh_buffers()
+            if self._closing_is_queued:  # left by a backward pass that raised
+                self._closing_is_queued = False
+                self._open_window()
+            self._begin_training_pass()
         return self.precision.leave(self.module(*self.precision.enter(args), **self.precision.enter(kwargs)))
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
@@ -197,8 +203,11 @@ class DistributedModel(WrappedNames):
     def _scale_foreign_gradients(self) -> None:
         """``loss.backward()`` inside a step, instead of ``model.backward(loss)``, averages over microbatches too."""
 
+        weak = weakref.ref(self)
+
         def scaled(gradient: torch.Tensor) -> torch.Tensor | None:
-            scale = 1.0 if self._in_backward else self._gradient_scale()
+            model = weak()
+            scale = 1.0 if model is None or model._in_backward else model._gradient_scale()
             return None if scale == 1.0 else gradient * scale
 
         for record in self.registry:
@@ -210,8 +219,7 @@ class DistributedModel(WrappedNames):
     def begin_step(self) -> None:
         """A step-decorated function begins."""
         if self.training and torch.is_grad_enabled():
-            self._tell_joined()
-            self._refresh_buffers()
+            self._begin_training_pass()
         self._open_window()
 
     def finish_step(self) -> bool:
@@ -235,98 +243,27 @@ class DistributedModel(WrappedNames):
         if self._reducer is not None:
             self._reducer.begin_window(reduces=(self._passes + 1) % self._passes_per_reduction == 0)
 
+    def _close_window(self) -> None:
+        """A backward pass outside a step has ended."""
+        self._closing_is_queued = False
+        if self._reducer is not None:
+            self._passes += 1
+            self._reducer.finish_window()
+            self._open_window()
+
     def _watch_backward_outside_steps(self) -> None:
         """``loss.backward()`` without a step is a window of its own, closed when the backward pass ends."""
-        queued = False
-
-        def close_window() -> None:
-            nonlocal queued
-            queued = False
-            if self._reducer is not None:
-                self._passes += 1
-                self._reducer.finish_window()
-                self._open_window()
+        weak = weakref.ref(self)
 
         def gradient_comes(_: torch.Tensor) -> None:
-            nonlocal queued
-            if self._session.microbatch is None and not queued:
-                queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(close_window)
+            model = weak()
+            if model is not None and model._session.microbatch is None and not model._closing_is_queued:
+                model._closing_is_queued = True
+                torch.autograd.Variable._execution_engine.queue_callback(model._close_window)
 
         for record in self.registry:
             if record.parameter.requires_grad:
                 record.parameter.register_post_accumulate_grad_hook(gradient_comes)
-
-    @contextlib.contextmanager
-    def join(self, divide_by_initial_world_size: bool = True, enable: bool = True) -> Iterator[None]:
-        """Train with uneven numbers of steps: a rank that has left the loop answers the others until all have.
-
-        Gradients are divided by the number of all ranks, also of those that are done. At the end every rank has the
-        weights of one that trained longest; the optimizer's state of a rank that was done earlier stays behind.
-
-        Args:
-            divide_by_initial_world_size: only True is supported.
-            enable: False makes the context do nothing.
-
-        Raises:
-            SMPUserError: ``divide_by_initial_world_size=False``, or sharded optimizer state, which every rank must update.
-        """
-        if not divide_by_initial_world_size:
-            raise SMPUserError(
-                "join() divides gradients by all ranks; divide_by_initial_world_size=False is not supported"
-            )
-        if self.sharded_state is not None and enable:
-            raise SMPUserError(
-                "join() lets ranks skip updates, but with shard_optimizer_state every rank updates a part of each parameter; "
-                "turn shard_optimizer_state off, or give all ranks the same number of batches"
-            )
-        if self._reducer is None or not enable:
-            yield
-            return
-        self._joined = JoinedModel(self, self._session.groups.group(Group.DP), self._session.device)
-        try:
-            with Join([self._joined]):
-                yield
-        finally:
-            self._joined = None
-
-    def _tell_joined(self) -> None:
-        """Announce a training step to ranks that may be done already."""
-        if self._joined is not None:
-            Join.notify_join_context(self._joined)
-
-    def shadow_step(self) -> None:
-        """Answer the collectives of one step of the others, with nothing to add."""
-        self._refresh_buffers()
-        if self._reducer is not None:
-            self._open_window()
-            self._passes += 1
-            gradients = [parameter.grad for parameter in self.parameters()]
-            for parameter in self.parameters():
-                parameter.grad = None
-            self._reducer.finish_window()
-            for parameter, gradient in zip(self.parameters(), gradients, strict=True):
-                parameter.grad = gradient
-            self._open_window()
-
-    def take_over(self, is_last: bool) -> None:
-        """Copy the weights of a rank that was among the last to be done; every rank calls it."""
-        members = self._session.members(Group.DP)
-        done_last = self._session.control.allgather(is_last, members)
-        source = members[done_last.index(True)]
-        self._replicate([*self.module.parameters(), *self.module.buffers()], source)
-
-    def _refresh_buffers(self) -> None:
-        if self._broadcasts_buffers and self._reducer is not None:
-            self._replicate(self.module.buffers())
-
-    def _replicate(self, tensors: Any, source: int | None = None) -> None:
-        broadcast_tensors(
-            tensors,
-            self._session.members(Group.DP)[0] if source is None else source,
-            self._session.groups.group(Group.DP),
-            self._session.collectives,
-        )
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -355,15 +292,39 @@ class DistributedModel(WrappedNames):
         own = self.module.state_dict()
         if state and not own.keys() & state.keys() and all(name.startswith("module.") for name in state):
             state = {name.removeprefix("module."): value for name, value in state.items()}
+        if assign and (self._reducer is not None or self.pieces is not None):
+            raise SMPUserError(
+                "load_state_dict(assign=True) replaces parameters, which gradient reduction and the optimizer already know; "
+                "leave assign at False"
+            )
         result = self.module.load_state_dict(state, strict=strict, assign=assign)
-        if self._session.optimizer is not None:
-            self._session.optimizer.refresh_masters()
+        for record in self.registry:  # masters take a float32 state unrounded
+            piece = (self.pieces or {}).get(record.parameter)
+            value = next((state[name] for name in record.names if name in state), None)
+            if piece is not None and isinstance(value, torch.Tensor):
+                piece.take(value)
         return result
 
     def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
         """Dtype changes apply; a device is ignored, because placement is this wrapper's work."""
         _, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        return super().to(dtype=dtype) if dtype is not None else self
+        if dtype is None:
+            return self
+        changes = any(p.is_floating_point() and p.dtype is not dtype for p in self.module.parameters())
+        if changes and (self._reducer is not None or self.pieces is not None):
+            raise SMPUserError(
+                f"the model cannot become {dtype} after it was wrapped: gradient reduction and the optimizer already know its "
+                'parameters; cast it before smp.DistributedModel, or train with "fp16" or "bf16"'
+            )
+        return super().to(dtype=dtype)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, also those that were reduced to their owner already."""
+        super().zero_grad(set_to_none)
+        for optimizer in self._session.optimizers:
+            optimizer.drop_gradients_of(self)
+        if self.sharded_state is not None:
+            self.sharded_state.clear_gradients()
 
     def cpu(self) -> DistributedModel:
         """Move the full model to CPU memory."""

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from smp_runtime.model import DistributedModel
 
 PARTIAL_KEY = "_smp_is_partial"
+#: Marks a state that holds this rank's shard only.
+SHARD_KEY = "_smp_is_shard"
+#: Master weights and loss scale inside a state.
+HALF_KEY = "fp16_states"
 
 #: Optimizers whose update of one element depends on others of the same tensor, which may lie on another rank.
 _NEED_WHOLE_TENSORS = ("LBFGS", "Adafactor", "Muon")
@@ -64,6 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Only float16 overflows; other types train with a scale of 1.
         self.loss_scaler = scaler if self._session.cfg.fp16 else make_loss_scaler(1.0, False, {})
         self.optimizer = optimizer
+        self.dynamic_loss_scale = dynamic_loss_scale
         #: Whether the last step was skipped because of an overflow.
         self.overflow = False
         self._global_grad_norm: float | None = None
@@ -113,11 +118,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def bind(self, model: DistributedModel) -> None:
         """Update what ``model`` keeps for updating, instead of its parameters; called once both are wrapped."""
-        if self._model is not None or model.pieces is None:
+        if model is self._model or model.pieces is None:
             return
         owned = {p for group in self.optimizer.param_groups for p in group["params"]} & model.pieces.keys()
         if not owned:
             return
+        if self._model is not None:
+            raise SMPUserError(
+                "one optimizer has parameters of two wrapped models that train in half precision or with sharded state; give "
+                "each model an optimizer of its own"
+            )
+        others = [o for o in self._session.optimizers if o is not self and o.updates(model)]
+        if others:
+            raise SMPUserError(
+                "a second optimizer was wrapped for a model that trains in half precision or with sharded state; use one "
+                "optimizer with several parameter groups"
+            )
         if model.sharded_state is not None:
             kind = type(self.optimizer).__name__
             if kind in _NEED_WHOLE_TENSORS:
@@ -126,11 +142,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     "use an element-wise optimizer such as AdamW, or turn shard_optimizer_state off"
                 )
             if hasattr(self.optimizer, "use_shards"):
-                self.optimizer.use_shards(model.sharded_state.sum_over_shards, len(model.sharded_state.pieces))
+                self.optimizer.use_shards(
+                    model.sharded_state.sum_over_shards, len(model.sharded_state.pieces), self._session.device
+                )
         self._model = model
         self._originals: list[list[nn.Parameter]] = []
         for group in self.optimizer.param_groups:
             self._replace(group)
+
+    def updates(self, model: DistributedModel) -> bool:
+        """Whether this optimizer updates pieces of ``model``."""
+        return self._model is model
+
+    def drop_gradients_of(self, model: DistributedModel) -> None:
+        """Forget gradients that were brought to the pieces of ``model`` but not used."""
+        if self._model is model:
+            self._drop_gradients()
 
     def _replace(self, group: dict[str, Any]) -> None:
         """Put this rank's pieces in place of a group's parameters."""
@@ -285,13 +312,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Args:
             gather_if_shard: False gives this rank's shard only, to be loaded with the same number of ranks.
         """
-        state = self.state_dict() if gather_if_shard else self.optimizer.state_dict()
-        return {**state, PARTIAL_KEY: True}
+        if not gather_if_shard:
+            return {**self.optimizer.state_dict(), PARTIAL_KEY: True, SHARD_KEY: True}
+        states = self.fp16_states()
+        return {**self.state_dict(), PARTIAL_KEY: True, **({HALF_KEY: states} if states else {})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a full state, whatever number of ranks and precision it was saved with."""
-        state = {key: value for key, value in state_dict.items() if key != PARTIAL_KEY}
-        if self._model is None:
+        state = {key: value for key, value in state_dict.items() if key not in (PARTIAL_KEY, SHARD_KEY, HALF_KEY)}
+        if HALF_KEY in state_dict:
+            self.load_fp16_states(state_dict[HALF_KEY])
+        if self._model is None or SHARD_KEY in state_dict:
             self.optimizer.load_state_dict(state)
         else:
             load_state(self.optimizer, self._originals, self._model.pieces or {}, state)
@@ -307,7 +338,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._model.sharded_state is not None:
             masters = self._model.sharded_state.gather_whole(masters)
         names = {self._model.registry.record_of(parameter).name: value for parameter, value in masters.items()}
-        return {"masters": names, "loss_scaler": self.loss_scaler.state_dict()}
+        scaler = {"loss_scaler": self.loss_scaler.state_dict()} if self._session.cfg.fp16 else {}
+        return {"masters": names, **scaler}
 
     @torch.no_grad()
     def load_fp16_states(self, states: Mapping[str, Any]) -> None:
@@ -317,12 +349,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for piece in self._pieces:
             master = states["masters"][self._model.registry.record_of(piece.parameter).name]
             piece.optimized.copy_(master.reshape(-1)[piece.start : piece.stop].view(piece.optimized.shape))
-        self.loss_scaler.load_state_dict(states["loss_scaler"])
-
-    def refresh_masters(self) -> None:
-        """Take the model's weights as they are now; called after a state was loaded into the model."""
-        for piece in self._pieces:
-            piece.refresh()
+        # A scale only means something to fp16; one that the script fixed stays as it is now.
+        if self._session.cfg.fp16 and self.dynamic_loss_scale and "overflows_left" in states.get("loss_scaler", {}):
+            self.loss_scaler.load_state_dict(states["loss_scaler"])
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"

@@ -94,7 +94,9 @@ def load_state(
         )
     for group, settings in zip(optimizer.param_groups, saved, strict=True):
         group.update({key: value for key, value in settings.items() if key != "params"})
-    for parameters, settings in zip(originals, saved, strict=True):
+    optimizer.state.clear()
+    for group, parameters, settings in zip(optimizer.param_groups, originals, saved, strict=True):
+        on_device = bool(group.get("fused") or group.get("capturable"))
         for parameter, number in zip(parameters, settings["params"], strict=True):
             if number not in state["state"]:
                 continue
@@ -103,15 +105,16 @@ def load_state(
                 continue  # another rank's
             updated = parameter if piece is None else piece.optimized
             optimizer.state[updated] = {
-                key: _of_piece(value, parameter, piece) for key, value in state["state"][number].items()
+                key: _of_piece(value, parameter, piece, on_device) for key, value in state["state"][number].items()
             }
 
 
-def _of_piece(value: Any, parameter: nn.Parameter, piece: Piece | None) -> Any:
+def _of_piece(value: Any, parameter: nn.Parameter, piece: Piece | None, counters_on_device: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape != parameter.shape or value.dim() == 0:
-        return value.clone()  # a counter, which optimizers keep on the CPU
+        # A counter, which optimizers keep on the CPU unless their kernel reads it.
+        return value.to(parameter.device, copy=True) if counters_on_device else value.clone()
     if piece is None:
         return value.to(device=parameter.device, copy=True)
     part = value.reshape(-1)[piece.start : piece.stop].view(piece.optimized.shape)

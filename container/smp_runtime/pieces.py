@@ -45,6 +45,12 @@ class Piece:
             self.stored.copy_(self.optimized)
 
     @torch.no_grad()
+    def take(self, whole: torch.Tensor) -> None:
+        """Take this part of a tensor of the parameter's shape, if the piece has storage of its own."""
+        if whole.shape == self.parameter.shape and self.optimized.data_ptr() != self.stored.data_ptr():
+            self.optimized.copy_(whole.reshape(-1)[self.start : self.stop].view(self.optimized.shape))
+
+    @torch.no_grad()
     def refresh(self) -> None:
         """Take the model's values, after a checkpoint was loaded into it."""
         if self.optimized.data_ptr() != self.stored.data_ptr():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,7 @@ def _each(value: Any, call: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         changed = {key: _each(child, call) for key, child in value.items()}
         if type(value) is dict:
             return changed
+        value = copy.copy(value)  # the caller keeps its own
         for key, child in changed.items():  # Transformers' outputs are dictionaries with fields of the same names
             value[key] = child
         return value

@@ -65,10 +65,12 @@ class ProgressReporter:
             hyperparameters = {}
         for name in TOTAL_STEPS_NAMES:
             try:
-                total = int(hyperparameters[name])
-                break
+                found = int(hyperparameters[name])
             except (KeyError, TypeError, ValueError):
                 continue
+            if found > 0:  # -1 often means "until the data ends"
+                total = found
+                break
         return cls(enabled=enabled and "SM_HPS" in environ, total_steps=total, device=device)
 
     def set_position(self, step: int, total_steps: int | None = None) -> None:
@@ -104,7 +106,7 @@ class ProgressReporter:
         self._samples += self._pending_samples
         self._pending_samples = 0
         now = time.monotonic()
-        last = self.total_steps is not None and self.step >= self.total_steps
+        last = self.total_steps is not None and self.step == self.total_steps
         if now - self._printed_at >= _SECONDS_BETWEEN_LINES or last:
             self._print(now)
 

@@ -83,8 +83,9 @@ class Session:
         self.step_count = 0
         #: Records of models whose parameters are not computed yet.
         self.deferrals: list[Deferral] = []
-        self._models: weakref.WeakSet[DistributedModel] = weakref.WeakSet()
-        self._optimizer: weakref.ref[DistributedOptimizer] | None = None
+        # Lists, not sets: every rank must walk over them in the same order.
+        self._models: list[weakref.ref[DistributedModel]] = []
+        self._optimizers: list[weakref.ref[DistributedOptimizer]] = []
 
     def size(self, group: Group) -> int:
         """Ranks in this rank's group of that kind."""
@@ -100,8 +101,8 @@ class Session:
 
     @property
     def models(self) -> list[DistributedModel]:
-        """The wrapped models that the script still holds."""
-        return list(self._models)
+        """The wrapped models that the script still holds, in the order of wrapping."""
+        return [model for reference in self._models if (model := reference()) is not None]
 
     @property
     def model(self) -> DistributedModel | None:
@@ -112,17 +113,23 @@ class Session:
     @property
     def optimizer(self) -> DistributedOptimizer | None:
         """The optimizer that was wrapped last, if the script still holds it."""
-        return self._optimizer() if self._optimizer is not None else None
+        optimizers = self.optimizers
+        return optimizers[-1] if optimizers else None
+
+    @property
+    def optimizers(self) -> list[DistributedOptimizer]:
+        """The wrapped optimizers that the script still holds, in the order of wrapping."""
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
     def adopt_model(self, model: DistributedModel) -> None:
         """Called by a model that was just wrapped."""
-        self._models.add(model)
-        if self.optimizer is not None:
-            self.optimizer.bind(model)
+        self._models.append(weakref.ref(model))
+        for optimizer in self.optimizers:
+            optimizer.bind(model)
 
     def adopt_optimizer(self, optimizer: DistributedOptimizer) -> None:
         """Called by an optimizer that was just wrapped."""
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizers.append(weakref.ref(optimizer))
 
     def close(self) -> None:
         """Leave the job: process groups and the control plane are released."""

@@ -49,7 +49,7 @@ def unpacked(wheel: str) -> str:
     """The folder with the wheel's files; made by whichever rank of the host comes first."""
     with open(wheel, "rb") as file:
         digest = hashlib.sha256(file.read()).hexdigest()[:16]
-    site = os.path.join(tempfile.gettempdir(), "smp-site-%s-%s" % (os.getuid(), digest))  # noqa: UP031
+    site = os.path.join(tempfile.gettempdir(), f"smp-site-{os.getuid()}-{digest}")
     if not os.path.isdir(site):
         partial = tempfile.mkdtemp(prefix="smp-site-")
         with zipfile.ZipFile(wheel) as archive:
@@ -126,9 +126,10 @@ def _check_image() -> None:
     from importlib import metadata
 
     if sys.version_info < _PYTHON_FLOOR:
+        floor = ".".join(map(str, _PYTHON_FLOOR))
         raise RuntimeError(
-            "the image has Python %s, and the model parallel runtime needs %s; use an image with PyTorch 2.4 or newer"
-            % (sys.version.split()[0], ".".join(map(str, _PYTHON_FLOOR)))  # noqa: UP031
+            f"the image has Python {sys.version.split()[0]}, and the model parallel runtime needs {floor}; use an image with "
+            "PyTorch 2.4 or newer"
         )
     try:
         torch = metadata.version("torch")

@@ -69,9 +69,7 @@ def choose_huggingface(
                 by_torch.setdefault(version, {})[transformers] = row
     full = aliases.get(transformers_version or "", transformers_version)
     if full is not None:
-        by_torch = {
-            torch: {full: rows[full]} for torch, rows in by_torch.items() if full in rows
-        } or by_torch  # fmt: skip
+        by_torch = {torch: {full: rows[full]} for torch, rows in by_torch.items() if full in rows} or by_torch
     if pytorch_version is not None:
         short = {torch.rsplit(".", 1)[0]: torch for torch in sorted(by_torch, key=_number)}
         _require("pytorch_version", pytorch_version, by_torch, short)

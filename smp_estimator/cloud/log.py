@@ -111,7 +111,7 @@ class CloudLog:
                 yield event["message"].rstrip("\n")
             following = answer["nextForwardToken"]
             self._tokens[stream] = following
-            if following == token or (token is None and not answer["events"]):
+            if following == token:  # an empty page alone does not mean the end
                 return
 
     def _logs(self) -> Any:

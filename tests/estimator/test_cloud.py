@@ -7,170 +7,352 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
+from estimator.cloudtools import IMAGE, ROLE, Cloud, service
 from estimator.fakes import FAKE_BOOTSTRAP, model_parallel
-from moto import mock_aws
 
 from smp_config import ConfigError
 from smp_estimator import ProcessSession, SMPEstimator
 
-ROLE = "arn:aws:iam::123456789012:role/service-role/me"
-IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/smp:1"
+VADER = "--mca btl_vader_single_copy_mechanism none"
+EFA = "-x FI_PROVIDER=efa -x NCCL_PROTO=simple"
+RDMA = "-x FI_EFA_USE_DEVICE_RDMA=1"
+
+
+@pytest.fixture(scope="module")
+def whole() -> Iterator[Cloud]:
+    with service() as boto:
+        yield Cloud(boto)
 
 
 @pytest.fixture
-def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    from sagemaker.session import Session
-
-    config = {"SchemaVersion": "1.0", "SageMaker": {"PythonSDK": {"Modules": {"TelemetryOptOut": True}}}}
-    monkeypatch.setattr("sagemaker.session.time.sleep", lambda _: None)  # its polls of a job that is done
-    with mock_aws():
-        boto = boto3.Session(region_name="us-east-1")
-        boto.client("s3").create_bucket(Bucket="bucket")
-        yield Session(boto_session=boto, default_bucket="bucket", sagemaker_config=config)
+def cloud(whole: Cloud) -> Cloud:
+    whole.requests.clear()
+    return whole
 
 
-@pytest.fixture
-def requests(cloud: Any) -> list[dict[str, Any]]:
-    """Every CreateTrainingJob request."""
-    seen: list[dict[str, Any]] = []
-    events = cloud.sagemaker_client.meta.events
-    events.register("provide-client-params.sagemaker.CreateTrainingJob", lambda params, **_: seen.append(dict(params)))
-    return seen
-
-
-def estimator(cloud: Any, script: Path, **arguments: Any) -> SMPEstimator:
-    given: dict[str, Any] = {
-        "entry_point": "train.py",
-        "source_dir": str(script),
-        "role": ROLE,
-        "image_uri": IMAGE,
-        "instance_type": "ml.p4d.24xlarge",
-        "instance_count": 2,
-        "sagemaker_session": cloud,
-        **arguments,
-    }
-    return SMPEstimator(**given)
-
-
-def test_request_carries_the_distribution(cloud: Any, requests: list[dict[str, Any]], script: Path) -> None:
-    job = estimator(
-        cloud,
+def test_request_carries_the_distribution(cloud: Cloud, script: Path) -> None:
+    job = cloud.estimator(
         script,
         distribution=model_parallel(8, partitions=4, ddp=True, placement_strategy="PTD"),
         hyperparameters={"steps": 10},
-        use_spot_instances=True,
-        max_wait=90000,
-        checkpoint_s3_uri="s3://bucket/checkpoints",
+        tags=[{"Key": "team", "Value": "nlp"}],
+        keep_alive_period_in_seconds=600,
     )
     job.fit({"train": "s3://bucket/data"}, wait=False)
-    sent = requests[0]
-    carried = {name: json.loads(value) for name, value in sent["HyperParameters"].items()}
+    sent, carried = cloud.requests[0], cloud.carried()
     assert carried["mp_parameters"] == {
         "partitions": 4,
         "pipeline_parallel_degree": 4,
         "ddp": True,
         "placement_strategy": "PTD",
     }
+    assert carried["sagemaker_mpi_enabled"] is True
     assert carried["sagemaker_mpi_num_of_processes_per_host"] == 8
+    assert carried["sagemaker_mpi_custom_mpi_options"] == f"{EFA} {RDMA}"
+    assert carried["sagemaker_distributed_dataparallel_enabled"] is False
     assert carried["sagemaker_instance_type"] == "ml.p4d.24xlarge"
     assert carried["sagemaker_program"] == "train.py"
     assert carried["steps"] == 10
     assert sent["AlgorithmSpecification"]["TrainingImage"] == IMAGE
-    assert sent["EnableManagedSpotTraining"] is True
-    assert sent["CheckpointConfig"] == {"S3Uri": "s3://bucket/checkpoints"}
     assert sent["RoleArn"] == ROLE
-
-
-def test_attach_restores_the_distribution(cloud: Any, script: Path) -> None:
-    job = estimator(
-        cloud,
-        script,
-        distribution=model_parallel(8, partitions=2, ddp=True),
-        output_kms_key="key",
-        hyperparameters={"steps": 10},
-    )
-    job.fit(wait=False)
-    attached = SMPEstimator.attach(job.latest_training_job.name, sagemaker_session=cloud)
-    parameters = attached.distribution["smdistributed"]["modelparallel"]["parameters"]
-    assert parameters["pipeline_parallel_degree"] == 2
-    assert attached.distribution["mpi"]["processes_per_host"] == 8
-    assert attached._hyperparameters["steps"] == 10
-    assert not [name for name in attached._hyperparameters if "mpi" in name or name == "mp_parameters"]
+    assert sent["Tags"] == [{"Key": "team", "Value": "nlp"}]
+    assert sent["ResourceConfig"]["KeepAlivePeriodInSeconds"] == 600
+    assert "DebugHookConfig" not in sent
 
 
 @pytest.mark.parametrize(
-    "distribution",
-    [{"torch_distributed": {"enabled": True}}, {"mpi": {"enabled": True, "processes_per_host": 2}}, None],
+    ("instance", "expected"),
+    [
+        ("ml.p4d.24xlarge", f"{EFA} {RDMA}"),
+        ("ml.p3dn.24xlarge", EFA),
+        ("ml.p3.16xlarge", ""),
+        ("ml.c5.18xlarge", ""),
+    ],
 )
-def test_other_strategies_are_the_sdk_s(cloud: Any, script: Path, distribution: Any) -> None:
-    from sagemaker.pytorch import PyTorch
-
-    arguments: dict[str, Any] = {
-        "entry_point": "train.py",
-        "source_dir": str(script),
-        "role": ROLE,
-        "framework_version": "2.0.1",
-        "py_version": "py310",
-        "instance_type": "ml.p4d.24xlarge",
-        "instance_count": 1,
-        "sagemaker_session": cloud,
-        "distribution": distribution,
-        "hyperparameters": {"steps": 10},
-    }
-    ours, stock = SMPEstimator(**arguments), PyTorch(**arguments)
-    assert ours.hyperparameters() == stock.hyperparameters()
-    assert ours.training_image_uri() == stock.training_image_uri()
+def test_options_of_the_instance(cloud: Cloud, script: Path, instance: str, expected: str) -> None:
+    job = cloud.estimator(script, instance_type=instance, distribution=model_parallel(8, ddp=True))
+    assert json.loads(job.hyperparameters()["sagemaker_mpi_custom_mpi_options"]) == expected
 
 
-def test_errors_are_found_before_anything_is_sent(cloud: Any, requests: list[dict[str, Any]], script: Path) -> None:
-    with pytest.raises(ConfigError, match="more than the 16 processes"):
-        estimator(cloud, script, distribution=model_parallel(8, partitions=32))
-    job = estimator(cloud, script, distribution=model_parallel(8, partitions=2, ddp=True))
-    job.distribution["mpi"]["processes_per_host"] = 9
-    with pytest.raises(ConfigError, match="processes_per_host is 9"):
-        job.fit("s3://bucket/data", wait=False)
-    job = estimator(cloud, script, entry_point="trian.py")
-    with pytest.raises(ConfigError, match=r"did you mean 'train\.py'"):
+def test_the_user_s_options_win(cloud: Cloud, script: Path) -> None:
+    distribution = model_parallel(8, ddp=True)
+    mine = "-verbose -x NCCL_PROTO=LL --mca btl_vader_single_copy_mechanism none"
+    distribution["mpi"]["custom_mpi_options"] = mine
+    job = cloud.estimator(script, distribution=distribution, environment={"FI_PROVIDER": "tcp"})
+    sent = json.loads(job.hyperparameters()["sagemaker_mpi_custom_mpi_options"])
+    assert sent == f"{RDMA} -verbose -x NCCL_PROTO=LL", "each thing is set once; the platform sets the last one itself"
+
+
+def test_variables_of_the_collectives_go_both_ways(cloud: Cloud, script: Path) -> None:
+    distribution = model_parallel(8, ddp=True)
+    distribution["mpi"]["custom_mpi_options"] = "-x SMDDP_AG_SORT_BUFFER_SIZE_BYTES=16384 -x OTHER=1"
+    environment = {"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": "8192", "SMP_NCCL_THROTTLE_LIMIT": "-1", "MINE": "2"}
+    job = cloud.estimator(script, distribution=distribution, environment=environment)
+    for _ in range(2):  # a second job sends the same
         job.fit(wait=False)
-    assert not requests
+        options = cloud.carried()["sagemaker_mpi_custom_mpi_options"]
+        assert "-x SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES=8192 -x SMP_NCCL_THROTTLE_LIMIT=-1" in options
+        assert options.count("SMDDP_AG_SORT_BUFFER_SIZE_BYTES") == 1
+        assert "MINE" not in options
+        sent = {**environment, "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "16384"}
+        assert cloud.requests[-1]["Environment"] == sent
 
 
-def test_instance_groups(cloud: Any, requests: list[dict[str, Any]], script: Path) -> None:
-    from sagemaker.instance_group import InstanceGroup
-
-    group = InstanceGroup("gpu", "ml.p4d.24xlarge", 2)
-    job = estimator(
-        cloud,
+@pytest.mark.parametrize("options", ["", "-verbose -x A=1", f"{VADER} -x NCCL_PROTO=simple -x B=2"])
+def test_attach_restores_the_distribution(cloud: Cloud, script: Path, options: str) -> None:
+    distribution = model_parallel(8, pipeline_parallel_degree=2, partitions=2, ddp=True, microbatches=4)
+    if options:
+        distribution["mpi"]["custom_mpi_options"] = options
+    job = cloud.estimator(
         script,
-        instance_type=None,
-        instance_count=None,
-        instance_groups=[group],
-        distribution={**model_parallel(8, partitions=2, ddp=True), "instance_groups": [group]},
+        distribution=distribution,
+        hyperparameters={"steps": 10, "name": "a"},
+        use_spot_instances=True,
+        max_run=3600,
+        max_wait=7200,
+        checkpoint_s3_uri="s3://bucket/checkpoints",
     )
     job.fit(wait=False)
-    carried = {name: json.loads(value) for name, value in requests[0]["HyperParameters"].items()}
+    attached = SMPEstimator.attach(job.latest_training_job.name, sagemaker_session=cloud.session)
+    given = distribution["smdistributed"]["modelparallel"]
+    assert attached.distribution["smdistributed"]["modelparallel"] == given
+    kept = attached.distribution["mpi"].pop("custom_mpi_options", "")
+    assert kept == options.removeprefix(VADER).strip(), "the platform sets that one itself"
+    assert attached.distribution["mpi"] == {"enabled": True, "processes_per_host": 8}
+    if kept:
+        attached.distribution["mpi"]["custom_mpi_options"] = kept
+    assert attached._hyperparameters == {"steps": 10, "name": "a"}
+    assert attached.checkpoint_s3_uri == "s3://bucket/checkpoints"
+    assert attached.image_uri == IMAGE
+    first = dict(cloud.requests[-1]["HyperParameters"])
+    attached.fit(wait=False)
+    second = dict(cloud.requests[-1]["HyperParameters"])
+    for name in ("sagemaker_job_name", "sagemaker_mpi_custom_mpi_options"):
+        assert set(first.pop(name).split()) == set(second.pop(name).split()) or name == "sagemaker_job_name"
+    assert first == second
+
+
+def test_attach_to_what_this_version_refuses(
+    cloud: Cloud, script: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = cloud.estimator(script, distribution=model_parallel(8, ddp=True))
+    monkeypatch.setattr("smp_estimator.distribution._check_accelerators", lambda *_: None)
+    job.distribution["mpi"]["processes_per_host"] = 64
+    job.fit(wait=False)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="processes_per_host is 64"):
+        job.fit(wait=False)
+    attached = SMPEstimator.attach(job.latest_training_job.name, sagemaker_session=cloud.session)
+    assert "would refuse: mpi.processes_per_host is 64" in caplog.text
+    assert attached.model_data.endswith("model.tar.gz")
+
+
+def test_spot_and_checkpoints(cloud: Cloud, script: Path) -> None:
+    job = cloud.estimator(
+        script,
+        distribution=model_parallel(8, ddp=True),
+        use_spot_instances=True,
+        max_run=3600,
+        max_wait=7200,
+        checkpoint_s3_uri="s3://bucket/checkpoints",
+        checkpoint_local_path="/opt/ml/checkpoints",
+    )
+    job.fit(wait=False)
+    sent = cloud.requests[0]
+    assert sent["EnableManagedSpotTraining"] is True
+    assert sent["StoppingCondition"] == {"MaxRuntimeInSeconds": 3600, "MaxWaitTimeInSeconds": 7200}
+    assert sent["CheckpointConfig"] == {"S3Uri": "s3://bucket/checkpoints", "LocalPath": "/opt/ml/checkpoints"}
+
+
+def test_file_systems(cloud: Cloud, script: Path) -> None:
+    from sagemaker.inputs import FileSystemInput, TrainingInput
+
+    lustre = FileSystemInput("fs-12345678", "FSxLustre", "/mount/data")
+    job = cloud.estimator(script, distribution=model_parallel(8, ddp=True))
+    with pytest.raises(ConfigError, match=r"'train' is a file system.*add subnets"):
+        job.fit({"train": lustre})
+    with pytest.raises(ConfigError, match=r"'train' is 'file:///data'.*upload_data\('/data'\)"):
+        job.fit({"train": "file:///data"})
+    with pytest.raises(ConfigError, match=r"'eval' is '/data', which is no s3:// address"):
+        job.fit({"eval": "/data"})
+    with pytest.raises(ConfigError, match=r"job name 'a_b'"):
+        job.fit({"eval": TrainingInput("s3://bucket/eval")}, job_name="a_b")
+    inside = cloud.estimator(
+        script, distribution=model_parallel(8, ddp=True), subnets=["subnet-1"], security_group_ids=["sg-1"]
+    )
+    inside.fit({"train": lustre, "eval": TrainingInput("s3://bucket/eval")}, wait=False)
+    first, second = cloud.requests[0]["InputDataConfig"]
+    assert first["DataSource"]["FileSystemDataSource"]["FileSystemType"] == "FSxLustre"
+    assert second["DataSource"]["S3DataSource"]["S3Uri"] == "s3://bucket/eval"
+
+
+def test_metrics_read_the_progress_lines(cloud: Cloud, script: Path) -> None:
+    import re
+
+    from smp_config.progress import ProgressRecord, format_progress
+
+    cloud.estimator(script, distribution=model_parallel(8, ddp=True)).fit(wait=False)
+    definitions = cloud.requests[0]["AlgorithmSpecification"]["MetricDefinitions"]
+    record = ProgressRecord(step=7, total_steps=9, loss=2.5, eval_loss=3.25e-05, samples_per_second=12.0)
+    line = "[1,mpirank:0,algo-1]<stdout>:" + format_progress(record)
+    found = {each["Name"]: float(re.search(each["Regex"], line)[1]) for each in definitions}  # type: ignore[index]
+    assert found == {"step": 7.0, "loss": 2.5, "eval_loss": 3.25e-05, "samples_per_second": 12.0}
+    only = format_progress(ProgressRecord(step=7, eval_loss=1.0))
+    assert [each["Name"] for each in definitions if re.search(each["Regex"], only)] == ["eval_loss", "step"]
+    mine = [{"Name": "mine", "Regex": "mine=(.*)"}]
+    cloud.estimator(script, distribution=model_parallel(8, ddp=True), metric_definitions=mine).fit(wait=False)
+    assert cloud.requests[1]["AlgorithmSpecification"]["MetricDefinitions"] == mine
+
+
+def test_the_debugger_is_off_unless_asked_for(cloud: Cloud, script: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from sagemaker.debugger import DebuggerHookConfig
+
+    cloud.estimator(script, distribution=model_parallel(8, ddp=True)).fit(wait=False)
+    assert "DebugHookConfig" not in cloud.requests[0]
+    assert "debugger_hook_config" not in caplog.text
+    hook = DebuggerHookConfig(s3_output_path="s3://bucket/debug")
+    cloud.estimator(script, distribution=model_parallel(8, ddp=True), debugger_hook_config=hook).fit(wait=False)
+    assert cloud.requests[1]["DebugHookConfig"]["S3OutputPath"] == "s3://bucket/debug"
+    assert "debugger_hook_config is on" in caplog.text
+
+
+def test_instance_groups(cloud: Cloud, script: Path) -> None:
+    from sagemaker.instance_group import InstanceGroup
+
+    groups = [InstanceGroup("gpu", "ml.p4d.24xlarge", 2), InstanceGroup("cpu", "ml.c5.18xlarge", 1)]
+    arguments = {"instance_type": None, "instance_count": None, "instance_groups": groups}
+    with pytest.raises(ConfigError, match="exactly one trains"):
+        cloud.estimator(script, **arguments, distribution=model_parallel(8, ddp=True))
+    with pytest.raises(ConfigError, match="has 8 GPUs"):
+        cloud.estimator(
+            script, **arguments, distribution={**model_parallel(9, ddp=True), "instance_groups": groups[:1]}
+        )
+    job = cloud.estimator(
+        script, **arguments, distribution={**model_parallel(8, partitions=2, ddp=True), "instance_groups": groups[:1]}
+    )
+    job.fit(wait=False)
+    carried = cloud.carried()
     assert carried["sagemaker_distribution_instance_groups"] == ["gpu"]
     assert carried["sagemaker_instance_type"] == "ml.p4d.24xlarge"
+    assert [group["InstanceGroupName"] for group in cloud.requests[0]["ResourceConfig"]["InstanceGroups"]] == [
+        "gpu",
+        "cpu",
+    ]
+    attached = SMPEstimator.attach(job.latest_training_job.name, sagemaker_session=cloud.session)
+    assert [group.instance_group_name for group in attached.instance_groups] == ["gpu", "cpu"]
+    assert attached.distribution["instance_groups"] == ["gpu"]
 
 
-def test_an_image_keeps_docker(script: Path, cloud: Any) -> None:
+def test_model_of_an_image_without_a_version(cloud: Cloud, script: Path, tmp_path: Path) -> None:
+    """The SDK asks the version of a custom image, which nobody gave, and raises TypeError."""
+    import tarfile
+
+    from sagemaker.pytorch import PyTorch
+
+    (tmp_path / "model.pt").write_text("weights")
+    with tarfile.open(tmp_path / "model.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "model.pt", "model.pt")
+    job = cloud.estimator(script, distribution=model_parallel(8, ddp=True))
+    job.fit(wait=False)
+    bucket, key = job.model_data.removeprefix("s3://").split("/", 1)
+    cloud.boto.client("s3").upload_file(str(tmp_path / "model.tar.gz"), bucket, key)
+
+    stock = PyTorch(**cloud.arguments(script))
+    stock.latest_training_job, stock._current_job_name = job.latest_training_job, "stock"
+    stock.uploaded_code = job.uploaded_code
+    with pytest.raises(TypeError):
+        stock.create_model().prepare_container_def("ml.g4dn.xlarge")
+
+    container = job.create_model().prepare_container_def("ml.g4dn.xlarge")
+    assert container["Image"] == IMAGE
+    assert container["Environment"]["SAGEMAKER_PROGRAM"] == "train.py"
+    endpoints: list[dict[str, Any]] = []
+    cloud.watch("CreateEndpoint", endpoints)
+    predictor = job.deploy(initial_instance_count=1, instance_type="ml.g4dn.xlarge", wait=False)
+    assert endpoints[0]["EndpointName"] == predictor.endpoint_name
+
+
+def test_tuner(cloud: Cloud, script: Path) -> None:
+    from sagemaker.parameter import ContinuousParameter
+    from sagemaker.tuner import HyperparameterTuner
+
+    sent: list[dict[str, Any]] = []
+    cloud.watch("CreateHyperParameterTuningJob", sent)
+    job = cloud.estimator(
+        script,
+        distribution=model_parallel(8, partitions=2, ddp=True),
+        hyperparameters={"steps": 10},
+        environment={"SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "16384"},
+    )
+    tuner = HyperparameterTuner(
+        job, "eval_loss", {"lr": ContinuousParameter(0.1, 0.2)}, job.metric_definitions, objective_type="Minimize"
+    )
+    tuner.fit({"train": "s3://bucket/data"}, wait=False)
+    definition = sent[0]["TrainingJobDefinition"]
+    static = {
+        k: json.loads(v) for k, v in definition["StaticHyperParameters"].items() if k != "_tuning_objective_metric"
+    }
+    assert static["mp_parameters"]["pipeline_parallel_degree"] == 2
+    assert static["sagemaker_mpi_custom_mpi_options"].endswith("-x SMDDP_AG_SORT_BUFFER_SIZE_BYTES=16384")
+    assert static["sagemaker_program"] == "train.py"
+    assert static["steps"] == 10
+    assert static["sagemaker_estimator_class_name"] == "SMPEstimator"
+    names = [each["Name"] for each in definition["AlgorithmSpecification"]["MetricDefinitions"]]
+    assert names == ["loss", "eval_loss", "samples_per_second", "step"]
+    assert definition["Environment"] == {"SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "16384"}
+    wrong = cloud.estimator(script, distribution=model_parallel(8, ddp=True), entry_point="trian.py")
+    tuner = HyperparameterTuner(wrong, "loss", {"lr": ContinuousParameter(0.1, 0.2)}, wrong.metric_definitions)
+    with pytest.raises(ConfigError, match=r"did you mean 'train\.py'"):
+        tuner.fit(wait=False)
+
+
+def test_pipeline(cloud: Cloud, script: Path) -> None:
+    from sagemaker.workflow.parameters import ParameterInteger
+    from sagemaker.workflow.pipeline import Pipeline
+    from sagemaker.workflow.pipeline_context import PipelineSession
+    from sagemaker.workflow.steps import TrainingStep
+
+    session = Cloud(cloud.boto, PipelineSession).session
+    steps, processes = ParameterInteger("Steps", 10), ParameterInteger("Processes", 8)
+    job = cloud.estimator(
+        script,
+        sagemaker_session=session,
+        distribution=model_parallel(processes, partitions=2, ddp=True),
+        hyperparameters={"steps": steps},
+    )
+    with pytest.warns(UserWarning, match="PipelineSession"):
+        step = TrainingStep("Train", step_args=job.fit({"train": "s3://bucket/data"}))
+    pipeline = Pipeline("smp", [steps, processes], steps=[step], sagemaker_session=session)
+    pipeline.upsert(ROLE)
+    definition = json.loads(session.sagemaker_client.describe_pipeline(PipelineName="smp")["PipelineDefinition"])
+    request = definition["Steps"][0]["Arguments"]
+    sent = request["HyperParameters"]
+    assert sent["steps"] == {"Std:Join": {"On": "", "Values": [{"Get": "Parameters.Steps"}]}}
+    assert "Parameters.Processes" in json.dumps(sent["sagemaker_mpi_num_of_processes_per_host"])
+    assert json.loads(sent["mp_parameters"])["pipeline_parallel_degree"] == 2
+    assert request["AlgorithmSpecification"]["TrainingImage"] == IMAGE
+    assert not cloud.requests
+
+
+def test_an_image_keeps_docker(script: Path, cloud: Cloud) -> None:
     from sagemaker.local import LocalSession
 
-    job = estimator(cloud, script, instance_type="local", sagemaker_session=LocalSession(cloud.boto_session))
+    job = cloud.estimator(script, instance_type="local", instance_count=1, sagemaker_session=LocalSession(cloud.boto))
     assert not isinstance(job.sagemaker_session, ProcessSession)
     assert job.training_image_uri() == IMAGE
 
 
-def test_s3_input_and_output_of_a_process_job(cloud: Any, script: Path, tmp_path: Path) -> None:
-    s3 = cloud.boto_session.client("s3")
+def test_s3_input_and_output_of_a_process_job(cloud: Cloud, script: Path, tmp_path: Path) -> None:
+    s3 = cloud.boto.client("s3")
     s3.put_object(Bucket="bucket", Key="data/part/a.txt", Body=b"a")
-    session = ProcessSession(root=tmp_path, keep=True, launcher=FAKE_BOOTSTRAP, boto_session=cloud.boto_session)
-    job = estimator(
-        None, script, instance_type="local", image_uri=None, sagemaker_session=session, output_path="s3://bucket/models"
+    session = ProcessSession(root=tmp_path, keep=True, launcher=FAKE_BOOTSTRAP, boto_session=cloud.boto)
+    job = SMPEstimator(
+        "train.py",
+        source_dir=str(script),
+        instance_type="local",
+        sagemaker_session=session,
+        output_path="s3://bucket/models",
     )
     job.fit({"train": "s3://bucket/data"}, logs=False)
     name = job.latest_training_job.name

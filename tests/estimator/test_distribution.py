@@ -25,7 +25,7 @@ def test_hyperparameters_are_those_of_the_platform() -> None:
         "mp_parameters": {"partitions": 2, "pipeline_parallel_degree": 2, "ddp": True, "microbatches": 4},
         "sagemaker_mpi_enabled": True,
         "sagemaker_mpi_num_of_processes_per_host": 8,
-        "sagemaker_mpi_custom_mpi_options": "--mca btl_vader_single_copy_mechanism none",
+        "sagemaker_mpi_custom_mpi_options": "-x FI_PROVIDER=efa -x NCCL_PROTO=simple -x FI_EFA_USE_DEVICE_RDMA=1",
         "sagemaker_instance_type": "ml.p4d.24xlarge",
         "sagemaker_distributed_dataparallel_enabled": False,
     }

@@ -26,7 +26,7 @@ from smp_estimator import ProcessSession, SMPEstimator
 play, script, root, mark, wait, launcher = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4], sys.argv[5], sys.argv[6:]
 estimator = SMPEstimator(
     entry_point="train.py", source_dir=script, instance_type="local", instance_count=2,
-    sagemaker_session=ProcessSession(root=root, launcher=launcher),
+    sagemaker_session=ProcessSession(root=root, launcher=launcher, stop_grace_seconds=1.5),
     hyperparameters={"play": play, "stubborn": True, "steps": 4, "pause": 0.25}, environment={"TEST_MARK": mark},
 )
 try:

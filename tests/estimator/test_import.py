@@ -40,7 +40,7 @@ def test_import_takes_under_300_ms() -> None:
 
 
 def test_public_surface_is_frozen() -> None:
-    assert smp_estimator.__all__ == ["ConfigError", "ProcessSession", "SMPEstimator", "__version__"]
+    assert smp_estimator.__all__ == ["ConfigError", "ProcessSession", "SMPEstimator", "SMPHuggingFace", "__version__"]
     for name in smp_estimator.__all__:
         assert getattr(smp_estimator, name)
     with pytest.raises(AttributeError, match="Estimater"):

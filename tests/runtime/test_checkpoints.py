@@ -184,8 +184,8 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(ranks, tmp_path):
         import smdistributed.modelparallel.torch as smp
         from smp_runtime.checkpoint import checkpoints
 
-        _setup()
-        smp.save_checkpoint(path, tag="good")
+        model, _, _ = _setup()
+        smp.save_checkpoint(path, tag="good", model=model)
         original = checkpoints.write_tensors
 
         def full_disk(content, file):
@@ -212,16 +212,56 @@ def test_hosts_with_folders_of_their_own_each_keep_them_in_order(ranks, tmp_path
 
         os.environ["SMP_HOST"] = f"algo-{int(os.environ['RANK']) + 1}"
         smp.init({"ddp": True})
-        _setup()
+        model, _, _ = _setup()
         mine = f"{path}/{os.environ['SMP_HOST']}"
         smp.save_checkpoint(mine, tag="a")
-        smp.save_checkpoint(mine, tag="b", num_kept_partial_checkpoints=1)
+        smp.save_checkpoint(mine, tag="b", num_kept_partial_checkpoints=1, user_content={"tag": "b"})
+        with torch.no_grad():
+            model.module[0].norm.bias.fill_(5.0)
+        assert smp.resume_from_checkpoint(mine) == {"tag": "b"}
+        assert not model.module[0].norm.bias.eq(5.0).any()
 
     ranks(run, 2, str(tmp_path), init=False)
     for host, rng in (("algo-1", "rng_0.pt"), ("algo-2", "rng_1.pt")):
         assert sorted(p.name for p in (tmp_path / host).iterdir()) == ["b_partial", "newest"]
         assert (tmp_path / host / "b_partial" / rng).exists()
-    assert (tmp_path / "algo-1" / "b_partial" / "model_0.pt").exists()
+        assert (tmp_path / host / "b_partial" / "model_0.pt").exists()
+
+
+def test_hosts_that_disagree_about_the_newest_resume_the_same(ranks, tmp_path):
+    def run(path):
+        import os
+        import shutil
+
+        import smdistributed.modelparallel.torch as smp
+
+        os.environ["SMP_HOST"] = f"algo-{int(os.environ['RANK']) + 1}"
+        smp.init({"ddp": True})
+        model, _, _ = _setup()
+        mine = f"{path}/{os.environ['SMP_HOST']}"
+        for tag in ("1", "2"):
+            smp.save_checkpoint(mine, tag=tag, user_content=tag)
+        if smp.rank() == 1:  # killed between the two hosts' renames
+            with open(f"{mine}/newest", "w") as file:
+                file.write("1_partial")
+            shutil.rmtree(f"{mine}/2_partial")
+        smp.barrier()
+        return smp.resume_from_checkpoint(mine), model is not None
+
+    assert ranks(run, 2, str(tmp_path), init=False) == [("1", True)] * 2
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_whatever_fails_on_one_rank_is_told_to_all(ranks, tmp_path, partial):
+    def run(path, partial):
+        import smdistributed.modelparallel.torch as smp
+
+        model, _, _ = _setup()
+        with pytest.raises(CheckpointError, match="rank 0: .*(pickle|lambda)"):
+            smp.save_checkpoint(path, tag="t", partial=partial, user_content={"f": lambda: 0})
+        assert model.partitioned
+
+    ranks(run, 2, str(tmp_path), partial, config={"ddp": True}, timeout=20)
 
 
 def test_save_and_load_of_one_object(trained, tmp_path):

@@ -11,7 +11,7 @@ import torch
 
 from smp_config import Group
 from smp_runtime.checkpoint.files import read_tensors, write_tensors, write_user_content
-from smp_runtime.checkpoint.folder import FolderTransaction, locate, prune
+from smp_runtime.checkpoint.folder import FolderTransaction, agree_on_folder, prune, refuse_if_any_failed
 from smp_runtime.checkpoint.objects import partial_suffix
 from smp_runtime.errors import SMPUserError
 from smp_runtime.session import Session
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp")
 
 USER_CONTENT = "user_content"
+PARTIAL_KEY = "_smp_is_partial"
 
 
 def save_checkpoint(
@@ -60,6 +61,10 @@ def save_checkpoint(
         raise SMPUserError(f"the tag is {tag!r}, but it becomes a file name: use letters, digits, '-' and '_'")
     if num_kept_partial_checkpoints is not None and num_kept_partial_checkpoints < 1:
         raise SMPUserError(f"num_kept_partial_checkpoints is {num_kept_partial_checkpoints}; keep at least 1, or None")
+    if model is None and len(session.models) != 1:
+        raise SMPUserError(
+            f"{len(session.models)} wrapped models are alive, so it is not clear which one to save: pass model="
+        )
     model = model or session.model
     optimizer = optimizer or session.optimizer
     folder = Path(path)
@@ -69,8 +74,8 @@ def save_checkpoint(
     transaction = FolderTransaction(session, folder / f"{tag}_partial")
     failure = None
     try:
-        _write_partial(session, transaction.writing, model, optimizer, user_content)
-    except (OSError, RuntimeError, SMPUserError) as error:
+        _write_partial(session, transaction, model, optimizer, user_content)
+    except Exception as error:  # whatever it is, the other ranks wait to be told
         failure = f"{type(error).__name__}: {error}"
     transaction.commit(failure)
     if transaction.keeps_order and num_kept_partial_checkpoints is not None:
@@ -79,16 +84,18 @@ def save_checkpoint(
 
 def _write_partial(
     session: Session,
-    folder: Path,
+    transaction: FolderTransaction,
     model: DistributedModel | None,
     optimizer: DistributedOptimizer | None,
     user_content: Any,
 ) -> None:
+    folder = transaction.writing
     suffix = partial_suffix(session)
     # With sharded state both are gathered, so all ranks take part and one of each replica writes.
-    optimizer_state = optimizer.local_state_dict() if optimizer is not None else None
+    optimizer_state = {**optimizer.state_dict(), PARTIAL_KEY: True} if optimizer is not None else None
     fp16_states = optimizer.fp16_states() if optimizer is not None else None
-    if session.rank_in(Group.RDP) == 0:
+    # One replica writes, and on hosts with folders of their own each folder gets a copy to resume from.
+    if session.rank_in(Group.RDP) == 0 or transaction.keeps_order:
         if model is not None:
             write_tensors({"module": model.local_state_dict()}, folder / f"model_{suffix}.pt")
         if optimizer_state is not None:
@@ -96,19 +103,23 @@ def _write_partial(
         if fp16_states:
             write_tensors(fp16_states, folder / f"fp16_states_{suffix}.pt")
     write_tensors(_random_state(session), folder / f"rng_{session.rank}.pt")
-    if session.rank == 0:
+    if transaction.keeps_order:
         write_user_content(user_content, folder / f"{USER_CONTENT}.pt")
 
 
 def _save_full(session: Session, folder: Path, tag: str, model: DistributedModel | None, user_content: Any) -> None:
     if model is None:
-        raise SMPUserError("a full checkpoint saves the model, but none is wrapped: pass model=")
-    state = model.state_dict(gather_to_rank0=True)
-    if session.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_tensors(state, folder / tag)
-        write_user_content(user_content, folder / f"{USER_CONTENT}_{tag}")
-    session.control.barrier(list(range(session.control.size)))
+        raise AssertionError("save_checkpoint has checked that there is a model")
+    failure = None
+    try:
+        state = model.state_dict(gather_to_rank0=True)
+        if session.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_user_content(user_content, folder / f"{USER_CONTENT}_{tag}")
+            write_tensors(state, folder / tag)
+    except Exception as error:  # whatever it is, the other ranks wait to be told
+        failure = f"{type(error).__name__}: {error}"
+    refuse_if_any_failed(session, failure, folder / tag)
 
 
 def resume_from_checkpoint(
@@ -138,11 +149,16 @@ def resume_from_checkpoint(
     Raises:
         CheckpointError: nothing to resume, or a file is missing or damaged.
     """
+    if len(session.models) != 1:
+        raise SMPUserError(
+            f"{len(session.models)} wrapped models are alive, so it is not clear which one to load into: keep a reference to "
+            "the one that smp.DistributedModel returned"
+        )
     model, optimizer = session.model, session.optimizer
     folder = Path(path)
     if not partial:
         return _resume_full(session, folder, tag, strict, translate_function)
-    found = locate(folder, tag)
+    found = agree_on_folder(session, folder, tag)
     suffix = partial_suffix(session)
     if model is not None:
         model.load_state_dict(read_tensors(found / f"model_{suffix}.pt")["module"], strict=strict)

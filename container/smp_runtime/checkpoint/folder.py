@@ -50,14 +50,12 @@ class FolderTransaction:
         Raises:
             CheckpointError: on every rank, when any rank failed; the former checkpoint stays the newest.
         """
-        failures = self._session.control.allgather(failure, self._everyone)
-        broken = [f"rank {rank}: {why}" for rank, why in enumerate(failures) if why]
-        if broken:
+        try:
+            refuse_if_any_failed(self._session, failure, self._final)
+        except CheckpointError:
             if self._keeps_order:
                 shutil.rmtree(self.writing, ignore_errors=True)
-            raise CheckpointError(
-                f"the checkpoint {self._final} was not saved ({'; '.join(broken)}); the former one is still the newest"
-            )
+            raise
         if self._keeps_order:
             self._token.unlink(missing_ok=True)
             former = self._final.with_name(f".{self._final.name}.old")
@@ -85,6 +83,45 @@ class FolderTransaction:
 
     def _has_token(self, token: str) -> bool:
         return self._token.is_file() and self._token.read_text() == token
+
+
+def refuse_if_any_failed(session: Session, failure: str | None, final: Path) -> None:
+    """Raise on every rank when any rank could not write its part; every rank calls it."""
+    failures = session.control.allgather(failure, list(range(session.control.size)))
+    broken = [f"rank {rank}: {why}" for rank, why in enumerate(failures) if why]
+    if broken:
+        raise CheckpointError(
+            f"the checkpoint {final} was not saved ({'; '.join(broken)}); the former one is still the newest"
+        )
+
+
+def agree_on_folder(session: Session, path: Path, tag: str | None) -> Path:
+    """The same checkpoint on every rank: hosts with folders of their own may differ in which is their newest.
+
+    Raises:
+        CheckpointError: on every rank, when they have none in common.
+    """
+    try:
+        found, problem = locate(path, tag), None
+    except CheckpointError as error:
+        found, problem = None, str(error)
+    whole = sorted(
+        (p for p in path.glob(f"*{PARTIAL}") if p.is_dir() and not p.name.startswith(".")),
+        key=lambda p: p.stat().st_mtime_ns,
+        reverse=True,
+    )
+    mine = (found.name if found else None, [p.name for p in whole], problem)
+    everyone = session.control.allgather(mine, list(range(session.control.size)))
+    if found is not None and all(name == found.name for name, _, _ in everyone):
+        return found
+    common = set.intersection(*(set(names) for _, names, _ in everyone))
+    if tag is None and common:
+        # The newest of the first rank's that all have.
+        return path / next(name for name in everyone[0][1] if name in common)
+    raise CheckpointError(
+        next((why for _, _, why in everyone if why), None)
+        or f"the ranks have no checkpoint in common in {path}: {[names for _, names, _ in everyone]}"
+    )
 
 
 def prune(parent: Path, keep: int, newest: str) -> None:

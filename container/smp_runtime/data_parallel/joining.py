@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 if TYPE_CHECKING:
-    from smp_runtime.model import DistributedModel
+    from smp_runtime.replicated_model import ReplicatedModel
 
 
 class JoinedModel(Joinable):
     """What PyTorch's ``Join`` context needs to know of a wrapped model."""
 
-    def __init__(self, model: DistributedModel, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, model: ReplicatedModel, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
         self._model = model
         self._group = group
@@ -37,7 +37,7 @@ class JoinedModel(Joinable):
 class _Shadow(JoinHook):
     """Takes part in every step of the others with gradients of zero, then takes over their weights."""
 
-    def __init__(self, model: DistributedModel) -> None:
+    def __init__(self, model: ReplicatedModel) -> None:
         self._model = model
 
     def main_hook(self) -> None:

@@ -14,6 +14,7 @@ over the ranks with them, without a collective of their own (unless the transpor
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -138,8 +139,12 @@ class GradientReducer:
     # -- while backward runs ---------------------------------------------------------------------------------------
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        # The parameter keeps its hook where the garbage collector does not look, so the hook must not keep the reducer.
+        weak = weakref.ref(self)
+
         def gradient_added(_: torch.Tensor) -> None:
-            self._gradient_added(index)
+            if (reducer := weak()) is not None:
+                reducer._gradient_added(index)
 
         return gradient_added
 
@@ -174,7 +179,11 @@ class GradientReducer:
                 view.zero_()
                 continue
             self._used[index] = True
-            torch.mul(gradient.to_dense() if gradient.is_sparse else gradient, scale, out=view)
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            if gradient.dtype == view.dtype:
+                torch.mul(gradient, scale, out=view)
+            else:  # widen before scaling, or the product is rounded in the narrow type
+                view.copy_(gradient).mul_(scale)
             parameter.grad = None
         if bucket.tail:
             buffer[bucket.elements :].copy_(self._flags(bucket.dtype, bucket.device))

@@ -44,12 +44,12 @@ def broadcast_tensors(
 def _broadcast_together(
     tensors: list[torch.Tensor], source: int, group: dist.ProcessGroup, collectives: Collectives
 ) -> None:
-    if len(tensors) == 1 and tensors[0].is_contiguous():
+    if len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].is_floating_point():
         collectives.broadcast(tensors[0].detach(), source, group).wait()
         return
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    # gloo knows no booleans; bytes carry any type of one byte.
-    wire = flat.view(torch.uint8) if flat.dtype is torch.bool else flat
+    # gloo knows few whole number types; bytes carry them all.
+    wire = flat if flat.is_floating_point() or flat.is_complex() else flat.view(torch.uint8)
     collectives.broadcast(wire, source, group).wait()
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.detach().copy_(part.view(tensor.shape))

@@ -189,7 +189,11 @@ class ShardedState:
 
     def gather_objects(self, values: Mapping[nn.Parameter, Any]) -> dict[nn.Parameter, Any]:
         """One object per parameter, from whichever rank has one; every rank of the group calls it."""
-        by_place = {self._where[parameter]: value for parameter, value in values.items()}
+        # On the CPU: a device number means another device on another rank.
+        by_place = {
+            self._where[parameter]: value.cpu() if isinstance(value, torch.Tensor) else value
+            for parameter, value in values.items()
+        }
         merged: dict[tuple[int, int], Any] = {}
         for theirs in self._control.allgather(by_place, self._ranks):
             for place, value in theirs.items():

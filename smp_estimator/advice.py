@@ -1,0 +1,211 @@
+"""What experience with distributed training advises, said as warnings where a configuration shows that it applies.
+
+Nothing here refuses anything: each sentence says what was seen, why it matters, and what to consider.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from smp_config import JobSettings
+from smp_config.instances import GIB, Instance, instance, instances
+
+#: Hyperparameters that say how many samples a rank reads for one step.
+BATCH_NAMES = (
+    "batch_size",
+    "train_batch_size",
+    "per_device_train_batch_size",
+    "per_gpu_train_batch_size",
+    "per_device_batch_size",
+    "micro_batch_size",
+)
+
+#: Hyperparameters that give the shape of a transformer.
+_SHAPE_NAMES = {
+    "layers": ("num_layers", "layers", "n_layer", "n_layers", "num_hidden_layers"),
+    "hidden": ("hidden_width", "hidden_size", "hidden", "n_embd", "d_model"),
+    "vocabulary": ("vocab_size", "vocabulary"),
+}
+
+#: Vocabulary when only layers and width are given; of GPT-2.
+_USUAL_VOCABULARY = 50_257
+
+#: Parameters, gradients, master copy and two moments of Adam, per parameter.
+BYTES_PER_PARAMETER = 16
+
+#: Activations need room too: a state above this share of the memory is not called fitting.
+_STATE_SHARE = 0.5
+
+#: Below this many samples the statistics of a batch normalisation become unreliable.
+SMALL_BATCH = 16
+
+_BATCH_NORM = re.compile(r"\bBatchNorm[123]d\b|\bSyncBatchNorm\b|\bresnet\d+\b|\bmobilenet_v\d\b|\bvgg\d+_bn\b")
+
+_MOST_SCRIPTS = 200
+_LARGEST_SCRIPT_BYTES = 1_000_000
+
+
+def advise(
+    settings: JobSettings,
+    *,
+    hosts: int | None,
+    hyperparameters: Mapping[str, Any],
+    entry_point: Any,
+    source_dir: Any,
+) -> Iterator[str]:
+    """Sentences that apply to a model parallel job, most of them to none.
+
+    Args:
+        settings: the typed distribution.
+        hosts: None when only a pipeline knows.
+        hyperparameters: the user's; what cannot be known from them is not advised on.
+        entry_point, source_dir: the script, searched for batch normalisation.
+    """
+    known = instance(settings.instance_type) if settings.instance_type else None
+    yield from _data_parallel_first(settings, known, hyperparameters)
+    yield from _larger_instance_first(known, hosts)
+    yield from _batch_normalisation(settings, hosts, hyperparameters, entry_point, source_dir)
+
+
+def other_regions(places: Mapping[str, str], session: Any) -> Iterator[str]:
+    """Sentences about buckets in another region than the job's.
+
+    Args:
+        places: what is there → its ``s3://`` address.
+        session: the SDK's session; a bucket that does not answer within seconds is passed over.
+    """
+    here = session.boto_region_name
+    found: dict[str, str | None] = {}
+    for what, address in places.items():
+        bucket = address.removeprefix("s3://").split("/")[0]
+        if bucket not in found:
+            found[bucket] = _region_of(bucket, session)
+        region = found[bucket]
+        if region and region != here:
+            yield (
+                f"{what} ({address}) lies in {region}, and the job runs in {here}: reading across regions is slow and is "
+                f"billed, and the service may refuse it; copy the data to a bucket in {here}, or run the job in {region}"
+            )
+
+
+def _data_parallel_first(
+    settings: JobSettings, known: Instance | None, hyperparameters: Mapping[str, Any]
+) -> Iterator[str]:
+    parameters = settings.model_parallel
+    if parameters is None or known is None:
+        return
+    degrees = {
+        "pipeline_parallel_degree": parameters.pipeline_parallel_degree,
+        "tensor_parallel_degree": parameters.tensor_parallel_degree,
+        "sharded_data_parallel_degree": parameters.sharded_data_parallel_degree,
+    }
+    used = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+    layers, hidden = (_first(hyperparameters, _SHAPE_NAMES[name]) for name in ("layers", "hidden"))
+    if not used or layers is None or hidden is None:
+        return
+    vocabulary = _first(hyperparameters, _SHAPE_NAMES["vocabulary"]) or _USUAL_VOCABULARY
+    count = 12 * layers * hidden**2 + vocabulary * hidden
+    state = count * BYTES_PER_PARAMETER
+    if state <= _STATE_SHARE * known.gpu_memory_bytes:
+        yield (
+            f"the model seems to fit one GPU: {layers} layers of width {hidden} are about {count / 1e9:.2g} billion parameters, "
+            f"{state / GIB:.1f} GiB with gradients and Adam's state, and a GPU of {known.name} has "
+            f"{known.gpu_memory_bytes / GIB:.0f} GiB; data parallelism alone ('ddp': True without {' and '.join(used)}) is then "
+            "the faster start, model parallelism for when memory runs out"
+        )
+
+
+def _larger_instance_first(known: Instance | None, hosts: int | None) -> Iterator[str]:
+    if known is None or not hosts or hosts < 2:
+        return
+    family = known.name.rpartition(".")[0] + "."
+    larger = sorted(
+        (row for row in instances() if row.name.startswith(family) and row.gpu == known.gpu and row.gpus > known.gpus),
+        key=lambda row: (row.gpus, row.host_memory_bytes),
+    )
+    if not larger:
+        return
+    wanted = known.gpus * hosts
+    best = next((row for row in larger if row.gpus >= wanted), larger[-1])
+    count = -(-wanted // best.gpus)
+    yield (
+        f"the job uses {hosts} × {known.name} ({known.gpus} GPUs each, {wanted} in all): a larger instance before more "
+        f"instances keeps the traffic inside one machine; {count} × {best.name} has {best.gpus * count} GPUs"
+    )
+
+
+def _batch_normalisation(
+    settings: JobSettings, hosts: int | None, hyperparameters: Mapping[str, Any], entry_point: Any, source_dir: Any
+) -> Iterator[str]:
+    parameters = settings.model_parallel
+    name = next((name for name in BATCH_NAMES if _whole(hyperparameters.get(name)) is not None), None)
+    if parameters is None or name is None:
+        return
+    per_host = settings.mpi.processes_per_host if settings.mpi else None
+    world = (per_host or 1) * (hosts or 1)
+    batch, microbatches = _whole(hyperparameters[name]) or 0, parameters.microbatches
+    seen = batch // microbatches
+    if seen >= SMALL_BATCH or (world == 1 and microbatches == 1):
+        return
+    where = _first_use(_BATCH_NORM, entry_point, source_dir)
+    if where is not None:
+        cut = f"{name} {batch} ÷ microbatches {microbatches}" if microbatches > 1 else f"{name} {batch}"
+        yield (
+            f"{where} uses batch normalisation, and each replica normalises over {seen} samples only ({cut}): below "
+            f"{SMALL_BATCH} its statistics are unreliable and the model may not converge as on one GPU; raise {name}, or use "
+            "GroupNorm or SyncBatchNorm"
+        )
+
+
+def _first_use(pattern: re.Pattern[str], entry_point: Any, source_dir: Any) -> str | None:
+    """``file.py: word`` of the first match in the user's scripts."""
+    for path in _scripts(entry_point, source_dir):
+        try:
+            if path.stat().st_size <= _LARGEST_SCRIPT_BYTES:
+                found = pattern.search(path.read_text(encoding="utf-8", errors="replace"))
+                if found:
+                    return f"{path.name} ({found[0]})"
+        except OSError:
+            continue
+    return None
+
+
+def _scripts(entry_point: Any, source_dir: Any) -> Iterator[Path]:
+    if isinstance(source_dir, str) and not source_dir.startswith("s3://"):
+        folder = Path(source_dir).expanduser()
+        yield from sorted(path for path in list(folder.rglob("*.py"))[:_MOST_SCRIPTS] if path.is_file())
+    elif isinstance(entry_point, str) and not source_dir:
+        yield Path(entry_point).expanduser()
+
+
+def _first(hyperparameters: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    values = (_whole(hyperparameters.get(name)) for name in names)
+    return next((value for value in values if value is not None), None)
+
+
+def _whole(value: Any) -> int | None:
+    """A positive whole number, also as text, which is how hyperparameters of a tuning job come."""
+    try:
+        number = int(str(value))
+    except ValueError:
+        return None
+    return number if number > 0 and not isinstance(value, bool) else None
+
+
+def _region_of(bucket: str, session: Any) -> str | None:
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    quick = Config(connect_timeout=2, read_timeout=3, retries={"max_attempts": 1, "mode": "standard"})
+    try:
+        client = session.boto_session.client("s3", region_name=session.boto_region_name, config=quick)
+        answer = client.head_bucket(Bucket=bucket)
+    except ClientError as error:  # also a refusal tells the region
+        answer = error.response
+    except BotoCoreError:
+        return None
+    region = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region")
+    return str(region) if region else None

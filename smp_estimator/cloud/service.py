@@ -1,0 +1,190 @@
+"""Rules of the training service that a request breaks silently: found before anything is uploaded.
+
+Limits are read from the service's own model in botocore where a client is at hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from botocore.model import ServiceModel
+
+from smp_config import ConfigError
+from smp_config.limits import HYPERPARAMETER_CHARACTERS
+from smp_estimator.local.uris import is_file_uri, is_s3_uri
+from smp_estimator.sdk import FileSystemInput, TrainingInput
+from smp_estimator.variables import is_variable
+
+_JOB_NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
+_VARIABLE_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+
+
+def check_request(estimator: Any, say: Callable[[str], None]) -> None:
+    """Check what the service would refuse after the upload.
+
+    Args:
+        estimator: its attributes as they are now.
+        say: told about what is allowed but unwise, one sentence each.
+
+    Raises:
+        ConfigError: naming the setting and a value that works.
+    """
+    model = _model(estimator.sagemaker_session)
+    _check_hyperparameters(estimator._hyperparameters, model)
+    _check_environment(estimator.environment, model)
+    _check_spot(estimator, say)
+    _check_keep_alive(estimator, model, say)
+
+
+def check_job_name(name: str) -> None:
+    """Refuse a name that the service refuses.
+
+    Raises:
+        ConfigError: with the rule.
+    """
+    if not _JOB_NAME.fullmatch(name):
+        raise ConfigError(
+            f"the job name {name!r} ({len(name)} characters) is not one that the service accepts; it comes from "
+            "job_name= or base_job_name=: use at most 63 letters, digits and single hyphens, beginning with a letter "
+            "or digit"
+        )
+
+
+def check_channels(inputs: Any, *, has_network: bool) -> None:
+    """Check the channels given to ``fit()``.
+
+    Args:
+        has_network: the estimator has subnets and security groups.
+
+    Raises:
+        ConfigError: a local address, or a file system without a network to reach it.
+    """
+    for name, value in channels(inputs):
+        address = value if isinstance(value, str) else _s3_uri(value)
+        if isinstance(address, str) and is_file_uri(address):
+            raise ConfigError(
+                f"channel {name!r} is {address!r}, but the job runs in the cloud, where this machine's files are not; upload "
+                f"them: fit({{{name!r}: estimator.sagemaker_session.upload_data({address.removeprefix('file://')!r})}})"
+            )
+        if isinstance(address, str) and not is_s3_uri(address):
+            raise ConfigError(
+                f"channel {name!r} is {address!r}, which is no s3:// address; the job reads its data from S3 or a file system: "
+                "write 's3://bucket/prefix', or give a FileSystemInput"
+            )
+        if isinstance(value, FileSystemInput) and not has_network:
+            raise ConfigError(
+                f"channel {name!r} is a file system, but the estimator has no subnets and security_group_ids; the job reaches a "
+                "file system only from inside its VPC: add subnets=['subnet-…'] and security_group_ids=['sg-…']"
+            )
+
+
+def channels(inputs: Any) -> Iterator[tuple[str, Any]]:
+    """The channels of ``fit(inputs)`` that are known now, as (name, value)."""
+    if inputs is None:
+        return
+    for name, value in inputs.items() if isinstance(inputs, Mapping) else [("training", inputs)]:
+        if not is_variable(value):
+            yield str(name), value
+
+
+def addresses(inputs: Any) -> Iterator[tuple[str, str]]:
+    """The ``s3://`` addresses among the channels, as (channel, address)."""
+    for name, value in channels(inputs):
+        address = value if isinstance(value, str) else _s3_uri(value)
+        if is_s3_uri(address):
+            yield name, str(address)
+
+
+def _s3_uri(value: Any) -> Any:
+    if not isinstance(value, TrainingInput):
+        return None
+    return value.config.get("DataSource", {}).get("S3DataSource", {}).get("S3Uri")
+
+
+def _check_hyperparameters(hyperparameters: Mapping[str, Any], model: ServiceModel | None) -> None:
+    most = _limit(model, 100, "CreateTrainingJobRequest", "HyperParameters")
+    if len(hyperparameters) > most:
+        raise ConfigError(
+            f"there are {len(hyperparameters)} hyperparameters, and the service takes {most} (some of them for the SDK's own); "
+            "put the settings of the script into one file in source_dir, or into one hyperparameter as JSON"
+        )
+    for name, value in hyperparameters.items():
+        if is_variable(value):
+            continue
+        length = len(json.dumps(value))
+        if length > HYPERPARAMETER_CHARACTERS:
+            raise ConfigError(
+                f"hyperparameter {name!r} takes {length} characters as JSON, but the service accepts "
+                f"{HYPERPARAMETER_CHARACTERS}; put it into a file in source_dir and give the file's name"
+            )
+
+
+def _check_environment(environment: Mapping[str, Any] | None, model: ServiceModel | None) -> None:
+    most = _limit(model, 100, "CreateTrainingJobRequest", "Environment")
+    if len(environment or {}) > most:
+        raise ConfigError(
+            f"environment has {len(environment or {})} variables, and the service takes {most}; set the others in the script"
+        )
+    for name, value in (environment or {}).items():
+        if not _VARIABLE_NAME.fullmatch(name):
+            raise ConfigError(
+                f"environment has the name {name!r}; names are letters, digits and '_', not beginning with a digit: write "
+                f"{re.sub(r'[^A-Za-z0-9_]', '_', name) or 'NAME'!r}"
+            )
+        if isinstance(value, str) and len(value) > 512:
+            raise ConfigError(
+                f"environment variable {name!r} has {len(value)} characters, and the service takes 512; put it into a file in "
+                "source_dir"
+            )
+
+
+def _check_spot(estimator: Any, say: Callable[[str], None]) -> None:
+    wait, run = estimator.max_wait, estimator.max_run
+    if estimator.use_spot_instances is not True:
+        return
+    if wait is None:
+        raise ConfigError(
+            f"use_spot_instances is True, but max_wait is missing; it limits waiting and running together and is at least "
+            f"max_run ({run} seconds): set max_wait={run}, or more"
+        )
+    if isinstance(wait, int) and isinstance(run, int) and wait < run:
+        raise ConfigError(
+            f"max_wait is {wait} seconds, less than max_run, which is {run}; it limits waiting for spot instances and running "
+            f"together: set max_wait to {run} or more, or max_run to at most {wait}"
+        )
+    if not estimator.checkpoint_s3_uri:
+        say(
+            "use_spot_instances is True without checkpoint_s3_uri: an interrupted job starts from nothing; give "
+            "checkpoint_s3_uri='s3://…' and let the script save to and resume from /opt/ml/checkpoints"
+        )
+
+
+def _check_keep_alive(estimator: Any, model: ServiceModel | None, say: Callable[[str], None]) -> None:
+    period = estimator.keep_alive_period_in_seconds
+    if not isinstance(period, int):
+        return
+    most = _limit(model, 21600, "ResourceConfig", "KeepAlivePeriodInSeconds")
+    if not 0 <= period <= most:
+        raise ConfigError(
+            f"keep_alive_period_in_seconds is {period}; a warm pool is kept for 0 to {most} seconds after a job: use for example "
+            f"{min(most, 3600)}"
+        )
+    if period and estimator.use_spot_instances is True:
+        say(
+            "keep_alive_period_in_seconds is set with use_spot_instances: warm pools are made of on-demand instances only"
+        )
+
+
+def _model(session: Any) -> ServiceModel | None:
+    model = getattr(getattr(getattr(session, "sagemaker_client", None), "meta", None), "service_model", None)
+    return model if isinstance(model, ServiceModel) else None
+
+
+def _limit(model: ServiceModel | None, default: int, shape: str, member: str) -> int:
+    if model is None:
+        return default
+    found: Any = model.shape_for(shape)
+    return int(found.members[member].metadata.get("max", default))

@@ -1,0 +1,488 @@
+"""What makes an estimator of the SDK train with the model parallel library; one mixin for all its frameworks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from smp_config import ConfigError, JobSettings
+from smp_config.version import __version__
+from smp_estimator import advice, checks, restore
+from smp_estimator import distribution as strategies
+from smp_estimator.cloud import images, service, source
+from smp_estimator.cloud.job import CloudTrainingJob
+from smp_estimator.cloud.metrics import metric_definitions
+from smp_estimator.local.client import ProcessClient
+from smp_estimator.local.code import CodeSource
+from smp_estimator.local.session import ProcessSession, shows_training
+from smp_estimator.local.training_job import ProcessTrainingJob
+from smp_estimator.local.uris import is_s3_uri
+from smp_estimator.sdk import (
+    Framework,
+    PipelineSession,
+    UploadedCode,
+    credentials_when_used,
+    git_utils,
+    is_pipeline_variable,
+)
+from smp_estimator.variables import separated
+
+if TYPE_CHECKING:
+    _SDK = Framework
+else:
+    _SDK = object
+
+logger = logging.getLogger(__name__)
+
+#: Stands where the service expects an image; job names begin with its last part.
+PROCESS_IMAGE = f"local/smp-process:{__version__}"
+
+_NO_ROLE = "arn:aws:iam::000000000000:role/none"
+_LOCAL_TYPES = ("local", "local_gpu")
+
+#: A job that exists is not refused: it can be watched and its model used, whatever its settings.
+_attaching: ContextVar[bool] = ContextVar("attaching", default=False)
+
+
+class TrainsWithSMP(_SDK):
+    """Stands before an estimator class of the SDK and adds the model parallel library to it.
+
+    A class that uses it says how its image is chosen (:meth:`_choose_image`), which part of the SDK reads the job
+    description (:meth:`_sdk_class`), and hands the hook that makes the distribution's hyperparameters to
+    :meth:`_own_hyperparameters`.
+    """
+
+    latest_training_job: Any
+    debugger_rule_configs: Any
+    profiler_rule_configs: Any
+    collection_configs: Any
+    sagemaker_session: Any
+    instance_type: Any
+    instance_groups: Any
+    entry_point: Any
+    source_dir: Any
+    environment: Any
+    distribution: Any
+    uploaded_code: Any
+    _current_job_name: Any
+    _hyperparameters: Any
+
+    def __init__(
+        self,
+        *,
+        entry_point: Any = None,
+        source_dir: Any = None,
+        hyperparameters: dict[str, Any] | None = None,
+        image_uri: Any = None,
+        distribution: dict[str, Any] | None = None,
+        ship_runtime: bool | None = None,
+        **sdk: Any,
+    ) -> None:
+        entry_point = checks.require_text(entry_point, "entry_point", "train.py")
+        source_dir = checks.require_text(source_dir, "source_dir", "scripts")
+        checks.require_text(sdk.get("instance_type"), "instance_type", "local")
+        checks.require_count(sdk.get("instance_count"), "instance_count")
+        checks.require_mapping(hyperparameters, "hyperparameters")
+        checks.require_mapping(sdk.get("environment"), "environment")
+        self._said: set[str] = set()
+        self._recipe = sdk.get("training_recipe") is not None
+        self._process_mode = _wants_processes(image_uri, sdk)
+        self._ship_runtime = False
+        #: An S3 address that holds the runtime already, from the job that was attached to.
+        self._shipped_source: str | None = None
+
+        # What the SDK's validation would wrongly refuse, or let through, is read by this package instead.
+        strategies.refuse_unknown_strategies(distribution, process_mode=self._process_mode)
+        ours = not self._recipe and strategies.is_ours(distribution, process_mode=self._process_mode)
+        if self._process_mode:
+            image_uri = self._prepare_process_mode(entry_point, image_uri, sdk)
+        elif ours and strategies.is_model_parallel(distribution):
+            self._prepare_cloud(image_uri, ship_runtime, sdk)
+        # The SDK makes a client for its TensorBoard app; on this machine it must not look for credentials now.
+        with credentials_when_used() if self._process_mode else contextlib.nullcontext():
+            super().__init__(
+                entry_point=entry_point,
+                source_dir=source_dir,
+                # A copy: the SDK writes its own entries into the dictionary it is given.
+                hyperparameters=dict(hyperparameters or {}),
+                image_uri=image_uri,
+                distribution=None if ours else distribution,
+                **sdk,
+            )
+        if self._process_mode:
+            self.image_uri = None
+        with _lenient_when_attaching(self._say_once):
+            if ours and distribution is not None:
+                self.distribution = distribution
+                self.distribution = strategies.group_names(distribution, self.instance_groups)
+            self._check_settings()
+
+    # -- what the classes differ in ----------------------------------------------------------------------------
+
+    @classmethod
+    def _sdk_class(cls) -> Any:
+        """The SDK's class behind this one."""
+        raise NotImplementedError
+
+    def _choose_image(self, sdk: dict[str, Any]) -> None:
+        """Fill in the versions of the stock image that a job without ``image_uri`` runs in."""
+        raise NotImplementedError
+
+    # -- preparing the constructor's arguments -----------------------------------------------------------------
+
+    def _prepare_process_mode(self, entry_point: Any, image_uri: Any, sdk: dict[str, Any]) -> str:
+        """Fill in what a job on this machine does not need; returns what stands for the image."""
+        if self._recipe:
+            raise ConfigError(
+                "training_recipe needs the images of the service, but this job runs as processes of this machine; give "
+                "entry_point instead of training_recipe, or image_uri to run in Docker"
+            )
+        if entry_point is None:
+            raise ConfigError(
+                'entry_point is missing; it is the script that every rank runs: add entry_point="train.py"'
+            )
+        if image_uri:
+            logger.warning("image_uri=%r is not used: the session runs jobs as processes", image_uri)
+        if sdk.get("sagemaker_session") is None:
+            sdk["sagemaker_session"] = ProcessSession()
+        if not sdk.get("role"):
+            sdk["role"] = _NO_ROLE
+        if sdk.get("instance_groups") is None:
+            sdk.setdefault("instance_count", 1)
+        # They describe the hardware of the service, and their defaults depend on the region.
+        sdk.setdefault("debugger_hook_config", False)
+        sdk.setdefault("disable_profiler", True)
+        return PROCESS_IMAGE
+
+    def _prepare_cloud(self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any]) -> None:
+        """Settle the image, how the runtime gets there, and the defaults of a model parallel job."""
+        if not image_uri:
+            with _lenient_when_attaching(self._say_once):
+                self._choose_image(sdk)
+        self._ship_runtime = (not image_uri or images.is_stock(image_uri)) if ship_runtime is None else ship_runtime
+        if sdk.get("debugger_hook_config") is None:
+            sdk["debugger_hook_config"] = False
+        elif sdk["debugger_hook_config"]:
+            self._say_once(
+                "debugger_hook_config is on, but the debugger's hooks do not know distributed models and may fail the job; "
+                "debugger_hook_config=False is the default for model parallel jobs"
+            )
+        if sdk.get("metric_definitions") is None:
+            sdk["metric_definitions"] = metric_definitions()
+        if self._ship_runtime and sdk.get("enable_network_isolation") is True:
+            self._say_once(
+                "enable_network_isolation is True, and the stock image must install the runtime's requirements from a package "
+                "index; give image_uri, an image that has the runtime, unless the stock image has pydantic and safetensors"
+            )
+
+    # -- checks --------------------------------------------------------------------------------------------
+
+    def _check_settings(self) -> JobSettings | None:
+        """Read the attributes as they are now; they may have been changed since the constructor."""
+        if self._recipe:
+            return None
+        strategies.refuse_unknown_strategies(self.distribution, process_mode=self._process_mode)
+        checks.require_count(self.instance_count, "instance_count")
+        checks.check_hyperparameters(self._hyperparameters)
+        checks.check_environment(self.environment)
+        if self._process_mode:
+            checks.check_output_path(self.output_path)
+        else:
+            service.check_request(self, self._say_once)
+        if not self.distribution or not strategies.is_ours(self.distribution, process_mode=self._process_mode):
+            return None
+        settings = strategies.read(
+            self.distribution,
+            instance_type=self._carried_instance_type(),
+            hosts=self._host_count(),
+            process_mode=self._process_mode,
+            environment=self.environment,
+            say=self._say_once,
+        )
+        for sentence in strategies.stock_image_conflicts(settings) if self._ships() else ():
+            self._say_once(sentence)
+        return settings
+
+    def _check_code(self) -> None:
+        """The script and what is shipped with it exist, and the runtime can be put beside it."""
+        if self.git_config or self._recipe:
+            return
+        checks.check_code(self.entry_point, self.source_dir, self.dependencies)
+        remote = is_s3_uri(self.source_dir) or is_pipeline_variable(self.source_dir)
+        if self._ships() and remote and not self._has_runtime(self.source_dir):
+            raise ConfigError(
+                f"source_dir is {self.source_dir!s}, and a stock image gets the runtime with the uploaded code, which a directory "
+                "in S3 cannot be given; use a local source_dir, or image_uri with an image that has the runtime (then also "
+                "ship_runtime=False)"
+            )
+
+    def _ships(self) -> bool:
+        """Whether the runtime travels with the code of the next job."""
+        if not self._ship_runtime or not strategies.is_model_parallel(self.distribution):
+            return False
+        session = self.sagemaker_session
+        mounted = session.local_mode and (session.config or {}).get("local", {}).get("local_code")
+        return not mounted
+
+    def _has_runtime(self, source_dir: Any) -> bool:
+        """Whether the code lies in S3 with the runtime beside it already."""
+        return self._shipped_source is not None and source_dir == self._shipped_source
+
+    def _say_once(self, sentence: str) -> None:
+        """Settings are read several times on the way to a job; what is to be said of them is said once."""
+        if sentence not in self._said:
+            self._said.add(sentence)
+            logger.warning("%s", sentence)
+
+    def _advise(self, settings: JobSettings | None, inputs: Any) -> None:
+        if settings is None or settings.model_parallel is None:
+            return
+        for sentence in advice.advise(
+            settings,
+            hosts=self._host_count(),
+            hyperparameters=self._hyperparameters,
+            entry_point=self.entry_point,
+            source_dir=self.source_dir,
+        ):
+            self._say_once(sentence)
+        if self._process_mode or isinstance(self.sagemaker_session, PipelineSession):
+            return
+        places = {f"channel {name!r}": address for name, address in service.addresses(inputs)}
+        for name in ("checkpoint_s3_uri", "output_path"):
+            if is_s3_uri(getattr(self, name)):
+                places[name] = getattr(self, name)
+        for sentence in advice.other_regions(places, self.sagemaker_session):
+            self._say_once(sentence)
+
+    def _carried_instance_type(self) -> str | None:
+        if is_pipeline_variable(self.instance_type):
+            return None
+        return self.instance_type or self._training_group_value("instance_type")
+
+    def _host_count(self) -> int | None:
+        count = self.instance_count or self._training_group_value("instance_count")
+        return count if isinstance(count, int) else None
+
+    def _training_group_value(self, name: str) -> Any:
+        """An attribute of the instance group that trains, in a heterogeneous cluster."""
+        chosen = self.distribution.get("instance_groups") or []
+        for group in self.instance_groups or ():
+            if group.instance_group_name in chosen:
+                value = getattr(group, name)
+                return None if is_pipeline_variable(value) else value
+        return None
+
+    # -- what is sent --------------------------------------------------------------------------------------
+
+    def _own_hyperparameters(self, distribution: dict[str, Any]) -> dict[str, Any] | None:
+        """The hyperparameters of a distribution of ours; None leaves them to the SDK."""
+        settings = self._check_settings() if distribution is self.distribution else None
+        if settings is None:
+            return None
+        sent = strategies.hyperparameters(settings, self.environment, separated(distribution)[1])
+        if is_pipeline_variable(self.instance_type):
+            sent[strategies.INSTANCE_TYPE] = self.instance_type
+        return sent
+
+    def training_image_uri(self, region: str | None = None) -> Any:
+        """The image of the job; in process mode a name that stands for it."""
+        return PROCESS_IMAGE if self._process_mode else super().training_image_uri(region)
+
+    def _stage_user_code_in_s3(self) -> Any:
+        """Upload the code; for a stock image, with the runtime in it."""
+        if not self._ships() or self._has_runtime(self.source_dir):
+            return super()._stage_user_code_in_s3()
+        given = self.entry_point, self.source_dir
+        with source.with_runtime(*given) as folder:
+            self.entry_point, self.source_dir = source.PROGRAM, str(folder)
+            try:
+                uploaded = super()._stage_user_code_in_s3()
+            finally:
+                self.entry_point, self.source_dir = given
+        return UploadedCode(s3_prefix=uploaded.s3_prefix, script_name=source.program_of(*given))
+
+    def _script_mode_hyperparam_update(self, code_dir: str, script: str) -> None:
+        if self._ships():
+            self._hyperparameters[source.USER_PROGRAM] = script
+            script = source.PROGRAM
+        super()._script_mode_hyperparam_update(code_dir, script)
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        inputs: Any = None,
+        wait: bool = True,
+        logs: Any = "All",
+        job_name: str | None = None,
+        experiment_config: dict[str, str] | None = None,
+    ) -> Any:
+        """Train.
+
+        Args:
+            inputs: as in the SDK; in process mode ``file://`` addresses (``s3://`` ones are downloaded).
+            wait: False returns while the job runs; ``estimator.logs()``, ``latest_training_job.wait()``,
+                ``.describe()`` and ``.stop()`` then work on it, and the interpreter waits for it at its end.
+            logs: "All", "Training", "Rules", "None", a list of these, or a boolean. The log of all hosts is shown
+                together with the live progress.
+            job_name: default: made from the image's name and the time.
+            experiment_config: as in the SDK; without effect in process mode.
+
+        Raises:
+            ConfigError: a setting that cannot work; nothing has been started.
+            sagemaker.exceptions.UnexpectedStatusException: the job failed; the message holds the first failing rank,
+                its exception, and where the log is.
+            KeyboardInterrupt: in process mode after every process of the job has ended; in the cloud the job goes on.
+        """
+        settings = self._check_settings()
+        self._check_code()
+        shows_training(logs)  # refuses words that the SDK does not know
+        if self._process_mode:
+            checks.check_inputs(inputs, process_mode=True)
+            self._advise(settings, inputs)
+            return self._fit_here(inputs, wait, logs, job_name, experiment_config)
+        if job_name is not None and not is_pipeline_variable(job_name):
+            service.check_job_name(job_name)
+        if not self.sagemaker_session.local_mode:
+            service.check_channels(inputs, has_network=bool(self.subnets and self.security_group_ids))
+        self._advise(settings, inputs)
+        if not self._watches():
+            return super().fit(inputs, wait, logs, job_name, experiment_config)
+        super().fit(inputs, False, logs, job_name, experiment_config)
+        self._watched()
+        if wait:
+            self.latest_training_job.wait(logs)
+        return None
+
+    def _fit_here(self, inputs: Any, wait: bool, logs: Any, job_name: str | None, experiment_config: Any) -> None:
+        # The SDK's fit() is not used: it reports telemetry, and its wrapper swallows Ctrl-C.
+        self._prepare_for_training(job_name=job_name)
+        session: ProcessSession = self.sagemaker_session
+        try:
+            self.latest_training_job = ProcessTrainingJob.start_new(self, inputs, experiment_config)
+            self.jobs.append(self.latest_training_job)
+            if wait:
+                self.latest_training_job.wait(logs=logs)
+        except KeyboardInterrupt:
+            if ProcessClient.knows(self._current_job_name):
+                session.interrupt_training_job(self._current_job_name)
+            raise
+
+    def _watches(self) -> bool:
+        """Whether a job's log comes from the cloud: not with a pipeline, and not with the SDK's local mode."""
+        return not isinstance(self.sagemaker_session, PipelineSession) and not self.sagemaker_session.local_mode
+
+    def _watched(self) -> None:
+        """Let the newest job show its hosts and its progress when it is waited for."""
+        job = CloudTrainingJob(self.sagemaker_session, self.latest_training_job.name)
+        self.jobs[:] = [job if known is self.latest_training_job else known for known in self.jobs]
+        self.latest_training_job = job
+
+    def logs(self) -> None:
+        """Show the log of the newest job from its first line, with its progress, until it ends."""
+        if isinstance(self.latest_training_job, CloudTrainingJob):
+            self.latest_training_job.wait()
+        else:
+            super().logs()
+
+    def _prepare_for_training(self, job_name: str | None = None) -> None:
+        """In process mode: name the job and say what it runs, leaving the estimator's attributes as the user set them."""
+        if not self._process_mode:
+            settings = self._check_settings()
+            self._check_code()
+            if settings is not None:
+                self.environment = strategies.mirrored_environment(settings, self.environment) or self.environment
+            super()._prepare_for_training(job_name=job_name)
+            return
+        self._current_job_name = self._get_or_create_name(job_name)
+        entry_point, source_dir, dependencies = self.entry_point, self.source_dir, self.dependencies
+        if self.git_config:
+            cloned = git_utils.git_clone_repo(self.git_config, entry_point, source_dir, dependencies)
+            entry_point, source_dir, dependencies = (
+                cloned[name] for name in ("entry_point", "source_dir", "dependencies")
+            )
+            checks.check_code(entry_point, source_dir, dependencies)
+        code = CodeSource(entry_point, source_dir or None, tuple(map(str, dependencies or ())))
+        self.sagemaker_session.sagemaker_client.expect_code(self._current_job_name, code)
+        self.uploaded_code = UploadedCode(s3_prefix=code.uri, script_name=code.program)
+        self._script_mode_hyperparam_update(code.uri, code.program)
+        self._prepare_rules()
+        self.debugger_rule_configs, self.profiler_rule_configs = [], []
+        self.collection_configs = set()
+
+    # -- the model -----------------------------------------------------------------------------------------
+
+    def create_model(self, *args: Any, **kwargs: Any) -> Any:
+        """A model that can be deployed, as in the SDK; also of a job in a custom image of no known version."""
+        model: Any = super().create_model(*args, **kwargs)  # type: ignore[safe-super]
+        if hasattr(model, "_is_mms_version") and model.framework_version is None:
+            # Every PyTorch that the runtime works with is served from a repacked archive; the SDK asks the version.
+            model._is_mms_version = lambda: True
+        return model
+
+    def deploy(self, *args: Any, **kwargs: Any) -> Any:
+        """Deploy the model, as in the SDK; not available for jobs that ran as processes of this machine."""
+        if self._process_mode:
+            raise RuntimeError(
+                "deploy() starts a serving container, and this estimator's session runs processes without Docker; the "
+                f"model is {self.model_data if self.latest_training_job else 'made by fit()'}: load it in Python, or make "
+                "a sagemaker.pytorch.PyTorchModel of it with a Docker or cloud session"
+            )
+        return super().deploy(*args, **kwargs)
+
+    # -- attach --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def attach(cls, training_job_name: str, sagemaker_session: Any = None, model_channel_name: str = "model") -> Any:
+        """Make an estimator for a job that exists; one that runs on this machine is found by its name alone."""
+        if sagemaker_session is None and ProcessClient.knows(training_job_name):
+            sagemaker_session = ProcessSession()
+        token = _attaching.set(True)
+        try:
+            estimator: Any = super().attach(training_job_name, sagemaker_session, model_channel_name)
+        finally:
+            _attaching.reset(token)
+        if estimator._process_mode:
+            estimator.latest_training_job = ProcessTrainingJob(estimator.sagemaker_session, training_job_name)
+        elif estimator._watches():
+            estimator._watched()
+        if estimator._ship_runtime and is_s3_uri(estimator.source_dir):
+            estimator._shipped_source = estimator.source_dir
+        return estimator
+
+    @classmethod
+    def _prepare_init_params_from_job_description(
+        cls, job_details: dict[str, Any], model_channel_name: str | None = None
+    ) -> dict[str, Any]:
+        """As in the SDK, and the distribution is restored instead of staying among the user's hyperparameters."""
+        on_this_machine = job_details["AlgorithmSpecification"].get("TrainingImage") == PROCESS_IMAGE
+        # Named explicitly so that the SDK's class, which parses the image's name, can be left out.
+        parent: Any = Framework if on_this_machine else cls._sdk_class()
+        prepare = parent._prepare_init_params_from_job_description.__func__
+        params: dict[str, Any] = prepare(cls, restore.completed(job_details), model_channel_name)
+        if on_this_machine:
+            params.pop("image_uri")
+        return restore.restored(params, job_details)
+
+
+@contextlib.contextmanager
+def _lenient_when_attaching(say: Any) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        if not _attaching.get():
+            raise
+        say(f"the job was made with settings that this version would refuse: {error}")
+
+
+def _wants_processes(image_uri: Any, sdk: dict[str, Any]) -> bool:
+    session = sdk.get("sagemaker_session")
+    if session is not None:
+        return isinstance(session, ProcessSession)
+    return sdk.get("instance_type") in _LOCAL_TYPES and not image_uri
+
+
+__all__ = ["PROCESS_IMAGE", "TrainsWithSMP"]

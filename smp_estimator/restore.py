@@ -1,0 +1,82 @@
+"""From the description of a job that exists to the arguments of an estimator: the other direction of a request."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from smp_config import ConfigError
+from smp_config.job import CARRIED
+from smp_estimator.cloud.source import USER_PROGRAM
+from smp_estimator.distribution import from_hyperparameters
+from smp_estimator.local.uris import is_file_uri, path_of
+from smp_estimator.sdk import InstanceGroup
+
+logger = logging.getLogger(__name__)
+
+#: What the SDK itself puts among the hyperparameters; written anew for every job.
+_OF_THE_SDK = (
+    "sagemaker_program",
+    "sagemaker_submit_directory",
+    "sagemaker_container_log_level",
+    "sagemaker_job_name",
+    "sagemaker_region",
+)
+
+
+def completed(job_details: dict[str, Any]) -> dict[str, Any]:
+    """A description with what the SDK insists on and the service may leave out: a key, and instances beside groups."""
+    resources = {"InstanceType": None, "InstanceCount": None, **job_details["ResourceConfig"]}
+    output = {"KmsKeyId": None, **job_details["OutputDataConfig"]}
+    return {**job_details, "ResourceConfig": resources, "OutputDataConfig": output}
+
+
+def restored(params: dict[str, Any], job_details: dict[str, Any]) -> dict[str, Any]:
+    """The SDK's arguments, with what it forgets or misplaces.
+
+    Args:
+        params: what the SDK made of the description; changed in place.
+        job_details: the answer of DescribeTrainingJob.
+
+    Returns:
+        ``params``.
+    """
+    groups = job_details["ResourceConfig"].get("InstanceGroups")
+    if groups:
+        params["instance_groups"] = [
+            InstanceGroup(group["InstanceGroupName"], group["InstanceType"], group["InstanceCount"]) for group in groups
+        ]
+        del params["instance_type"], params["instance_count"]
+    _restore_distribution(params)
+    if job_details.get("Environment"):
+        params["environment"] = dict(job_details["Environment"])
+    definitions = job_details["AlgorithmSpecification"].get("MetricDefinitions")
+    if definitions:
+        params["metric_definitions"] = definitions
+    checkpoints = job_details.get("CheckpointConfig") or {}
+    for key, name in (("S3Uri", "checkpoint_s3_uri"), ("LocalPath", "checkpoint_local_path")):
+        if checkpoints.get(key):
+            params[name] = checkpoints[key]
+    if is_file_uri(params.get("source_dir")):
+        params["source_dir"] = str(path_of(params["source_dir"]))
+    return params
+
+
+def _restore_distribution(params: dict[str, Any]) -> None:
+    """Move what carries a distribution of ours from the hyperparameters to where the user had it."""
+    carried = params.get("hyperparameters") or {}
+    try:
+        distribution = from_hyperparameters(carried)
+    except ConfigError as error:
+        # A job of another library or version; it can still be watched, and its model used.
+        logger.warning("the distribution of the job cannot be restored: %s", error)
+        return
+    if distribution is None:
+        return
+    params["distribution"] = distribution
+    program = carried.get(USER_PROGRAM)
+    if program is not None:
+        params["entry_point"] = program
+    params["ship_runtime"] = program is not None
+    ours = {*CARRIED, *_OF_THE_SDK, USER_PROGRAM}
+    params["hyperparameters"] = {name: value for name, value in carried.items() if name not in ours}

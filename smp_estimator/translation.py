@@ -1,0 +1,203 @@
+"""The typed distribution as the hyperparameters and MPI options that the training platform reads, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from smp_config import ConfigError, JobSettings
+from smp_config.instances import instance
+from smp_config.job import (
+    DATA_PARALLEL_ENABLED,
+    DEFAULT_MPI_OPTIONS,
+    INSTANCE_TYPE,
+    MP_PARAMETERS,
+    MPI_OPTIONS,
+    MPI_PROCESSES,
+)
+from smp_config.mpi_options import MpiOption, parse_mpi_options, variables
+
+#: Makes NCCL use the Elastic Fabric Adapter.
+EFA_VARIABLES = {"FI_PROVIDER": "efa", "NCCL_PROTO": "simple"}
+
+#: Lets GPUs read each other's memory over the adapter, where the instance can.
+RDMA_VARIABLES = {"FI_EFA_USE_DEVICE_RDMA": "1"}
+
+#: Parameters of ``--mca`` that the training toolkit of the stock images sets itself; a second one stops mpirun 4.1.
+_OF_THE_TOOLKIT = frozenset(
+    [
+        "btl",
+        "btl_tcp_if_include",
+        "btl_vader_single_copy_mechanism",
+        "oob_tcp_if_include",
+        "orte_abort_on_non_zero_status",
+        "plm_rsh_no_tree_spawn",
+        "pml",
+    ]
+)
+
+#: Variables of the collectives that must reach the ranks however they are started.
+_MIRRORED_PREFIX = "SMDDP_"
+_MIRRORED_NAMES = ("SMP_NCCL_THROTTLE_LIMIT",)
+
+
+def hyperparameters(
+    settings: JobSettings,
+    environment: Mapping[str, Any] | None = None,
+    later: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What the job carries, as Python values (the SDK encodes each as JSON).
+
+    Both ``partitions`` and ``pipeline_parallel_degree`` are in ``mp_parameters``, since client libraries look for
+    the old name, and the switch of the data parallel library is always present, as the SDK sends it.
+
+    Args:
+        settings: the typed distribution.
+        environment: the estimator's; its variables of the collectives become ``-x`` options too, and what it sets
+            is not set to a default.
+        later: pipeline variables by the hyperparameter that carries them.
+    """
+    sent = settings.to_hyperparameters()
+    if settings.model_parallel is not None:
+        sent.setdefault(DATA_PARALLEL_ENABLED, False)
+        custom = settings.mpi.custom_mpi_options if settings.mpi is not None else ""
+        sent[MPI_OPTIONS] = _joined(_added_options(settings.instance_type, custom, environment or {}), custom)
+    return {**sent, **(later or {})}
+
+
+def from_hyperparameters(carried: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The ``distribution`` dictionary of a job that already runs, or None when it carries no strategy of ours.
+
+    The inverse of :func:`hyperparameters`, for ``attach()``; options that were added for the platform are taken out
+    again.
+    """
+    settings = JobSettings.from_hyperparameters(carried)
+    distribution: dict[str, Any] = {}
+    if settings.model_parallel is not None:
+        parameters = settings.model_parallel.to_mp_parameters()
+        distribution["smdistributed"] = {"modelparallel": {"enabled": True, "parameters": parameters}}
+    elif settings.data_parallel is not None:
+        data: dict[str, Any] = {"enabled": True}
+        if settings.data_parallel.custom_mpi_options:
+            data["custom_mpi_options"] = settings.data_parallel.custom_mpi_options
+        distribution["smdistributed"] = {"dataparallel": data}
+    if settings.mpi is not None and settings.mpi.enabled:
+        mpi: dict[str, Any] = {"enabled": True}
+        if settings.mpi.processes_per_host is not None:
+            mpi["processes_per_host"] = settings.mpi.processes_per_host
+        custom = settings.mpi.custom_mpi_options
+        if settings.model_parallel is not None:
+            custom = _without(custom, _default_options(settings.instance_type))
+        if custom:
+            mpi["custom_mpi_options"] = custom
+        distribution["mpi"] = mpi
+    if distribution and settings.instance_groups:
+        distribution["instance_groups"] = list(settings.instance_groups)
+    return distribution or None
+
+
+def mirrored_environment(settings: JobSettings, environment: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``environment`` together with the variables of the collectives that ``custom_mpi_options`` sets with ``-x``.
+
+    Raises:
+        ConfigError: both set one variable, to different values.
+    """
+    merged = dict(environment or {})
+    if settings.model_parallel is None or settings.mpi is None:
+        return merged
+    for name, value in variables(parse_mpi_options(settings.mpi.custom_mpi_options)).items():
+        if not _is_mirrored(name):
+            continue
+        if name in merged and merged[name] != value:
+            raise ConfigError(
+                f"{name} is {merged[name]!r} in environment and {value!r} in custom_mpi_options ('-x {name}={value}'); both "
+                f"reach the ranks and only one can hold: remove one, for example environment[{name!r}]"
+            )
+        merged[name] = value
+    return merged
+
+
+def stock_image_conflicts(settings: JobSettings) -> list[str]:
+    """Sentences about options that the launcher of a stock image sets too; mpirun would not start."""
+    if settings.mpi is None:
+        return []
+    given = parse_mpi_options(" ".join(_without_repetition(settings.mpi.custom_mpi_options)))
+    return [
+        f"custom_mpi_options has '{option}', and the stock image's launcher sets {option.key} itself; Open MPI 4.1 does not "
+        "start when a parameter is listed twice: remove it, or give image_uri, an image with a launcher of your own"
+        for option in given
+        if option.name == "mca" and option.key in _OF_THE_TOOLKIT
+    ]
+
+
+def _default_options(instance_type: str | None) -> list[MpiOption]:
+    """What the platform needs on this instance, besides what it sets itself."""
+    options: list[MpiOption] = []
+    known = instance(instance_type) if instance_type else None
+    if known is not None and known.efa:
+        wanted = {**EFA_VARIABLES, **(RDMA_VARIABLES if known.rdma else {})}
+        options += [MpiOption("x", name, value) for name, value in wanted.items()]
+    return options
+
+
+def _added_options(instance_type: str | None, custom: str, environment: Mapping[str, Any]) -> list[MpiOption]:
+    """The platform's options and the mirrored variables, without those that the user sets in either place."""
+    given = {option.subject for option in parse_mpi_options(custom)}
+    added = [
+        option
+        for option in _default_options(instance_type)
+        if option.subject not in given and not (option.name == "x" and option.key in environment)
+    ]
+    mirrored = {name: value for name, value in environment.items() if _is_mirrored(name) and isinstance(value, str)}
+    added += [
+        MpiOption("x", name, value) for name, value in sorted(mirrored.items()) if ("x", name) not in given
+    ]  # fmt: skip
+    return added
+
+
+def _joined(options: Sequence[MpiOption], custom: str) -> str:
+    """The platform splits at blanks, so nothing is quoted; the user's own text stays as it is written.
+
+    All but one thing: the option that every launcher sets itself is taken out, since mpirun 4.1 refuses to start when a
+    parameter of ``--mca`` is listed twice, even with one value.
+    """
+    words = [*(word for option in options for word in option.arguments()), *_without_repetition(custom)]
+    return " ".join(words)
+
+
+def _without_repetition(custom: str) -> list[str]:
+    words, (_, name, value) = custom.split(), DEFAULT_MPI_OPTIONS.split()
+    at = 0
+    while at < len(words):
+        if words[at] in ("--mca", "-mca") and words[at + 1 : at + 3] == [name, value]:
+            del words[at : at + 3]
+        else:
+            at += 1
+    return words
+
+
+def _without(text: str, defaults: Sequence[MpiOption]) -> str:
+    words = text.split()
+    for option in defaults:
+        expected = option.arguments()
+        if words[: len(expected)] == expected:
+            del words[: len(expected)]
+    return " ".join(words)
+
+
+def _is_mirrored(name: str) -> bool:
+    return name.startswith(_MIRRORED_PREFIX) or name in _MIRRORED_NAMES
+
+
+__all__ = [
+    "EFA_VARIABLES",
+    "INSTANCE_TYPE",
+    "MPI_OPTIONS",
+    "MPI_PROCESSES",
+    "MP_PARAMETERS",
+    "RDMA_VARIABLES",
+    "from_hyperparameters",
+    "hyperparameters",
+    "mirrored_environment",
+    "stock_image_conflicts",
+]

