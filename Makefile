@@ -5,11 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STEPS ?= 300
 
-.PHONY: quickstart test test-full lint type format clean help
+FLOOR := .venv-sdk-floor
+
+.PHONY: quickstart test test-newest test-sdk-floor test-full lint type format clean help
 
 help:
 	@echo "make quickstart   train a small GPT with SMPEstimator.fit(): two processes, no cloud account"
-	@echo "make test         the tests (big matrices as a sample)"
+	@echo "make test         the tests (big matrices as a sample), with the newest SDK and the notebook side with the oldest"
 	@echo "make test-full    the tests, with the big matrices whole"
 	@echo "make lint type    ruff and mypy"
 	@echo "make clean        remove the environment and what was produced"
@@ -24,8 +26,21 @@ $(VENV)/.installed: setup.cfg setup.py pyproject.toml constraints-cpu.txt
 quickstart: $(VENV)/.installed
 	$(BIN)/python examples/quickstart.py --steps $(STEPS)
 
-test: $(VENV)/.installed
+test: test-sdk-floor test-newest
+
+test-newest: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not full"
+
+# The notebook side with the oldest SDK that is supported. It wants an older protobuf, and imports pytz unasked.
+$(FLOOR)/.installed: setup.cfg setup.py constraints-cpu.txt
+	$(PYTHON) -m venv $(FLOOR)
+	grep -v '^sagemaker==\|^sagemaker-core==\|^protobuf==' constraints-cpu.txt > $(FLOOR)/constraints.txt
+	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check -c $(FLOOR)/constraints.txt -e ".[sagemaker]" \
+		sagemaker==2.254.0 pytz pytest pytest-timeout hypothesis "moto[server]" cloudpickle matplotlib
+	@touch $@
+
+test-sdk-floor: $(FLOOR)/.installed
+	$(FLOOR)/bin/python -m pytest tests/estimator -m "not job and not full"
 
 test-full: $(VENV)/.installed
 	$(BIN)/python -m pytest
@@ -42,6 +57,6 @@ type: $(VENV)/.installed
 	$(BIN)/mypy smp_estimator container/smp_config container/smp_launch container/smp_runtime container/smdistributed
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info container/*.egg-info quickstart-data quickstart-output
+	rm -rf $(VENV) $(FLOOR) build dist *.egg-info container/*.egg-info quickstart-data quickstart-output
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from smp_config import ConfigError, Group, ModelParallelParameters, Topology
+from smp_config import ConfigError, ModelParallelParameters, Topology
 from smp_config.instances import GIB, instance
 
 LOCAL_TYPES = ("local", "local_gpu")
@@ -96,28 +96,16 @@ def validate(file: Any, instance_type: str | None, instance_count: int | None) -
     kind = instance_type or where.get("instance_type") or "ml.p4d.24xlarge"
     hosts = instance_count or where.get("instance_count") or 1
     known = instance(kind)
-    said: list[str] = []
-    if known is None and kind not in LOCAL_TYPES:
-        said.append(f"instance type {kind} is not in the catalogue; its GPUs are not checked")
     if isinstance(distribution, dict) and set(distribution) & set(ModelParallelParameters.model_fields):
         distribution = {
             "smdistributed": {"modelparallel": {"enabled": True, "parameters": distribution}},
             "mpi": {"enabled": True, "processes_per_host": known.gpus if known else 1},
         }
-    settings, warnings = _checked(distribution, kind, hosts)
-    said += warnings
+    settings, said = _checked(distribution, kind, hosts)
     console = _console()
     per_host = settings.mpi.processes_per_host if settings.mpi else None
-    if known is not None and per_host is not None and settings.model_parallel is not None and per_host > known.gpus:
-        raise ConfigError(
-            f"mpi.processes_per_host is {per_host}, but {kind} has {known.gpus} GPUs and each process needs its own; set "
-            f"processes_per_host to at most {known.gpus}"
-        )
     if settings.model_parallel is not None and per_host is not None:
         topology = settings.model_parallel.topology(per_host * hosts)
-        spread = max(len({rank // per_host for rank in ranks}) for ranks in topology.groups(Group.TP))
-        if spread > 1:
-            said.append(f"tensor parallel groups spread over {spread} hosts; keep tensor_parallel_degree ≤ {per_host}")
         console.print(f"[green]valid[/green] on {hosts} × {kind}: {escape(_degrees(topology))}")
     else:
         console.print(f"[green]valid[/green] on {hosts} × {kind}")

@@ -20,6 +20,7 @@ from smp_estimator.local.code import CodeSource
 from smp_estimator.local.session import ProcessSession, shows_training
 from smp_estimator.local.training_job import ProcessTrainingJob
 from smp_estimator.local.uris import is_s3_uri
+from smp_estimator.planned import Planned
 from smp_estimator.sdk import (
     Framework,
     PipelineSession,
@@ -47,7 +48,7 @@ _LOCAL_TYPES = ("local", "local_gpu")
 _attaching: ContextVar[bool] = ContextVar("attaching", default=False)
 
 
-class TrainsWithSMP(_SDK):
+class TrainsWithSMP(Planned, _SDK):
     """Stands before an estimator class of the SDK and adds the model parallel library to it.
 
     A class that uses it says how its image is chosen (:meth:`_choose_image`), which part of the SDK reads the job

@@ -1,0 +1,71 @@
+"""``estimator.plan()`` and ``estimator.suggest()``: the planning arithmetic with an estimator's own settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from smp_config import ConfigError, JobSettings
+
+if TYPE_CHECKING:
+    from smp_estimator.planning import Plan, Suggestion
+
+
+class Planned:
+    """Answers whether a model fits this estimator's cluster; nothing is started."""
+
+    instance_type: Any
+    instance_count: Any
+    environment: Any
+
+    def _check_settings(self) -> JobSettings | None:
+        raise NotImplementedError
+
+    def plan(self, model: Any, batch: int = 1, **workload: Any) -> Plan:
+        """Say whether ``model`` trains with this estimator's distribution on its instances, and where memory goes.
+
+        Args:
+            model: an ``nn.Module`` (the meta device is enough), a :class:`~smp_estimator.planning.ModelShape`, the name of a
+                published shape, or a number of parameters.
+            batch: samples that a rank reads at a time.
+            workload: ``sequence``, ``activation_checkpointing``, ``gpu_memory_bytes`` and the other arguments of
+                :func:`smp_estimator.planning.plan`.
+
+        Returns:
+            A plan; print it for a table, ask it for ``verdict`` and ``changes``.
+
+        Raises:
+            ConfigError: settings that cannot work.
+        """
+        from smp_estimator import planning
+
+        settings = self._check_settings()
+        if settings is not None and settings.mpi is not None and settings.mpi.processes_per_host is not None:
+            workload.setdefault("processes_per_host", settings.mpi.processes_per_host)
+        return planning.plan(
+            model,
+            *self._cluster(),
+            parameters=settings.model_parallel if settings is not None else None,
+            batch=batch,
+            environment=self.environment,
+            **workload,
+        )
+
+    def suggest(self, model: Any, batch: int = 1, **workload: Any) -> Suggestion:
+        """Pick degrees for ``model`` on this estimator's instances, in the order of the public best practices.
+
+        Args:
+            model: as for :meth:`plan`.
+            batch: samples per GPU and step.
+            workload: the other arguments of :func:`smp_estimator.planning.suggest`.
+        """
+        from smp_estimator import planning
+
+        return planning.suggest(model, *self._cluster(), batch=batch, environment=self.environment, **workload)
+
+    def _cluster(self) -> tuple[str, int]:
+        if not isinstance(self.instance_type, str) or not isinstance(self.instance_count, int):
+            raise ConfigError(
+                f"instance_type is {self.instance_type!r} and instance_count {self.instance_count!r}; planning needs one type "
+                "and a number: use smp_estimator.planning.plan() with the group that trains"
+            )
+        return self.instance_type, self.instance_count
