@@ -86,8 +86,13 @@ class _Connection:
 
 @dataclass
 class Followers:
-    """All other hosts; a context manager that ends the connections."""
+    """All other hosts; a context manager that ends the connections.
 
+    Attributes:
+        lost_when: when :meth:`lost` first named a host, in seconds of ``time.time()``.
+    """
+
+    lost_when: float | None = None
     _connections: list[_Connection] = field(default_factory=list)
 
     @classmethod
@@ -98,7 +103,7 @@ class Followers:
             LaunchError: one is not there in time.
             Stopped: a request to stop came meanwhile.
         """
-        followers = cls([_Connection(host) for host in hosts])
+        followers = cls(_connections=[_Connection(host) for host in hosts])
         try:
             followers._reach(client, stop, hosts_patience(environ), port(environ))
         except BaseException:
@@ -144,7 +149,10 @@ class Followers:
 
     def lost(self) -> list[str]:
         """Hosts whose connection has ended."""
-        return [c.host for c in self._connections if c.process is None or c.process.poll() is not None]
+        hosts = [c.host for c in self._connections if c.process is None or c.process.poll() is not None]
+        if hosts and self.lost_when is None:
+            self.lost_when = time.time()
+        return hosts
 
     def publish(self, status: LeaderStatus) -> None:
         """Tell all hosts how the job ended, and wait until they have heard it."""

@@ -30,6 +30,9 @@ _STOP_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129}
 
 _SHARED_MEMORY = Path("/dev/shm")
 
+#: Seconds within which a rank's failure may be the consequence of a host's end that was noticed later.
+_SAME_MOMENT = 2.0
+
 #: The command line shown in the log is cut after this many characters.
 _SHOWN_CHARACTERS = 160
 
@@ -182,14 +185,23 @@ def run_job(
     show(collector.finish(), 2)
     if outcome.returncode == 0 and not collector.records:
         return 0, None
-    lost = others.followers.lost() if others else []
-    if lost and not collector.records:
-        return _exit_code(outcome), Cause(
-            f"host {', '.join(lost)} is gone: its connection to the leader ended while the ranks were running; "
-            "see its own log; often the machine ran out of memory, or the container was stopped"
-        )
+    if others is not None and (cause := _lost_host(others.followers, collector)) is not None:
+        return _exit_code(outcome), cause
     program = job.mpi.path.name if job.mpi else job.entry_point
     return _exit_code(outcome), _cause(collector, outcome, program)
+
+
+def _lost_host(followers: Followers, collector: FailureCollector) -> Cause | None:
+    """A host that is gone makes ranks on other hosts fail; it is the cause unless one of them failed well before."""
+    lost, when = followers.lost(), followers.lost_when
+    if not lost or when is None or any(r.host in lost or 0 < r.when < when - _SAME_MOMENT for r in collector.records):
+        return None
+    consequences = "\n\n".join(f"then {r.headline()}\n{r.traceback}" for r in collector.records)
+    return Cause(
+        f"host {', '.join(lost)} is gone: its connection to the leader ended while the ranks were running; "
+        "see its own log; often the machine ran out of memory, or the container was stopped",
+        consequences,
+    )
 
 
 def _cause(collector: FailureCollector, outcome: Outcome, program: str) -> Cause:

@@ -13,24 +13,37 @@ SHARED_MEMORY_PER_RANK = 128 * 2**20
 _MIB = 2**20
 
 
-def network_defaults(instance_type: str, interface: str, hosts: int) -> dict[str, str]:
+def network_defaults(
+    instance_type: str, interface: str, hosts: int, devices: Path = Path("/sys/class/infiniband")
+) -> dict[str, str]:
     """Variables for NCCL and libfabric; the user's own values go before them.
 
     Args:
         instance_type: such as ``ml.p4d.24xlarge``; unknown types get what works everywhere.
         interface: the network interface between the hosts.
         hosts: with one, nothing leaves the machine and nothing needs to be said.
+        devices: where the system lists adapters; an instance type that has them does not always pass them on.
     """
     if hosts < 2:
         return {}
     values = {"NCCL_SOCKET_IFNAME": interface}
     known = instance(instance_type)
-    if known is not None and known.efa:
+    if known is not None and known.efa and devices.is_dir() and any(devices.iterdir()):
         # Forking (data loader workers) would corrupt registered memory on kernels without copy-on-fork.
         values |= {"FI_PROVIDER": "efa", "RDMAV_FORK_SAFE": "1"}
         if known.rdma:
             values["FI_EFA_USE_DEVICE_RDMA"] = "1"
     return values
+
+
+def usable_interface(interface: str, one_machine: bool, known: Path = Path("/sys/class/net")) -> str:
+    """The interface for the ranks' connections: the platform's, or loopback where it is missing and not needed.
+
+    Args:
+        one_machine: whether all ranks run on this machine.
+        known: where the system lists its interfaces.
+    """
+    return "lo" if one_machine and known.is_dir() and not (known / interface).exists() else interface
 
 
 def shared_memory_warning(ranks: int, folder: Path = Path("/dev/shm")) -> str | None:

@@ -26,7 +26,7 @@ from smp_config.failure import FailureRecord, format_failure
 from smp_launch.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
 from smp_launch.failure import REPORT_SUFFIX, REPORT_VARIABLE
 from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
-from smp_launch.network import network_defaults
+from smp_launch.network import network_defaults, usable_interface
 from smp_launch.output import STARTED_PREFIX
 from smp_launch.tree import BASE_VARIABLE, Tree
 
@@ -136,14 +136,15 @@ def _prepare(layout: Layout, rank: int, environ: MutableMapping[str, str]) -> Tr
             "and --rank-by from custom_mpi_options"
         )
     training = TrainingEnvironment.read(tree, environ, host)
-    wanted = rank_variables(layout, rank, training.network_interface, cpu_count())
+    interface = usable_interface(training.network_interface, layout.one_machine)
+    wanted = rank_variables(layout, rank, interface, cpu_count())
     for name in _USER_MAY_SET & environ.keys():
         wanted.pop(name)
     if layout.kind is Kind.MODEL_PARALLEL:
         environ.pop("LOCAL_RANK", None)
     environ.pop(LAYOUT_VARIABLE, None)
     hosts = 1 if layout.one_machine else len(layout.hosts)
-    for name, value in network_defaults(training.instance_type, training.network_interface, hosts).items():
+    for name, value in network_defaults(training.instance_type, interface, hosts).items():
         environ.setdefault(name, value)
     environ.update(training.variables())
     environ.update(wanted)

@@ -12,10 +12,7 @@ from smp_launch.environment import TrainingEnvironment
 from smp_launch.errors import LaunchError, Stopped
 from smp_launch.processes import kill_descendants
 from smp_launch.signals import StopRequests
-from smp_launch.supervise import say
-from smp_launch.toolkit import DOWNLOAD, REQUIREMENTS
-
-_REQUIREMENTS_FILE = "requirements.txt"
+from smp_launch.toolkit import DOWNLOAD, REQUIREMENTS, REQUIREMENTS_FILE
 
 
 def prepare_code(training: TrainingEnvironment, stop: StopRequests, environ: Mapping[str, str]) -> None:
@@ -27,31 +24,36 @@ def prepare_code(training: TrainingEnvironment, stop: StopRequests, environ: Map
     """
     code = training.tree.code_dir
     source = training.hyperparameters.get("sagemaker_submit_directory")
-    if isinstance(source, str) and source.startswith("s3://"):
-        code.mkdir(parents=True, exist_ok=True)
-        reason = _run([DOWNLOAD, source, str(code)], stop, environ)
-        if reason is not None:
-            raise LaunchError(
-                f"the code cannot be fetched from {source}: {reason}; host {training.current_host!r} asked for it with the "
-                "job's role; let the role read that object, and the container reach S3"
-            )
-    if (code / _REQUIREMENTS_FILE).is_file():
-        say(f"installing {_REQUIREMENTS_FILE}")
-        reason = _run([REQUIREMENTS, str(code)], stop, environ)
-        if reason is not None:
-            raise LaunchError(
-                f"{_REQUIREMENTS_FILE} cannot be installed: {reason}; pip ran on host {training.current_host!r} in the code "
-                "folder; correct the file, or put what it names into the image"
-            )
+    remote = [source] if isinstance(source, str) and source.startswith("s3://") else []
+    if not remote and not (code / REQUIREMENTS_FILE).is_file():
+        return
+    code.mkdir(parents=True, exist_ok=True)
+    failed, reason = _run([str(code), *remote], stop, environ)
+    host = training.current_host
+    if failed == DOWNLOAD:
+        raise LaunchError(
+            f"the code cannot be fetched from {source}: {reason}; host {host!r} asked for it with the job's role; "
+            "let the role read that object, and the container reach S3"
+        )
+    if failed == REQUIREMENTS:
+        raise LaunchError(
+            f"{REQUIREMENTS_FILE} cannot be installed: {reason}; pip ran on host {host!r} in the code folder; "
+            "correct the file, or put what it names into the image"
+        )
+    if failed:
+        raise LaunchError(
+            f"the training toolkit failed: {reason}; it was to put the code folder {code} of host {host!r} in order; "
+            "its messages are in the log; see that the image has sagemaker-training"
+        )
 
 
-def _run(task: list[str], stop: StopRequests, environ: Mapping[str, str]) -> str | None:
-    """Run the toolkit in a child; None when all went well, else why not."""
+def _run(words: list[str], stop: StopRequests, environ: Mapping[str, str]) -> tuple[str, str]:
+    """Run the toolkit in a child; gives what failed (empty when nothing did) and why."""
     read, write = os.pipe()
-    words = [sys.executable, "-m", "smp_launch.toolkit", task[0], str(write), *task[1:]]
+    command = [sys.executable, "-m", "smp_launch.toolkit", str(write), *words]
     with os.fdopen(read, "rb") as report, selectors.DefaultSelector() as selector:
         process = subprocess.Popen(
-            words, env=dict(environ), stdin=subprocess.DEVNULL, pass_fds=[write], start_new_session=True
+            command, env=dict(environ), stdin=subprocess.DEVNULL, pass_fds=[write], start_new_session=True
         )
         os.close(write)
         selector.register(stop, selectors.EVENT_READ)
@@ -65,5 +67,6 @@ def _run(task: list[str], stop: StopRequests, environ: Mapping[str, str]) -> str
                 raise Stopped(names[0])
         reason = report.read().decode("utf-8", "replace").strip()
     if process.returncode == 0:
-        return None
-    return reason or f"the training toolkit ended with code {process.returncode}; its messages are in the log"
+        return "", ""
+    failed, _, said = reason.partition("\n")
+    return failed or "toolkit", said or f"it ended with code {process.returncode}"

@@ -108,21 +108,16 @@ class Client:
         _make_key(keygen, folder / "key")
         settings = folder / "config"
         settings.write_text(_CLIENT_SETTINGS.format(folder=folder, port=port(environ)), encoding="utf-8")
-        agent = folder / "ssh"
-        agent.write_text(
-            f'#!/bin/sh\nexec {shlex.quote(client)} -F {shlex.quote(str(settings))} "$@"\n', encoding="utf-8"
-        )
-        agent.chmod(0o700)
-        return cls(folder)
+        return cls(client, settings)
 
     @property
-    def agent(self) -> Path:
-        """What mpirun starts in place of ssh."""
-        return self.folder / "ssh"
+    def agent(self) -> str:
+        """What mpirun starts to reach a host; its daemons look for the first word too, so that must exist everywhere."""
+        return f"{self.program} -F {self.settings}"
 
     def command(self, host: str, *words: str) -> list[str]:
         """Run ``words`` on ``host``."""
-        return [str(self.agent), host, *words]
+        return [self.program, "-F", str(self.settings), host, *words]
 
 
 @contextmanager

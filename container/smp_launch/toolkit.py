@@ -6,13 +6,16 @@ of the toolkit (environment, mpirun) is done by this package.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
 
-#: What the child process can be asked to do.
+#: The two things that it does; a failure's report begins with one of them and a line break.
 DOWNLOAD = "download"
 REQUIREMENTS = "requirements"
+
+REQUIREMENTS_FILE = "requirements.txt"
 
 #: Of the reason for a failure.
 _REASON_BYTES = 4000
@@ -24,7 +27,9 @@ def main() -> None:
 
 
 def child(arguments: Sequence[str]) -> int:
-    """``download REPORT URI FOLDER`` or ``requirements REPORT FOLDER``.
+    """``REPORT FOLDER [URI]``: fetch the archive ``URI`` into ``FOLDER``, and install what its requirements name.
+
+    Both in one process, because the toolkit takes a second to import.
 
     Args:
         arguments: ``REPORT`` is the number of a descriptor that gets the reason of a failure.
@@ -32,17 +37,19 @@ def child(arguments: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
-    task, report, *words = arguments
+    report, folder, *uri = arguments
+    task = DOWNLOAD if uri else REQUIREMENTS
     try:
         from sagemaker_training import files, logging_config, modules
 
-        logging_config.configure_logger(20)
-        if task == DOWNLOAD:
-            files.download_and_extract(*words)
-        else:
-            modules.install_requirements(words[0], capture_error=True)
+        logging_config.configure_logger(logging.INFO)
+        if uri:
+            files.download_and_extract(uri[0], folder)
+        task = REQUIREMENTS
+        if os.path.isfile(os.path.join(folder, REQUIREMENTS_FILE)):
+            modules.install_requirements(folder, capture_error=True)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        reason = f"{task}\n{type(error).__name__}: {error}"
         os.write(int(report), reason.encode("utf-8", "replace")[:_REASON_BYTES])
         return 1
     return 0

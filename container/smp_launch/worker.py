@@ -91,7 +91,7 @@ def wait_for_leader(
             "both see this host would have to guess when the job ends; start simulated hosts with fit(), or set the "
             "variable to one folder for all hosts"
         )
-    say(f"{host} waits for {leader}, which runs the ranks of both")
+    say(f"{host} waits for {leader}, which starts the ranks of every host")
     waiter = _Waiter(status_dir, patience)
     waiter.start()
     deadline: float | None = None

@@ -1,0 +1,64 @@
+"""Docker's client, and the containers of one test."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+IMAGE_VARIABLE = "SMP_TEST_IMAGE"
+REGION = "us-east-1"
+BUCKET = "smp-docker-tests"
+
+#: Dummies, and easy to find where they should not be.
+ACCESS_KEY, SECRET_KEY = "AKIADUMMYDUMMYDUMMY0", "dummy-secret-that-must-not-be-written-anywhere"
+
+#: The network that local mode makes and leaves.
+NETWORK = "sagemaker-local"
+
+
+def docker(*words: str, check: bool = True) -> str:
+    """Run the Docker client; gives its output without the last line break."""
+    done = subprocess.run(["docker", *words], capture_output=True, text=True, timeout=180)
+    if check and done.returncode:
+        raise AssertionError(f"docker {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def logs(identity: str, *options: str) -> str:
+    """All that a container has said, on both of its streams."""
+    command = ["docker", "logs", *options, identity]
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60).stdout
+
+
+@dataclass
+class Containers:
+    """Containers and networks of one test, removed by id at its end."""
+
+    folder: Path
+    ids: list[str] = field(default_factory=list)
+    networks: list[str] = field(default_factory=list)
+
+    def collect(self) -> None:
+        """Find the containers of local mode jobs below ``folder``, by the names in their compose files."""
+        for path in self.folder.glob("*/docker-compose.yaml"):
+            for service in yaml.safe_load(path.read_text())["services"].values():
+                found = docker("ps", "-aq", "--no-trunc", "-f", f"name=^{service['container_name']}$")
+                self.ids += [i for i in found.split() if i not in self.ids]
+
+    def run(self, *words: str) -> str:
+        """Start a container in the background; gives its id."""
+        identity = docker("run", "--detach", *words)
+        self.ids.append(identity)
+        return identity
+
+    def exit_codes(self) -> list[int]:
+        return [int(docker("inspect", "-f", "{{.State.ExitCode}}", i)) for i in self.ids]
+
+    def remove(self) -> None:
+        for identity in self.ids:
+            docker("rm", "--force", "--volumes", identity, check=False)
+        for identity in self.networks:
+            docker("network", "rm", identity)
