@@ -7,12 +7,19 @@ STEPS ?= 300
 
 FLOOR := .venv-sdk-floor
 
-.PHONY: quickstart test test-newest test-sdk-floor test-full lint type format clean help
+# Empty: CPU, on a Debian base built here. With one: its Python, torch, Open MPI and EFA are kept.
+BASE_IMAGE ?=
+IMAGE ?= smp-estimator:cpu
+LOCAL_BASE := smp-estimator-base:bookworm
+
+.PHONY: image push test-docker quickstart test test-newest test-sdk-floor test-full lint type format clean help
 
 help:
 	@echo "make quickstart   train a small GPT with SMPEstimator.fit(): two processes, no cloud account"
 	@echo "make test         the tests (big matrices as a sample), with the newest SDK and the notebook side with the oldest"
 	@echo "make test-full    the tests, with the big matrices whole"
+	@echo "make image        the training image; BASE_IMAGE=… for the cloud; make push prints how to publish it"
+	@echo "make test-docker  SageMaker local mode with that image, one and two hosts"
 	@echo "make lint type    ruff and mypy"
 	@echo "make clean        remove the environment and what was produced"
 
@@ -44,6 +51,23 @@ test-sdk-floor: $(FLOOR)/.installed
 
 test-full: $(VENV)/.installed
 	$(BIN)/python -m pytest
+
+image: $(VENV)/.installed
+ifeq ($(BASE_IMAGE),)
+	docker/base.sh $(LOCAL_BASE)
+	docker/wheelhouse.sh $(BIN)/python
+	docker/build.sh $(IMAGE) $(LOCAL_BASE)
+else
+	docker/wheelhouse.sh $(BIN)/python only-project
+	docker/build.sh $(IMAGE) $(BASE_IMAGE)
+endif
+
+# Prints the commands; nothing leaves this machine.
+push:
+	@docker/push.sh $(IMAGE)
+
+test-docker: image
+	SMP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest tests/docker
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
