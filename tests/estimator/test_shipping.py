@@ -65,8 +65,10 @@ def started(code: Path, *words: str, foreign: Path | None = None, tmp: Path, **e
     import smp_config
 
     # In a checkout our packages are importable anyway; a site of its own hides them as an image would.
-    hidden = "import sys; sys.path[:] = [p for p in sys.path if %r not in p or 'site-packages' in p]; sys.meta_path[:] = [f for f in sys.meta_path "
-    hidden += "if 'editable' not in repr(f)]"
+    hidden = (
+        "import sys; sys.path[:] = [p for p in sys.path if %r not in p or 'site-packages' in p]; "
+        "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]"
+    )
     source = str(Path(smp_config.__file__).parents[2])
     (tmp / "sitecustomize.py").write_text(hidden % source)
     if not list(tmp.glob("torch-*.dist-info")):
