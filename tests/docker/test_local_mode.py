@@ -18,7 +18,6 @@ from jobtools import ENTRYPOINTS, TINY, artifact
 pytestmark = pytest.mark.timeout(300)
 
 
-
 @pytest.fixture(scope="module")
 def process_losses(text, tmp_path_factory):
     """``process_losses(hosts)``: the same job without Docker, run once."""
