@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,7 @@ FORBIDDEN = {
 }
 #: The floors of smp_runtime, from the ground; a file imports only its own floor and those below.
 FLOORS = [
-    ("errors", "devices", "deferred"),
+    ("errors", "devices", "deferred", "missing"),
     ("registry", "pieces"),
     ("comm", "progress", "splitting", "step_output", "precision", "loss_scaling", "fused_optimizers", "model_names"),
     ("session", "optimizer_state"),
@@ -120,6 +121,10 @@ def test_the_public_surface_is_frozen():
         assert hasattr(smp, name), name
     assert smp.model.DistributedModel is smp.DistributedModel
     assert not smp.is_tracing()
+    with pytest.raises(AttributeError, match="set_partition belongs to pipeline parallelism"):
+        _ = smp.set_partition
+    assert not hasattr(smp, "nothing_of_the_kind")
+    assert "session" not in str(inspect.signature(smp.save_checkpoint))
 
 
 def test_modules_that_the_training_toolkit_imports():

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError, Group, ModelParallelParameters, Topology
+from smp_config.built import unbuilt
 from smp_runtime.comm.collectives import Collectives, TorchCollectives
 from smp_runtime.comm.control import ControlPlane, connect
 from smp_runtime.comm.groups import ProcessGroups
@@ -158,18 +159,11 @@ class Session:
 
 def _refuse_unbuilt(parameters: ModelParallelParameters) -> None:
     """Name a strategy that this version cannot run, instead of silently training something else."""
-    unbuilt = {
-        "pipeline_parallel_degree": parameters.pipeline_parallel_degree > 1,
-        "tensor_parallel_degree": parameters.tensor_parallel_degree > 1,
-        "sharded_data_parallel_degree": parameters.sharded_data_parallel_degree > 1,
-        "offload_activations": parameters.offload_activations,
-    }
-    for name, asked in unbuilt.items():
-        if asked:
-            raise ConfigError(
-                f"{name} is {getattr(parameters, name)}; this version of the runtime does not have that strategy yet: "
-                "it runs data parallelism with microbatches, so remove the setting"
-            )
+    for setting in unbuilt(parameters):
+        raise ConfigError(
+            f"{setting}; this version of the runtime does not have that strategy yet: "
+            "it runs data parallelism with microbatches, so remove the setting"
+        )
 
 
 _session: Session | None = None

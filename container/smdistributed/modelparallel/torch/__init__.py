@@ -51,6 +51,7 @@ from smdistributed.modelparallel.torch.ranks import (
 from smdistributed.modelparallel.torch.state_mod import state
 from smp_config.version import __version__
 from smp_runtime.creation import delay_param_initialization, model_creation
+from smp_runtime.missing import __getattr__  # noqa: F401  # answers for names that are not here yet
 from smp_runtime.session import init, is_initialized, shutdown
 from smp_runtime.step import step
 from smp_runtime.step_output import StepOutput

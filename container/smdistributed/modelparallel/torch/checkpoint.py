@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,10 @@ def _of_current_session(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(current(), *args, **kwargs)
 
+    # Scripts do not pass the session, so help() must not show it.
+    del call.__wrapped__
+    signature = inspect.signature(function)
+    call.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
     return call
 
 
