@@ -132,7 +132,7 @@ class JobSettings(BaseModel):
         Raises:
             ConfigError: a carried value that cannot be read.
         """
-        carried = {name: _decoded(hyperparameters[name]) for name in CARRIED if name in hyperparameters}
+        carried = {name: decoded_hyperparameter(hyperparameters[name]) for name in CARRIED if name in hyperparameters}
         mpi = None
         if MPI_ENABLED in carried:
             given = {
@@ -218,7 +218,8 @@ def _settings(kind: Any, given: Mapping[str, Any], path: str) -> Any:
         raise ConfigError(f"distribution {path}: {problems}") from None
 
 
-def _decoded(value: Any) -> Any:
+def decoded_hyperparameter(value: Any) -> Any:
+    """Hyperparameters travel as text; what reads as JSON becomes that value."""
     if not isinstance(value, str):
         return value
     try:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_config.errors import ConfigError, suggest
+from smp_config.job import decoded_hyperparameter
 from smp_config.limits import PLATFORM_PREFIX
 from smp_launch.tree import Tree
 
@@ -74,7 +75,7 @@ class TrainingEnvironment:
                 f"comes from {HOST_VARIABLE} or from current_host in resourceconfig.json; set {HOST_VARIABLE} to one "
                 "of the hosts"
             )
-        decoded = {name: _decoded(value) for name, value in tree.read_config("hyperparameters").items()}
+        decoded = {name: decoded_hyperparameter(value) for name, value in tree.read_config("hyperparameters").items()}
         return cls(
             tree=tree,
             hyperparameters=decoded,
@@ -263,16 +264,6 @@ def gpu_count(environ: Mapping[str, str]) -> int:
         return len(devices)
     chosen = [word for word in visible.split(",") if word.strip() and word.strip() != "-1"]
     return min(len(chosen), len(devices))
-
-
-def _decoded(value: Any) -> Any:
-    """Hyperparameters travel as text; what reads as JSON becomes that value."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return value
 
 
 def _text(value: Any) -> str:
