@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,8 @@ def test_wrong(probe: Probe, cloud: Cloud, script: Path) -> None:
     arguments = cloud.arguments(script, **probe.made())
     if "image_uri" in probe.made():
         arguments.pop("image_uri", None)
-    started = time.process_time()  # not the wall clock: the machine may be busy
     with pytest.raises(ConfigError) as caught:
         SMPEstimator(**arguments)
-    assert time.process_time() - started < 1.0
     for part in probe.wrong:
         assert re.search(part, str(caught.value)), f"{part!r} is not in: {caught.value}"
     assert not cloud.requests

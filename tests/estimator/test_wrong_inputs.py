@@ -6,7 +6,6 @@ All are found in moments, before anything is started.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -278,10 +277,8 @@ def _pipe() -> Any:
 @pytest.mark.parametrize("name", WRONG)
 def test_three_parts(name: str, make: Make, tmp_path: Path) -> None:
     act, wrong, how, change = WRONG[name]
-    started = time.monotonic()
     with pytest.raises(ConfigError) as caught:
         act(make)
-    assert time.monotonic() - started < 1.0
     message = str(caught.value)
     for part in (wrong, how, change):
         assert re.search(part, message, re.DOTALL), f"{part!r} is not in: {message}"
