@@ -79,7 +79,6 @@ def test_one_host(local_job, text, containers, process_losses):
     assert artifact(job, "losses.json") == pytest.approx(process_losses(1), abs=1e-6)
     seconds = seconds_to_first_step(containers)
     print(f"one host: first step {seconds:.1f} s after the start, fit() {took:.1f} s")
-    assert seconds > 0
     assert containers.exit_codes() == [0]
 
 
@@ -108,7 +107,6 @@ def test_two_hosts_with_code_data_and_model_in_s3(
         losses = json.load(archive.extractfile("losses.json"))
         seen = json.load(archive.extractfile("seen.json"))
     assert losses == pytest.approx(process_losses(2), abs=1e-6)
-    assert seconds > 0
     assert containers.exit_codes() == [0, 0]
 
     hosts = json.loads(seen[0]["SM_HOSTS"])
