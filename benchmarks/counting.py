@@ -28,6 +28,10 @@ class CountingCollectives:
         self.sent += (group.size() - 1) * shard.nbytes
         return self._inner.all_gather(full, shard, group)
 
+    def all_to_all(self, received, sent, group):
+        self.sent += (group.size() - 1) / group.size() * sent.nbytes
+        return self._inner.all_to_all(received, sent, group)
+
 
 def bytes_bound(elements: int, ranks: int, precision: str, *, sharded: bool) -> float:
     """Least bytes that a rank sends per step of data parallel training: 2(n−1)/n · Ψ · bytes per element.

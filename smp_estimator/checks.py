@@ -10,6 +10,7 @@ from typing import Any
 
 from smp_config import ConfigError
 from smp_config.errors import suggest
+from smp_config.timeline import TIMELINE_VARIABLE, steps_to_keep
 from smp_estimator.local.channels import require_existing
 from smp_estimator.local.uris import is_file_uri, is_s3_uri, path_of, require_address
 
@@ -77,10 +78,10 @@ def check_hyperparameters(hyperparameters: Mapping[str, Any]) -> None:
 
 
 def check_environment(environment: Mapping[str, Any] | None) -> None:
-    """Check that every environment variable is text.
+    """Check that every environment variable is text, and those that the ranks would refuse.
 
     Raises:
-        ConfigError: naming the one that is not.
+        ConfigError: naming the one that is wrong.
     """
     for name, value in (environment or {}).items():
         if not isinstance(value, str) and not _is_pipeline_variable(value):
@@ -88,6 +89,8 @@ def check_environment(environment: Mapping[str, Any] | None) -> None:
                 f"environment variable {name!r} is {value!r}, a {type(value).__name__}; variables hold text: write "
                 f"{str(value)!r}"
             )
+    if environment and not _is_pipeline_variable(environment.get(TIMELINE_VARIABLE)):
+        steps_to_keep(environment)
 
 
 def check_code(entry_point: Any, source_dir: Any, dependencies: Iterable[Any]) -> None:

@@ -1,4 +1,4 @@
-"""``smp-estimator``: check a configuration, plan a job, draw its groups, run it here, find what a machine lacks."""
+"""``smp-estimator``: check a configuration, plan a job, draw its groups, run it here, see how busy it was, and more."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rich.table import Table
 from smp_config import ConfigError, ModelParallelParameters, Topology
 from smp_config.built import unbuilt
 from smp_config.instances import GIB, instance
+from smp_estimator.cli_timeline import timeline
 
 LOCAL_TYPES = ("local", "local_gpu")
 
@@ -38,6 +39,9 @@ class _Commands(click.Group):
 @click.version_option(package_name="smp-estimator")
 def main() -> None:
     """Train with the SageMaker model parallel library: check, plan, run."""
+
+
+main.add_command(timeline)
 
 
 def _console() -> Console:

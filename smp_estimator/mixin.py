@@ -18,6 +18,7 @@ from smp_estimator.cloud.job import CloudTrainingJob
 from smp_estimator.cloud.metrics import metric_definitions
 from smp_estimator.local.client import ProcessClient
 from smp_estimator.local.code import CodeSource
+from smp_estimator.local.containers import failing_rank_told
 from smp_estimator.local.session import ProcessSession, shows_training
 from smp_estimator.local.training_job import ProcessTrainingJob
 from smp_estimator.local.uris import is_s3_uri
@@ -357,7 +358,8 @@ class TrainsWithSMP(Planned, _SDK):
             service.check_channels(inputs, has_network=bool(self.subnets and self.security_group_ids))
         self._advise(settings, inputs)
         if not self._watches():
-            return super().fit(inputs, wait, logs, job_name, experiment_config)
+            with failing_rank_told(self):
+                return super().fit(inputs, wait, logs, job_name, experiment_config)
         super().fit(inputs, False, logs, job_name, experiment_config)
         self._watched()
         if wait:

@@ -67,6 +67,7 @@ with credentials_when_used():
     from sagemaker.instance_group import InstanceGroup
     from sagemaker.local import LocalSession
     from sagemaker.local.data import get_data_source_instance
+    from sagemaker.local.image import _SageMakerContainer as LocalContainers
     from sagemaker.local.local_session import LocalSagemakerClient, LocalSagemakerRuntimeClient
     from sagemaker.pytorch import PyTorch
     from sagemaker.session import _check_job_status as check_job_status
@@ -84,6 +85,7 @@ __all__ = [
     "Framework",
     "HuggingFace",
     "InstanceGroup",
+    "LocalContainers",
     "LocalSagemakerClient",
     "LocalSagemakerRuntimeClient",
     "LocalSession",

@@ -37,11 +37,12 @@ FORBIDDEN = {
 #: The floors of smp_runtime, from the ground; a file imports only its own floor and those below.
 FLOORS = [
     ("errors", "devices", "deferred", "missing"),
-    ("registry", "pieces"),
-    ("comm", "progress", "splitting", "step_output", "precision", "loss_scaling", "fused_optimizers", "model_names"),
+    ("registry", "pieces", "module_manager"),
+    ("comm", "pipeline", "progress", "splitting", "step_output", "precision", "loss_scaling", "fused_optimizers", "model_names"),
     ("session", "optimizer_state"),
-    ("data_parallel", "sharding", "checkpoint"),
+    ("data_parallel", "sharding", "activations", "checkpoint", "tensor_parallel", "nn"),
     ("replicated_model",),
+    ("staged_model", "model_state"),
     ("model", "optimizer", "step", "creation", "amp"),
 ]
 
@@ -113,16 +114,15 @@ def test_the_public_surface_is_frozen():
         dp_rank dp_size exceptions get_dp_group get_dp_process_group get_mp_group get_mp_process_group get_pp_group
         get_pp_process_group get_rdp_group get_rdp_process_group get_tp_group get_tp_process_group
         get_world_process_group init is_initialized is_tracing load local_rank local_size model model_creation
-        mp_barrier mp_rank mp_size optimizer optimizers pp_rank pp_size rank rdp_rank rdp_size recv_from
-        resume_from_checkpoint save save_checkpoint send shutdown size state step tp_rank tp_size
+        mp_barrier mp_rank mp_size nn optimizer optimizers partition patches pp_rank pp_size rank rdp_rank rdp_size recv_from register_parameter
+        resume_from_checkpoint save save_checkpoint send set_activation_checkpointing set_partition set_tensor_parallelism shutdown size
+        state step tensor_parallelism tp_rank tp_register tp_register_with_module tp_size
     """.split()
     assert sorted(smp.__all__) == sorted(expected)
     for name in expected:
         assert hasattr(smp, name), name
     assert smp.model.DistributedModel is smp.DistributedModel
     assert not smp.is_tracing()
-    with pytest.raises(AttributeError, match="set_partition belongs to pipeline parallelism"):
-        _ = smp.set_partition
     assert not hasattr(smp, "nothing_of_the_kind")
     assert "session" not in str(inspect.signature(smp.save_checkpoint))
 

@@ -7,10 +7,5 @@ from smp_config.parameters import ModelParallelParameters
 
 def unbuilt(parameters: ModelParallelParameters) -> list[str]:
     """The settings that ask for a strategy which this version has no runtime for, as ``name is value``."""
-    asked = {
-        "pipeline_parallel_degree": parameters.pipeline_parallel_degree > 1,
-        "tensor_parallel_degree": parameters.tensor_parallel_degree > 1,
-        "sharded_data_parallel_degree": parameters.sharded_data_parallel_degree > 1,
-        "offload_activations": parameters.offload_activations,
-    }
+    asked: dict[str, bool] = {}
     return [f"{name} is {getattr(parameters, name)}" for name, wanted in asked.items() if wanted]

@@ -133,7 +133,11 @@ class ModelParallelParameters(BaseModel):
     horovod: StrictBool = Field(False, description="Only false: Horovod belongs to TensorFlow.")
     load_partition: StrictBool = Field(False, description="Read the partition decision from partition_file.")
     partition_file: str | None = Field(None, description="File with a partition decision, read or written.")
-    fast_mode: StrictBool = Field(False, description="Accepted for old scripts; handles are always direct.")
+    fast_mode: StrictBool = Field(
+        True,
+        description="Calls of modules on other stages return at once, with results shaped as in earlier calls; false: each "
+        "call waits for its result, which models need whose output shapes depend on values.",
+    )
     static_mode: StrictBool = Field(False, description="Accepted for old scripts; recorded order is always replayed.")
     checkpoint_attentions: StrictBool = Field(False, description="Checkpoint the attention part of distributed layers.")
     overlapping_allreduce: StrictBool = Field(True, description="Reduce gradients while backward still runs.")

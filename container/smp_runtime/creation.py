@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from smp_runtime import session as sessions
 from smp_runtime.deferred import Deferral
 from smp_runtime.errors import SMPUserError
+from smp_runtime.tensor_parallel import scopes
 
 
 @contextlib.contextmanager
@@ -36,19 +38,14 @@ def model_creation(
     """Create the model's parameters in ``dtype``, and later if ``delayed_parameter_initialization`` is set.
 
     Args:
-        tensor_parallelism: distribute the modules created inside; False leaves them as they are.
+        tensor_parallelism: distribute the supported modules created inside, as ``smp.tensor_parallelism`` does.
         dtype: floating point type of new parameters; None means PyTorch's default. Under ``fp16`` or ``bf16`` the
             float32 weights are the better start: they become the master weights unrounded.
-        tensor_parallel_config: settings of tensor parallelism; not used without it.
+        tensor_parallel_config: arguments of the distributed modules; not used without tensor parallelism.
 
     Raises:
-        SMPUserError: ``dtype`` is no floating point type, or tensor parallelism was asked for.
+        SMPUserError: ``dtype`` is no floating point type, or an unknown argument.
     """
-    if tensor_parallelism:
-        raise SMPUserError(
-            "model_creation(tensor_parallelism=True), but this version of the runtime has no tensor parallelism yet; pass "
-            "tensor_parallelism=smp.tp_size() > 1, which is False here"
-        )
     if dtype is not None and not dtype.is_floating_point:
         raise SMPUserError(
             f"model_creation got dtype={dtype}; parameters are floating point: use for example torch.float16"
@@ -56,7 +53,32 @@ def model_creation(
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
-        with delay_param_initialization(enabled=sessions.current().cfg.delayed_parameter_initialization):
+        with (
+            scopes.tensor_parallelism(tensor_parallelism, **tensor_parallel_config),
+            delay_param_initialization(enabled=sessions.current().cfg.delayed_parameter_initialization),
+        ):
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def partition(partition_id: int) -> contextlib.AbstractContextManager[None]:
+    """Modules that are constructed inside belong to pipeline stage ``partition_id``, when ``auto_partition`` is off.
+
+    Contexts may be nested; the innermost counts. Modules outside all of them belong to ``default_partition``.
+
+    Raises:
+        SMPUserError: no such stage.
+    """
+    return sessions.current().manual.partition(partition_id)
+
+
+def set_partition(module: nn.Module, pp_rank: int) -> None:
+    """Put a module, and those inside it that are not set themselves, on a pipeline stage; also in an automatic partition.
+
+    Call it before the first step.
+
+    Raises:
+        SMPUserError: no such stage, or no module.
+    """
+    sessions.current().manual.set_partition(module, pp_rank)

@@ -1,7 +1,7 @@
 """Deferred initialisation: a model is built without memory, and its parameters are computed when they have a place.
 
 While a model is created inside :class:`Deferral`, every operation on tensors is recorded and runs on the meta device,
-where tensors have shapes but no storage. :meth:`Deferral.materialize` replays the record with real tensors and the
+where tensors have shapes but no storage. :func:`materialize` replays the record with real tensors and the
 random numbers of the time of creation, so the parameters are bit for bit those of a creation without deferral.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ _META = torch.device("meta")
 
 #: All in-place initialisers of ``torch.nn.init``.
 _INITIALISERS = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
+
+#: Operations that write every element of their first argument without looking at it.
+_FILLS = {"fill_", "zero_", "normal_", "uniform_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_"}
 
 
 class Deferral(TorchDispatchMode):
@@ -85,52 +89,67 @@ class Deferral(TorchDispatchMode):
             raise AssertionError("a deferral that was never entered has no start")
         return self._random_state
 
-    def has_part_in(self, module: nn.Module) -> bool:
-        """Whether a parameter or buffer of ``module`` waits for its values here."""
-        tensors = [*module.parameters(), *module.buffers()]
-        return any(self.owns(tensor) for tensor in tensors)
-
     @torch.no_grad()
-    def materialize(self, module: nn.Module, device: torch.device, start: torch.Tensor) -> torch.Tensor:
-        """Give the module's parameters and buffers their values, in place and on ``device``.
+    def replay(self, start: torch.Tensor, finished: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
+        """Run the record with real tensors on the CPU.
+
+        No storage lives longer than it must: one that is about to be overwritten is freed and made again, so a model
+        whose weights are all initialised once more at the end of its constructor never exists as a whole.
 
         Args:
             start: the random generator's state to replay from.
+            finished: called with every storage (as the recorded tensors know it) and a tensor that lies in the real
+                one, when nothing changes it any more.
 
         Returns:
             The state that the generator has after the replay.
         """
         real: dict[int, torch.Tensor] = {}
         kept: dict[int, torch.Tensor] = {id(meta): value for value, meta in self._constants.values()}
+        for value, meta in self._constants.values():
+            dense = torch.empty_strided(meta.shape, meta.stride(), dtype=value.dtype, device=value.device)
+            real[_storage(meta)] = dense.copy_(value)
+        sizes: dict[int, int] = {}
+        steps = [_touched(*entry) for entry in self._record]
+        for step in steps:
+            sizes.update(step.sizes)
+        # Going back from the end: what happens to a storage next, None if nothing.
+        following: list[dict[int, bool | None]] = []
+        coming: dict[int, bool | None] = {}
+        for step in reversed(steps):
+            following.append({storage: coming.get(storage) for storage in step.touched})
+            coming.update({storage: storage in step.overwritten for storage in step.touched})
+        following.reverse()
 
         def value_of(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
+            if id(leaf) in kept:
+                return kept[id(leaf)]
+            storage = _storage(leaf)
+            if storage not in real:
+                real[storage] = torch.empty(sizes[storage], dtype=torch.uint8)
             # A Parameter is made around a tensor unseen; it lies in the same storage.
-            return kept[id(leaf)] if id(leaf) in kept else _view_like(leaf, real)
+            return _view_like(leaf, real)
 
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(start)
-            for func, args, kwargs, outputs in self._record:
+            for (func, args, kwargs, outputs), step, after in zip(self._record, steps, following, strict=True):
+                if step.is_view:
+                    continue
                 real_args, real_kwargs = tree_map(value_of, (args, kwargs))
                 results = func(*real_args, **real_kwargs)
                 for meta, result in zip(_tensors(outputs), _tensors(results), strict=True):
-                    kept[id(meta)] = result
                     real.setdefault(_storage(meta), result)
+                del real_args, real_kwargs, results
+                for storage, is_overwritten_next in after.items():
+                    if is_overwritten_next is None and storage in self._owned:
+                        finished(storage, real[storage])
+                    if is_overwritten_next is not False:
+                        real.pop(storage, None)
             end = torch.get_rng_state()
-        done: dict[int, torch.Tensor] = {}
-        for owner in module.modules():
-            for name, parameter in owner._parameters.items():
-                if parameter is not None and self.owns(parameter):
-                    # Tied parameters are one object and stay one.
-                    value = done.get(id(parameter))
-                    if value is None:
-                        value = nn.Parameter(_view_like(parameter, real).to(device), parameter.requires_grad)
-                        done[id(parameter)] = value
-                    owner._parameters[name] = value  # type: ignore[assignment]
-            for name, buffer in owner._buffers.items():
-                if buffer is not None and self.owns(buffer):
-                    owner._buffers[name] = _view_like(buffer, real).to(device)
+        for storage in self._owned & real.keys():  # constants that nothing was done to
+            finished(storage, real[storage])
         return end
 
     def _without_storage(self, leaf: Any) -> Any:
@@ -150,22 +169,115 @@ class Deferral(TorchDispatchMode):
         return leaf
 
 
-def materialize(deferrals: list[Deferral], module: nn.Module, device: torch.device) -> None:
+#: A parameter that was recorded, and the one that takes its place in the module.
+StandIn = tuple[nn.Parameter, nn.Parameter]
+
+
+def stand_ins(
+    deferrals: list[Deferral], module: nn.Module, make: Callable[[nn.Parameter], torch.Tensor]
+) -> list[StandIn]:
+    """Replace the parameters of ``module`` that wait for their values; ``make`` gives the tensor in their place."""
+    found: dict[int, StandIn] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is None or not any(deferral.owns(parameter) for deferral in deferrals):
+                continue
+            if id(parameter) not in found:  # tied parameters are one object and stay one
+                found[id(parameter)] = (parameter, nn.Parameter(make(parameter), parameter.requires_grad))
+            owner._parameters[name] = found[id(parameter)][1]
+    return list(found.values())
+
+
+def materialize(
+    deferrals: list[Deferral],
+    module: nn.Module,
+    device: torch.device,
+    *,
+    replaced: list[StandIn] | None = None,
+    take: Callable[[nn.Parameter, torch.Tensor], None] | None = None,
+    agree: Callable[[torch.Tensor], torch.Tensor] = lambda state: state,
+) -> None:
     """Replay the deferrals that ``module`` was created in, and take them off the list.
 
     Random numbers follow on each other as in a creation without deferral: a context that began where the one before
     it began continues where that one ended, and so does the script, if it has drawn or seeded nothing since.
+
+    Args:
+        replaced: what :func:`stand_ins` gave; default: every parameter is replaced by one with its values.
+        take: gets each replaced parameter with its value, one after the other; default: they are copied.
+        agree: turns this rank's state of the random generator at the start into the one that all ranks replay from.
     """
+    if replaced is None:
+        replaced = stand_ins(deferrals, module, lambda meta: torch.empty(0, dtype=meta.dtype))
+    take = take or (lambda parameter, value: setattr(parameter, "data", value.to(device)))
     before: tuple[torch.Tensor, torch.Tensor] | None = None
     for deferral in list(deferrals):
-        if not deferral.has_part_in(module):
+        waiting: dict[int, list[StandIn]] = {}
+        for meta, parameter in replaced:
+            if deferral.owns(meta):
+                waiting.setdefault(_storage(meta), []).append((meta, parameter))
+        buffers: dict[int, list[tuple[nn.Module, str, torch.Tensor]]] = {}
+        for owner in module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and deferral.owns(buffer):
+                    buffers.setdefault(_storage(buffer), []).append((owner, name, buffer))
+        if not waiting and not buffers:
             continue
         continues = before is not None and torch.equal(deferral.start, before[0])
-        end = deferral.materialize(module, device, before[1] if before is not None and continues else deferral.start)
+        start = before[1] if before is not None and continues else agree(deferral.start)
+
+        def finished(
+            storage: int,
+            real: torch.Tensor,
+            waiting: Mapping[int, list[StandIn]] = waiting,
+            buffers: Mapping[int, list[tuple[nn.Module, str, torch.Tensor]]] = buffers,
+        ) -> None:
+            for meta, parameter in waiting.get(storage, ()):
+                take(parameter, _view_like(meta, {storage: real}))
+            for owner, name, buffer in buffers.get(storage, ()):
+                owner._buffers[name] = _view_like(buffer, {storage: real}).to(device)
+
+        end = deferral.replay(start, finished)
         before = (deferral.start, end)
         deferrals.remove(deferral)
-    if before is not None and torch.equal(torch.get_rng_state(), before[0]):
+        is_own = continues or torch.equal(start, deferral.start)
+    if before is not None and is_own and torch.equal(torch.get_rng_state(), before[0]):
         torch.set_rng_state(before[1])
+
+
+@dataclass
+class _Step:
+    """What a recorded operation does to storages.
+
+    Attributes:
+        touched: those it reads or writes.
+        overwritten: those whose former content it does not look at.
+        sizes: in bytes.
+        is_view: it only gives other views of a storage, which are made again when they are used.
+    """
+
+    touched: list[int]
+    overwritten: set[int]
+    sizes: dict[int, int]
+    is_view: bool
+
+
+def _touched(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any) -> _Step:
+    inputs, results = _tensors((args, dict(kwargs))), _tensors(outputs)
+    before, after = {_storage(t) for t in inputs}, {_storage(t) for t in results}
+    sizes = {_storage(t): t.untyped_storage().nbytes() for t in (*inputs, *results)}
+    initialises = not hasattr(func, "_schema")
+    is_view = not initialises and not func._schema.is_mutable and bool(results) and after <= before
+    if is_view:
+        return _Step([], set(), sizes, True)
+    overwritten = after - before
+    fills = initialises or str(func._schema.name).removeprefix("aten::") in _FILLS
+    if fills and inputs and inputs[0].is_contiguous():
+        target = inputs[0]
+        others = {_storage(t) for t in inputs[1:]}
+        if target.numel() * target.element_size() == sizes[_storage(target)] and _storage(target) not in others:
+            overwritten.add(_storage(target))
+    return _Step(list(dict.fromkeys((*sizes,))), overwritten, sizes, False)
 
 
 def _is_factory(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

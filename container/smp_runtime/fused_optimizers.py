@@ -208,11 +208,12 @@ class FusedLAMB(_NormedOptimizer):
     def _total_norm(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
         if self._sum_over_shards is None:
             return torch.stack(self._squares(pairs)).sum().sqrt() if pairs else None
-        # Another rank may hold gradients where this one holds none, so every rank takes part.
-        square = torch.zeros(1, device=self._device)
-        for _, gradient in pairs:
-            square += gradient.float().square().sum()
-        return self._sum_over_shards(square).sqrt()[0]
+        # Another rank may hold gradients where this one holds none, so every rank takes part. By parameter, since the
+        # sum counts those that every rank holds whole once.
+        squares = torch.zeros(self._count, device=self._device)
+        for parameter, gradient in pairs:
+            squares[getattr(parameter, NUMBER_ATTRIBUTE)] = gradient.float().square().sum()
+        return self._sum_over_shards(squares).sum().sqrt()
 
 
 class FusedNovoGrad(_NormedOptimizer):

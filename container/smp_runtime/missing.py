@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_LATER = {
-    "partition": "pipeline parallelism",
-    "set_partition": "pipeline parallelism",
-    "tensor_parallelism": "tensor parallelism",
-    "set_tensor_parallelism": "tensor parallelism",
-    "tp_register": "tensor parallelism",
-    "tp_register_with_module": "tensor parallelism",
-    "nn": "tensor parallelism",
-    "register_parameter": "sharded data parallelism",
-    "set_activation_checkpointing": "activation checkpointing (torch.utils.checkpoint works inside the model)",
-    "patches": "activation checkpointing (torch.utils.checkpoint works inside the model)",
-}
+_LATER: dict[str, str] = {}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,23 +16,30 @@ from torch.utils.hooks import RemovableHandle
 from smp_config import Group
 from smp_config.buckets import effective_bucket_bytes
 from smp_runtime import session as sessions
+from smp_runtime.activations.marking import carry_over, marks
+from smp_runtime.activations.state import Activations
 from smp_runtime.data_parallel.joining import JoinedModel
-from smp_runtime.data_parallel.reducer import GradientReducer
+from smp_runtime.data_parallel.reducers import Reducer, make_reducer, sharing_group
 from smp_runtime.data_parallel.transports import HookTransport
 from smp_runtime.deferred import materialize
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pieces import Piece, whole_piece
+from smp_runtime.model_state import SavedModel
+from smp_runtime.pieces import Piece, bare_piece, whole_piece
+from smp_runtime.pipeline.assignment import Assignment
+from smp_runtime.pipeline.engine import Pipeline
 from smp_runtime.precision import Precision
 from smp_runtime.registry import ParameterRegistry
-from smp_runtime.replicated_model import ReplicatedModel
 from smp_runtime.sharding.optimizer_state import ShardedState
+from smp_runtime.sharding.placing import create_shards, make_stand_ins
+from smp_runtime.sharding.sharded_parameters import ShardedParameters
+from smp_runtime.tensor_parallel.group import TensorGroup
+from smp_runtime.tensor_parallel.placement import place
+from smp_runtime.tensor_parallel.replacement import distribute
 
 logger = logging.getLogger("smp")
 
-PARTIAL_KEY = "_smp_is_partial"
 
-
-class DistributedModel(ReplicatedModel):
+class DistributedModel(SavedModel):
     """Trains ``module`` over all processes of the job; gradients are averaged once per step.
 
     The module moves to this rank's device, and its parameters and buffers become those of the first data parallel
@@ -74,8 +81,15 @@ class DistributedModel(ReplicatedModel):
         super().__init__()
         _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
         self._session = sessions.current()
+        if self._session.size(Group.PP) > 1 and self._session.models:
+            raise SMPUserError(
+                "a second model was wrapped in smp.DistributedModel, but with pipeline parallelism a script has one; make both "
+                "parts of one nn.Module and wrap that"
+            )
         self.precision = Precision.of(self._session.cfg)
-        self.module = module
+        checkpointed = marks(module)
+        self.module = module = distribute(module, TensorGroup.of(self._session))
+        carry_over(checkpointed, module)
         self._alias_module()
         self._averages_microbatches = average_grads_across_microbatches
         self._broadcasts_buffers = broadcast_buffers
@@ -88,68 +102,135 @@ class DistributedModel(ReplicatedModel):
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
 
-        materialize(self._session.deferrals, module, self._session.device)
-        self.registry = ParameterRegistry(module)
-        self.partitioned = True
+        self._bucket_cap_mb = bucket_cap_mb
+        self._bucket_view = gradient_as_bucket_view
+        self._overlaps = overlapping_allreduce and self._session.cfg.overlapping_allreduce
+        self._trace_device = trace_device
+        self._traces_times = trace_execution_times
+        self._traces_memory = trace_memory_usage
         #: What the optimizer updates instead of the parameters; None when it updates the parameters.
         self.pieces: dict[nn.Parameter, Piece | None] | None = None
-        self.sharded_state: ShardedState | None = None
-        self._reducer: GradientReducer | None = None
+        self.sharded_state: ShardedState | ShardedParameters | None = None
+        self.shards: ShardedParameters | None = None
+        self.pipeline: Pipeline | None = None
+        self.assignment: Assignment | None = None
+        self._stage_of: Callable[[str], int] | None = None
+        self._stage = self._session.rank_in(Group.PP)
+        self._reducer: Reducer | None = None
+        self._frozen: list[nn.Parameter] = []
+        self._waiting_states: list[tuple[dict[str, Any], bool]] = []
+        self._comm_hook: tuple[Any, Callable[..., Any]] | None = None
 
+        self.partitioned = self._session.size(Group.PP) == 1
+        if self.partitioned:
+            self._place()
+        else:
+            self.registry = ParameterRegistry(module)
+            place(module, self.registry)
+            self._follow_loads()
+            self._session.adopt_model(self)
+
+    def _place(self) -> None:
+        """Give this rank's part of the model its place: the recipe of every strategy, in the order that they need."""
+        module, options = self.module, self._session.cfg
+        divided = options.sharded_data_parallel_degree > 1
+        created_later = make_stand_ins(self._session, module) if divided else []
+        if not divided:
+            materialize(self._session.deferrals, module, self._session.device)
+        self.registry = ParameterRegistry(module)
+        place(module, self.registry)
+        if self._stage_of is not None:
+            self.registry.place_stages(self._stage_of)
+            self._drop_other_stages()
         # The order matters: replicas agree in full precision, then weights are cast, then their storage is flattened.
-        super().to(self._session.device)
-        replicated = self._session.cfg.ddp and self._session.size(Group.DP) > 1
+        if divided:
+            self.shards = ShardedParameters(
+                module,
+                list(self.local_parameters()),
+                self._session,
+                self.precision,
+                deferred=frozenset(id(parameter) for _, parameter in created_later),
+            )
+            create_shards(self._session, module, created_later, self.shards)
+        in_shards = self.shards.parameters if self.shards else set()
+        self._moved(self._session.device)
+        replicated = options.ddp and self._session.size(Group.DP) > 1
         if replicated:
-            self._replicate([*module.parameters(), *module.buffers()])
-        masters = self.precision.convert(module)
-        trained = [record.parameter for record in self.registry if record.parameter.requires_grad]
-        updates_by_pieces = bool(masters) or (replicated and self._session.cfg.shard_optimizer_state)
+            self._replicate([*(p for p in self.local_parameters() if p not in in_shards), *self.local_buffers()])
+        masters = self.precision.convert(self.local_modules(), skip=in_shards)
+        local = {id(parameter) for parameter in self.local_parameters()}
+        here = [record.parameter for record in self.registry if id(record.parameter) in local]
+        trained = [parameter for parameter in here if parameter.requires_grad]
+        updates_by_pieces = bool(masters) or divided or (replicated and options.shard_optimizer_state)
         known = replicated or updates_by_pieces
-        self._frozen = [r.parameter for r in self.registry if not r.parameter.requires_grad] if known else []
+        self._frozen = [parameter for parameter in here if not parameter.requires_grad] if known else []
         held = sum(parameter.numel() * parameter.element_size() for parameter in trained)
-        bucket_bytes = effective_bucket_bytes(held, int(bucket_cap_mb * 2**20))
-        if replicated and self._session.cfg.shard_optimizer_state:
+        bucket_bytes = effective_bucket_bytes(held, int(self._bucket_cap_mb * 2**20))
+        if replicated and options.shard_optimizer_state:
             self.sharded_state = self._shard_state(trained, masters, bucket_bytes)
             self.pieces = self.sharded_state.pieces
             self.registry.place_shards({p: (k.start, k.stop) if k else (0, 0) for p, k in self.pieces.items()})
+        elif self.shards is not None:
+            whole = [parameter for parameter in trained if parameter not in in_shards]
+            self.shards.add_whole({p: whole_piece(p, masters[p]) if p in masters else bare_piece(p) for p in whole})
+            self.sharded_state, self.pieces = self.shards, self.shards.pieces
+            self.registry.place_shards(self.shards.places)
         elif masters:
             self.pieces = {parameter: whole_piece(parameter, masters[parameter]) for parameter in trained}
+        if len(here) < len(self.registry):  # the optimizer has nothing to do with other stages' parameters
+            elsewhere = {r.parameter: None for r in self.registry if id(r.parameter) not in local}
+            self.pieces = {**(self.pieces or {}), **elsewhere}
         if replicated:
-            self._reducer = GradientReducer(
-                trained,
-                self._session.groups.group(Group.DP),
-                self._session.members(Group.DP),
-                self._session.collectives,
+            self._reducer = make_reducer(
+                self.registry,
+                [parameter for parameter in trained if parameter not in in_shards],
+                self._session,
                 bucket_bytes=bucket_bytes,
-                overlap=overlapping_allreduce and self._session.cfg.overlapping_allreduce,
+                overlap=self._overlaps,
                 reduce_dtype=self.precision.reduce,
-                bucket_view=gradient_as_bucket_view,
-                buckets=self.sharded_state.buckets if self.sharded_state else None,
-                transport=self.sharded_state,
+                bucket_view=self._bucket_view,
+                buckets=self.sharded_state.buckets if isinstance(self.sharded_state, ShardedState) else None,
+                transport=self.sharded_state if isinstance(self.sharded_state, ShardedState) else None,
             )
             self._open_window()
-            self._watch_backward_outside_steps()
-        if self._session.cfg.fp16 or (self._averages_microbatches and self._session.cfg.microbatches > 1):
-            self._scale_foreign_gradients()
-        self._follow_loads()
-        self._session.adopt_model(self)
-        if self._session.rank == 0:
-            logger.info(
-                "Partition assignments:\n  %s: %s parameters, rank 0",
-                type(module).__name__,
-                f"{self.registry.elements:,}",
-            )
+            self._watch_backward_outside_steps(trained)
+            if self._comm_hook is not None:
+                self._use_comm_hook(*self._comm_hook)
+        if options.fp16 or (self._averages_microbatches and options.microbatches > 1):
+            self._scale_foreign_gradients(trained)
+        if self._stage_of is None:
+            self._follow_loads()
+            self._session.adopt_model(self)
+            if self._session.rank == 0:
+                logger.info(
+                    "Partition assignments:\n  %s: %s parameters, rank 0",
+                    type(module).__name__,
+                    f"{self.registry.elements:,}",
+                )
+        else:
+            self._load_what_waited()
+            for optimizer in self._session.optimizers:
+                optimizer.bind(self)
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; inside a step, with one microbatch."""
+        if self._session.is_tracing:
+            return self.module(*args, **kwargs)
+        if not self.partitioned or (self.pipeline is not None and self._session.microbatch is None):
+            raise SMPUserError(
+                "the model was called outside a step, but with pipeline parallelism its modules are on several ranks, which only "
+                "work together inside a step; call it in a function decorated with smp.step, also for evaluation"
+            )
         if self._session.microbatch is None and self.training and torch.is_grad_enabled():
             if self._closing_is_queued:  # left by a backward pass that raised
                 self._closing_is_queued = False
                 self._open_window()
+            Activations.here().begin_step(self.module, None)
             self._begin_training_pass()
-        return self.precision.leave(self.module(*self.precision.enter(args), **self.precision.enter(kwargs)))
+        with self._shards_in_use():
+            return self.precision.leave(self.module(*self.precision.enter(args), **self.precision.enter(kwargs)))
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         """Backward from ``tensors``, as ``torch.autograd.backward``; inside a step, of one microbatch.
@@ -159,6 +240,13 @@ class DistributedModel(ReplicatedModel):
         Raises:
             SMPUserError: an output that is not a scalar, without its gradient in ``grad_tensors``.
         """
+        if self._session.is_tracing:
+            return
+        if self.pipeline is not None and self._session.microbatch is None:
+            raise SMPUserError(
+                "model.backward was called outside a step, but with pipeline parallelism gradients flow over several ranks; call "
+                "it in the function decorated with smp.step, right after the loss"
+            )
         outputs = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
         gradients = [None] * len(outputs) if given is None else list(given)
@@ -172,11 +260,34 @@ class DistributedModel(ReplicatedModel):
             if scale != 1.0:
                 seed = torch.ones_like(output) if gradient is None else gradient
                 gradients[index] = seed * scale
+        if self.pipeline is not None:
+            with self.pipeline.backward():
+                torch.autograd.backward(outputs, gradients)
+            return
         self._in_backward = True
         try:
             torch.autograd.backward(outputs, gradients)
         finally:
             self._in_backward = False
+
+    @contextlib.contextmanager
+    def _shards_in_use(self) -> Iterator[None]:
+        """Around the module's forward: parameters are gathered as they are used."""
+        if self.shards is None:
+            yield
+            return
+        evaluates = self._session.microbatch is None and not (self.training and torch.is_grad_enabled())
+        if evaluates:
+            self._open_window()
+        with self.shards.forward():
+            yield
+        if evaluates:
+            self.shards.finish_window(reduces=False)
+            self._open_window()
+
+    def _is_in_backward(self) -> bool:
+        """Whether the gradients that come now are already scaled by :meth:`backward`."""
+        return self._in_backward or (self.pipeline is not None and self.pipeline.is_in_model_backward)
 
     def _gradient_scale(self) -> float:
         """What a loss is multiplied with: the loss scale of fp16, and one over the microbatches that are averaged."""
@@ -188,11 +299,12 @@ class DistributedModel(ReplicatedModel):
     def _shard_state(
         self, trained: list[nn.Parameter], masters: Mapping[nn.Parameter, torch.Tensor], unit_bytes: int
     ) -> ShardedState:
+        group = sharing_group(self._session)
         return ShardedState(
             trained,
-            self._session.groups.group(Group.DP),
-            self._session.members(Group.DP),
-            self._session.rank_in(Group.DP),
+            self._session.groups.group(group),
+            self._session.members(group),
+            self._session.rank_in(group),
             self._session.collectives,
             self._session.control,
             unit_bytes=unit_bytes,
@@ -200,35 +312,34 @@ class DistributedModel(ReplicatedModel):
             reduce_dtype=self.precision.reduce,
         )
 
-    def _scale_foreign_gradients(self) -> None:
+    def _scale_foreign_gradients(self, trained: Sequence[nn.Parameter]) -> None:
         """``loss.backward()`` inside a step, instead of ``model.backward(loss)``, averages over microbatches too."""
 
         weak = weakref.ref(self)
 
         def scaled(gradient: torch.Tensor) -> torch.Tensor | None:
             model = weak()
-            scale = 1.0 if model is None or model._in_backward else model._gradient_scale()
+            scale = 1.0 if model is None or model._is_in_backward() else model._gradient_scale()
             return None if scale == 1.0 else gradient * scale
 
-        for record in self.registry:
-            if record.parameter.requires_grad:
-                record.parameter.register_hook(scaled)
+        for parameter in trained:
+            parameter.register_hook(scaled)
 
     # -- the step --------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """A step-decorated function begins."""
+        Activations.here().begin_step(self.module, self.pipeline)
         if self.training and torch.is_grad_enabled():
             self._begin_training_pass()
         self._open_window()
 
     def finish_step(self) -> bool:
         """All microbatches are done: reduce gradients, run the hooks; returns whether backward ran."""
-        trained = True if self._reducer is None else self._reducer.touched
+        trained = True if self._reducer is None else self._reducer.touched or (self.shards or self._reducer).touched
         if self._reducer is not None:
             if trained:
-                self._passes += 1
-                self._reducer.finish_window()
+                self._finish_pass()
             self._open_window()
         for hook in list(self._post_step_hooks.values()):
             hook(self, self._session.optimizer)
@@ -242,16 +353,25 @@ class DistributedModel(ReplicatedModel):
         """Gradients that come from now on belong to the next pass, which reduces if it completes a group of passes."""
         if self._reducer is not None:
             self._reducer.begin_window(reduces=(self._passes + 1) % self._passes_per_reduction == 0)
+        if self.shards is not None:
+            self.shards.begin_window("train" if self.training and torch.is_grad_enabled() else "evaluate")
+
+    def _finish_pass(self) -> None:
+        """Backward has run: gradients are summed, and ready for the update if this completes a group of passes."""
+        self._passes += 1
+        if self._reducer is not None:
+            self._reducer.finish_window()
+        if self.shards is not None:
+            self.shards.finish_window(reduces=self._passes % self._passes_per_reduction == 0)
 
     def _close_window(self) -> None:
         """A backward pass outside a step has ended."""
         self._closing_is_queued = False
         if self._reducer is not None:
-            self._passes += 1
-            self._reducer.finish_window()
+            self._finish_pass()
             self._open_window()
 
-    def _watch_backward_outside_steps(self) -> None:
+    def _watch_backward_outside_steps(self, trained: Sequence[nn.Parameter]) -> None:
         """``loss.backward()`` without a step is a window of its own, closed when the backward pass ends."""
         weak = weakref.ref(self)
 
@@ -261,49 +381,10 @@ class DistributedModel(ReplicatedModel):
                 model._closing_is_queued = True
                 torch.autograd.Variable._execution_engine.queue_callback(model._close_window)
 
-        for record in self.registry:
-            if record.parameter.requires_grad:
-                record.parameter.register_post_accumulate_grad_hook(gradient_comes)
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(gradient_comes)
 
-    # -- state -----------------------------------------------------------------------------------------------------
-
-    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
-        """The full state under the unwrapped module's names.
-
-        With ``gather_to_rank0`` only the first rank of each model parallel group gets it, the others ``{}``.
-        """
-        if gather_to_rank0 and self._session.rank_in(Group.MP) != 0:
-            return {}
-        return self.module.state_dict(*args, **kwargs)
-
-    def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The state of this rank's stage, marked by the key ``_smp_is_partial``."""
-        return {**self.module.state_dict(*args, **kwargs), PARTIAL_KEY: True}
-
-    def load_state_dict(  # type: ignore[override]
-        self,
-        state_dict: Mapping[str, Any],
-        strict: bool = True,
-        same_partition_load: bool = False,
-        assign: bool = False,
-    ) -> Any:
-        """Load a full or partial state; names may carry the ``module.`` prefix of other wrappers."""
-        state = {name: value for name, value in state_dict.items() if name != PARTIAL_KEY}
-        own = self.module.state_dict()
-        if state and not own.keys() & state.keys() and all(name.startswith("module.") for name in state):
-            state = {name.removeprefix("module."): value for name, value in state.items()}
-        if assign and (self._reducer is not None or self.pieces is not None):
-            raise SMPUserError(
-                "load_state_dict(assign=True) replaces parameters, which gradient reduction and the optimizer already know; "
-                "leave assign at False"
-            )
-        result = self.module.load_state_dict(state, strict=strict, assign=assign)
-        for record in self.registry:  # masters take a float32 state unrounded
-            piece = (self.pieces or {}).get(record.parameter)
-            value = next((state[name] for name in record.names if name in state), None)
-            if piece is not None and isinstance(value, torch.Tensor):
-                piece.take(value)
-        return result
+    # -- like any module -------------------------------------------------------------------------------------------
 
     def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
         """Dtype changes apply; a device is ignored, because placement is this wrapper's work."""
@@ -344,6 +425,12 @@ class DistributedModel(ReplicatedModel):
         Raises:
             SMPUserError: gradients are not all-reduced: no data parallelism, or sharded optimizer state.
         """
+        if self.partitioned:
+            self._use_comm_hook(state, hook)
+        else:
+            self._comm_hook = (state, hook)
+
+    def _use_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         if self._reducer is None or self.sharded_state is not None:
             why = "sharded optimizer state" if self.sharded_state else "no data parallelism over several ranks"
             raise SMPUserError(f"register_comm_hook replaces the all-reduce of gradients, but this job has {why}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,10 +20,14 @@ class WrappedNames(nn.Module):
         module: the user's module.
         registry: its parameters.
         pieces: what the optimizer updates instead of the parameters; None when it updates the parameters.
+        _stage_of: pipeline stage of a module by its path; None while all of the model is on this rank.
+        _stage: of this rank.
     """
 
     module: nn.Module
     registry: ParameterRegistry
+    _stage_of: Callable[[str], int] | None
+    _stage: int
     pieces: dict[nn.Parameter, Piece | None] | None
 
     def __getattr__(self, name: str) -> Any:
@@ -53,31 +57,36 @@ class WrappedNames(nn.Module):
 
     def local_modules(self) -> Iterator[nn.Module]:
         """Modules of this rank's stage."""
-        return self.module.modules()
+        return (module for _, module in self.local_named_modules())
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules of this rank's stage, with names."""
-        return self.module.named_modules()
+        return ((path, module) for path, module in self.module.named_modules() if self._is_local(path))
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of this rank's stage."""
-        return self.module.parameters()
+        return (parameter for _, parameter in self.local_named_parameters())
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of this rank's stage, with names."""
-        return self.module.named_parameters()
+        return ((name, p) for name, p in self.module.named_parameters() if self._is_local(name.rpartition(".")[0]))
 
     def local_buffers(self) -> Iterator[torch.Tensor]:
         """Buffers of this rank's stage."""
-        return self.module.buffers()
+        return (buffer for _, buffer in self.local_named_buffers())
 
     def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Buffers of this rank's stage, with names."""
-        return self.module.named_buffers()
+        return ((name, b) for name, b in self.module.named_buffers() if self._is_local(name.rpartition(".")[0]))
+
+    def _is_local(self, path: str) -> bool:
+        return self._stage_of is None or self._stage_of(path) == self._stage
 
     def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What the optimizer of this rank updates, under the parameters' names; with sharded state the parts it owns."""
         for record in self.registry:
+            if not self._is_local(record.name.rpartition(".")[0]):
+                continue
             if self.pieces is None or record.parameter not in self.pieces:
                 yield record.name, record.parameter
             elif (piece := self.pieces[record.parameter]) is not None:
@@ -93,17 +102,15 @@ class WrappedNames(nn.Module):
 
     def distributed_modules(self) -> Iterator[nn.Module]:
         """Modules that are split over tensor parallel ranks."""
-        return iter(())
+        return (module for module in self.module.modules() if hasattr(module, "tensor_slices"))
 
     def is_distributed_parameter(self, param: nn.Parameter) -> bool:
         """Whether a parameter is split over tensor parallel ranks."""
-        self.registry.record_of(param)
-        return False
+        return self.registry.record_of(param).placement.tensor_axis is not None
 
     def is_scaled_batch_parameter(self, param: nn.Parameter) -> bool:
         """Whether a parameter sees the batch of the whole tensor parallel group."""
-        self.registry.record_of(param)
-        return False
+        return self.registry.record_of(param).reduction is Group.RDP
 
     def is_distributed_buffer(self, buf: torch.Tensor) -> bool:
         """Whether a buffer is split over tensor parallel ranks."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from smp_config import Group
 from smp_runtime import session as sessions
@@ -14,6 +15,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
 from smp_runtime.optimizer_state import load_state, whole_state
 from smp_runtime.pieces import Piece
+from smp_runtime.sharding.attributes import ShardingAttributes
 
 if TYPE_CHECKING:
     from smp_runtime.model import DistributedModel
@@ -28,7 +30,7 @@ HALF_KEY = "fp16_states"
 _NEED_WHOLE_TENSORS = ("LBFGS", "Adafactor", "Muon")
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(ShardingAttributes, torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` that steps ``optimizer``; schedulers and closures work on it.
 
     In half precision training the inner optimizer updates float32 copies of the weights, with sharded state the
@@ -138,8 +140,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             kind = type(self.optimizer).__name__
             if kind in _NEED_WHOLE_TENSORS:
                 raise SMPUserError(
-                    f"{kind} looks at whole tensors, but with shard_optimizer_state a rank updates parts of them; "
-                    "use an element-wise optimizer such as AdamW, or turn shard_optimizer_state off"
+                    f"{kind} looks at whole tensors, but with {'shard_optimizer_state' if model.shards is None else 'sharding'} a "
+                    "rank updates parts of them; use an element-wise optimizer such as AdamW, or turn it off"
                 )
             if hasattr(self.optimizer, "use_shards"):
                 self.optimizer.use_shards(
@@ -204,6 +206,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         self.update_master_grads()
+        if self._model.shards is not None:
+            self.clip_master_grads(self._model.shards.options.clipping)
         if not self.overflow:
             self.optimizer.step()
             self._store()
@@ -279,14 +283,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.update_master_grads()
         if self.overflow:
             return float("inf")
-        norms = [
-            torch.linalg.vector_norm(p.optimized.grad, norm_type) for p in self._pieces if p.optimized.grad is not None
-        ]
+        shards = self._model.shards
         powers = torch.zeros(1, device=self._session.device, dtype=torch.float64)
-        if norms:
-            powers += torch.stack(norms).double().pow(norm_type).sum()
+        parts = torch.zeros_like(powers)  # of parameters whose elements tensor parallel ranks share out
+        for piece in self._pieces:
+            if piece.optimized.grad is not None and (shards is None or shards.counts(piece)):
+                power = torch.linalg.vector_norm(piece.optimized.grad, norm_type).double().pow(norm_type)
+                is_part = self._model.registry.record_of(piece.parameter).placement.tensor_axis is not None
+                (parts if is_part else powers).add_(power)
+        if self._session.size(Group.TP) > 1:
+            self._session.collectives.all_reduce(parts, self._session.groups.group(Group.TP)).wait()
+        powers += parts
         if self._model.sharded_state is not None:
             self._model.sharded_state.sum_over_shards(powers)
+        if self._session.size(Group.PP) > 1:
+            self._session.collectives.all_reduce(powers, self._session.groups.group(Group.PP)).wait()
         norm = float(powers) ** (1.0 / norm_type)
         self._global_grad_norm = norm
         if norm > max_norm:
@@ -300,10 +311,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The full state, numbered and shaped as without half precision or sharding.
 
-        With sharded state it is gathered, so every rank of the data parallel group calls it.
+        With sharded state it is gathered over the data parallel group, with pipeline parallelism over the stages, so
+        every rank of these groups calls it.
         """
         if self._model is None:
             return self.optimizer.state_dict()
+        state = self._stage_state()
+        if self._session.size(Group.PP) == 1:
+            return state
+        parts = self._session.control.allgather(tree_map(_on_cpu, state["state"]), self._session.members(Group.PP))
+        merged = {number: values for part in parts for number, values in part.items()}
+        return {**state, "state": {number: state["state"].get(number, merged[number]) for number in sorted(merged)}}
+
+    def stage_state(self) -> dict[str, Any]:
+        """The state of this stage's parameters, with the numbers that they have in the whole; marked as partial."""
+        if self._model is None:
+            return {**self.optimizer.state_dict(), PARTIAL_KEY: True}
+        return {**self._stage_state(), PARTIAL_KEY: True}
+
+    def _stage_state(self) -> dict[str, Any]:
+        if self._model is None:
+            raise AssertionError("no model is bound")
         return whole_state(self.optimizer, self._originals, self._model.pieces or {}, self._model.sharded_state)
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
@@ -315,7 +343,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not gather_if_shard:
             return {**self.optimizer.state_dict(), PARTIAL_KEY: True, SHARD_KEY: True}
         states = self.fp16_states()
-        return {**self.state_dict(), PARTIAL_KEY: True, **({HALF_KEY: states} if states else {})}
+        return {**self.stage_state(), **({HALF_KEY: states} if states else {})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a full state, whatever number of ranks and precision it was saved with."""
@@ -360,6 +388,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if name.startswith("_") or name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _is_shaped(value: Any, parameter: nn.Parameter) -> bool:

@@ -57,6 +57,11 @@ class Piece:
             self.optimized.copy_(self.stored)
 
 
+def bare_piece(parameter: nn.Parameter) -> Piece:
+    """A piece that is the parameter itself."""
+    return Piece(parameter, 0, parameter.numel(), parameter, parameter.data, lambda: parameter.grad)
+
+
 def whole_piece(parameter: nn.Parameter, master: torch.Tensor) -> Piece:
     """A piece for replicated half precision training: the whole parameter with its float32 master."""
     optimized = nn.Parameter(master)

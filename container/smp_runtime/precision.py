@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +41,10 @@ class Precision:
         return self.compute is not None
 
     @torch.no_grad()
-    def convert(self, module: nn.Module) -> dict[nn.Parameter, torch.Tensor]:
-        """Cast the module's floating point parameters and buffers, in place.
+    def convert(
+        self, modules: Iterable[nn.Module], skip: Collection[torch.Tensor] = frozenset()
+    ) -> dict[nn.Parameter, torch.Tensor]:
+        """Cast the floating point parameters and buffers that the modules hold directly, in place; not those of ``skip``.
 
         Returns:
             The float32 weights that were cast, from which training continues; by parameter, tied ones once.
@@ -50,12 +52,13 @@ class Precision:
         masters: dict[nn.Parameter, torch.Tensor] = {}
         if self.compute is None:
             return masters
-        for parameter in module.parameters():
-            if parameter.is_floating_point():
+        owners = list(modules)
+        for parameter in dict.fromkeys(p for owner in owners for p in owner.parameters(recurse=False)):
+            if parameter.is_floating_point() and parameter not in skip:
                 if parameter.requires_grad:
                     masters[parameter] = parameter.detach().float()
                 parameter.data = parameter.data.to(self.compute)
-        for owner in module.modules():
+        for owner in owners:
             for name, buffer in owner.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     setattr(owner, name, buffer.to(self.compute))

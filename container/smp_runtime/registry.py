@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -90,6 +90,11 @@ class ParameterRegistry:
                 "optimizer from the parameters of the model that smp.DistributedModel wraps"
             )
         return record
+
+    def place_stages(self, stage_of: Callable[[str], int]) -> None:
+        """Note which pipeline stage holds each parameter; ``stage_of`` takes a module's path."""
+        for record in self._records:
+            record.placement = replace(record.placement, stage=stage_of(record.name.rpartition(".")[0]))
 
     def place_shards(self, shards: Mapping[nn.Parameter, tuple[int, int]]) -> None:
         """Note which elements' state this rank owns, for parameters whose state is shared out."""

@@ -13,12 +13,13 @@ from torch.distributed.algorithms.join import Join
 
 from smp_config import Group
 from smp_runtime.data_parallel.joining import JoinedModel
-from smp_runtime.data_parallel.reducer import GradientReducer
+from smp_runtime.data_parallel.reducers import Reducer
 from smp_runtime.data_parallel.replication import broadcast_tensors
 from smp_runtime.errors import SMPUserError
 from smp_runtime.model_names import WrappedNames
 from smp_runtime.session import Session
 from smp_runtime.sharding.optimizer_state import ShardedState
+from smp_runtime.sharding.sharded_parameters import ShardedParameters
 
 
 class ReplicatedModel(WrappedNames):
@@ -26,11 +27,13 @@ class ReplicatedModel(WrappedNames):
 
     Attributes:
         sharded_state: how optimizer state is shared out over the replicas, or None.
+        shards: the same with parameters and gradients too, under sharded data parallelism.
     """
 
-    sharded_state: ShardedState | None
+    sharded_state: ShardedState | ShardedParameters | None
+    shards: ShardedParameters | None
     _session: Session
-    _reducer: GradientReducer | None
+    _reducer: Reducer | None
     _joined: JoinedModel | None
     _frozen: list[nn.Parameter]
     _broadcasts_buffers: bool
@@ -64,8 +67,10 @@ class ReplicatedModel(WrappedNames):
         self._session.collectives.all_reduce(counts, group).wait()
         if bool((counts == counts[0]).all()):
             return
+        if self.shards is not None:
+            self.shards.refuse_partial_load(counts.tolist())
         source = int(counts.argmax())
-        self._replicate([*self.module.parameters(), *self.module.buffers()], members[source])
+        self._replicate([*self.local_parameters(), *self.local_buffers()], members[source])
         self._loads = int(counts.max())
         if mine != source:
             self._refresh_pieces()
@@ -90,15 +95,21 @@ class ReplicatedModel(WrappedNames):
 
     def _refresh_buffers(self) -> None:
         if self._broadcasts_buffers and self._reducer is not None:
-            self._replicate(self.module.buffers())
+            self._replicate(self.local_buffers())
 
     def _replicate(self, tensors: Any, source: int | None = None) -> None:
-        broadcast_tensors(
-            tensors,
-            self._session.members(Group.DP)[0] if source is None else source,
-            self._session.groups.group(Group.DP),
-            self._session.collectives,
-        )
+        """Copy tensors from a rank of the data parallel group, default the first; split ones from its counterpart."""
+        session = self._session
+        if source is None:
+            source = session.members(Group.DP)[0]
+        split = {id(record.parameter) for record in self.registry if record.placement.tensor_axis is not None}
+        tensors = list(tensors)
+        shared = [tensor for tensor in tensors if id(tensor) not in split]
+        parts = [tensor for tensor in tensors if id(tensor) in split]
+        broadcast_tensors(shared, source, session.groups.group(Group.DP), session.collectives)
+        if session.size(Group.RDP) > 1:
+            counterpart = session.members(Group.RDP)[session.topology.rank_in(Group.RDP, source)]
+            broadcast_tensors(parts, counterpart, session.groups.group(Group.RDP), session.collectives)
 
     @contextlib.contextmanager
     def join(self, divide_by_initial_world_size: bool = True, enable: bool = True) -> Iterator[None]:
@@ -150,11 +161,11 @@ class ReplicatedModel(WrappedNames):
         if self._reducer is not None:
             self._open_window()
             self._passes += 1
-            gradients = [parameter.grad for parameter in self.parameters()]
-            for parameter in self.parameters():
+            gradients = [parameter.grad for parameter in self.local_parameters()]
+            for parameter in self.local_parameters():
                 parameter.grad = None
             self._reducer.finish_window()
-            for parameter, gradient in zip(self.parameters(), gradients, strict=True):
+            for parameter, gradient in zip(self.local_parameters(), gradients, strict=True):
                 parameter.grad = gradient
             self._open_window()
 
@@ -163,5 +174,5 @@ class ReplicatedModel(WrappedNames):
         members = self._session.members(Group.DP)
         done_last = self._session.control.allgather(is_last, members)
         source = members[done_last.index(True)]
-        self._replicate([*self.module.parameters(), *self.module.buffers()], source)
+        self._replicate([*self.local_parameters(), *self.local_buffers()], source)
         self._refresh_pieces()

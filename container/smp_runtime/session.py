@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from smp_runtime.comm.messages import Messages
 from smp_runtime.deferred import Deferral
 from smp_runtime.devices import choose_backend, choose_device
 from smp_runtime.errors import NotInitializedError, SMPUserError
+from smp_runtime.module_manager import ModuleManager
+from smp_runtime.pipeline.manual import ManualAssignment
 from smp_runtime.progress import ProgressReporter
 
 if TYPE_CHECKING:
@@ -59,7 +62,6 @@ class Session:
         cfg: the configuration, also ``smp.state.cfg``.
         topology: all groups.
         device: where this rank computes.
-        microbatch: index of the microbatch that runs now, or None outside a step.
     """
 
     def __init__(
@@ -79,9 +81,17 @@ class Session:
         self.groups = ProcessGroups(control, self.topology, backend, parameters.ddp_port)
         self.collectives: Collectives = collectives or TorchCollectives()
         self.messages = Messages(control, self.topology)
+        #: Stages that the script has set by hand.
+        self.manual = ManualAssignment(
+            parameters.pipeline_parallel_degree, parameters.default_partition or 0, automatic=parameters.auto_partition
+        )
         self.progress = ProgressReporter.from_environment(enabled=self.rank == 0, device=self.device)
-        self.microbatch: int | None = None
+        # Of the calling thread: tasks of a pipeline run on threads of their own, several microbatches at once.
+        self._here = threading.local()
+        #: Whether the step that runs only traces the model, to partition it.
+        self.is_tracing = False
         self.step_count = 0
+        self.module_manager = ModuleManager()
         #: Records of models whose parameters are not computed yet.
         self.deferrals: list[Deferral] = []
         # Lists, not sets: every rank must walk over them in the same order.
@@ -99,6 +109,15 @@ class Session:
     def members(self, group: Group) -> list[int]:
         """Global ranks of this rank's group of that kind."""
         return self.topology.group_of(group, self.rank)
+
+    @property
+    def microbatch(self) -> int | None:
+        """The microbatch that runs on the calling thread; None outside a step."""
+        return getattr(self._here, "microbatch", None)
+
+    @microbatch.setter
+    def microbatch(self, value: int | None) -> None:
+        self._here.microbatch = value
 
     @property
     def models(self) -> list[DistributedModel]:
@@ -134,6 +153,8 @@ class Session:
 
     def close(self) -> None:
         """Leave the job: process groups and the control plane are released."""
+        for model in self.models:
+            model.leave()
         self.groups.close()
         self.control.close()
 
@@ -144,7 +165,7 @@ class Session:
         The local rank is the position among the ranks whose launcher announced the same host name, so that
         several hosts simulated on one machine count as several.
         """
-        host = os.environ.get("SMP_HOST") or os.environ.get("SM_CURRENT_HOST") or socket.gethostname()
+        host = host_name()
         mine = (host, json.dumps(parameters.to_mp_parameters(), sort_keys=True))
         everyone = control.allgather(mine, list(range(control.size)))
         for rank, (_, theirs) in enumerate(everyone):
@@ -155,6 +176,11 @@ class Session:
                 )
         neighbours = [rank for rank, (name, _) in enumerate(everyone) if name == host]
         return neighbours.index(control.rank), len(neighbours)
+
+
+def host_name() -> str:
+    """This rank's host, as the launcher announced it."""
+    return os.environ.get("SMP_HOST") or os.environ.get("SM_CURRENT_HOST") or socket.gethostname()
 
 
 def _refuse_unbuilt(parameters: ModelParallelParameters) -> None:
@@ -233,6 +259,11 @@ def current() -> Session:
 def is_initialized() -> bool:
     """Whether :func:`init` has been called."""
     return _session is not None
+
+
+def is_tracing() -> bool:
+    """Whether this process runs the tracing step, which decides the partition."""
+    return _session is not None and _session.is_tracing
 
 
 def shutdown() -> None:

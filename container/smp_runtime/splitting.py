@@ -86,3 +86,14 @@ def _leaves(value: Any) -> list[Any]:
     if isinstance(value, list | tuple | set | frozenset):
         return [leaf for v in value for leaf in _leaves(v)]
     return [value]
+
+
+def shapes_in(*values: Any) -> tuple[Any, ...]:
+    """Shapes of the tensors, and flags and words, in arguments: steps with equal ones take an equal course as a rule."""
+    found: list[Any] = []
+    for leaf in _leaves(list(values)):
+        if isinstance(leaf, torch.Tensor):
+            found.append(tuple(leaf.shape))
+        elif isinstance(leaf, bool | str | None):
+            found.append(leaf)
+    return tuple(found)

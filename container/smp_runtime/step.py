@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from smp_config import Group
 from smp_runtime import session as sessions
 from smp_runtime.errors import SMPUserError
-from smp_runtime.splitting import batch_samples, split_argument
+from smp_runtime.splitting import batch_samples, shapes_in, split_argument
 from smp_runtime.step_output import StepOutput, merge_outputs
+
+if TYPE_CHECKING:
+    from smp_runtime.model import DistributedModel
+    from smp_runtime.session import Session
 
 
 class StepFunction:
@@ -72,27 +76,27 @@ class StepFunction:
             else split_argument(name, value, count, self._axes.get(name, 0))
             for name, value in kwargs.items()
         }
-        returned = []
+        microbatches = [
+            functools.partial(
+                self._function,
+                *bound,
+                *(slices[index] for slices in split_args),
+                **{name: slices[index] for name, slices in split_kwargs.items()},
+            )
+            for index in range(count)
+        ]
         session.progress.step_begins()
         models = session.models
         for model in models:
+            model.partition(microbatches[0])
+        for model in models:
             model.begin_step()
         try:
-            for index in range(count):
-                session.microbatch = index
-                returned.append(
-                    self._function(
-                        *bound,
-                        *(slices[index] for slices in split_args),
-                        **{name: slices[index] for name, slices in split_kwargs.items()},
-                    )
-                )
+            returned = self._run(session, models, microbatches)
         except BaseException:
             for model in models:
                 model.abandon_step()
             raise
-        finally:
-            session.microbatch = None
         trained = [model.finish_step() for model in models]
         merged = merge_outputs(returned, detach=self._detach)
         if any(trained):
@@ -102,6 +106,29 @@ class StepFunction:
             session.progress.note_loss(_first_scalar(merged))
         session.step_count += 1
         return merged
+
+    def _run(
+        self, session: Session, models: Sequence[DistributedModel], microbatches: Sequence[functools.partial[Any]]
+    ) -> list[Any]:
+        """What the function returns for each microbatch: one after the other, or through the model's pipeline."""
+        pipeline = next((model.pipeline for model in models if model.pipeline is not None), None)
+        if pipeline is not None:
+            first = microbatches[0]
+            kind = (
+                id(self),
+                torch.is_grad_enabled(),
+                tuple(m.training for m in models),
+                shapes_in(first.args, first.keywords),
+            )
+            return pipeline.run_step(kind, microbatches)
+        returned = []
+        try:
+            for index, microbatch in enumerate(microbatches):
+                session.microbatch = index
+                returned.append(microbatch())
+        finally:
+            session.microbatch = None
+        return returned
 
     def _argument_names(self, count: int) -> list[str]:
         """The parameter name of each positional argument; those of ``*args`` share one name."""

@@ -16,6 +16,7 @@ from typing import Any
 from smp_config.limits import STOP_GRACE_SECONDS
 from smp_estimator.local import artifacts
 from smp_estimator.local.bootstrap import Bootstrap, environment_of
+from smp_estimator.local.failure import failure_text
 from smp_estimator.local.log import JobLog
 from smp_estimator.local.stop import kill_job
 from smp_estimator.local.tree import JobTree
@@ -28,8 +29,6 @@ _FAILURE_DRAIN_SECONDS = 3.0
 _SUCCESS_DRAIN_SECONDS = 30.0
 #: Between SIGTERM and SIGKILL for hosts that did not end by themselves.
 _DRAIN_GRACE_SECONDS = 2.0
-#: Most of the failure file that an error message carries, in characters.
-_REASON_CHARACTERS = 8000
 
 
 class Status(str, enum.Enum):
@@ -281,12 +280,8 @@ class ProcessJob:
     def _reason(self) -> str:
         """The failure file of the first host that has one; else what is known: exit codes and the end of the log."""
         for host in self.tree.hosts:
-            try:
-                text = host.failure.read_text(encoding="utf-8", errors="replace").strip()
-            except OSError:
-                continue
-            if text:
-                return text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]} …"
+            if text := failure_text(host.failure):
+                return text
         codes = ", ".join(f"{host} with {_exit(code)}" for host, code in self._exit_codes.items() if code)
         tail = "\n".join(self.log.tail(20))
         return f"the bootstrap ended without a failure file: {codes}. The log ends with:\n{tail}"

@@ -97,7 +97,7 @@ def containers(tmp_path: Path, image: str) -> Iterator[Containers]:
 
 @pytest.fixture
 def local_job(image: str, text: Path, tmp_path: Path, containers: Containers) -> Callable[..., Any]:
-    """``local_job(hosts, …)``: a stock PyTorch estimator in local mode, not started yet."""
+    """``local_job(hosts, …)``: a stock PyTorch estimator (or one of ``kind``) in local mode, not started yet."""
     import boto3
     from sagemaker.local import LocalSession
     from sagemaker.pytorch import PyTorch
@@ -108,6 +108,7 @@ def local_job(image: str, text: Path, tmp_path: Path, containers: Containers) ->
         entry_point: str = "train_gpt.py",
         source_dir: str = str(ENTRYPOINTS),
         endpoint: str | None = None,
+        kind: Any = PyTorch,
         **hyperparameters: Any,
     ) -> Any:
         session = LocalSession(
@@ -115,7 +116,7 @@ def local_job(image: str, text: Path, tmp_path: Path, containers: Containers) ->
         )
         session.config = {"local": {"local_code": endpoint is None, "container_root": str(tmp_path)}}
         output = f"s3://{BUCKET}/output" if endpoint else f"file://{tmp_path / 'out'}"
-        return PyTorch(
+        return kind(
             entry_point=entry_point,
             source_dir=source_dir,
             role="arn:aws:iam::123456789012:role/dummy",

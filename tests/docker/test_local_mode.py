@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tarfile
 import time
@@ -14,6 +15,7 @@ import boto3
 import pytest
 from docker_tools import ACCESS_KEY, BUCKET, SECRET_KEY, docker, logs
 from jobtools import ENTRYPOINTS, TINY, artifact
+from sagemaker.exceptions import UnexpectedStatusException
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -125,29 +127,50 @@ def test_two_hosts_with_code_data_and_model_in_s3(
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_the_message_of_a_failing_rank_reaches_fit(local_job, text, tmp_path, containers, capfd, hosts):
-    source = tmp_path / "source"
-    source.mkdir()
+    from smp_estimator import SMPEstimator
+
     last = 2 * hosts - 1
-    (source / "train.py").write_text(
-        "import os, time\n"
-        f"if os.environ['SMP_RANK'] == '{last}': raise RuntimeError('the rank that fails on purpose')\n"
-        "time.sleep(60)\n"
+    job = local_job(hosts=hosts, kind=SMPEstimator, entry_point="train.py", source_dir=failing_script(tmp_path, last))
+    with pytest.raises(UnexpectedStatusException) as caught:
+        job.fit({"train": f"file://{text}"}, job_name="failing-job")
+    message = str(caught.value)
+    assert re.match(
+        rf"Error for Training job failing-job: Failed\. Reason: rank {last} \(algo-{hosts}-\w+\): "
+        "RuntimeError: the rank that fails on purpose\n",
+        message,
     )
-    job = local_job(hosts=hosts, entry_point="train.py", source_dir=str(source))
-    with pytest.raises(RuntimeError):
-        job.fit({"train": f"file://{text}"})
-    log = capfd.readouterr().out
-    wanted = f"rank {last} (algo-{hosts}-"
-    assert any(wanted in line and "the rank that fails on purpose" in line for line in log.splitlines()), log
+    assert "Traceback (most recent call last)" in message
+    assert isinstance(caught.value, RuntimeError), "which the SDK's local mode raises"
+    assert f"file://{tmp_path / 'out'}/output.tar.gz" in message
+    assert shown(capfd.readouterr().out, last, hosts)
     containers.collect()
     assert set(containers.exit_codes()) == {1}
-    for found in tmp_path.rglob("output.tar.gz"):
-        with tarfile.open(found) as archive:
-            names = [n for n in archive.getnames() if n.endswith("failure")]
-            assert names
-            said = archive.extractfile(names[0]).read().decode()
-        assert said.startswith(wanted)
-        assert "RuntimeError: the rank that fails on purpose" in said.partition("\n")[0]
-        break
-    else:
-        raise AssertionError("fit() left no output.tar.gz")
+
+
+def test_the_stock_estimator_shows_the_message_and_keeps_it(local_job, text, tmp_path, containers, capfd):
+    """Its exception is made of the command and the exit code; the message is in the log that ``fit()`` shows."""
+    job = local_job(entry_point="train.py", source_dir=failing_script(tmp_path, 1))
+    with pytest.raises(RuntimeError, match="Process exited with code: 1"):
+        job.fit({"train": f"file://{text}"})
+    assert shown(capfd.readouterr().out, 1, 1)
+    with tarfile.open(tmp_path / "out" / "output.tar.gz") as archive:
+        said = archive.extractfile("failure").read().decode()
+    assert re.match(r"rank 1 \(algo-1-\w+\): RuntimeError: the rank that fails on purpose\n", said)
+
+
+def failing_script(folder: Path, rank: int) -> str:
+    """A folder with a ``train.py`` in which this rank fails and the others wait."""
+    source = folder / "source"
+    source.mkdir()
+    (source / "train.py").write_text(
+        "import os, time\n"
+        f"if os.environ['SMP_RANK'] == '{rank}': raise RuntimeError('the rank that fails on purpose')\n"
+        "time.sleep(60)\n"
+    )
+    return str(source)
+
+
+def shown(log: str, rank: int, host: int) -> bool:
+    """Whether a line of the log says which rank failed, where and why."""
+    wanted = f"failed: rank {rank} (algo-{host}-"
+    return any(wanted in line and "RuntimeError: the rank that fails" in line for line in log.splitlines())

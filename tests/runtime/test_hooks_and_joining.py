@@ -149,7 +149,7 @@ def test_model_creation(solo):
     with smp.model_creation(tensor_parallelism=smp.tp_size() > 1, dtype=torch.float16):
         assert nn.Linear(1, 1).weight.dtype is torch.float16
     assert nn.Linear(1, 1).weight.dtype is torch.float32
-    with pytest.raises(SMPUserError, match="no tensor parallelism yet"), smp.model_creation(tensor_parallelism=True):
+    with pytest.raises(SMPUserError, match="did you mean 'use_alibi'"), smp.model_creation(use_alib=True):
         pass
     with pytest.raises(SMPUserError, match="floating point"), smp.model_creation(dtype=torch.int8):
         pass

@@ -49,7 +49,7 @@ def save_checkpoint(
         model: default: the wrapped model.
         optimizer: default: the wrapped optimizer.
         user_content: plain containers, numbers, strings and tensors.
-        translate_if_full: accepted; a model without distributed layers is already in its own format.
+        translate_if_full: save a full state of a distributed Hugging Face model under Hugging Face's names.
         num_kept_partial_checkpoints: older ones are removed beyond this number.
 
     Raises:
@@ -69,7 +69,7 @@ def save_checkpoint(
     optimizer = optimizer or session.optimizer
     folder = Path(path)
     if not partial:
-        _save_full(session, folder, tag, model, user_content)
+        _save_full(session, folder, tag, model, user_content, translate_if_full)
         return
     transaction = FolderTransaction(session, folder / f"{tag}_partial")
     failure = None
@@ -92,12 +92,15 @@ def _write_partial(
     folder = transaction.writing
     suffix = partial_suffix(session)
     # With sharded state both are gathered, so all ranks take part and one of each replica writes.
-    optimizer_state = {**optimizer.state_dict(), PARTIAL_KEY: True} if optimizer is not None else None
+    optimizer_state = optimizer.stage_state() if optimizer is not None else None
     fp16_states = optimizer.fp16_states() if optimizer is not None else None
     # One replica writes, and on hosts with folders of their own each folder gets a copy to resume from.
-    if session.rank_in(Group.RDP) == 0 or transaction.keeps_order:
-        if model is not None:
-            write_tensors({"module": model.local_state_dict()}, folder / f"model_{suffix}.pt")
+    writes = session.rank_in(Group.RDP) == 0 or transaction.keeps_order
+    gathers = model is not None and model.shards is not None
+    module_state = model.local_state_dict() if model is not None and (writes or gathers) else None
+    if writes:
+        if module_state is not None:
+            write_tensors({"module": module_state}, folder / f"model_{suffix}.pt")
         if optimizer_state is not None:
             write_tensors(optimizer_state, folder / f"optimizer_{suffix}.pt")
         if fp16_states:
@@ -107,7 +110,9 @@ def _write_partial(
         write_user_content(user_content, folder / f"{USER_CONTENT}.pt")
 
 
-def _save_full(session: Session, folder: Path, tag: str, model: DistributedModel | None, user_content: Any) -> None:
+def _save_full(
+    session: Session, folder: Path, tag: str, model: DistributedModel | None, user_content: Any, translates: bool
+) -> None:
     if model is None:
         raise AssertionError("save_checkpoint has checked that there is a model")
     failure = None
@@ -116,7 +121,7 @@ def _save_full(session: Session, folder: Path, tag: str, model: DistributedModel
         if session.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             write_user_content(user_content, folder / f"{USER_CONTENT}_{tag}")
-            write_tensors(state, folder / tag)
+            write_tensors(session.module_manager.translated(state) if translates else state, folder / tag)
     except Exception as error:  # whatever it is, the other ranks wait to be told
         failure = f"{type(error).__name__}: {error}"
     refuse_if_any_failed(session, failure, folder / tag)

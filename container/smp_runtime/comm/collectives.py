@@ -5,6 +5,7 @@ Another implementation (the hierarchical all-gather, a counter of bytes) stands 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -13,6 +14,10 @@ import torch.distributed as dist
 # Their names changed in PyTorch 2.13; the old ones warn there.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+#: Apart from the messages of scripts that use the same groups.
+_GATHER_TAG = 2**20
 
 
 class Work(Protocol):
@@ -40,6 +45,10 @@ class Collectives(Protocol):
         """Put every member's ``shard`` into ``full``, in group order; ``shard`` may be this member's part of it."""
         ...
 
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        """Give each member its part of ``sent``, ``[sent.numel() / size]``; ``received`` has one from each, in order."""
+        ...
+
 
 class TorchCollectives:
     """NCCL or gloo, whichever the group's backend is for the tensor's device."""
@@ -58,7 +67,32 @@ class TorchCollectives:
         return _AddParts(_started(dist.all_to_all_single(parts, full, group=group, async_op=True)), parts, shard)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
-        return _started(_all_gather(full, shard, group=group, async_op=True))
+        size = group.size()
+        if full.device.type != "cpu" or size == 1:
+            return _started(_all_gather(full, shard, group=group, async_op=True))
+        # gloo's own all-gather makes a second buffer of the whole and copies out of it; sent one by one, the parts
+        # move the same bytes and arrive where they belong.
+        parts, mine = full.view(size, -1), group.rank()
+        others = [(mine + distance) % size for distance in range(1, size)]
+        works = [group.recv([parts[other]], other, _GATHER_TAG) for other in reversed(others)]
+        works += [group.send([shard], other, _GATHER_TAG) for other in others]
+        if parts[mine].data_ptr() != shard.data_ptr():
+            parts[mine].copy_(shard)
+        return _AllOf(works)
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        return _started(dist.all_to_all_single(received, sent, group=group, async_op=True))
+
+
+class _AllOf:
+    """Several messages under way."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class _AddParts:

@@ -39,6 +39,7 @@ class GradientReducer:
         bucket_view: gradients of all windows share one buffer, so keep no reference to a gradient over a step.
         buckets: a fixed division instead of one that is measured; with it, ``transport``.
         transport: how buckets travel; default: all-reduce.
+        divisor: what the sum over the group is divided by; default: its number of ranks.
     """
 
     def __init__(
@@ -54,10 +55,12 @@ class GradientReducer:
         bucket_view: bool = False,
         buckets: Sequence[Bucket] | None = None,
         transport: Transport | None = None,
+        divisor: int | None = None,
     ) -> None:
         self._parameters = list(parameters)
         self._group = group
         self._ranks = list(ranks)
+        self._divisor = divisor or len(self._ranks)
         self._collectives = collectives
         self._bucket_bytes = bucket_bytes
         self._overlap = overlap
@@ -171,7 +174,7 @@ class GradientReducer:
         bucket = self._buckets[position]
         buffer = bucket.fresh_buffer()
         # Averaging before the sum keeps half precision sums in range.
-        scale = 1.0 / len(self._ranks) if self._transport.divides else 1.0
+        scale = 1.0 / self._divisor if self._transport.divides else 1.0
         for index, view in zip(bucket.indices, bucket.views(buffer, self._parameters), strict=True):
             parameter = self._parameters[index]
             gradient = parameter.grad

@@ -1,6 +1,6 @@
 """``import smdistributed.modelparallel.torch as smp``: exactly the names that scripts rely on."""
 
-from smdistributed.modelparallel.torch import amp, comm, exceptions, model, optimizer, optimizers
+from smdistributed.modelparallel.torch import amp, comm, exceptions, model, nn, optimizer, optimizers, patches
 from smdistributed.modelparallel.torch.checkpoint import load, resume_from_checkpoint, save, save_checkpoint
 from smdistributed.modelparallel.torch.comm import (
     DP_GROUP,
@@ -50,17 +50,15 @@ from smdistributed.modelparallel.torch.ranks import (
 )
 from smdistributed.modelparallel.torch.state_mod import state
 from smp_config.version import __version__
-from smp_runtime.creation import delay_param_initialization, model_creation
+from smp_runtime.activations.marking import set_activation_checkpointing
+from smp_runtime.creation import delay_param_initialization, model_creation, partition, set_partition
 from smp_runtime.missing import __getattr__  # noqa: F401  # answers for names that are not here yet
-from smp_runtime.session import init, is_initialized, shutdown
+from smp_runtime.session import init, is_initialized, is_tracing, shutdown
+from smp_runtime.sharding.registered import register_parameter
 from smp_runtime.step import step
 from smp_runtime.step_output import StepOutput
-
-
-def is_tracing() -> bool:
-    """Whether the current process runs the tracing step."""
-    return False
-
+from smp_runtime.tensor_parallel.registration import tp_register, tp_register_with_module
+from smp_runtime.tensor_parallel.scopes import set_tensor_parallelism, tensor_parallelism
 
 __all__ = [
     "DP_GROUP",
@@ -107,22 +105,32 @@ __all__ = [
     "mp_barrier",
     "mp_rank",
     "mp_size",
+    "nn",
     "optimizer",
     "optimizers",
+    "partition",
+    "patches",
     "pp_rank",
     "pp_size",
     "rank",
     "rdp_rank",
     "rdp_size",
     "recv_from",
+    "register_parameter",
     "resume_from_checkpoint",
     "save",
     "save_checkpoint",
     "send",
+    "set_activation_checkpointing",
+    "set_partition",
+    "set_tensor_parallelism",
     "shutdown",
     "size",
     "state",
     "step",
+    "tensor_parallelism",
     "tp_rank",
+    "tp_register",
+    "tp_register_with_module",
     "tp_size",
 ]

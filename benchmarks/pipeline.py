@@ -1,0 +1,298 @@
+"""Pipeline parallelism: idle time against the closed form, and time against PyTorch's own pipeline and one process.
+
+    python benchmarks/pipeline.py                    # all cases, on this machine's processors
+    python benchmarks/pipeline.py --case torch --rounds 20
+
+``sleep``: a chain of four stages whose modules sleep 20 ms forward and 40 ms backward, 8 microbatches: makespan ÷
+(m + p − 1)(f + b), the closed form of 1F1B and GPipe. ``torch``: a GPT (8 layers, hidden 256, split equally by both) on
+2 ranks with 4 microbatches, in turns with torch.distributed.pipelining's Schedule1F1B. ``alone``: the same GPT with its
+tied output layer, partitioned automatically, in turns with one process with one thread. Bytes are counted at the
+transport and divided by what must cross the boundary. A result on CPU says nothing about GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FORWARD, BACKWARD = 0.020, 0.040
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "sleep": (4, {"partitions": 4, "microbatches": 8, "auto_partition": False, "default_partition": 0}),
+    "sleep-last": (4, {"partitions": 4, "microbatches": 8, "auto_partition": False, "default_partition": 3}),
+    "sleep-simple": (
+        4,
+        {
+            "partitions": 4,
+            "microbatches": 8,
+            "auto_partition": False,
+            "default_partition": 0,
+            "pipeline": "simple",
+            "active_microbatches": 8,
+        },
+    ),
+    "torch": (2, {"partitions": 2, "microbatches": 4}),
+    "alone": (2, {"partitions": 2, "microbatches": 4, "memory_weight": 0.0}),
+}
+
+
+def make_gpt(tied: bool) -> Any:
+    """The model of the main job, larger."""
+    import torch
+
+    sys.path.insert(0, str(ROOT / "entrypoints"))
+    import train_gpt
+
+    torch.manual_seed(0)
+    model = train_gpt.GPT(train_gpt.GPTConfig(layers=8, hidden=256, heads=8, seq_len=128))
+    if not tied:
+        model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
+    return model
+
+
+def sleepers(smp: Any, stages: int) -> Any:
+    """A chain of modules that do nothing but take time, one on each stage."""
+    import torch
+    from torch import nn
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            time.sleep(FORWARD)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            time.sleep(BACKWARD)
+            return gradient
+
+    class Sleeper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return Sleep.apply(x * self.weight)
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.links = nn.ModuleList()
+            for stage in range(stages):
+                with smp.partition(stage):
+                    self.links.append(Sleeper())
+
+        def forward(self, x):
+            for link in self.links:
+                x = link(x)
+            return x
+
+    return Chain()
+
+
+def run_sleep(smp: Any, rounds: int) -> dict[str, Any]:
+    """Makespan of the chain ÷ closed form."""
+    import torch
+
+    stages, count = smp.pp_size(), smp.state.cfg.microbatches
+    model = smp.DistributedModel(sleepers(smp, stages))
+    inputs = torch.ones(count, 4)
+
+    @smp.step
+    def step(x):
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    for _ in range(4):
+        step(inputs)
+    spans = [_timed(lambda: step(inputs), smp) for _ in range(rounds)]
+    closed = (count + stages - 1) * (FORWARD + BACKWARD)
+    ratios = [span / closed for span in spans]
+    return {
+        "closed_form_ms": round(1e3 * closed, 1),
+        "makespan_over_closed_form": round(statistics.median(ratios), 4),
+        "best": round(min(ratios), 4),
+        "most_in_flight": smp.allgather(model.pipeline.server.most_in_flight, smp.PP_GROUP),
+        "active_microbatches": smp.state.cfg.active_microbatches,
+    }
+
+
+def run_gpt(smp: Any, rounds: int, batch: int, peer_name: str) -> dict[str, Any]:
+    """Our pipeline and a peer in turns."""
+    import torch
+    import torch.nn.functional as F
+
+    tied = peer_name == "alone"
+    net = make_gpt(tied)
+    model = smp.DistributedModel(net)
+    if not tied:
+        for index, block in enumerate(net.blocks):
+            smp.set_partition(block, index // 4)
+        for part, stage in ((net.tokens, 0), (net.positions, 0), (net.norm, 1), (net.head, 1)):
+            smp.set_partition(part, stage)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(256, (batch, 129), generator=generator)
+    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+    def loss_of(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+
+    @smp.step
+    def step(x, wanted):
+        loss = loss_of(model(x), wanted)
+        model.backward(loss)
+        return loss
+
+    def ours() -> None:
+        optimizer.zero_grad()
+        step(inputs, targets)
+        optimizer.step()
+
+    peer = _torch_pipeline(smp, loss_of, inputs, targets) if not tied else _one_process(smp, loss_of, inputs, targets)
+    for _ in range(5):
+        ours(), peer()
+    sent = dict(model.pipeline.transport.bytes_sent)
+    ours()
+    crossed = sum(model.pipeline.transport.bytes_sent[stage] - before for stage, before in sent.items())
+    times: dict[str, list[float]] = {"ours": [], "peer": []}
+    for _ in range(rounds):
+        for name, run in (("ours", ours), ("peer", peer)):
+            times[name].append(_timed(run, smp))
+    ratios = [a / b for a, b in zip(times["ours"], times["peer"], strict=True)]
+    bound = 2 * batch * 128 * 256 * 4  # activations forward, their gradients back
+    if tied:
+        bound *= 2  # the embedding lies with the output layer, so that its output crosses as well
+    return {
+        "ours_ms": round(1e3 * statistics.median(times["ours"]), 1),
+        "peer_ms": round(1e3 * statistics.median(times["peer"]), 1),
+        "time_ratio": round(statistics.median(ratios), 3),
+        "ratio_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]],
+        "bytes_over_bound": round(sum(smp.allgather(crossed, smp.PP_GROUP)) / bound, 3),
+    }
+
+
+def _torch_pipeline(smp: Any, loss_of: Callable[..., Any], inputs: Any, targets: Any) -> Callable[[], None]:
+    import torch
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    whole = make_gpt(tied=False)
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.positions, self.blocks = whole.tokens, whole.positions, whole.blocks[:4]
+
+        def forward(self, ids):
+            x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.norm, self.head = whole.blocks[4:], whole.norm, whole.head
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    rank = smp.pp_rank()
+    part = First() if rank == 0 else Last()
+    stage = PipelineStage(part, rank, 2, torch.device("cpu"), group=smp.get_pp_process_group())
+    schedule = Schedule1F1B(stage, smp.state.cfg.microbatches, loss_fn=loss_of)
+    optimizer = torch.optim.AdamW(part.parameters(), lr=1e-4)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        if rank == 0:
+            schedule.step(inputs)
+        else:
+            schedule.step(target=targets, losses=[])
+        optimizer.step()
+
+    return run
+
+
+def _one_process(smp: Any, loss_of: Callable[..., Any], inputs: Any, targets: Any) -> Callable[[], None]:
+    import torch
+
+    whole = make_gpt(tied=True)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-4)
+
+    def run() -> None:
+        if smp.rank() == 0:
+            optimizer.zero_grad()
+            for x, wanted in zip(inputs.chunk(4), targets.chunk(4), strict=True):
+                (loss_of(whole(x), wanted) / 4).backward()
+            optimizer.step()
+
+    return run
+
+
+def _timed(run: Callable[[], object], smp: Any) -> float:
+    """Seconds until all ranks are done, from when all have begun."""
+    import torch.distributed as dist
+
+    group = smp.get_pp_process_group()
+    dist.barrier(group=group)
+    start = time.perf_counter()
+    run()
+    dist.barrier(group=group)
+    return time.perf_counter() - start
+
+
+def run_rank(case: str, rounds: int, batch: int) -> None:
+    """One rank of a case."""
+    import torch
+
+    torch.set_num_threads(1)
+    import smdistributed.modelparallel.torch as smp
+
+    smp.init(CASES[case][1])
+    found = run_sleep(smp, rounds) if case.startswith("sleep") else run_gpt(smp, rounds, batch, case)
+    if smp.rank() == 0:
+        print(json.dumps({"case": case, "ranks": smp.size(), **found}), flush=True)
+    smp.barrier()
+    smp.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=list(CASES), action="append", help="default: all")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--batch", type=int, default=16, help="samples per step")
+    parser.add_argument("--rank-of", choices=list(CASES), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank_of:
+        run_rank(args.rank_of, args.rounds, args.batch)
+        return
+    import torch
+
+    print(
+        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}"
+    )
+    for case in args.case or list(CASES):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(CASES[case][0])]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+        words = [__file__, "--rank-of", case, "--rounds", str(args.rounds), "--batch", str(args.batch)]
+        subprocess.run(
+            [*command, *words], check=True, env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        )
+
+
+if __name__ == "__main__":
+    main()

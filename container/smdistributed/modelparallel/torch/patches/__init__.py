@@ -1,0 +1,5 @@
+"""What replaces functions of PyTorch."""
+
+from smdistributed.modelparallel.torch.patches import checkpoint
+
+__all__ = ["checkpoint"]

@@ -1,0 +1,215 @@
+"""``smp.set_activation_checkpointing``: modules that keep only their inputs for backward."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from smp_runtime import session as sessions
+from smp_runtime.activations import foreign
+from smp_runtime.activations.regions import is_off, run_region
+from smp_runtime.activations.sequential import run_sequential
+from smp_runtime.activations.state import Activations
+from smp_runtime.activations.strategies import Strategy
+from smp_runtime.errors import SMPUserError
+from smp_runtime.pipeline.remote import RemoteEntry
+
+logger = logging.getLogger("smp")
+
+_MARK = "_smp_checkpointing"
+
+
+def set_activation_checkpointing(
+    module: nn.Module,
+    preserve_rng_state: bool = True,
+    pack_args_as_tuple: bool = False,
+    strategy: str = "each",
+) -> None:
+    """Keep only the inputs of a module for backward, which computes the rest again.
+
+    The module may be part of a model that is wrapped already or will be; call it before the first step. Of an
+    ``nn.Sequential`` or an ``nn.ModuleList`` the children are checkpointed. A checkpointed module inside another one is
+    part of that: the outermost counts.
+
+    Args:
+        module: any module.
+        preserve_rng_state: False lets dropout draw other numbers the second time, which saves keeping the generators' state.
+        pack_args_as_tuple: only for an ``nn.Sequential``. Its children get a tuple as one argument in any case, as they do
+            without checkpointing.
+        strategy: only for an ``nn.Sequential``: ``"each"`` child on its own, ``"contiguous"``: all neighbours on one
+            pipeline stage together, ``"group_N"``: at most N of them.
+
+    Raises:
+        SMPUserError: an unknown strategy, or a strategy for something that has no sequence of children.
+    """
+    how = Strategy.parse(strategy)
+    if not isinstance(module, nn.Module):
+        raise SMPUserError(
+            f"smp.set_activation_checkpointing got {module!r}, a {type(module).__name__}; pass a module of the model, such as "
+            "model.module.layers"
+        )
+    if sessions.is_initialized() and any(module is model for model in sessions.current().models):
+        inner = module.module
+        module = inner if isinstance(inner, nn.Module) else module
+    if isinstance(module, nn.Sequential):
+        check_sequential(module, how)
+        if how.most == 1:
+            for child in module:
+                _mark(child, _CheckpointedCall(child, preserve_rng_state))
+        else:
+            _mark(module, _GroupedForward(module, how, preserve_rng_state))
+        return
+    if how.name != "each" or pack_args_as_tuple:
+        given = f"strategy={strategy!r}" if how.name != "each" else "pack_args_as_tuple=True"
+        raise SMPUserError(
+            f"{given} was given for a {type(module).__name__}, but only an nn.Sequential tells in which order its children are "
+            "called; leave it out, or make the layers an nn.Sequential"
+        )
+    for part in module if isinstance(module, nn.ModuleList) else [module]:
+        _mark(part, _CheckpointedCall(part, preserve_rng_state))
+
+
+def check_sequential(module: nn.Module, strategy: Strategy) -> None:
+    """Make sure that the children of a module can be put together.
+
+    Raises:
+        SMPUserError: they cannot.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise SMPUserError(
+            f"checkpointing with strategies needs an nn.Sequential, but got a {type(module).__name__}; make the layers an "
+            "nn.Sequential, or checkpoint them one by one"
+        )
+    if strategy.most > 1 and type(module).forward is not nn.Sequential.forward:
+        raise SMPUserError(
+            f"strategy {strategy.name!r} puts children together, but {type(module).__name__} has a forward of its own, which "
+            "calls them in its own way; use strategy 'each', or an nn.Sequential without it"
+        )
+
+
+class _CheckpointedCall:
+    """Stands in for a module's call, hooks included."""
+
+    def __init__(self, module: nn.Module, preserve_rng_state: bool) -> None:
+        self.module = module
+        self.preserve_rng_state = preserve_rng_state
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        call = functools.partial(type(module)._call_impl, module)
+        if is_off() or (foreign.checkpoints_itself(module) and not module.training):
+            return call(*args, **kwargs)
+        here = Activations.here()
+        if here.placement is not None and here.placement.stage_of(module) is None:
+            return call(*args, **kwargs)
+        label = type(module).__name__
+        return run_region(call, args, kwargs, here, preserve_rng_state=self.preserve_rng_state, label=label)
+
+    def install(self) -> None:
+        """Take the place of the module's own call, unless the call goes to another stage."""
+        foreign.let_pass(self.module)
+        if not isinstance(self.module.__dict__.get("_call_impl"), RemoteEntry):
+            self.module.__dict__["_call_impl"] = self
+
+    def on(self, module: nn.Module) -> _CheckpointedCall:
+        """The same for another module."""
+        return _CheckpointedCall(module, self.preserve_rng_state)
+
+
+class _GroupedForward:
+    """Stands in for the forward of an ``nn.Sequential`` whose children are checkpointed in groups."""
+
+    def __init__(self, module: nn.Sequential, strategy: Strategy, preserve_rng_state: bool) -> None:
+        self.module = module
+        self.strategy = strategy
+        self.preserve_rng_state = preserve_rng_state
+
+    def __call__(self, value: Any) -> Any:
+        return run_sequential(self.module, value, self.strategy, self.preserve_rng_state)
+
+    def install(self) -> None:
+        """Take the place of the module's own forward."""
+        for child in self.module:
+            foreign.let_pass(child)
+        self.module.__dict__["forward"] = self
+
+    def on(self, module: nn.Module) -> _GroupedForward:
+        """The same for another module."""
+        check_sequential(module, self.strategy)
+        if not isinstance(module, nn.Sequential):
+            raise AssertionError("checked above")
+        return _GroupedForward(module, self.strategy, self.preserve_rng_state)
+
+
+_Marking = _CheckpointedCall | _GroupedForward
+
+
+def _mark(module: nn.Module, marking: _Marking) -> None:
+    unmark(module)
+    module.__dict__[_MARK] = marking
+    marking.install()
+
+
+def unmark(module: nn.Module) -> None:
+    """Let a module keep what it keeps by itself."""
+    marking = module.__dict__.pop(_MARK, None)
+    for name in ("_call_impl", "forward"):
+        if marking is not None and module.__dict__.get(name) is marking:
+            del module.__dict__[name]
+
+
+def mark(module: nn.Module, preserve_rng_state: bool = True) -> None:
+    """Checkpoint one module, whatever its type."""
+    _mark(module, _CheckpointedCall(module, preserve_rng_state))
+
+
+def is_marked(module: nn.Module) -> bool:
+    """Whether a module is checkpointed."""
+    return _MARK in module.__dict__
+
+
+def has_marks(model: nn.Module) -> bool:
+    """Whether any module of a model is checkpointed."""
+    return any(is_marked(module) for module in model.modules())
+
+
+def marked_parts(model: nn.Module) -> Iterator[nn.Module]:
+    """What must lie on one stage: checkpointed modules, and the children of sequences that are checkpointed in groups."""
+    for module in model.modules():
+        marking = module.__dict__.get(_MARK)
+        if isinstance(marking, _GroupedForward):
+            yield from module.children()
+        elif marking is not None:
+            yield module
+
+
+def marks(model: nn.Module) -> dict[str, _Marking]:
+    """The settings of a model's checkpointed modules, by path."""
+    return {path: module.__dict__[_MARK] for path, module in model.named_modules() if is_marked(module)}
+
+
+def carry_over(before: dict[str, _Marking], model: nn.Module) -> None:
+    """Modules that have taken the place of checkpointed ones are checkpointed too.
+
+    Args:
+        before: from :func:`marks`, before modules were replaced.
+        model: the model now.
+    """
+    now = dict(model.named_modules())
+    lost = []
+    for path, marking in before.items():
+        module = now.get(path)
+        if module is None:
+            lost.append(path)
+        elif module is not marking.module:
+            _mark(module, marking.on(module))
+    if lost:
+        logger.warning(
+            "the checkpointing of %s is lost, since the modules around it were replaced by distributed ones; call "
+            "smp.set_activation_checkpointing on the layers of the wrapped model, after smp.DistributedModel",
+            ", ".join(repr(path) for path in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else ""),
+        )

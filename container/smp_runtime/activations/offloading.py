@@ -1,0 +1,236 @@
+"""Kept activations wait in CPU memory: they leave when the forward pass of their region ends, and come back in time.
+
+On a GPU copies run on two streams of their own, from and to pinned memory. On CPU they are real copies too, made at once,
+so that order and memory can be observed without a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from smp_runtime.activations.stored import Stored
+from smp_runtime.activations.tape import Entry, Key, Tape
+
+
+class Use(Protocol):
+    """A use of a region, as the offloader sees it."""
+
+    stored: list[Stored]
+    has_run: bool
+    key: Any
+
+
+@dataclass
+class Figures:
+    """What the offloader has done; bytes of tensors that may leave.
+
+    Attributes:
+        resident: on the device now.
+        peak: most on the device at once.
+        left: copied to CPU memory.
+        came: copied back.
+        late: tensors that were copied back only when they were needed already.
+    """
+
+    resident: int = 0
+    peak: int = 0
+    left: int = 0
+    came: int = 0
+    late: int = 0
+
+
+class Offloader:
+    """Moves the kept activations of one rank.
+
+    Args:
+        horizon: tasks before its use at which an activation is loaded.
+        device: where this rank computes.
+        where: gives the place of the running task, its action and the planned order of actions, if there is one.
+
+    Attributes:
+        figures: what was moved; reset by the caller at will.
+        tape: the order of uses.
+    """
+
+    def __init__(self, horizon: int, device: torch.device, where: Callable[[], tuple[Any, Any, Any]]) -> None:
+        self.figures = Figures()
+        self.tape = Tape(horizon)
+        self.device = device
+        self._where = where
+        self._lock = threading.RLock()
+        #: Uses whose backward pass has not begun, in the order of their forward passes.
+        self._live: dict[Key, weakref.ref[Use]] = {}
+        self._by_tensor: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[_Movable]]] = {}
+        self._leaving: list[tuple[_Movable, torch.Tensor, Any]] = []
+        is_gpu = device.type == "cuda"
+        self.out_stream = torch.cuda.Stream(device) if is_gpu else None
+        self.in_stream = torch.cuda.Stream(device) if is_gpu else None
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self._check_leaving(wait=True)
+        self._live = {key: use for key, use in self._live.items() if use() is not None}
+        self._by_tensor = {key: known for key, known in self._by_tensor.items() if known[1]() is not None}
+        self.tape.begin_step()
+
+    def store(self, tensor: torch.Tensor) -> Stored:
+        """Keep a tensor; one that was computed may leave, and parameters, masks and indices stay."""
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        if not is_plain or tensor.grad_fn is None or tensor.device.type != self.device.type:
+            return Stored(tensor)
+        known = self._by_tensor.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            movable = known[1]()
+            if movable is not None and movable.is_of(tensor):
+                return movable
+        movable = _Movable(tensor, self)
+        self._by_tensor[id(tensor)] = (weakref.ref(tensor), weakref.ref(movable))
+        return movable
+
+    # -- what regions report ---------------------------------------------------------------------------------------
+
+    def forward_begins(self, use: Use) -> None:
+        """A region is about to run."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # part of a backward pass, and gone with it
+        place, action, order = self._where()
+        use.key = self.tape.new_key(place)
+        self._live[use.key] = weakref.ref(use)
+        self.tape.note(Entry("F", use.key), action, order)
+        self._settle(use)
+
+    def forward_ended(self, use: Use) -> None:
+        """A region has run; its arguments may leave."""
+        if use.key is not None:
+            self._settle(None)
+
+    def backward_begins(self, use: Use) -> None:
+        """A region is about to be run again."""
+        if use.key is not None and self._live.pop(use.key, None) is not None:
+            _, action, order = self._where()
+            self.tape.note(Entry("B", use.key), action, order)
+        for stored in use.stored:
+            if isinstance(stored, _Movable) and stored.tensor is None:
+                self.figures.late += 1
+                stored.load()
+        self._settle(use)
+
+    def _settle(self, now: Use | None) -> None:
+        """Let go of what is not used soon, then load what is."""
+        live = {key: use for key, weak in self._live.items() if (use := weak()) is not None}
+        if len(live) < len(self._live):
+            self._live = {key: self._live[key] for key in live}
+        soon = [live[key] for key in self.tape.coming(live) if key in live]
+        needed = {id(stored) for use in soon for stored in use.stored}
+        if now is not None:
+            needed.update(id(stored) for stored in now.stored)
+        for use in live.values():
+            if use.has_run:
+                for stored in use.stored:
+                    if isinstance(stored, _Movable) and stored.tensor is not None and id(stored) not in needed:
+                        stored.leave()
+        self._check_leaving()
+        for use in soon:
+            for stored in use.stored:
+                if isinstance(stored, _Movable) and stored.tensor is None:
+                    stored.load()
+
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    def count(self, change: int) -> None:
+        """Bytes come to the device or leave it."""
+        with self._lock:
+            self.figures.resident += change
+            self.figures.peak = max(self.figures.peak, self.figures.resident)
+
+    def copied_out(self, stored: _Movable, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """A copy in CPU memory, and the event after which it is complete."""
+        self.figures.left += stored.bytes
+        if self.out_stream is None:
+            return torch.empty_like(tensor).copy_(tensor), None
+        stream = self.out_stream
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream), torch.no_grad():
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            host.copy_(tensor, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        # Kept until it is read, so that nobody gets its memory and a change in place can be seen.
+        self._leaving.append((stored, tensor, event))
+        return host, event
+
+    def copied_in(self, stored: Stored, host: torch.Tensor, complete: Any) -> tuple[torch.Tensor, Any]:
+        """A copy on the device, and the event after which it is complete."""
+        self.figures.came += stored.bytes
+        if self.in_stream is None:
+            return torch.empty_like(host).copy_(host), None
+        stream = self.in_stream
+        stream.wait_event(complete)
+        with torch.cuda.stream(stream), torch.no_grad():
+            tensor = torch.empty_like(host, device=self.device)
+            tensor.copy_(host, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return tensor, event
+
+    def _check_leaving(self, *, wait: bool = False) -> None:
+        remaining = []
+        for stored, tensor, event in self._leaving:
+            if wait:
+                event.synchronize()
+            if wait or event.query():
+                stored.check(tensor)
+            else:
+                remaining.append((stored, tensor, event))
+        self._leaving = remaining
+
+
+class _Movable(Stored):
+    """A tensor that may wait in CPU memory."""
+
+    def __init__(self, tensor: torch.Tensor, offloader: Offloader) -> None:
+        super().__init__(tensor)
+        self._offloader = offloader
+        self._host: torch.Tensor | None = None
+        self._event: Any = None
+        offloader.count(self.bytes)
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether this is the tensor as it is now."""
+        return self._version == tensor._version
+
+    def leave(self) -> None:
+        """Give the memory on the device back."""
+        tensor = self.tensor
+        if tensor is None:
+            raise AssertionError("a tensor that is elsewhere cannot leave")
+        if self._host is None:
+            self.check(tensor)
+            self._host, self._event = self._offloader.copied_out(self, tensor)
+        self.tensor = None
+        self._offloader.count(-self.bytes)
+
+    def load(self) -> None:
+        """Begin to copy it back."""
+        if self._host is None:
+            raise AssertionError("a tensor that has not left cannot come back")
+        self.tensor, self._event = self._offloader.copied_in(self, self._host, self._event)
+        self._version = self.tensor._version
+        self._offloader.count(self.bytes)
+
+    def take(self, label: str) -> torch.Tensor:
+        if self._event is not None and self.tensor is not None and self._host is not None:
+            stream = torch.cuda.current_stream(self._offloader.device)
+            stream.wait_event(self._event)
+            self.tensor.record_stream(stream)
+        return super().take(label)
+
+    def __del__(self) -> None:
+        if getattr(self, "tensor", None) is not None:
+            self._offloader.count(-self.bytes)

@@ -1,0 +1,112 @@
+"""Which kept activations backward uses next: read off the step before, or the planned order of a pipeline.
+
+The *tape* of a step is the sequence of forward and backward passes of regions on this rank. A *task* of the horizon is one
+entry of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+Place = tuple[int | None, tuple[int, ...]]
+
+
+class Key(NamedTuple):
+    """A use of a region.
+
+    Attributes:
+        place: microbatch, and call numbers of the pipeline task that runs it forward.
+        number: position among the regions of that task.
+    """
+
+    place: Place
+    number: int
+
+
+class Entry(NamedTuple):
+    """One task of the tape."""
+
+    kind: str  # "F" or "B"
+    key: Key
+
+
+class Tape:
+    """Follows a step, and says what comes within the horizon.
+
+    Args:
+        horizon: tasks to look ahead.
+    """
+
+    def __init__(self, horizon: int) -> None:
+        self._horizon = horizon
+        self._record: list[tuple[Hashable, Entry]] = []
+        self._last: list[tuple[Hashable, Entry]] = []
+        self._expected: list[Entry] | None = None
+        self._position = 0
+        self._has_begun = False
+        self._numbers: dict[Place, int] = {}
+
+    def begin_step(self) -> None:
+        """A step begins; what the one before did is what is expected of it."""
+        if any(entry.kind == "B" for _, entry in self._record):
+            self._last = self._record
+        self._record = []
+        self._expected = None
+        self._has_begun = False
+        self._position = 0
+        self._numbers.clear()
+
+    def new_key(self, place: Place) -> Key:
+        """The name of a region's use that begins now."""
+        number = self._numbers.get(place, 0)
+        self._numbers[place] = number + 1
+        return Key(place, number)
+
+    def note(self, entry: Entry, action: Hashable = None, order: Sequence[Hashable] | None = None) -> None:
+        """A task begins.
+
+        Args:
+            action: of the pipeline that it belongs to.
+            order: of the actions of this stage, if one is planned.
+        """
+        if not self._has_begun:
+            self._has_begun = True
+            self._expected = self._in_order(order)
+        self._record.append((action, entry))
+        if self._expected is not None:
+            if self._position < len(self._expected) and self._expected[self._position] == entry:
+                self._position += 1
+            else:
+                self._expected = None
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the step has done what was expected so far."""
+        return self._expected is not None
+
+    def coming(self, live: Iterable[Key]) -> list[Key]:
+        """The uses in backward within the horizon.
+
+        Args:
+            live: uses whose forward pass has begun and whose backward pass has not, in order.
+        """
+        if self._expected is not None:
+            ahead = self._expected[self._position : self._position + self._horizon]
+            return [entry.key for entry in ahead if entry.kind == "B"]
+        # Nothing is known: the oldest microbatch comes first, and in it the last region.
+        newest_first = list(live)[::-1]
+        newest_first.sort(key=lambda key: -1 if key.place[0] is None else key.place[0])
+        return newest_first[: self._horizon]
+
+    def _in_order(self, order: Sequence[Hashable] | None) -> list[Entry] | None:
+        if not self._last:
+            return None
+        if order is None:
+            return [entry for _, entry in self._last]
+        done: dict[Hashable, list[Entry]] = {}
+        for action, entry in self._last:
+            done.setdefault(action, []).append(entry)
+        planned = [entry for action in order for entry in done.get(action, ())]
+        # A step that waited more often had other actions than the planned ones.
+        return planned if len(planned) == len(self._last) else [entry for _, entry in self._last]

@@ -1,0 +1,1 @@
+"""``smp.nn``: modules that tensor parallel ranks share."""

@@ -1,0 +1,202 @@
+"""``DistributedAttentionLayer``: each rank computes some of the heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from smp_runtime.errors import SMPUserError
+from smp_runtime.nn.half_block import HalfBlock
+from smp_runtime.nn.projections import ColumnProjection, RowProjection
+from smp_runtime.nn.scores import Scoring, alibi_slopes, attend, rotate
+from smp_runtime.nn.settings import LayerSettings
+from smp_runtime.tensor_parallel.flow import split_dropout
+
+
+class DistributedAttentionLayer(HalfBlock):
+    """Self or cross attention, a linear map and dropout; added to the input, and normalised if asked for.
+
+    Args:
+        num_attention_heads: heads over all ranks.
+        attention_head_size: channels of a head.
+        hidden_size: of input and output.
+        attention_dropout_prob: of attention weights.
+        hidden_dropout_prob: of the output.
+        layernorm_epsilon: added to variances.
+        initializer_range: standard deviation of the weights under ``use_normal_initialization``.
+        use_normal_initialization: else as PyTorch does.
+        cross_attention: keys and values come from ``cross_states``.
+        causal_mask_size: longest sequence under a causal mask; None attends everywhere.
+        pre_layernorm: normalise the input.
+        post_layernorm: normalise the output.
+        options: more of :class:`smp_runtime.nn.settings.LayerSettings`.
+
+    Raises:
+        IndivisibleError: (a ``ValueError``) the ranks do not divide the heads.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int = 32,
+        attention_head_size: int = 32,
+        hidden_size: int = 1024,
+        attention_dropout_prob: float = 0.1,
+        hidden_dropout_prob: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        cross_attention: bool = False,
+        causal_mask_size: int | None = None,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        **options: Any,
+    ) -> None:
+        settings = LayerSettings.checked(
+            num_attention_heads=num_attention_heads,
+            attention_head_size=attention_head_size,
+            hidden_size=hidden_size,
+            attention_dropout_prob=attention_dropout_prob,
+            hidden_dropout_prob=hidden_dropout_prob,
+            layernorm_epsilon=layernorm_epsilon,
+            initializer_range=initializer_range,
+            use_normal_initialization=use_normal_initialization,
+            causal_mask_size=causal_mask_size,
+            pre_layernorm=pre_layernorm,
+            post_layernorm=post_layernorm,
+            **options,
+        )
+        super().__init__(settings)
+        self.cross_attention = cross_attention
+        self.num_local_heads = self.share_of("num_attention_heads", num_attention_heads)
+        key_heads = settings.num_key_value_heads or num_attention_heads
+        self.num_local_key_value_heads = self.share_of("num_key_value_heads", key_heads)
+        size, std = attention_head_size, self._weight_std()
+        bias = settings.use_qkv_bias
+        if settings.fused_qkv:
+            self.query_key_value = ColumnProjection(hidden_size, 3 * num_attention_heads * size, std, bias)
+        else:
+            self.query = ColumnProjection(hidden_size, num_attention_heads * size, std, bias)
+            self.key = ColumnProjection(hidden_size, key_heads * size, std, bias)
+            self.value = ColumnProjection(hidden_size, key_heads * size, std, bias)
+        self.dense = RowProjection(
+            num_attention_heads * size,
+            hidden_size,
+            self._weight_std(ends_in_residual=True),
+            settings.use_attn_dense_bias,
+            self.row_reduction,
+        )
+        self._add_norms()
+        self._scoring = self._make_scoring()
+
+    def forward(self, inputs: tuple[Any, ...]) -> torch.Tensor:
+        """Attention of ``(hidden_states, attention_mask)``, or of ``(hidden_states, cross_states, attention_mask)``.
+
+        Args:
+            inputs: ``hidden_states`` and ``cross_states`` are ``[batch, seq, hidden]``, ``attention_mask`` is added to
+                the scores, ``[batch, 1, 1, keys]``, or None. Positions ``[batch, seq]`` for rotary embedding may
+                follow the mask.
+
+        Returns:
+            ``[batch, seq, hidden]``.
+        """
+        cross = None
+        if self.cross_attention:
+            states, cross, mask, *rest = inputs
+        else:
+            states, mask, *rest = inputs
+        positions = rest[0] if rest else None
+        if not self.converts:
+            return self._inside(states, cross, mask, positions)
+        entered = self.flow.enter(states)
+        attended = states if cross is None else cross
+        output = self._inside(
+            entered,
+            None if cross is None else self.flow.enter(cross),
+            self.flow.enter_mask(mask, attended, self._scoring.causal),
+            self.flow.enter_ids(positions, states),
+        )
+        return self.flow.leave(output, states)
+
+    def _inside(
+        self,
+        states: torch.Tensor,
+        cross: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ready = self.ready()
+        normed = self.normed(states, ready)
+        return self._residual(states, self.change(normed, cross, mask, positions, ready), ready[2:4])
+
+    def ready(self) -> list[torch.Tensor | None]:
+        """The parameters that work on rows, ready for use."""
+        return self._row_parameters(self.dense.bias)
+
+    def normed(self, states: torch.Tensor, ready: list[torch.Tensor | None]) -> torch.Tensor:
+        """What attention reads."""
+        return states if self.pre_layernorm is None else self.pre_layernorm(states, ready[0], ready[1])
+
+    def change(
+        self,
+        normed: torch.Tensor,
+        cross: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        ready: list[torch.Tensor | None],
+    ) -> torch.Tensor:
+        """What attention adds to the residual stream; activations lie as inside."""
+        query, key, value = self._heads(normed, cross)
+        settings = self.settings
+        if settings.rotary_frequencies is not None:
+            turn = (settings.rotary_frequencies, settings.rotary_interleaved, settings.rotary_scale, positions)
+            query, key = rotate(query, *turn), rotate(key, *turn)
+        self._check_length(query.shape[2])
+        dropout = settings.attention_dropout_prob if self.training else 0.0
+        with split_dropout(self.tensor_group, query.device, dropout > 0.0):
+            context = attend(query, key, value, mask, self._scoring, dropout)
+        context = context.transpose(1, 2).flatten(2)
+        output = self.flow.rows(context, self.dense.weight, ready[4])
+        return self.flow.dropout(output, settings.hidden_dropout_prob, self.training)
+
+    def _heads(
+        self, normed: torch.Tensor, cross: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of this rank's heads, each ``[batch, heads, seq, head size]``."""
+        size = self.settings.attention_head_size
+        if self.settings.fused_qkv:
+            weights, biases = [self.query_key_value.weight], [self.query_key_value.bias]
+            (together,) = self.flow.columns(normed, weights, biases)
+            query, key, value = together.unflatten(-1, (self.num_local_heads, 3 * size)).transpose(1, 2).chunk(3, -1)
+            return query, key, value
+        maps = [self.query, self.key, self.value]
+        if cross is None:
+            results = self.flow.columns(normed, [m.weight for m in maps], [m.bias for m in maps])
+        else:
+            results = self.flow.columns(normed, [self.query.weight], [self.query.bias])
+            results += self.flow.columns(cross, [m.weight for m in maps[1:]], [m.bias for m in maps[1:]])
+        query, key, value = (result.unflatten(-1, (-1, size)).transpose(1, 2) for result in results)
+        return query, key, value
+
+    def _make_scoring(self) -> Scoring:
+        settings = self.settings
+        scale = settings.attention_head_size**-0.5 if settings.scale_attention_scores else 1.0
+        if settings.scale_attn_by_layer_idx and settings.layer_idx is not None:
+            scale /= settings.layer_idx + 1
+        slopes = None
+        if settings.use_alibi and not self.cross_attention:
+            first = self.tensor_group.rank * self.num_local_heads
+            every = alibi_slopes(settings.num_attention_heads, settings.alibi_bias_max)
+            slopes = every[first : first + self.num_local_heads]
+        causal = settings.causal_mask_size is not None and not self.cross_attention
+        window = settings.window_size if causal else None
+        return Scoring(scale, causal, window, slopes, settings.attention_in_fp32)
+
+    def _check_length(self, length: int) -> None:
+        longest = self.settings.causal_mask_size
+        # Sliced activations may be padded up to the next multiple of the ranks.
+        if self._scoring.causal and longest is not None and length - self.tensor_group.size >= longest:
+            raise SMPUserError(
+                f"the sequence has {length} tokens, but causal_mask_size is {longest}: shorten it, or make the layer with a "
+                f"causal_mask_size of at least {length}"
+            )

@@ -1,0 +1,60 @@
+"""The modules that are distributed out of the box: PyTorch's, and Hugging Face's when they are met."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import nn
+
+from smp_runtime.nn.embedding import DistributedEmbedding
+from smp_runtime.nn.linear import DistributedLinear
+from smp_runtime.nn.lm_head import DistributedTransformerLMHead
+from smp_runtime.nn.transformer import DistributedTransformer
+from smp_runtime.tensor_parallel.registration import Arguments, Registration, register, register_later
+
+_MODELS = "transformers.models"
+_ROOM = "smp_runtime.nn.huggingface"
+
+#: Hugging Face's classes, and the function that registers each.
+_HUGGING_FACE = {
+    "gpt2.modeling_gpt2.GPT2LMHeadModel": "gpt2.register_model",
+    "gpt2.modeling_gpt2.GPT2Model": "gpt2.register_model",
+    "gptj.modeling_gptj.GPTJForCausalLM": "gptj.register_model",
+    "gptj.modeling_gptj.GPTJModel": "gptj.register_model",
+    "gpt_neo.modeling_gpt_neo.GPTNeoForCausalLM": "gptneo.register_model",
+    "gpt_neo.modeling_gpt_neo.GPTNeoModel": "gptneo.register_model",
+    "gpt_neox.modeling_gpt_neox.GPTNeoXForCausalLM": "gptneox.register_model",
+    "gpt_neox.modeling_gpt_neox.GPTNeoXModel": "gptneox.register_model",
+    "llama.modeling_llama.LlamaForCausalLM": "llama.register_model",
+    "llama.modeling_llama.LlamaModel": "llama.register_model",
+    "bert.modeling_bert.BertEncoder": "bert.register_model",
+    "roberta.modeling_roberta.RobertaEncoder": "roberta.register_model",
+}
+
+
+@functools.cache
+def register_all() -> None:
+    """Register them; only the first call does something."""
+    register(nn.Linear, Registration(DistributedLinear, arguments=_linear))
+    register(nn.Embedding, Registration(DistributedEmbedding, arguments=_embedding, only_if="distribute_embedding"))
+    for name, function in _HUGGING_FACE.items():
+        register_later(f"{_MODELS}.{name}", f"{_ROOM}.{function}")
+
+
+#: What scope keywords can override, besides what registered modules take.
+OVERRIDABLE = (DistributedTransformer, DistributedTransformerLMHead)
+
+
+def _linear(module: nn.Linear) -> Arguments:
+    settings = {"bias": module.bias is not None, "dtype": module.weight.dtype}
+    return (module.in_features, module.out_features), settings
+
+
+def _embedding(module: nn.Embedding) -> Arguments:
+    return (module.num_embeddings, module.embedding_dim), {
+        "padding_idx": module.padding_idx,
+        "max_norm": module.max_norm,
+        "scale_grad_by_freq": module.scale_grad_by_freq,
+        "sparse": module.sparse,
+        "initializer_range": 1.0,  # as nn.Embedding draws
+    }

@@ -1,0 +1,157 @@
+"""Embeddings over several ranks: split along the embedding's channels, or along the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from smp_config import Group
+from smp_runtime.nn.module import DistributedModule, NotDistributableError
+from smp_runtime.tensor_parallel.collectives import exchanged, gathered, scatter_summed, summed
+from smp_runtime.tensor_parallel.initialisation import Fill
+
+
+class DistributedEmbedding(DistributedModule):
+    """``nn.Embedding`` with a weight of ``[num_embeddings, embedding_dim / tp]`` on each rank.
+
+    Args:
+        num_embeddings: rows.
+        embedding_dim: channels, over all ranks.
+        padding_idx: a row that stays zero and gets no gradient.
+        max_norm: must be None: a row's norm is spread over the ranks.
+        norm_type: not used.
+        scale_grad_by_freq: as in ``nn.Embedding``.
+        sparse: must be False.
+        initializer_range: standard deviation of the weights.
+        _weight: the whole weight, in place of random numbers.
+        _skip_allgather: return this rank's channels only.
+        _skip_scatter_and_merge: with a batch per rank, return the rows of all batches.
+
+    Raises:
+        IndivisibleError: (a ``ValueError``) the ranks do not divide ``embedding_dim``.
+        NotDistributableError: ``max_norm`` or ``sparse``.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: torch.Tensor | None = None,
+        initializer_range: float = 0.02,
+        _skip_allgather: bool = False,
+        _skip_scatter_and_merge: bool = False,
+    ) -> None:
+        super().__init__()
+        if max_norm is not None or sparse:
+            raise NotDistributableError(
+                f"DistributedEmbedding got max_norm={max_norm} and sparse={sparse}; a row is spread over the ranks, so "
+                "neither is possible: leave them at None and False"
+            )
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self._skip_allgather, self._skip_scatter_and_merge = _skip_allgather, _skip_scatter_and_merge
+        self.share_of("embedding_dim", embedding_dim)
+        self.add_split("weight", (num_embeddings, embedding_dim), 1, _rows(initializer_range, padding_idx, _weight))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Rows of the ids ``[batch, …]``, ``[batch, …, embedding_dim]``."""
+        group = self.tensor_group
+        own = group.size > 1 and not group.prescaled
+        ids = group.gather(input, 0) if own else input
+        mine = F.embedding(ids, self.weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        if group.size == 1 or self._skip_allgather:
+            return mine
+        if own and not self._skip_scatter_and_merge:
+            return exchanged(mine, group, split=0, joined=-1)
+        return gathered(mine, group, -1, partial=False)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+class VocabularyEmbedding(DistributedModule):
+    """An embedding with some rows of the vocabulary on each rank; its weight can serve as a language model's head.
+
+    The last rank has fewer rows if the number of ranks does not divide the vocabulary.
+
+    Args:
+        vocab_size: rows, over all ranks.
+        hidden_size: channels.
+        std: standard deviation of the weights.
+        padding_idx: a row that stays zero and gets no gradient from the embedding.
+
+    Attributes:
+        start: first id of this rank.
+        stop: behind its last.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, vocab_size: int, hidden_size: int, std: float, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.vocab_size, self.padding_idx = vocab_size, padding_idx
+        self.add_split("weight", (vocab_size, hidden_size), 0, _rows(std, padding_idx, None))
+        self.start = self.tensor_slices["weight"].start
+        self.stop = self.tensor_slices["weight"].stop
+        if vocab_size <= self.tensor_slices["weight"].size * (self.tensor_group.size - 1):
+            raise NotDistributableError(
+                f"vocab_size is {vocab_size}, too few for {self.tensor_group.size} ranks to have a part each; use a smaller "
+                "tensor_parallel_degree"
+            )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Rows of the ids ``[batch, seq]``, ``[batch, seq, hidden]``."""
+        group = self.tensor_group
+        if group.size == 1:
+            return F.embedding(input, self.weight, self.padding_idx)
+        ids = input if group.prescaled else group.gather(input, 0)
+        elsewhere = (ids < self.start) | (ids >= self.stop)
+        padding = self.padding_idx
+        local = padding - self.start if padding is not None and self.start <= padding < self.stop else None
+        rows = F.embedding((ids - self.start).masked_fill(elsewhere, 0), self.weight, local)
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return summed(rows, group) if group.prescaled else scatter_summed(rows, group, 0)
+
+
+class WholeEmbedding(DistributedModule):
+    """An embedding that every rank has whole; part of a distributed model, so its weight is drawn with the others.
+
+    Args:
+        num_embeddings: rows.
+        embedding_dim: channels.
+        std: standard deviation of the weights.
+        reduction: over which group the gradient is averaged.
+        padding_idx: a row that stays zero and gets no gradient from the embedding.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, std: float, reduction: Group, padding_idx: int | None = None
+    ) -> None:
+        super().__init__()
+        self.padding_idx = padding_idx
+        self.add_whole("weight", (num_embeddings, embedding_dim), _rows(std, padding_idx, None), reduction)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Rows of the ids ``[batch, seq]``, ``[batch, seq, embedding_dim]``."""
+        return F.embedding(input, self.weight, self.padding_idx)
+
+
+def _rows(std: float, padding: int | None, given: torch.Tensor | None) -> Fill:
+    def fill(whole: torch.Tensor, generator: torch.Generator) -> None:
+        whole.normal_(0.0, std, generator=generator)
+        if padding is not None:
+            whole[padding].zero_()
+        if given is not None:
+            whole.copy_(given)
+
+    return fill

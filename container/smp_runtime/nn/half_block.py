@@ -1,0 +1,67 @@
+"""What the attention and the output layer have in common: norms, residual, and the way in and out of a block."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from smp_config import Group
+from smp_runtime.nn.module import DistributedModule
+from smp_runtime.nn.norm import RowNorm
+from smp_runtime.nn.settings import LayerSettings
+from smp_runtime.tensor_parallel.flow import choose_flow
+
+
+class HalfBlock(DistributedModule):
+    """A layer that reads the residual stream and adds to it.
+
+    Attributes:
+        settings: of the layer.
+        flow: how activations lie.
+        converts: whether it brings its inputs in and its output out itself; an outer distributed layer does it for
+            those inside.
+    """
+
+    def __init__(self, settings: LayerSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        self.flow = choose_flow(self.tensor_group)
+        self.converts = True
+        #: Of parameters that work on rows.
+        self.row_reduction = Group.RDP if self.flow.rows_see_all else Group.DP
+
+    def _add_norms(self, with_pre: bool = True) -> None:
+        settings = self.settings
+
+        def make(wanted: bool) -> RowNorm | None:
+            size, epsilon = settings.hidden_size, settings.layernorm_epsilon
+            return RowNorm(size, epsilon, rms=settings.rms_norm, reduction=self.row_reduction) if wanted else None
+
+        self.pre_layernorm = make(settings.pre_layernorm and with_pre)
+        self.layernorm = make(settings.post_layernorm)
+
+    def _weight_std(self, ends_in_residual: bool = False) -> float | None:
+        settings = self.settings
+        if not settings.use_normal_initialization:
+            return None
+        special = settings.output_initializer_range
+        return special if ends_in_residual and special is not None else settings.initializer_range
+
+    def _row_parameters(self, *biases: nn.Parameter | None) -> list[torch.Tensor | None]:
+        """Weight and bias of the norm before, of the norm behind, then ``biases``; ready for use on rows."""
+        norms = [
+            (None, None) if norm is None else (norm.weight, norm.bias) for norm in (self.pre_layernorm, self.layernorm)
+        ]
+        return self.flow.shared(*norms[0], *norms[1], *biases)
+
+    def _residual(self, states: torch.Tensor, change: torch.Tensor, norm: list[torch.Tensor | None]) -> torch.Tensor:
+        """``states + change``, normalised if the layer does it behind; ``norm`` is that norm's weight and bias."""
+        if self.settings.fp32_residual_addition:
+            total = states.float() + change.float()
+            if self.layernorm is not None:
+                weight, bias = norm[0], norm[1]
+                wide = [None if tensor is None else tensor.float() for tensor in (weight, bias)]
+                total = self.layernorm(total, *wide)
+            return total.to(states.dtype)
+        total = states + change
+        return total if self.layernorm is None else self.layernorm(total, norm[0], norm[1])

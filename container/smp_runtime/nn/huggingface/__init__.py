@@ -1,0 +1,1 @@
+"""Hugging Face models: their distributed forms, and the translation of their states."""

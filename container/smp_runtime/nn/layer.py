@@ -1,0 +1,137 @@
+"""``DistributedTransformerLayer``: attention and output layer, shared by the tensor parallel ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from smp_runtime.nn.attention import DistributedAttentionLayer
+from smp_runtime.nn.module import DistributedModule
+from smp_runtime.nn.output import DistributedTransformerOutputLayer
+from smp_runtime.nn.settings import LayerSettings
+from smp_runtime.tensor_parallel.flow import Flow, choose_flow
+
+
+class DistributedTransformerLayer(DistributedModule):
+    """One transformer layer.
+
+    Args:
+        num_attention_heads: heads over all ranks.
+        attention_head_size: channels of a head.
+        hidden_size: of input and output.
+        intermediate_size: features between the output layer's maps, over all ranks.
+        attention_dropout_prob: of attention weights.
+        hidden_dropout_prob: of what both halves add.
+        activation: ``"gelu"``, ``"relu"``, or another of :data:`smp_runtime.nn.settings.ACTIVATIONS`.
+        layernorm_epsilon: added to variances.
+        initializer_range: standard deviation of the weights under ``use_normal_initialization``.
+        use_normal_initialization: else as PyTorch does.
+        causal_mask_size: longest sequence under a causal mask; None attends everywhere.
+        add_cross_attention: a second attention, whose keys and values come from ``cross_states``.
+        pre_layernorm: normalise the input of each half; one of the two must be true.
+        post_layernorm: normalise the output of each half.
+        options: more of :class:`smp_runtime.nn.settings.LayerSettings`, such as ``use_alibi`` and ``alibi_bias_max``.
+
+    Raises:
+        IndivisibleError: (a ``ValueError``) the ranks do not divide the heads or the intermediate features.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int = 32,
+        attention_head_size: int = 32,
+        hidden_size: int = 1024,
+        intermediate_size: int = 4096,
+        attention_dropout_prob: float = 0.1,
+        hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu",
+        layernorm_epsilon: float = 1e-5,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        causal_mask_size: int | None = None,
+        add_cross_attention: bool = False,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.settings = LayerSettings.checked(
+            num_attention_heads=num_attention_heads,
+            attention_head_size=attention_head_size,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            attention_dropout_prob=attention_dropout_prob,
+            hidden_dropout_prob=hidden_dropout_prob,
+            activation=activation,
+            layernorm_epsilon=layernorm_epsilon,
+            initializer_range=initializer_range,
+            use_normal_initialization=use_normal_initialization,
+            causal_mask_size=causal_mask_size,
+            add_cross_attention=add_cross_attention,
+            pre_layernorm=pre_layernorm,
+            post_layernorm=post_layernorm,
+            **options,
+        )
+        arguments = self.settings.as_arguments()
+        self.flow: Flow = choose_flow(self.tensor_group)
+        self.converts = True
+        self.attention = DistributedAttentionLayer(**arguments)
+        self.cross_attention = (
+            DistributedAttentionLayer(cross_attention=True, **arguments) if add_cross_attention else None
+        )
+        self.output = DistributedTransformerOutputLayer(**arguments)
+        for half in (self.attention, self.cross_attention, self.output):
+            if half is not None:
+                half.converts = False
+
+    def forward(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The layer's output, in a tuple like ``inputs``.
+
+        Args:
+            inputs: ``(hidden_states, attention_mask)``; with cross attention ``(hidden_states, cross_states,
+                attention_mask, cross_mask)``. States are ``[batch, seq, hidden]``; masks are added to the scores,
+                ``[batch, 1, 1, keys]``, or None. Positions ``[batch, seq]`` for rotary embedding may come last.
+        """
+        if not self.converts:
+            return (self._inside(inputs), *inputs[1:])
+        states = inputs[0]
+        output = self._inside(enter_all(self.flow, self.settings, inputs))
+        return (self.flow.leave(output, states), *inputs[1:])
+
+    def _inside(self, inputs: tuple[Any, ...]) -> torch.Tensor:
+        if self.cross_attention is not None:
+            states, cross, mask, cross_mask, *rest = inputs
+        else:
+            (states, mask, *rest), cross, cross_mask = inputs, None, None
+        if self.settings.parallel_attn_output:
+            return self._parallel(states, mask, rest[0] if rest else None)
+        states = self.attention((states, mask, *rest))
+        if self.cross_attention is not None:
+            states = self.cross_attention((states, cross, cross_mask))
+        return self.output(states)
+
+    def _parallel(
+        self, states: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Both halves read the same input."""
+        ready = self.attention.ready()
+        normed = self.attention.normed(states, ready)
+        change = self.attention.change(normed, None, mask, positions, ready)
+        ready = self.output.ready()
+        if not self.settings.single_pre_layernorm:
+            normed = self.output.normed(states, ready)
+        return states + change + self.output.change(normed, ready)
+
+
+def enter_all(flow: Flow, settings: LayerSettings, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A layer's inputs, laid as inside."""
+    causal = settings.causal_mask_size is not None
+    states = inputs[0]
+    if settings.add_cross_attention:
+        _, cross, mask, cross_mask, *rest = inputs
+        middle = (flow.enter(cross), flow.enter_mask(mask, states, causal), flow.enter_mask(cross_mask, cross, False))
+    else:
+        _, mask, *rest = inputs
+        middle = (flow.enter_mask(mask, states, causal),)  # type: ignore[assignment]
+    return (flow.enter(states), *middle, *(flow.enter_ids(ids, states) for ids in rest))

@@ -1,0 +1,68 @@
+"""``DistributedLinear``: each rank holds the weights of some input features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from smp_config import Group
+from smp_runtime.errors import SMPUserError
+from smp_runtime.nn.module import DistributedModule
+from smp_runtime.tensor_parallel.collectives import exchanged, scatter_summed, sliced, summed
+from smp_runtime.tensor_parallel.initialisation import uniform_for
+
+
+class DistributedLinear(DistributedModule):
+    """``nn.Linear`` with a weight of ``[out, in / tp]`` on each rank.
+
+    With a batch per rank, the ranks exchange their features of the input and reduce-scatter the output to its owners;
+    with a common batch each takes its features of it and the output is summed.
+
+    Args:
+        in_features: channels of the input, over all ranks.
+        out_features: channels of the output.
+        bias: whether it has one, ``[out]``.
+
+    Raises:
+        IndivisibleError: (a ``ValueError``) the ranks do not divide ``in_features``.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        if dtype is not None:
+            self._dtype = dtype
+        self.share_of("in_features", in_features)
+        self.add_split("weight", (out_features, in_features), 1, uniform_for(in_features))
+        if bias:
+            # It is added to this rank's own output.
+            reduction = Group.RDP if self.tensor_group.prescaled else Group.DP
+            self.add_whole("bias", (out_features,), uniform_for(in_features), reduction)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``[batch, …, in]`` to ``[batch, …, out]``."""
+        group = self.tensor_group
+        if group.size == 1:
+            return F.linear(input, self.weight, self.bias)
+        if group.prescaled:
+            output = summed(F.linear(sliced(input, group, -1), self.weight), group)
+        elif input.dim() < 2:
+            raise SMPUserError(
+                f"DistributedLinear got an input of shape {list(input.shape)}; with a batch per rank its first dim is the "
+                "batch: add one with input.unsqueeze(0)"
+            )
+        else:
+            features = exchanged(input, group, split=-1, joined=0)
+            output = scatter_summed(F.linear(features, self.weight), group, 0)
+        return output if self.bias is None else output + self.bias
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

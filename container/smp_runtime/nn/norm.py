@@ -1,0 +1,65 @@
+"""Layer normalisation: PyTorch's is fused already; inside distributed layers its parameters come as arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from smp_config import Group
+from smp_runtime.nn.module import DistributedModule
+from smp_runtime.tensor_parallel.initialisation import constant
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """Apex's interface over PyTorch's layer norm, which computes in one kernel and needs no other package.
+
+    Args:
+        normalized_shape: the last dims, as in ``nn.LayerNorm``.
+        eps: added to the variance.
+        elementwise_affine: whether it has weight and bias.
+        memory_efficient: accepted.
+    """
+
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+    ) -> None:
+        super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
+
+
+class RowNorm(DistributedModule):
+    """The norm of a distributed layer: over the last dim, of rows that may lie on several ranks.
+
+    Args:
+        hidden: size of the last dim.
+        epsilon: added to the variance.
+        rms: root mean square norm, without mean and bias.
+        reduction: over which group gradients are averaged.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, hidden: int, epsilon: float, *, rms: bool = False, reduction: Group = Group.RDP) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.rms = rms
+        self.add_whole("weight", (hidden,), constant(1.0), reduction)
+        if rms:
+            self.register_parameter("bias", None)
+        else:
+            self.add_whole("bias", (hidden,), constant(0.0), reduction)
+
+    def forward(
+        self, hidden: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``[..., hidden]`` normalised; with other tensors in place of its own weight and bias."""
+        if weight is None:
+            weight, bias = self.weight, self.bias
+        if not self.rms:
+            return F.layer_norm(hidden, weight.shape, weight, bias, self.epsilon)
+        wide = hidden.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return weight * normed.to(hidden.dtype)

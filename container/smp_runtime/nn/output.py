@@ -1,0 +1,96 @@
+"""``DistributedTransformerOutputLayer``: each rank computes some of the intermediate features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from smp_runtime.nn.half_block import HalfBlock
+from smp_runtime.nn.projections import ColumnProjection, RowProjection
+from smp_runtime.nn.settings import ACTIVATIONS, LayerSettings
+
+
+class DistributedTransformerOutputLayer(HalfBlock):
+    """Two linear maps with an activation between, and dropout; added to the input, and normalised if asked for.
+
+    Args:
+        hidden_size: of input and output.
+        intermediate_size: features between the maps, over all ranks.
+        hidden_dropout_prob: of the output.
+        activation: ``"gelu"``, ``"relu"``, or another of :data:`smp_runtime.nn.settings.ACTIVATIONS`.
+        layernorm_epsilon: added to variances.
+        initializer_range: standard deviation of the weights under ``use_normal_initialization``.
+        use_normal_initialization: else as PyTorch does.
+        pre_layernorm: normalise the input.
+        post_layernorm: normalise the output.
+        fp32_residual_addition: add the residual in float32.
+        options: more of :class:`smp_runtime.nn.settings.LayerSettings`.
+
+    Raises:
+        IndivisibleError: (a ``ValueError``) the ranks do not divide the intermediate features.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 1024,
+        intermediate_size: int = 4096,
+        hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu",
+        layernorm_epsilon: float = 1e-5,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        fp32_residual_addition: bool = False,
+        **options: Any,
+    ) -> None:
+        settings = LayerSettings.checked(
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            hidden_dropout_prob=hidden_dropout_prob,
+            activation=activation,
+            layernorm_epsilon=layernorm_epsilon,
+            initializer_range=initializer_range,
+            use_normal_initialization=use_normal_initialization,
+            pre_layernorm=pre_layernorm,
+            post_layernorm=post_layernorm,
+            fp32_residual_addition=fp32_residual_addition,
+            **options,
+        )
+        super().__init__(settings)
+        self.share_of("intermediate_size", intermediate_size)
+        bias = settings.use_mlp_bias
+        self.dense1 = ColumnProjection(hidden_size, intermediate_size, self._weight_std(), bias)
+        if settings.gated_mlp:
+            self.gate = ColumnProjection(hidden_size, intermediate_size, self._weight_std(), bias)
+        std = self._weight_std(ends_in_residual=True)
+        self.dense2 = RowProjection(intermediate_size, hidden_size, std, bias, self.row_reduction)
+        self._add_norms(with_pre=not settings.single_pre_layernorm)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """``[batch, seq, hidden]`` to the same."""
+        if not self.converts:
+            return self._inside(inputs)
+        return self.flow.leave(self._inside(self.flow.enter(inputs)), inputs)
+
+    def _inside(self, states: torch.Tensor) -> torch.Tensor:
+        ready = self.ready()
+        return self._residual(states, self.change(self.normed(states, ready), ready), ready[2:4])
+
+    def ready(self) -> list[torch.Tensor | None]:
+        """The parameters that work on rows, ready for use."""
+        return self._row_parameters(self.dense2.bias)
+
+    def normed(self, states: torch.Tensor, ready: list[torch.Tensor | None]) -> torch.Tensor:
+        """What the first map reads."""
+        return states if self.pre_layernorm is None else self.pre_layernorm(states, ready[0], ready[1])
+
+    def change(self, normed: torch.Tensor, ready: list[torch.Tensor | None]) -> torch.Tensor:
+        """What the layer adds to the residual stream; activations lie as inside."""
+        maps = [self.dense1, self.gate] if self.settings.gated_mlp else [self.dense1]
+        first, *gates = self.flow.columns(normed, [m.weight for m in maps], [m.bias for m in maps])
+        activate = ACTIVATIONS[self.settings.activation]
+        features = activate(gates[0]) * first if gates else activate(first)
+        output = self.flow.rows(features, self.dense2.weight, ready[4])
+        return self.flow.dropout(output, self.settings.hidden_dropout_prob, self.training)

@@ -1,0 +1,140 @@
+"""Attention itself: scores, masks and biases through PyTorch's scaled dot product attention."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How tokens attend to each other.
+
+    Attributes:
+        scale: factor of the scores.
+        causal: each token attends to itself and those before it.
+        window: and only to so many last ones.
+        slopes: linear bias per head and distance; None means no bias.
+        in_fp32: compute in float32, and return the values' type.
+    """
+
+    scale: float
+    causal: bool = False
+    window: int | None = None
+    slopes: tuple[float, ...] | None = None
+    in_fp32: bool = False
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scoring: Scoring,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Weighted sums of the values.
+
+    Args:
+        query: ``[batch, heads, queries, head size]``.
+        key: ``[batch, heads or a divisor, keys, head size]``; value likewise.
+        mask: added to the scores, ``[batch or 1, heads or 1, queries or 1, keys]``.
+        dropout: probability of dropping an attention weight.
+
+    Returns:
+        ``[batch, heads, queries, head size]``.
+    """
+    dtype = value.dtype
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if scoring.in_fp32:
+        query, key, value = query.float(), key.float(), value.float()
+    bias = _bias(query, key.shape[2], mask, scoring)
+    context = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=bias,
+        dropout_p=dropout,
+        is_causal=scoring.causal and bias is None,
+        scale=scoring.scale,
+    )
+    return context.to(dtype)
+
+
+def _bias(query: torch.Tensor, keys: int, mask: torch.Tensor | None, scoring: Scoring) -> torch.Tensor | None:
+    """Everything that is added to the scores; None when the kernel's own causal mask is all there is."""
+    queries = query.shape[2]
+    window = scoring.window if scoring.window is not None and scoring.window < keys else None
+    if mask is None and scoring.slopes is None and window is None:
+        return None
+    lowest = torch.finfo(query.dtype).min
+    bias = None if mask is None else mask.to(query.dtype)
+    if scoring.causal or scoring.slopes is not None:
+        # How far back each key lies, [queries, keys].
+        distance = torch.arange(queries, device=query.device)[:, None] - torch.arange(keys, device=query.device)
+    if scoring.slopes is not None:
+        slopes = torch.tensor(scoring.slopes, dtype=query.dtype, device=query.device)
+        linear = -slopes[:, None, None] * distance.abs()
+        bias = (linear if bias is None else bias + linear).clamp_min(lowest)
+        bias = bias if bias.dim() == 4 else bias.unsqueeze(0)
+    if scoring.causal:
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        bias = (query.new_zeros(1, 1, queries, keys) if bias is None else bias).masked_fill(hidden, lowest)
+    return bias
+
+
+def alibi_slopes(heads: int, bias_max: int = 8) -> tuple[float, ...]:
+    """Slope of each head's linear bias: a geometric series that ends at ``2^-bias_max`` (arXiv 2108.12409).
+
+    For a number of heads that is no power of two, those of the next power, the odd ones first.
+    """
+    power = 2 ** math.ceil(math.log2(heads))
+    slopes = [2.0 ** (-bias_max * (head + 1) / power) for head in range(power)]
+    return tuple(slopes if power == heads else (slopes[1::2] + slopes[::2])[:heads])
+
+
+@functools.lru_cache(maxsize=16)
+def _angles(
+    frequencies: tuple[float, ...], length: int, scale: float, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine, each ``[length, pairs]`` in float32."""
+    positions = torch.arange(length, dtype=torch.float32, device=device)
+    angles = positions[:, None] * torch.tensor(frequencies, dtype=torch.float32, device=device)
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def rotate(
+    tensor: torch.Tensor,
+    frequencies: tuple[float, ...],
+    interleaved: bool,
+    scale: float = 1.0,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rotary position embedding of the first ``2 · pairs`` channels.
+
+    Args:
+        tensor: ``[batch, heads, seq, head size]``.
+        frequencies: angle per position of each pair of channels.
+        interleaved: pairs are neighbours; else channel i goes with i + pairs.
+        positions: ``[batch or 1, seq]``; None means 0, 1, 2, …
+    """
+    pairs = len(frequencies)
+    if positions is None:
+        length = -(-tensor.shape[2] // 256) * 256  # rounded, so that few lengths are kept
+        cos, sin = (table[: tensor.shape[2]] for table in _angles(frequencies, length, scale, tensor.device))
+    else:
+        table = torch.tensor(frequencies, dtype=torch.float32, device=tensor.device)
+        angles = positions[:, None, :, None].float() * table
+        cos, sin = angles.cos() * scale, angles.sin() * scale
+    cos, sin = cos.to(tensor.dtype), sin.to(tensor.dtype)
+    turned, rest = tensor[..., : 2 * pairs], tensor[..., 2 * pairs :]
+    first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    results = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(results, -1).flatten(-2) if interleaved else torch.cat(results, -1)
+    return turned if not rest.shape[-1] else torch.cat([turned, rest], -1)

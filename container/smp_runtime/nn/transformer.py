@@ -1,0 +1,80 @@
+"""``DistributedTransformer``: a sequence of distributed layers, with one way in and one way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from smp_runtime.nn.layer import DistributedTransformerLayer, enter_all
+from smp_runtime.nn.module import DistributedModule
+from smp_runtime.tensor_parallel.flow import choose_flow
+
+
+class DistributedTransformer(DistributedModule):
+    """``num_layers`` of :class:`DistributedTransformerLayer`; for the other arguments see there.
+
+    Args:
+        window_sizes: a window of attention per layer, or None.
+        options: more of :class:`smp_runtime.nn.settings.LayerSettings`.
+
+    Attributes:
+        seq_layers: the layers, an ``nn.Sequential``.
+    """
+
+    def __init__(
+        self,
+        num_layers: int = 12,
+        num_attention_heads: int = 32,
+        attention_head_size: int = 32,
+        hidden_size: int = 1024,
+        intermediate_size: int = 4096,
+        attention_dropout_prob: float = 0.1,
+        hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu",
+        layernorm_epsilon: float = 1e-5,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        causal_mask_size: int | None = None,
+        add_cross_attention: bool = False,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        window_sizes: Sequence[int | None] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        layers = []
+        for index in range(num_layers):
+            layer_options = {"layer_idx": index, **options}
+            if window_sizes is not None:
+                layer_options["window_size"] = window_sizes[index]
+            layer = DistributedTransformerLayer(
+                num_attention_heads=num_attention_heads,
+                attention_head_size=attention_head_size,
+                hidden_size=hidden_size,
+                intermediate_size=intermediate_size,
+                attention_dropout_prob=attention_dropout_prob,
+                hidden_dropout_prob=hidden_dropout_prob,
+                activation=activation,
+                layernorm_epsilon=layernorm_epsilon,
+                initializer_range=initializer_range,
+                use_normal_initialization=use_normal_initialization,
+                causal_mask_size=causal_mask_size,
+                add_cross_attention=add_cross_attention,
+                pre_layernorm=pre_layernorm,
+                post_layernorm=post_layernorm,
+                **layer_options,
+            )
+            layer.converts = False
+            layers.append(layer)
+        self._settings = layers[0].settings if layers else None
+        self.seq_layers = nn.Sequential(*layers)
+        self.flow = choose_flow(self.tensor_group)
+
+    def forward(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The last layer's output, in a tuple like ``inputs``; see :class:`DistributedTransformerLayer`."""
+        if self._settings is None:
+            return inputs
+        output = self.seq_layers(enter_all(self.flow, self._settings, inputs))
+        return (self.flow.leave(output[0], inputs[0]), *inputs[1:])

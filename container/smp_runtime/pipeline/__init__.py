@@ -1,0 +1,1 @@
+"""Pipeline parallelism: any module, split over several ranks, with microbatches in flight."""

@@ -1,0 +1,149 @@
+"""Handles: tensors whose elements are still on their way, or not even asked for.
+
+A handle has the shape and type of a tensor that another stage makes. Handed on to a module of a third stage, it
+travels as a name, and the data goes directly to where it is used. The first operation that needs its elements
+fetches them, and from then on works with a plain tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map
+
+from smp_runtime.pipeline.protocol import Meta, Name
+
+
+class Fetcher(Protocol):
+    """Gets the elements of a value."""
+
+    def fetch(self, name: Name, owner: int) -> torch.Tensor: ...
+
+
+class Handle(torch.Tensor):
+    """A tensor by name.
+
+    Attributes:
+        value_name: under which its owner keeps the elements.
+        owner: stage that has them, or will.
+        touched: whether its elements were needed on this rank.
+    """
+
+    value_name: Name
+    owner: int
+    touched: bool
+    _fetcher: Fetcher
+    _plain: torch.Tensor | None
+    _plain_version: int
+
+    @staticmethod
+    def __new__(cls, fetcher: Fetcher, name: Name, owner: int, meta: Meta, device: torch.device) -> Handle:
+        where = device if meta.device == device.type else torch.device(meta.device)
+        handle: Handle = torch.Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype, device=where)
+        handle.value_name = name
+        handle.owner = owner
+        handle.touched = False
+        handle._fetcher = fetcher
+        handle._plain = None
+        handle._plain_version = 0
+        return handle
+
+    def plain(self) -> torch.Tensor:
+        """The tensor itself, fetched if need be, with this handle's place in the graph."""
+        if self._plain is None or (self.requires_grad and torch.is_grad_enabled() and not self._plain.requires_grad):
+            self._plain = _Fetch.apply(self) if self.requires_grad and torch.is_grad_enabled() else self.elements()
+            self._plain_version = self._plain._version
+        return self._plain
+
+    @property
+    def fetched(self) -> torch.Tensor | None:
+        """The plain tensor, if it was needed on this rank."""
+        return self._plain
+
+    def elements(self) -> torch.Tensor:
+        """The elements, without a place in the graph."""
+        self.touched = True
+        return self._fetcher.fetch(self.value_name, self.owner).detach()
+
+    def unchanged(self) -> torch.Tensor:
+        """The handle, or the plain tensor if that was changed in place since it was fetched."""
+        plain = self._plain
+        return self if plain is None or plain._version == self._plain_version else plain
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _NEEDS_NO_ELEMENTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _LIKE and isinstance(args[0], Handle):
+            like = args[0]
+            return _LIKE[func](tuple(like.shape), **{"dtype": like.dtype, "device": like.device, **kwargs})
+        args, kwargs = tree_map(_plain_of, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # Reached past __torch_function__, for example when autograd adds up gradients.
+        args, kwargs = tree_map(_elements_of, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Handle({self.value_name}, stage={self.owner})"
+
+
+class _Fetch(torch.autograd.Function):
+    """From a handle to its elements; gradients pass."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: Handle) -> torch.Tensor:
+        return handle.elements()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _plain_of(leaf: Any) -> Any:
+    return leaf.plain() if isinstance(leaf, Handle) else leaf
+
+
+def _elements_of(leaf: Any) -> Any:
+    return leaf.elements() if isinstance(leaf, Handle) else leaf
+
+
+def _getters(*names: str) -> list[Any]:
+    return [getattr(torch.Tensor, name).__get__ for name in names]
+
+
+#: What can be answered from shape, type and place in the graph.
+_NEEDS_NO_ELEMENTS = {
+    *_getters(
+        "shape", "dtype", "device", "requires_grad", "grad_fn", "ndim", "is_leaf", "layout", "itemsize", "nbytes"
+    ),
+    *_getters(
+        "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_cpu", "is_mps", "is_xla", "output_nr"
+    ),
+    *_getters(
+        "_version",  # of the handle; what a module changes in place is the plain tensor
+    ),
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.ndimension,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.element_size,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.__len__,
+    torch.Tensor.__hash__,
+    torch.Tensor.get_device,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.is_tensor,
+    torch.numel,
+}
+
+#: Made from shape and type alone.
+_LIKE: dict[Any, Any] = {torch.ones_like: torch.ones, torch.zeros_like: torch.zeros, torch.empty_like: torch.empty}

@@ -1,0 +1,99 @@
+"""What the parts of a rank's pipeline share: its place, its values, its tasks, and the way to the other stages."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_runtime.pipeline.protocol import Modes, Path, Reply
+from smp_runtime.pipeline.random_state import RandomState, task_seed
+from smp_runtime.pipeline.tasks import Conductor, Task
+from smp_runtime.pipeline.values import Values
+
+
+@dataclass
+class Hub:
+    """The shared state of one rank's pipeline.
+
+    Attributes:
+        stage: this rank's position in its pipeline group.
+        device: where it computes.
+        lock: guards everything here, the tasks and the values.
+        send: message and tensors to a stage; the message gets the number of the step.
+        modules: by path.
+        paths: path by module identity.
+        stage_of: stage of every module by path.
+        replica: data parallel rank, part of every task's seed.
+        predicts: whether calls whose result is known in advance return without waiting for it.
+        seed: of the step.
+        replies: to calls whose result was not known in advance.
+        opened: requests that are not done, with the task that posted each.
+        learned: results that were not known in advance, in this step.
+    """
+
+    stage: int
+    device: torch.device
+    lock: threading.RLock
+    send: Callable[..., None]
+    modules: Mapping[str, nn.Module]
+    stage_of: Callable[[str], int]
+    replica: int = 0
+    predicts: bool = True
+    seed: int = 0
+    paths: dict[int, str] = field(default_factory=dict)
+    replies: dict[Any, Reply] = field(default_factory=dict)
+    opened: dict[tuple[str, int, Path], Task] = field(default_factory=dict)
+    learned: int = 0
+    conductor: Conductor = field(init=False)
+    values: Values = field(init=False)
+    anchor: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Something that requires a gradient, so that the result of a call does even where no argument does.
+        self.anchor = torch.zeros((), requires_grad=True)
+
+    def is_there(self, event: Any) -> bool:
+        """Whether a task need not wait for something: a value, or a reply ``("r", …)``."""
+        return event in self.replies or self.values.has(event)
+
+    def random_state(self, microbatch: int, module: str, nth: int) -> RandomState:
+        """Where a task's random numbers begin."""
+        return RandomState(task_seed(self.seed, self.replica, microbatch, module, nth), self.device)
+
+    def opens(self, task: Task, kind: str, path: Path) -> None:
+        """A task posts a request; it is not done before the request is."""
+        with self.lock:
+            task.open += 1
+            self.opened[kind, task.microbatch, path] = task
+            self.conductor.give(task, ("q", kind, task.microbatch, path))
+
+    def wait_for_reply(self, task: Task, kind: str, path: Path) -> Reply:
+        """The reply to a request that was posted."""
+        event = ("r", kind, task.microbatch, path)
+        self.conductor.wait(task, (event,), self.is_there)
+        with self.lock:
+            return self.replies.pop(event)
+
+
+def current_modes() -> Modes:
+    """The calling thread's modes."""
+    autocast = tuple(
+        (kind, True, torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)
+    )
+    return Modes(torch.is_grad_enabled(), autocast)
+
+
+@contextlib.contextmanager
+def in_modes(modes: Modes) -> Iterator[None]:
+    """Run with the modes of another thread."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(modes.grad))
+        for kind, enabled, dtype in modes.autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+        yield

@@ -1,0 +1,291 @@
+"""How the bytes of a tensor get to another rank, once the stream between the two has announced its shape.
+
+Tensors in host memory travel inside the stream itself; those of an accelerator go from device to device through
+``torch.distributed``. :func:`choose_lanes` is the one place that decides.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import permutations
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from smp_runtime.comm.control import timeout_seconds
+from smp_runtime.errors import DeadlineError, SMPUserError
+
+#: Fills a piece of memory with the next bytes of the stream.
+Reader = Callable[[memoryview], None]
+
+_view_of_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_of_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view_of_memory.restype = ctypes.py_object
+_READ, _WRITE = 0x100, 0x200
+
+
+class Announcement(NamedTuple):
+    """What a receiver must know of a tensor before its bytes come.
+
+    Attributes:
+        lane: position in the receiver's lanes.
+        dtype: name inside ``torch``.
+        shape: sizes.
+        stride: in elements; None for a contiguous tensor.
+    """
+
+    lane: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+
+    def allocate(self, device: torch.device) -> torch.Tensor:
+        """Memory for the announced tensor; its contents are whatever was there."""
+        dtype = _DTYPES[self.dtype]
+        if self.stride is None:
+            return torch.empty(self.shape, dtype=dtype, device=device)
+        return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
+
+
+_DTYPES = {name: value for name, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)}
+_DTYPE_NAMES = {value: name for name, value in _DTYPES.items()}
+_CPU = torch.device("cpu")
+
+
+def announce(tensor: torch.Tensor, lane: int) -> Announcement:
+    """The announcement of a tensor that :func:`dense` returned."""
+    stride = None if tensor.is_contiguous() else tensor.stride()
+    return Announcement(lane, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), stride)
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if its elements fill one piece of memory, in any order of its dimensions, else a dense copy.
+
+    Raises:
+        SMPUserError: a sparse, quantized or meta tensor, which has no such memory.
+    """
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        what = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise SMPUserError(
+            f"a {what} tensor of shape {tuple(tensor.shape)} cannot travel between stages, because only dense memory "
+            "does; convert it first (to_dense(), dequantize(), or make it on a real device)"
+        )
+    if tensor.is_conj() or tensor.is_neg():  # flags that stand for a change of the elements
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+    return tensor if tensor.is_contiguous() or _fills_memory(tensor) else tensor.detach().clone()
+
+
+def _fills_memory(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def byte_count(tensor: torch.Tensor) -> int:
+    """Bytes of the tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def bytes_of(tensor: torch.Tensor, *, writable: bool = False) -> memoryview:
+    """The memory of a dense CPU tensor; the caller keeps the tensor alive while it uses the view."""
+    return _view_of_memory(tensor.data_ptr(), byte_count(tensor), _WRITE if writable else _READ)
+
+
+class Lane(Protocol):
+    """One way for tensors of one direction between two ranks.
+
+    The sender calls, for each tensor in order, :meth:`inline` before its announcement is written and :meth:`post`
+    after; the receiver calls :meth:`receive` for each announcement in the same order.
+    """
+
+    def inline(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The CPU tensor whose bytes follow the announcement in the stream; None if nothing does."""
+        ...
+
+    def post(self, tensor: torch.Tensor, copy: bool) -> None:
+        """Start to send what :meth:`inline` left out; ``copy``: the caller may change the tensor from now on."""
+        ...
+
+    def receive(self, announced: Announcement, read: Reader) -> torch.Tensor:
+        """The next tensor, complete: every stream of the device may use it."""
+        ...
+
+    def flush(self, deadline: float) -> None:
+        """Return when everything posted has been sent, at the latest at ``deadline`` of ``time.monotonic()``."""
+        ...
+
+
+class InlineLane:
+    """Bytes in the stream. Tensors of an accelerator are copied to host memory and back on the way.
+
+    Args:
+        device: where received tensors shall be.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._staged = device.type != "cpu"
+
+    def inline(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return tensor.detach().cpu() if self._staged else tensor
+
+    def post(self, tensor: torch.Tensor, copy: bool) -> None:
+        pass
+
+    def receive(self, announced: Announcement, read: Reader) -> torch.Tensor:
+        tensor = announced.allocate(_CPU)
+        if tensor.numel():
+            read(bytes_of(tensor, writable=True))
+        return tensor.to(self._device) if self._staged else tensor
+
+    def flush(self, deadline: float) -> None:
+        pass
+
+
+class CollectiveLane:
+    """``torch.distributed`` messages in a process group that only this direction between two ranks uses.
+
+    On CUDA a receiver thread allocates and receives on a stream of its own and waits for it on the host, so that a
+    tensor that is handed on is complete for every stream; the memory is also marked as used by ``consumer``, the
+    stream on which the device computes, so that it is not reused too early. The sender's message is ordered behind
+    what its current stream has queued.
+
+    Args:
+        group: two ranks; see :func:`directed_groups`.
+        peer: the other global rank.
+        device: of the tensors.
+        consumer: stream that computes with received tensors; None for the default stream.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        device: torch.device,
+        consumer: torch.cuda.Stream | None = None,
+    ) -> None:
+        self._group = group
+        self._peer = peer
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._consumer = consumer or torch.cuda.default_stream(device)
+        # A tensor must live until its message has left.
+        self._leaving: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._lock = threading.Lock()
+
+    def inline(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return None
+
+    def post(self, tensor: torch.Tensor, copy: bool) -> None:
+        if not tensor.numel():
+            return
+        flat = _flat_bytes(tensor.detach().clone() if copy else tensor)
+        work = dist.isend(flat, dst=self._peer, group=self._group)
+        if work is None:
+            raise AssertionError("a group without this rank")
+        with self._lock:
+            self._leaving.append((work, flat))
+            while self._leaving and self._leaving[0][0].is_completed():
+                self._leaving.popleft()
+
+    def receive(self, announced: Announcement, read: Reader) -> torch.Tensor:
+        if self._stream is None:
+            return self._receive(announced)
+        with torch.cuda.stream(self._stream):
+            tensor = self._receive(announced)
+        self._stream.synchronize()
+        tensor.record_stream(self._consumer)
+        return tensor
+
+    def _receive(self, announced: Announcement) -> torch.Tensor:
+        tensor = announced.allocate(self._device)
+        if tensor.numel():
+            work = dist.irecv(_flat_bytes(tensor), src=self._peer, group=self._group)
+            if work is None:
+                raise AssertionError("a group without this rank")
+            work.wait()
+        return tensor
+
+    def flush(self, deadline: float) -> None:
+        while True:
+            with self._lock:
+                if not self._leaving:
+                    return
+                work, _ = self._leaving[0]
+            left = deadline - time.monotonic()
+            if left <= 0 or not work.wait(timedelta(seconds=left)):
+                raise DeadlineError(f"rank {self._peer} did not take all tensors in time; check that it still runs")
+            with self._lock:
+                if self._leaving and self._leaving[0][0] is work:
+                    self._leaving.popleft()
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor as one row of bytes: every backend can send these, whatever the dtype."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def choose_lanes(
+    device: torch.device, peer: int, group: dist.ProcessGroup | None, consumer: torch.cuda.Stream | None = None
+) -> tuple[Lane, ...]:
+    """The lanes of one direction: position 0 for host memory, 1 for tensors of ``device``; see :func:`lane_of`.
+
+    Args:
+        group: for this direction alone; None sends everything inside the stream.
+    """
+    host = InlineLane(_CPU)
+    if group is not None:
+        return host, CollectiveLane(group, peer, device, consumer)
+    return (host,) if device.type == "cpu" else (host, InlineLane(device))
+
+
+def lane_of(tensor: torch.Tensor, lanes: Sequence[Lane], device: torch.device) -> int:
+    """Which of ``lanes`` a tensor takes.
+
+    Raises:
+        SMPUserError: it is on a device that this rank does not compute on.
+    """
+    if len(lanes) > 1 and tensor.device.type == device.type:
+        return 1
+    if tensor.is_cpu:
+        return 0
+    raise SMPUserError(
+        f"a tensor is on {tensor.device}, but this rank computes on {device}; move it with .to({str(device)!r}) before the call"
+    )
+
+
+def directed_groups(
+    groups_of_ranks: Sequence[Sequence[int]], backend: str
+) -> Callable[[tuple[int, int]], dist.ProcessGroup]:
+    """A process group for every ordered pair inside each of ``groups_of_ranks``, as the transport wants them.
+
+    Every rank of the job calls this with the same list, since all ranks must make all groups in one order. (With
+    ``use_local_synchronization`` only the two members would have to, but it derives a group's name from the number
+    of groups that a rank has made so far, which differs between them.) A rank waits only for groups it is in.
+
+    Args:
+        backend: ``"nccl"`` or ``"gloo"``.
+
+    Returns:
+        ``make_group(pair)`` with ``pair`` the global ranks (source, destination), one of them this rank.
+    """
+    timeout = timedelta(seconds=timeout_seconds())
+    made: dict[tuple[int, int], dist.ProcessGroup] = {}
+    for ranks in groups_of_ranks:
+        for pair in permutations(ranks, 2):
+            group = dist.new_group(pair, backend=backend, timeout=timeout)
+            if dist.get_rank() in pair:
+                made[pair] = group
+    return made.__getitem__

@@ -1,0 +1,112 @@
+"""Planned orders: which kinds of steps have been recorded, and in which order each stage runs their work."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smp_runtime.pipeline.planning import plan as make_plan
+from smp_runtime.pipeline.protocol import Begin
+from smp_runtime.pipeline.schedules import Action, ScheduleError, Segment, smooth
+
+logger = logging.getLogger("smp")
+
+#: Seconds that a message takes; plans need not know better, since stages wait for what is late.
+LATENCY = 0.0005
+#: A kind of step that leaves its planned order so often in a row is not planned again.
+MOST_DIVERGENCES = 3
+#: Kinds that are remembered.
+MOST_KINDS = 256
+
+
+@dataclass
+class KindPlan:
+    """What is known of one kind of step.
+
+    Attributes:
+        orders: by stage; None before it is planned.
+        is_new: whether the other stages have not got it yet.
+        divergences: steps in a row that left the order.
+    """
+
+    orders: dict[int, tuple[Action, ...]] | None = None
+    is_new: bool = False
+    divergences: int = 0
+
+    @property
+    def replays(self) -> bool:
+        return self.orders is not None
+
+    def order_of(self, stage: int) -> tuple[Action, ...] | None:
+        """The order to send to a stage, if it has not got it."""
+        return self.orders.get(stage, ()) if self.orders is not None and self.is_new else None
+
+
+class Plans:
+    """The plans of one pipeline; made on the root stage, kept by every stage.
+
+    Args:
+        policy: ``"interleaved"`` or ``"simple"``.
+        active: most microbatches in flight.
+        share: gives the orders of all pipelines that must agree; the first one's count.
+    """
+
+    def __init__(self, policy: str, active: int, share: Callable[[Any], list[Any]] | None = None) -> None:
+        self._policy = policy
+        self._active = active
+        self._share = share
+        self._plans: dict[Hashable, KindPlan] = {}
+        self._orders: dict[Hashable, tuple[Action, ...]] = {}
+
+    def of(self, kind: Hashable) -> KindPlan:
+        """On the root stage: what is known of a kind."""
+        if kind not in self._plans and len(self._plans) >= MOST_KINDS:
+            self._plans.clear()
+        plan = self._plans.setdefault(kind, KindPlan())
+        return plan
+
+    def order(self, begin: Begin) -> Sequence[Action] | None:
+        """On every stage: the order of the step that begins."""
+        if begin.order is not None:
+            if len(self._orders) >= MOST_KINDS:
+                self._orders.clear()
+            self._orders[begin.kind] = begin.order
+        return self._orders.get(begin.kind) if begin.replays else None
+
+    def wants_record(self, kind: Hashable, diverged: bool) -> bool:
+        """On the root stage, at the end of a step: whether to plan from what the stages recorded in it."""
+        plan = self._plans[kind]
+        plan.is_new = False
+        if diverged:
+            plan.divergences += 1
+            plan.orders = None
+            if plan.divergences == MOST_DIVERGENCES:
+                logger.info(
+                    "steps of one kind differ from each other; their work runs in the order in which it arrives from now on"
+                )
+            return False
+        if plan.orders is not None:
+            plan.divergences = 0
+        return plan.orders is None and plan.divergences < MOST_DIVERGENCES
+
+    def learn(self, kind: Hashable, segments: Sequence[Segment], learned: int) -> None:
+        """On the root stage: plan, unless calls waited in that step for results that are known by now."""
+        orders = None if learned else self._plan(segments)
+        if self._share is not None:
+            orders = self._share(orders)[0]
+        if orders is None:
+            return
+        plan = self._plans[kind]
+        plan.orders = orders
+        plan.is_new = True
+
+    def _plan(self, segments: Sequence[Segment]) -> dict[int, tuple[Action, ...]] | None:
+        try:
+            made = make_plan(smooth(segments), policy=self._policy, active=self._active, latency=LATENCY)
+        except ScheduleError as error:
+            logger.warning("no order could be planned, work runs as it arrives: %s", error)
+            return None
+        logger.debug("planned a step: %.1f ms, idle %s, %s", made.makespan * 1e3, made.idle, made.rule)
+        return {stage: tuple(order) for stage, order in made.orders.items()}

@@ -1,0 +1,181 @@
+"""What the ranks of a pipeline say to each other: requests, replies, values and the frame of a step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+#: Call numbers from the step function down: ``(2, 0)`` is the first remote call inside the third one.
+Path = tuple[int, ...]
+
+#: ``(kind, microbatch, path, index)``. Kinds: ``A`` argument of a call, ``F`` output of its forward, ``G`` gradient of
+#: an output, handed over by the caller, ``B`` gradient of an argument.
+Name = tuple[str, int, Path, int]
+
+
+class Meta(NamedTuple):
+    """A tensor without its elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Meta:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad)
+
+
+class Slot(NamedTuple):
+    """A tensor in a request or reply.
+
+    Attributes:
+        name: under which its owner keeps it.
+        owner: stage that has it, or will.
+        meta: its shape and type.
+        comes: whether it is in the message or on its way; else the receiver asks for it when it touches it.
+    """
+
+    name: Name
+    owner: int
+    meta: Meta
+    comes: bool
+
+
+class Modes(NamedTuple):
+    """Thread-local modes of PyTorch that a called module must see."""
+
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+
+class Call(NamedTuple):
+    """Run a module forward. Tensors of the message: those named in ``inline``."""
+
+    microbatch: int
+    path: Path
+    module: str
+    head: bytes
+    mutable: bool  # whether the arguments hold something that the module could change
+    slots: tuple[Slot, ...]
+    modes: Modes
+    nth: int  # how often the caller's task has called this module before
+    wants_reply: bool
+    expected: bytes | None  # digest of the outputs that the caller has predicted
+    home: tuple[int, ...]  # outputs to send to the caller as soon as they exist
+    inline: tuple[Name, ...]
+
+
+class Back(NamedTuple):
+    """Run a call's backward pass, from the gradients of its outputs. Tensors: those named in ``inline``."""
+
+    microbatch: int
+    path: Path
+    slots: tuple[Slot | None, ...]
+    in_model_backward: bool
+    wants_reply: bool
+    expected: bytes | None
+    home: tuple[int, ...]
+    inline: tuple[Name, ...]
+
+
+class Reply(NamedTuple):
+    """What a call or its backward pass has given; sent only when the caller could not predict it."""
+
+    kind: str
+    microbatch: int
+    path: Path
+    head: bytes
+    slots: tuple[Slot | None, ...]
+    touched: tuple[bool, ...]
+
+
+class Done(NamedTuple):
+    """A request and everything that it asked of others is done."""
+
+    kind: str
+    microbatch: int
+    path: Path
+
+
+class Deliver(NamedTuple):
+    """Send a value to another stage as soon as it exists."""
+
+    name: Name
+    stage: int
+
+
+class Value(NamedTuple):
+    """Values; their tensors travel with the message."""
+
+    names: tuple[Name, ...]
+
+
+class Release(NamedTuple):
+    """A microbatch is finished: forget its values."""
+
+    microbatch: int
+
+
+class Begin(NamedTuple):
+    """The root stage has begun the step.
+
+    Attributes:
+        seed: from which every task's random numbers follow.
+        kind: of step: recorded order belongs to one kind.
+        replays: whether the planned order of this kind is replayed.
+        order: this stage's planned order, if it was planned since the last step of this kind.
+    """
+
+    seed: int
+    kind: Any
+    replays: bool
+    order: Any
+
+
+class Diverged(NamedTuple):
+    """The step does not follow the planned order; it goes on in the order in which work arrives."""
+
+    why: str
+
+
+class End(NamedTuple):
+    """All microbatches are done. Tensors of the message: those in the outputs.
+
+    Attributes:
+        outputs: what the step function returned, packed.
+        wants_record: whether the root stage plans from this step.
+    """
+
+    outputs: bytes
+    wants_record: bool
+
+
+class Record(NamedTuple):
+    """What a stage did in the step."""
+
+    segments: Any
+    learned: int
+
+
+class Fail(NamedTuple):
+    """An error that ends the step on all stages."""
+
+    stage: int
+    rank: int
+    place: str
+    error: str
+    traceback: str
+
+
+class Stamped(NamedTuple):
+    """A message with the number of its step.
+
+    Attributes:
+        done: requests that are done meanwhile, which nobody waited for; None as a message brings only these.
+    """
+
+    step: int
+    message: Any
+    done: tuple[Done, ...] = ()

@@ -1,0 +1,289 @@
+"""The module server: runs the modules of this stage for the others, forward and backward, as tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from smp_runtime.errors import SMPUserError
+from smp_runtime.pipeline.handles import Handle
+from smp_runtime.pipeline.hub import Hub, in_modes
+from smp_runtime.pipeline.predictions import MOST_KINDS, Outcome, outcome_of
+from smp_runtime.pipeline.protocol import Back, Call, Meta, Path, Reply, Slot
+from smp_runtime.pipeline.schedules import TaskKind
+from smp_runtime.pipeline.tasks import Task
+from smp_runtime.pipeline.wire import pack, unpack
+
+
+@dataclass
+class Graph:
+    """What a forward pass leaves for its backward pass.
+
+    Attributes:
+        outputs: tensors of the result, in the graph.
+        made_here: whether the elements of each are this stage's, not those of a call inside.
+        entry: where the gradients of the arguments come out.
+    """
+
+    outputs: list[torch.Tensor]
+    made_here: list[bool]
+    entry: Entry
+
+
+@dataclass(eq=False)
+class Entry:
+    """The arguments of a call that require gradients.
+
+    Attributes:
+        tensors: the arguments, as the module gets them.
+        gradients: what backward found for each, or None.
+    """
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
+
+
+class _Enter(torch.autograd.Function):
+    """Where a caller's tensors enter this stage's graph; their gradients come out here."""
+
+    @staticmethod
+    def forward(ctx: Any, entry: Entry, anchor: torch.Tensor) -> Any:
+        ctx.entry = entry
+        ctx.set_materialize_grads(False)
+        return tuple(entry.tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.entry.gradients = list(gradients)
+        return None, None
+
+
+class ModuleServer:
+    """Serves the requests of the other stages.
+
+    Args:
+        hub: of this rank's pipeline.
+        begins: called on the worker's thread when a task begins, with its microbatch.
+    """
+
+    def __init__(self, hub: Hub, begins: Callable[[int], None]) -> None:
+        self._hub = hub
+        self._begins = begins
+        #: Forward passes whose backward pass is to come, by microbatch and path.
+        self.graphs: dict[tuple[int, Path], Graph] = {}
+        #: Most microbatches with a graph at once.
+        self.most_in_flight = 0
+        self._callers: dict[tuple[str, int, Path], int] = {}
+        #: Module path of every call of the step, for messages.
+        self._labels: dict[tuple[int, Path], str] = {}
+        self._expected: dict[bytes, Outcome] = {}
+
+    # -- requests, on the receiver's thread ------------------------------------------------------------------------
+
+    def accept_call(self, caller: int, call: Call, tensors: Sequence[torch.Tensor]) -> None:
+        """A request to run a module."""
+        self._hub.values.put_all(call.inline, tensors)
+        self._labels[call.microbatch, call.path] = call.module
+        random = self._hub.random_state(call.microbatch, call.module, call.nth)
+        task = Task(
+            TaskKind.FORWARD, call.microbatch, call.path, call.module, lambda task: self._forward(task, call), random
+        )
+        self._add(caller, "F", task, call.slots)
+
+    def accept_back(self, caller: int, back: Back, tensors: Sequence[torch.Tensor]) -> None:
+        """A request to run a module's backward pass."""
+        self._hub.values.put_all(back.inline, tensors)
+        task = Task(
+            TaskKind.BACKWARD,
+            back.microbatch,
+            back.path,
+            self._labels.get((back.microbatch, back.path), ""),
+            lambda task: self._backward(task, back),
+            self._hub.random_state(back.microbatch, "backward", 0),
+        )
+        task.in_model_backward = back.in_model_backward
+        self._add(caller, "B", task, back.slots)
+
+    def caller_of(self, task: Task) -> int:
+        """The stage that a request came from."""
+        return self._callers[str(task.kind), task.microbatch, task.path]
+
+    def release(self, microbatch: int) -> None:
+        """A microbatch is finished: forget graphs whose backward pass nobody asked for."""
+        for key in [key for key in self.graphs if key[0] == microbatch]:
+            del self.graphs[key]
+
+    def clear(self) -> None:
+        """The step is over."""
+        self.graphs.clear()
+        self._callers.clear()
+        self._labels.clear()
+
+    def _add(self, caller: int, kind: str, task: Task, slots: Sequence[Slot | None]) -> None:
+        hub = self._hub
+        request = ("q", kind, task.microbatch, task.path)
+        needs = [request, *(slot.name for slot in slots if slot is not None and slot.comes)]
+        task.known.update(needs)
+        with hub.lock:
+            if hub.conductor.is_aborted:
+                return
+            self._callers[kind, task.microbatch, task.path] = caller
+            hub.conductor.add(task, dict.fromkeys(needs), lambda event: event == request or hub.is_there(event))
+            hub.conductor.poke()
+
+    # -- tasks, on a worker's thread -------------------------------------------------------------------------------
+
+    def _forward(self, task: Task, call: Call) -> None:
+        hub, values = self._hub, self._hub.values
+        self._begins(call.microbatch)
+        entry = Entry()
+        with in_modes(call.modes):
+            tensors = [values.get(s.name).detach() if s.comes else self._handle(s) for s in call.slots]
+            enters = [i for i, s in enumerate(call.slots) if s.meta.requires_grad] if call.modes.grad else []
+            if enters:
+                entry.tensors = [tensors[index] for index in enters]
+                for index, tensor in zip(enters, _Enter.apply(entry, hub.anchor), strict=True):
+                    tensors[index] = tensor
+                entry.tensors = []
+            versions = [tensor._version for tensor in tensors]
+            args, kwargs = unpack(call.head, tensors, module_of=hub.modules.__getitem__)
+            module = hub.modules[call.module]
+            before = pack((args, kwargs), modules=hub.paths) if call.mutable else None
+            result = module._wrapped_call_impl(*args, **kwargs)
+            changed = None
+            if before is not None:
+                after = pack((args, kwargs), modules=hub.paths)
+                same = after.head == before.head and all(
+                    a is b for a, b in zip(after.tensors, before.tensors, strict=True)
+                )
+                changed = None if same else (args, kwargs)
+            packed = pack((result, changed), modules=hub.paths)
+            given = {id(tensor): index for index, tensor in enumerate(tensors)}
+            for index, tensor in enumerate(tensors):  # also what a handle turned into when it was touched
+                if isinstance(tensor, Handle) and tensor.fetched is not None and tensor.unchanged() is tensor:
+                    given[id(tensor.fetched)] = index
+            outputs = [t.unchanged() if isinstance(t, Handle) else t for t in packed.tensors]
+            slots: list[Slot | None] = []
+            made_here = []
+            for index, output in enumerate(outputs):
+                argument = given.get(id(output))
+                meta = Meta.of(output)
+                made_here.append(False)
+                if argument is not None and output._version == versions[argument]:
+                    slots.append(call.slots[argument]._replace(meta=meta, comes=False))
+                elif isinstance(output, Handle):
+                    slots.append(Slot(output.value_name, output.owner, meta, False))
+                else:
+                    made_here[-1] = True
+                    slots.append(Slot(("F", call.microbatch, call.path, index), hub.stage, meta, False))
+        if call.modes.grad:
+            with hub.lock:
+                self.graphs[call.microbatch, call.path] = Graph(outputs, made_here, entry)
+                self.most_in_flight = max(self.most_in_flight, len({key[0] for key in self.graphs}))
+        touched = tuple(
+            slot.comes or (isinstance(t, Handle) and t.touched) for slot, t in zip(call.slots, tensors, strict=True)
+        )
+        arguments = [slot.name for slot in call.slots]
+        if call.expected is not None and not self._is_as_expected(
+            outcome_of(packed.head, slots, call.path, arguments), call.expected
+        ):
+            raise SMPUserError(
+                f"module {call.module!r} returned {_describe(slots)}, but calls with arguments of the same shapes returned "
+                "something else before, and its caller went on with that; a result whose shape or structure depends on "
+                'values must be waited for: set "fast_mode": False in the parameters, or return tensors of one shape'
+            )
+        self._make(task, call.home, slots, outputs, made_here)
+        if call.wants_reply:
+            self._reply(task, "F", packed.head, tuple(slots), touched)
+
+    def _backward(self, task: Task, back: Back) -> None:
+        hub, values = self._hub, self._hub.values
+        self._begins(back.microbatch)
+        with hub.lock:
+            graph = self.graphs.pop((back.microbatch, back.path), None)
+        if graph is None:
+            raise SMPUserError(
+                "backward went through a module of another stage a second time, but its graph was freed after the first; "
+                "call model.backward once per forward pass (retain_graph is not supported)"
+            )
+        outputs: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        for output, slot in zip(graph.outputs, back.slots, strict=True):
+            if slot is not None and output.requires_grad:
+                outputs.append(output)
+                gradients.append(values.get(slot.name) if slot.comes else self._handle(slot))
+        if outputs:
+            # torch.autograd.backward without its checks, which cost as much as a small module's backward pass.
+            torch.autograd.Variable._execution_engine.run_backward(
+                tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+        entered = graph.entry.gradients
+        slots: list[Slot | None] = []
+        made_here = []
+        found: list[torch.Tensor] = []
+        for index, gradient in enumerate(entered):
+            made_here.append(gradient is not None and not isinstance(gradient, Handle))
+            found.append(torch.empty(0) if gradient is None else gradient)
+            if gradient is None:
+                slots.append(None)
+            elif isinstance(gradient, Handle):
+                slots.append(Slot(gradient.value_name, gradient.owner, Meta.of(gradient), False))
+            else:
+                slots.append(Slot(("B", back.microbatch, back.path, index), hub.stage, Meta.of(gradient), False))
+        if back.expected is not None:
+            given = [slot.name for slot in back.slots if slot is not None]
+            if not self._is_as_expected(outcome_of(b"", slots, back.path, given), back.expected):
+                raise SMPUserError(
+                    f"the backward pass of {task.label!r} gave gradients {_describe(slots)}, but passes of the same shape gave "
+                    'others before, and its caller went on with those; set "fast_mode": False in the parameters'
+                )
+        self._make(task, back.home, slots, found, made_here)
+        if back.wants_reply:
+            self._reply(task, "B", b"", tuple(slots), ())
+
+    def _is_as_expected(self, outcome: Outcome, expected: bytes) -> bool:
+        """Whether a result is the one that the caller went on with; digests are made once for each."""
+        if self._expected.get(expected) == outcome:
+            return True
+        if outcome.digest != expected:
+            return False
+        if len(self._expected) >= MOST_KINDS:
+            self._expected.clear()
+        self._expected[expected] = outcome
+        return True
+
+    def _make(
+        self,
+        task: Task,
+        home: Sequence[int],
+        slots: Sequence[Slot | None],
+        tensors: Sequence[torch.Tensor],
+        made_here: Sequence[bool],
+    ) -> None:
+        """The result exists: keep it, and have what the caller is known to use itself sent when the task ends."""
+        hub = self._hub
+        for index, (slot, tensor) in enumerate(zip(slots, tensors, strict=True)):
+            if slot is not None and made_here[index]:
+                hub.values.put(slot.name, tensor.detach(), made_by=task)
+                if index in home:
+                    task.parcel[slot.name] = tensor.detach()
+
+    def _reply(
+        self, task: Task, kind: str, head: bytes, slots: tuple[Slot | None, ...], touched: tuple[bool, ...]
+    ) -> None:
+        hub = self._hub
+        with hub.lock:
+            hub.conductor.give(task, ("r", kind, task.microbatch, task.path))
+            caller = self._callers[kind, task.microbatch, task.path]
+        hub.send(caller, Reply(kind, task.microbatch, task.path, head, slots, touched), [])
+
+    def _handle(self, slot: Slot) -> Handle:
+        return Handle(self._hub.values, slot.name, slot.owner, slot.meta, self._hub.device)
+
+
+def _describe(slots: Sequence[Slot | None]) -> str:
+    texts = ["none" if s is None else f"{str(s.meta.dtype).removeprefix('torch.')}{list(s.meta.shape)}" for s in slots]
+    return ", ".join(texts) or "no tensors"

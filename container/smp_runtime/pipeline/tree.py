@@ -1,0 +1,268 @@
+"""The tree of a model's modules, with what is known of the cost of each: the input of every partition decision.
+
+A module is one node, however often it is registered: the first path in registration order is its path, the others are
+aliases. All figures of a node belong to its *own frame*, which is the module's own code without that of the modules
+it calls. Add up a subtree for the whole.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from smp_runtime.errors import SMPUserError
+
+#: These hold modules and have no code of their own that calls them.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+#: These read the parameters of the modules inside them directly, some only in evaluation.
+_INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+#: These look up rows: their work does not grow with their parameters.
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+
+
+@dataclass
+class HeldParameter:
+    """A parameter that a module holds directly.
+
+    Attributes:
+        name: full name of its first holder's attribute: the same for all holders of a shared parameter.
+        elements: number of elements.
+        bytes: size of the parameter.
+        trained: whether it gets a gradient and optimizer state.
+    """
+
+    name: str
+    elements: int
+    bytes: int
+    trained: bool
+
+
+@dataclass
+class ModuleNode:
+    """One module. All figures are of its own frame and of one microbatch.
+
+    Attributes:
+        path: as in ``named_modules()``; the root is ``""``.
+        type_name: name of its class.
+        children: modules registered in it, in the order in which they, or modules in them, were first called;
+            those that were not called follow in registration order.
+        parameters: held directly, each once.
+        aliases: other paths of the same module.
+        calls: how often it was called.
+        order: number of its first call among all first calls; -1 if it was not called.
+        flops: floating point operations of forward and backward; work on elements counts as the operations that
+            the device could do while it moves the bytes.
+        seconds: of the forward pass; 0 unless execution times were traced.
+        activation_bytes: kept for backward.
+        input_bytes: tensors among the arguments of one call, the most over all calls.
+        output_bytes: tensors among the results of one call, the most over all calls.
+        is_container: whether it was not called but holds modules that were: its parent calls them.
+        is_divisible: whether the modules in it may be on other stages than itself.
+    """
+
+    path: str
+    type_name: str
+    children: list[ModuleNode] = field(default_factory=list)
+    parameters: list[HeldParameter] = field(default_factory=list)
+    aliases: list[str] = field(default_factory=list)
+    calls: int = 0
+    order: int = -1
+    flops: float = 0.0
+    seconds: float = 0.0
+    activation_bytes: int = 0
+    input_bytes: int = 0
+    output_bytes: int = 0
+    is_container: bool = False
+    is_divisible: bool = True
+
+    def walk(self) -> Iterator[ModuleNode]:
+        """This node and all below, each before its children."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+    @property
+    def elements(self) -> int:
+        """Parameters in the whole subtree, each counted once."""
+        held = {parameter.name: parameter.elements for node in self.walk() for parameter in node.parameters}
+        return sum(held.values())
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Tensors that one module's own frame makes, or holds as a parameter, and others compute with.
+
+    Attributes:
+        producer: path of the module that makes them.
+        consumers: paths of the modules whose own frames use them.
+        bytes: of one microbatch.
+    """
+
+    producer: str
+    consumers: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ForeignUse:
+    """A module computes with a parameter that another one holds.
+
+    Attributes:
+        user: path of the module whose own frame uses it.
+        holder: path of the module that holds it.
+        parameter: its full name.
+    """
+
+    user: str
+    holder: str
+    parameter: str
+
+
+@dataclass
+class Trace:
+    """What is known of a model before it is split.
+
+    Attributes:
+        root: the tree.
+        flows: which module computes with what another one made; empty if the model was not traced.
+        foreign_uses: see there; empty if the model was not traced.
+        traced: whether the model ran; otherwise the figures are guessed from parameters.
+        timed: whether ``seconds`` were measured.
+    """
+
+    root: ModuleNode
+    flows: list[Flow] = field(default_factory=list)
+    foreign_uses: list[ForeignUse] = field(default_factory=list)
+    traced: bool = False
+    timed: bool = False
+
+    def nodes(self) -> dict[str, ModuleNode]:
+        """All nodes by path."""
+        return {node.path: node for node in self.root.walk()}
+
+    def together(self) -> list[tuple[str, ...]]:
+        """Paths of modules that must be on one stage: they hold or use the same parameter."""
+        return [paths for paths, _ in together_with_reasons(self)]
+
+
+def together_with_reasons(trace: Trace) -> list[tuple[tuple[str, ...], str]]:
+    """Groups of modules that must be on one stage, each with the name of the parameter that binds it."""
+    bound: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    for node in trace.root.walk():
+        for parameter in node.parameters:
+            bound[parameter.name][node.path] = None
+    for use in trace.foreign_uses:
+        bound[use.parameter].update({use.holder: None, use.user: None})
+    return [(tuple(paths), name) for name, paths in bound.items() if len(paths) > 1]
+
+
+class ModuleTree:
+    """The tree of a live model, and the way from its modules and parameters to nodes.
+
+    Raises:
+        SMPUserError: a lazy module whose parameters have no shape yet.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._nodes: dict[int, ModuleNode] = {}
+        #: By identity: all modules, and the parameters with the nodes and full names of their first holders.
+        self.modules: dict[int, nn.Module] = {}
+        self.parameters: dict[int, tuple[nn.Parameter, ModuleNode, str]] = {}
+        self.root = self._build(model, "")
+
+    def node_of(self, module: nn.Module) -> ModuleNode | None:
+        """The node of a module; None for one that is no part of the model."""
+        return self._nodes.get(id(module))
+
+    def nodes(self) -> list[tuple[int, ModuleNode]]:
+        """Identity and node of every module."""
+        return list(self._nodes.items())
+
+    def _build(self, module: nn.Module, path: str) -> ModuleNode:
+        node = ModuleNode(
+            path,
+            type(module).__name__,
+            is_divisible=not (isinstance(module, _INDIVISIBLE) or parametrize.is_parametrized(module)),
+        )
+        self._nodes[id(module)], self.modules[id(module)] = node, module
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                self._hold(node, parameter, _join(path, name))
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            if id(child) in self._nodes:
+                self._add_alias(child, _join(path, name))
+            else:
+                node.children.append(self._build(child, _join(path, name)))
+        return node
+
+    def _add_alias(self, module: nn.Module, path: str, above: tuple[int, ...] = ()) -> None:
+        """Another path of a known module, and so of all modules in it."""
+        if id(module) in above:
+            raise SMPUserError(
+                f"module {path!r} is one of those that it lies in, so the model has no tree to split; keep one of the two "
+                "references in a list, or a weak reference, instead of an attribute"
+            )
+        self._nodes[id(module)].aliases.append(path)
+        for name, child in module._modules.items():
+            if child is not None:
+                self._add_alias(child, _join(path, name), (*above, id(module)))
+
+    def _hold(self, node: ModuleNode, parameter: nn.Parameter, name: str) -> None:
+        if nn.parameter.is_lazy(parameter):
+            raise SMPUserError(
+                f"parameter {name} has no shape yet: its module is lazy; run one forward pass of the model before "
+                "wrapping it, or use the module that is not lazy"
+            )
+        _, _, first = self.parameters.setdefault(id(parameter), (parameter, node, name))
+        if all(held.name != first for held in node.parameters):
+            size = parameter.numel() * parameter.element_size()
+            node.parameters.append(HeldParameter(first, parameter.numel(), size, parameter.requires_grad))
+
+
+def untraced(model: nn.Module) -> Trace:
+    """The tree without running the model: order of registration, costs from the number of parameters only.
+
+    For ``skip_tracing``. Who uses whose parameters directly is not known then; modules that hold the same parameter,
+    and lists of parameters with their owner, still stay together.
+
+    Raises:
+        SMPUserError: a lazy module whose parameters have no shape yet.
+    """
+    tree = ModuleTree(model)
+    uses = []
+    nodes = dict(tree.nodes())
+    for identity, module in tree.modules.items():
+        node = nodes[identity]
+        node.is_container = isinstance(module, _CONTAINERS)
+        elements = sum(parameter.elements for parameter in node.parameters)
+        node.flops = 1.0 if isinstance(module, _TABLES) else 1.0 + elements
+        for child in module.children():
+            if isinstance(child, nn.ParameterList | nn.ParameterDict):
+                held = nodes[id(child)]
+                uses += [ForeignUse(node.path, held.path, parameter.name) for parameter in held.parameters]
+    return Trace(tree.root, foreign_uses=uses)
+
+
+def order_by_call(root: ModuleNode) -> None:
+    """Sort the children of every node as :class:`ModuleNode` says, and find the containers."""
+
+    def first_call(node: ModuleNode) -> float:
+        inside = min((first_call(child) for child in node.children), default=float("inf"))
+        node.is_container = node.order < 0 and inside < float("inf")
+        node.children.sort(key=lambda child: earliest[child.path])
+        earliest[node.path] = inside if node.order < 0 else min(inside, node.order)
+        return earliest[node.path]
+
+    earliest: dict[str, float] = {}
+    first_call(root)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

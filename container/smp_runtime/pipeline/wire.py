@@ -1,0 +1,347 @@
+"""Trees of arguments and outputs as a few bytes and a list of tensors, and back."""
+
+from __future__ import annotations
+
+import enum
+import io
+import pickle
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_runtime.errors import SMPRuntimeError, SMPUserError
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A tree without its tensors.
+
+    Attributes:
+        head: equal for trees of equal structure, so that it can be compared and used as a key.
+        tensors: each tensor once, in the order of first appearance; never touched, so they may be handles.
+        mutable: whether the tree holds anything that a callee could change and its caller would see.
+    """
+
+    head: bytes
+    tensors: list[torch.Tensor]
+    mutable: bool
+
+
+def pack(tree: Any, *, modules: Mapping[int, str] | None = None, name: str | None = None) -> Packed:
+    """Take the tensors out of a tree and pickle the rest.
+
+    Containers, dataclasses, caches and whatever else can be pickled keep their types. An object that is in the tree
+    more than once arrives once. Devices of an accelerator arrive as the receiver's own.
+
+    Args:
+        tree: ``(args, kwargs)`` of a call, or an output.
+        modules: paths of the model's modules by ``id``; these travel as their path.
+        name: of the tree in messages; by default ``args`` and ``kwargs`` for a call, else ``the value``.
+
+    Raises:
+        SMPUserError: something in the tree cannot be pickled; the message says where it is.
+    """
+    arguments = tree[1] if _is_call(tree) else None
+    try:
+        try:
+            return _packed(tree, modules or {}, arguments, shared=False)
+        except _Shared:
+            return _packed(tree, modules or {}, arguments, shared=True)
+    except Exception as error:
+        where, culprit, cause = _find_culprit(tree, modules or {}, name) or (name or "the value", tree, error)
+        raise SMPUserError(
+            f"{where} is a {_type_name(culprit)}, which cannot travel to another stage ({_first_line(cause)}); what a module "
+            "on another stage gets and returns is pickled: pass data instead (tensors, numbers, strings, containers, "
+            "objects of importable classes), or keep caller and module on one stage with smp.set_partition(module, stage)"
+        ) from error
+
+
+def unpack(
+    head: bytes,
+    tensors: Sequence[Any],
+    *,
+    module_of: Callable[[str], nn.Module] | None = None,
+) -> Any:
+    """The tree that :func:`pack` took apart.
+
+    Args:
+        head: of the :class:`Packed`.
+        tensors: what stands in the place of each of its tensors, in the same order.
+        module_of: finds a module of the model by its path.
+
+    Raises:
+        SMPRuntimeError: a class or function of the tree does not exist here.
+    """
+    unpickler = _Unpickler(io.BytesIO(head))
+    unpickler.tensors = tensors
+    unpickler.module_of = module_of
+    try:
+        return unpickler.load()
+    except (AttributeError, ImportError, TypeError, pickle.UnpicklingError) as error:
+        raise SMPRuntimeError(
+            f"arguments or outputs from another stage cannot be rebuilt here ({_first_line(error)}); their classes must be "
+            "importable on every rank: define them at the top level of a module that all ranks import"
+        ) from error
+
+
+# How an object is treated, by its type. Plain ones cannot change, so equal ones may stand for each other.
+_PLAIN, _TENSOR, _MODULE, _DEVICE, _FROZEN_SET, _SET, _MUTABLE = range(7)
+
+_PLAIN_TYPES = (
+    type(None), bool, int, float, complex, str, bytes, tuple, range, slice, type(...), type(NotImplemented),
+    torch.Size, torch.dtype, torch.layout, torch.memory_format,
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
+)  # fmt: skip
+#: Grows with the types that are seen.
+_treatments: dict[type, int] = {frozenset: _FROZEN_SET, set: _SET, torch.device: _DEVICE}
+
+
+def _treatment(type_: type) -> int:
+    if issubclass(type_, torch.Tensor):
+        result = _TENSOR
+    elif issubclass(type_, nn.Module):
+        result = _MODULE
+    elif type_ in _PLAIN_TYPES or issubclass(type_, (type, enum.Enum)):
+        result = _PLAIN
+    elif issubclass(type_, _PLAIN_TYPES) and not type_.__dictoffset__:
+        result = _PLAIN  # named tuples and their like
+    else:
+        result = _MUTABLE
+    _treatments[type_] = result
+    return result
+
+
+class _Shared(Exception):
+    """Something that can be changed is in the tree more than once."""
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a tree without its tensors.
+
+    Ordinarily a pickle says "the same object again" for whatever it meets twice, equal strings and tuples included,
+    so that its bytes depend on which of them happen to be one object. Without that memory (``fast``) equal
+    structures give equal bytes, but an object in two places would arrive as two. So the memory is used only for
+    trees in which something that can be changed is in two places.
+    """
+
+    def __init__(self, buffer: io.BytesIO, modules: Mapping[int, str], arguments: dict | None, shared: bool) -> None:
+        super().__init__(buffer, 5)
+        self.fast = not shared
+        self.tensors: list[torch.Tensor] = []
+        self.mutable = False
+        self._modules = modules
+        self._arguments = arguments
+        self._index: dict[int, int] = {}
+        # Objects by id, kept alive: the id of a temporary one may come again.
+        self._seen: dict[int, Any] = {}
+        self._strings: dict[str, str] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        type_ = type(obj)
+        kind = _treatments.get(type_)
+        if kind is None:
+            kind = _treatment(type_)
+        if kind == _PLAIN:
+            # One object for all equal strings, so that the pickler's memory does not depend on interning.
+            return self._strings.setdefault(obj, obj) if type_ is str and not self.fast else None
+        if kind == _TENSOR:
+            index = self._index.setdefault(id(obj), len(self.tensors))
+            if index == len(self.tensors):
+                self.tensors.append(obj)
+            return index
+        if kind == _MODULE and id(obj) in self._modules:
+            return "module", self._modules[id(obj)]
+        if kind == _DEVICE:
+            return None if obj.index is None or obj.type == "cpu" else ("device", obj.type)
+        if kind == _FROZEN_SET:
+            return "frozenset", tuple(sorted(obj, key=_sort_key))
+        if obj is not self._arguments:
+            self.mutable = True
+        if self.fast:
+            if id(obj) in self._seen:
+                raise _Shared
+            self._seen[id(obj)] = obj
+            if kind == _SET:
+                return "set", tuple(sorted(obj, key=_sort_key))
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    tensors: Sequence[Any]
+    module_of: Callable[[str], nn.Module] | None
+
+    def persistent_load(self, pid: Any) -> Any:
+        if type(pid) is int:
+            return self.tensors[pid]
+        if type(pid) is str:
+            return pid
+        kind, value = pid
+        if kind == "module":
+            if self.module_of is None:
+                raise AssertionError("a tree with modules, but nothing that finds them")
+            return self.module_of(value)
+        if kind == "device":
+            return torch.device(value, torch.get_device_module(value).current_device())
+        return set(value) if kind == "set" else frozenset(value)
+
+
+def _sort_key(element: Any) -> tuple[str, str]:
+    """The order of a set in the head: not that of its hashes, which differ from process to process."""
+    if type(element) is tuple:
+        return "tuple", str([_sort_key(each) for each in element])
+    plain = isinstance(element, (str, bytes, int, float, complex, type(None)))
+    return type(element).__qualname__, repr(element) if plain else ""
+
+
+def _is_call(tree: Any) -> bool:
+    return type(tree) is tuple and len(tree) == 2 and type(tree[0]) is tuple and type(tree[1]) is dict
+
+
+def _packed(tree: Any, modules: Mapping[int, str], arguments: dict | None, shared: bool) -> Packed:
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, modules, arguments, shared)
+    pickler.dump(tree)
+    return Packed(buffer.getvalue(), pickler.tensors, pickler.mutable)
+
+
+def _find_culprit(tree: Any, modules: Mapping[int, str], name: str | None) -> tuple[str, Any, Exception] | None:
+    """The innermost object that cannot be pickled: where it is, itself, and why."""
+    seen: set[int] = set()
+
+    def search(where: str, obj: Any) -> tuple[str, Any, Exception] | None:
+        if id(obj) in seen or isinstance(obj, torch.Tensor):
+            return None
+        try:
+            _packed(obj, modules, None, shared=True)
+            return None
+        except Exception as error:
+            seen.add(id(obj))
+            inside = (found for label, child in _parts(obj) if (found := search(where + label, child)))
+            return next(inside, (where, obj, error))
+
+    if name is None and _is_call(tree):
+        return search("args", tree[0]) or search("kwargs", tree[1])
+    return search(name or "the value", tree)
+
+
+def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
+    """What an object consists of, each with what leads to it."""
+    if isinstance(obj, dict):
+        yield from ((f"[{key!r}]".replace("'", '"'), value) for key, value in obj.items())
+    elif isinstance(obj, tuple) and hasattr(obj, "_fields"):
+        yield from ((f".{field}", value) for field, value in zip(obj._fields, obj, strict=True))
+    elif isinstance(obj, (list, tuple)):
+        yield from ((f"[{position}]", value) for position, value in enumerate(obj))
+    if not isinstance(obj, (type, types.FunctionType, types.ModuleType)):
+        yield from ((f".{key}", value) for key, value in getattr(obj, "__dict__", {}).items())
+        yield from ((f".{key}", getattr(obj, key)) for key in _slots(type(obj)) if hasattr(obj, key))
+
+
+def _slots(type_: type) -> list[str]:
+    names = []
+    for base in type_.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            private = slot.startswith("__") and not slot.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{slot}" if private else slot)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def _type_name(obj: Any) -> str:
+    type_ = type(obj)
+    kind = type_.__qualname__ if type_.__module__ == "builtins" else f"{type_.__module__}.{type_.__qualname__}"
+    return f"{kind} {obj.__qualname__}" if isinstance(obj, (types.FunctionType, types.MethodType)) else kind
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def restore_into(original: Any, changed: Any) -> None:
+    """Make what the caller passed equal to what the callee left, as if both had worked on the same objects.
+
+    Lists, dictionaries, sets and objects keep their identity and get the new contents, recursively where the types
+    agree; where they do not, the callee's object takes the place. Tensors are replaced, never written to, and those
+    that are the same stay.
+
+    Args:
+        original: the caller's tree, such as ``(args, kwargs)``.
+        changed: the tree of the same structure that the callee had, after it ran.
+    """
+    _Restorer().merge(original, changed)
+
+
+class _Restorer:
+    def __init__(self) -> None:
+        # Results by id of the original; an object in two places is restored once, one that holds itself ends.
+        self._done: dict[int, Any] = {}
+
+    def merge(self, old: Any, new: Any) -> Any:
+        """What stands in the place of ``old`` from now on: itself, where it can take the new contents."""
+        kind = _treatments.get(type(old))
+        if kind is None:
+            kind = _treatment(type(old))
+        if old is new or type(old) is not type(new):
+            return new
+        if isinstance(old, tuple):
+            return self._merge_tuple(old, new)
+        if kind not in (_MUTABLE, _SET, _MODULE):
+            return new
+        if id(old) not in self._done:
+            self._done[id(old)] = old
+            self._done[id(old)] = self._fill(old, new)
+        return self._done[id(old)]
+
+    def _merge_tuple(self, old: Any, new: Any) -> Any:
+        # Its own identity does not matter, that of the lists in it does.
+        merged = [*map(self.merge, old, new), *new[len(old) :]]
+        if type(old).__dictoffset__ or len(old) != len(new) or isinstance(old, torch.Size):
+            return new
+        if all(a is b for a, b in zip(merged, old, strict=True)):
+            return old
+        return tuple.__new__(type(old), merged)
+
+    def _fill(self, old: Any, new: Any) -> Any:
+        if isinstance(old, list):
+            list.__setitem__(old, slice(None), [*map(self.merge, old, new), *new[len(old) :]])
+        elif isinstance(old, dict):
+            self._fill_dict(old, new, keep=False)
+        elif isinstance(old, (set, bytearray)) or hasattr(old, "extendleft"):
+            contents = list(new)
+            old.clear()
+            (old.update if isinstance(old, set) else old.extend)(contents)
+        elif hasattr(old, "__array_interface__"):
+            if old.shape != new.shape or old.dtype != new.dtype or not old.flags.writeable:
+                return new
+            old[...] = new
+        elif not hasattr(old, "__dict__") and not _slots(type(old)):
+            return new  # opaque: nothing of it can be changed from here
+        # What a class leaves out of its pickle is missing in the callee's copy, not deleted.
+        partial = any(
+            "__getstate__" in base.__dict__ or "__reduce__" in base.__dict__ for base in type(old).__mro__[:-1]
+        )
+        if hasattr(old, "__dict__"):
+            self._fill_dict(old.__dict__, new.__dict__, keep=partial)
+        for name in _slots(type(old)):
+            if hasattr(new, name):
+                object.__setattr__(old, name, self.merge(getattr(old, name, None), getattr(new, name)))
+            elif hasattr(old, name) and not partial:
+                object.__delattr__(old, name)
+        return old
+
+    def _fill_dict(self, old: dict, new: dict, keep: bool) -> None:
+        """By the methods of ``dict`` or ``OrderedDict``, since subclasses forbid or extend some."""
+        base: Any = OrderedDict if isinstance(old, OrderedDict) else dict
+        merged = {key: self.merge(old[key], value) if key in old else value for key, value in new.items()}
+        if keep:
+            merged = {**{key: value for key, value in old.items() if key not in merged}, **merged}
+        if list(old) != list(merged):
+            for key in list(old):
+                base.__delitem__(old, key)
+        for key, value in merged.items():
+            base.__setitem__(old, key, value)

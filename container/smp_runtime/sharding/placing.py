@@ -1,0 +1,40 @@
+"""Parameters that are created when there is a place for them: each rank keeps its shard, none ever the model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from smp_config import Group
+from smp_runtime.deferred import StandIn, materialize, stand_ins
+from smp_runtime.session import Session
+from smp_runtime.sharding.options import ShardingOptions
+from smp_runtime.sharding.plan import is_sharded
+from smp_runtime.sharding.registered import replace_registered
+from smp_runtime.sharding.sharded_parameters import ShardedParameters
+
+
+def make_stand_ins(session: Session, module: nn.Module) -> list[StandIn]:
+    """Parameters without values, in place of those whose creation was deferred; small ones have memory already."""
+    options = ShardingOptions.of(session.cfg)
+
+    def make(meta: nn.Parameter) -> torch.Tensor:
+        if is_sharded(meta, options):
+            return torch.zeros((), dtype=meta.dtype, device=session.device).expand(meta.shape)
+        return torch.empty(meta.shape, dtype=meta.dtype, device=session.device)
+
+    made = stand_ins(session.deferrals, module, make)
+    replace_registered(module, {id(meta): parameter for meta, parameter in made})
+    return made
+
+
+def create_shards(session: Session, module: nn.Module, made: list[StandIn], shards: ShardedParameters) -> None:
+    """Run the creation that was deferred; every rank draws the first replica's numbers and keeps its part."""
+    materialize(
+        session.deferrals,
+        module,
+        session.device,
+        replaced=made,
+        take=shards.receive,
+        agree=lambda state: session.control.broadcast(state, session.members(Group.RDP)),
+    )

@@ -1,0 +1,114 @@
+"""Which parameters are gathered together: one unit per block of the model, cut finer where a block is too large."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from smp_runtime.errors import SMPUserError
+from smp_runtime.sharding.options import ShardingOptions
+
+#: Modules that only hold others and are never called themselves.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass
+class UnitPlan:
+    """Parameters that are gathered, freed and reduced together.
+
+    Attributes:
+        name: of the module they belong to, for messages.
+        module: whose call uses them all; None if they only belong to single modules below it.
+        parameters: of one type, all trained or all frozen.
+    """
+
+    name: str
+    module: nn.Module | None
+    parameters: list[nn.Parameter]
+
+    @property
+    def elements(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters)
+
+
+def is_sharded(parameter: torch.Tensor, options: ShardingOptions) -> bool:
+    """Whether a parameter is divided over ranks, rather than small enough to stay whole."""
+    return parameter.is_floating_point() and parameter.numel() >= max(1, options.persistence_threshold)
+
+
+def plan_units(module: nn.Module, parameters: Iterable[nn.Parameter], options: ShardingOptions) -> list[UnitPlan]:
+    """Divide ``parameters`` into units, in the order of the modules.
+
+    Repeated blocks (the children of a ``ModuleList`` or of an ``nn.Sequential`` of blocks) are units; so is any other
+    module that holds no such list. A unit has at most half of ``max_live`` elements, so that the next one can be
+    fetched while it is used; a module above that is divided into its children.
+
+    Args:
+        parameters: what shall be sharded.
+
+    Raises:
+        SMPUserError: one module's own parameters exceed ``max_live``, with its name.
+    """
+    planner = _Planner({id(parameter): parameter for parameter in parameters}, options)
+    planner.visit(module, "", is_root=True)
+    return planner.units
+
+
+class _Planner:
+    def __init__(self, left: dict[int, nn.Parameter], options: ShardingOptions) -> None:
+        self._left = left
+        self._most = options.max_live
+        self._target = max(1, options.max_live // 2)
+        self.units: list[UnitPlan] = []
+
+    def visit(self, module: nn.Module, name: str, *, is_root: bool = False) -> None:
+        whole = self._of(module.parameters())
+        if not whole:
+            return
+        divides = is_root and any(True for _ in module.children())
+        divides = divides or isinstance(module, _CONTAINERS) or _is_stack(module) or _holds_stack(module)
+        own = self._of(module.parameters(recurse=False))
+        if not divides and (_elements(whole) <= self._target or len(own) == len(whole)):
+            self._take(module, name, whole, together=len(own) < len(whole) or not any(True for _ in module.children()))
+            return
+        if own:
+            self._take(module, name, own, together=False)
+        for child_name, child in module.named_children():
+            self.visit(child, f"{name}.{child_name}" if name else child_name)
+
+    def _of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        return [parameter for parameter in parameters if id(parameter) in self._left]
+
+    def _take(self, module: nn.Module, name: str, parameters: list[nn.Parameter], *, together: bool) -> None:
+        elements = _elements(parameters)
+        if elements > self._most:
+            raise SMPUserError(
+                f"the parameters of {name or 'the model itself'} ({type(module).__name__}) have {elements:,} elements and "
+                f"are needed at the same time, but sdp_max_live_parameters is {self._most:,}; set it to at least "
+                f"{elements:,}, or to {2 * elements:,} so that the next parameters can be fetched meanwhile"
+            )
+        kinds: dict[tuple[torch.dtype, torch.device, bool], list[nn.Parameter]] = {}
+        for parameter in parameters:
+            kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append(parameter)
+            del self._left[id(parameter)]
+        # What a module with children holds itself is fetched when it is read, not while all the children run.
+        self.units += [UnitPlan(name, module if together else None, kind) for kind in kinds.values()]
+
+
+def _elements(parameters: Sequence[torch.Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Whether a module runs through several blocks, each of some modules."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return sum(any(True for _ in child.parameters()) for child in module.children()) > 1
+    blocks = [child for child in module.children() if any(True for _ in child.children())]
+    return isinstance(module, nn.Sequential) and sum(any(True for _ in b.parameters()) for b in blocks) > 1
+
+
+def _holds_stack(module: nn.Module) -> bool:
+    return any(_is_stack(part) for part in module.modules() if part is not module)

@@ -1,0 +1,390 @@
+"""Sharded data parallelism (MiCS): parameters, gradients and optimizer state shared out over a group of ranks.
+
+Every rank of a sharding group keeps an equal shard of each unit's parameters, gradients and optimizer state; groups
+are replicas of each other. See Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_config import Group
+from smp_runtime.data_parallel.replication import broadcast_tensors
+from smp_runtime.errors import SMPUserError
+from smp_runtime.fused_optimizers import NUMBER_ATTRIBUTE
+from smp_runtime.pieces import Piece
+from smp_runtime.precision import Precision
+from smp_runtime.session import Session
+from smp_runtime.sharding.attributes import mark_parameters
+from smp_runtime.sharding.gradients import ShardedGradients
+from smp_runtime.sharding.hosts import make_gathering
+from smp_runtime.sharding.live import LiveParameters
+from smp_runtime.sharding.options import ShardingOptions
+from smp_runtime.sharding.plan import is_sharded, plan_units
+from smp_runtime.sharding.registered import registered_parameters
+from smp_runtime.sharding.units import ShardedUnit
+from smp_runtime.sharding.uses import ModuleUses
+
+
+class ShardedParameters:
+    """The sharded part of a model, and what the optimizer updates of it.
+
+    Args:
+        module: the model; its parameters are whole and equal on all replicas, or placeholders whose values come later
+            by :meth:`take`.
+        parameters: those of this rank, all to be trained or kept; small ones stay whole.
+        session: groups, collectives and settings.
+        precision: in which type the parameters are stored.
+        deferred: by ``id``, parameters whose values come later.
+
+    Attributes:
+        units: what is gathered together.
+        live: what is gathered now.
+        gradients: of this rank's shards.
+        pieces: what the optimizer updates of each trained parameter, small ones included.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        session: Session,
+        precision: Precision,
+        *,
+        deferred: frozenset[int] = frozenset(),
+    ) -> None:
+        self.options = ShardingOptions.of(session.cfg)
+        self._session = session
+        self._precision = precision
+        self._group = session.groups.group(Group.SHARD)
+        self._ranks = session.members(Group.SHARD)
+        collectives, degree = session.collectives, len(self._ranks)
+        gathering = make_gathering(session, hierarchical=self.options.hierarchical)
+        chosen = [p for p in parameters if is_sharded(p, self.options)]
+        self.whole = [p for p in parameters if not is_sharded(p, self.options)]
+        self.units = [
+            ShardedUnit(
+                plan.name,
+                plan.module,
+                plan.parameters,
+                precision.compute or plan.parameters[0].dtype,
+                degree,
+                gathering.position,
+                session.device,
+            )
+            for plan in plan_units(module, chosen, self.options)
+        ]
+        self._where = {p: (unit, index) for unit in self.units for index, p in enumerate(unit.parameters)}
+        # Trained ones first: their numbers are those of the vectors that optimizers sum.
+        ordered = sorted(parameters, key=lambda p: not p.requires_grad)
+        self._numbers = {p: number for number, p in enumerate(ordered)}
+        self._shard_of = gathering.shard_of
+        self.live = LiveParameters(self.units, gathering, self.options.max_live)
+        trained = [unit for unit in self.units if unit.trained]
+        self.gradients = ShardedGradients(
+            trained,
+            self._group,
+            session.groups.group(Group.REPLICA) if session.size(Group.REPLICA) > 1 else None,
+            session.groups.group(Group.RDP),
+            replicas=session.size(Group.RDP),
+            shard_of=gathering.shard_of,
+            collectives=collectives,
+            bucket_elements=self.options.bucket_elements,
+            dtype=precision.reduce,
+        )
+        self.pieces: dict[nn.Parameter, Piece | None] = {}
+        for unit in self.units:
+            for index, parameter in enumerate(unit.parameters):
+                master = self._master(unit, index)
+                if unit.trained:
+                    self.pieces[parameter] = self._piece(unit, index, master)
+            self._take_values([p for p in unit.parameters if id(p) not in deferred])
+            unit.detach()
+        self.uses = ModuleUses(module, self.units, self.live)
+        for part in module.modules():
+            for parameter in registered_parameters(part):
+                self.uses.register(part, parameter)
+        self._watch_gradients()
+        self._follow_writes(module)
+        mark_parameters(self.units)
+
+    # -- pieces ----------------------------------------------------------------------------------------------------
+
+    def _take_values(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take parts of present parameters, those of the first replica."""
+        values = [p.detach().to(self._session.device) for p in parameters]
+        broadcast_tensors(
+            values,
+            self._session.members(Group.RDP)[0],
+            self._session.groups.group(Group.RDP),
+            self._session.collectives,
+        )
+        for parameter, value in zip(parameters, values, strict=True):
+            self.take(parameter, value)
+
+    def _master(self, unit: ShardedUnit, index: int) -> torch.Tensor | None:
+        """Memory for this rank's float32 part of a parameter, in half precision training."""
+        fragment = unit.fragment(index)
+        if not self._precision.is_half or not unit.trained or fragment is None:
+            return None
+        stored = unit.slice_of(unit.shard, fragment)
+        return torch.zeros(stored.shape, dtype=torch.float32, device=stored.device)
+
+    def _piece(self, unit: ShardedUnit, index: int, master: torch.Tensor | None) -> Piece | None:
+        fragment = unit.fragment(index)
+        if fragment is None:
+            return None
+        stored = unit.slice_of(unit.shard, fragment)
+        optimized = nn.Parameter(stored if master is None else master)
+        setattr(optimized, NUMBER_ATTRIBUTE, self._numbers[unit.parameters[index]])
+        gradients = self.gradients
+        return Piece(
+            unit.parameters[index],
+            fragment.start,
+            fragment.stop,
+            optimized,
+            stored,
+            lambda: gradients.of(unit, index),
+        )
+
+    def add_whole(self, pieces: Mapping[nn.Parameter, Piece]) -> None:
+        """Add the pieces of the small parameters that stay whole on every rank."""
+        for parameter, piece in pieces.items():
+            setattr(piece.optimized, NUMBER_ATTRIBUTE, self._numbers[parameter])
+            self.pieces[parameter] = piece
+
+    @torch.no_grad()
+    def take(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Keep this rank's part of a parameter's whole value, in float32 too where there is a master."""
+        unit, index = self._where[parameter]
+        unit.take(index, value)
+        piece = self.pieces.get(parameter)
+        if piece is not None:
+            piece.take(value)
+
+    def receive(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Take the value of a parameter that was created later; small ones take all of it, other stages' nothing."""
+        if parameter in self._where:
+            self.take(parameter, value)
+        elif parameter in self._numbers:
+            parameter.data.copy_(value)
+
+    def counts(self, piece: Piece) -> bool:
+        """Whether this rank adds a piece to sums over the sharding group: every element counts once."""
+        return piece.parameter in self._where or self._session.rank_in(Group.SHARD) == 0
+
+    @property
+    def parameters(self) -> set[nn.Parameter]:
+        """Those that are sharded."""
+        return set(self._where)
+
+    @property
+    def places(self) -> dict[nn.Parameter, tuple[int, int]]:
+        """First and last element (exclusive) of this rank's part of every sharded parameter; equal if it has none."""
+        found = {}
+        for parameter, (unit, index) in self._where.items():
+            fragment = unit.fragment(index)
+            found[parameter] = (fragment.start, fragment.stop) if fragment else (0, 0)
+        return found
+
+    @property
+    def elements(self) -> tuple[int, int]:
+        """Elements that are sharded, and that stay whole."""
+        return sum(unit.filled for unit in self.units), sum(p.numel() for p in self.whole)
+
+    # -- a window --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a call of the model, or of a part of it."""
+        with self.uses.watch_saved():
+            yield
+
+    def begin_window(self, kind: str) -> None:
+        """A training step, an evaluation, or whatever repeats begins; anything left over is let go."""
+        self.uses.reset()
+        self.live.free_all()
+        self.gradients.begin_window()
+        self.live.order.begin(kind)
+
+    def finish_window(self, *, reduces: bool) -> None:
+        """It ends: gradients are summed over the group, and over all replicas if ``reduces``."""
+        self.gradients.finish_window(reduces=reduces)
+        self.live.order.end()
+        self.live.free_all()
+        self.gradients.touched = False
+
+    def abandon_window(self) -> None:
+        """It ended with an error; its order is forgotten."""
+        self.begin_window("")
+
+    @property
+    def touched(self) -> bool:
+        """Whether backward has added to any gradient in this window."""
+        return self.gradients.touched
+
+    def _watch_gradients(self) -> None:
+        weak = weakref.ref(self)
+
+        def hook(unit: ShardedUnit, index: int) -> Callable[[torch.Tensor], None]:
+            def gradient_added(parameter: torch.Tensor) -> None:
+                me = weak()
+                if me is not None and me.gradients.arrived(unit, index, parameter):
+                    me.uses.gradients_complete(unit)
+
+            return gradient_added
+
+        for unit in self.units:
+            if unit.trained:
+                for index, parameter in enumerate(unit.parameters):
+                    parameter.register_post_accumulate_grad_hook(hook(unit, index))
+
+    # -- for the optimizer -----------------------------------------------------------------------------------------
+
+    def gather_parameters(self) -> None:
+        """After an update; parameters are gathered when they are needed."""
+
+    def clear_gradients(self) -> None:
+        """Forget the gradients of this rank's shards."""
+        self.gradients.clear()
+
+    def sum_over_shards(self, vector: torch.Tensor) -> torch.Tensor:
+        """Sum a vector over the sharding group, in place.
+
+        A vector with one entry per parameter counts those of whole parameters, which every rank knows, once.
+        """
+        if vector.numel() == len(self.pieces) and self._session.rank_in(Group.SHARD) != 0:
+            for parameter in self.whole:
+                if parameter.requires_grad:
+                    vector[self._numbers[parameter]] = 0
+        self._session.collectives.all_reduce(vector, self._group).wait()
+        return vector
+
+    # -- whole tensors ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def gathered(self, unit: ShardedUnit) -> Iterator[list[torch.Tensor]]:
+        """A unit's parameters with their values, outside any use; every rank of the group enters it."""
+        was_there = unit.ready
+        if not was_there:
+            self.live.need(unit)
+        try:
+            yield list(unit.parameters)
+        finally:
+            if not was_there:
+                self.live.free(unit)
+
+    @torch.no_grad()
+    def whole_parameters(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Every sharded parameter with its whole value on the CPU, unit by unit; every rank of the group iterates."""
+        for unit in self.units:
+            with self.gathered(unit) as parameters:
+                values = [parameter.detach().to("cpu", copy=True) for parameter in parameters]
+            yield from zip(unit.parameters, values, strict=True)
+
+    @torch.no_grad()
+    def gather_whole(self, values: Mapping[nn.Parameter, torch.Tensor]) -> dict[nn.Parameter, torch.Tensor]:
+        """Whole tensors from pieces; every rank of the group calls it.
+
+        Args:
+            values: by parameter, a tensor of the shape of this rank's piece; parameters without one are left out.
+
+        Returns:
+            By parameter, the tensor of the parameter's shape, for every parameter that any rank has a value for.
+        """
+        mine = {self._numbers[p]: v.dtype for p, v in values.items() if p in self._where}
+        everyone = self._session.control.allgather(mine, self._ranks)
+        known: dict[int, torch.dtype] = {}
+        for theirs in everyone:
+            known.update(theirs)
+        whole = {p: v.detach().clone() for p, v in values.items() if p not in self._where}
+        for unit in self.units:
+            wanted = [index for index, p in enumerate(unit.parameters) if self._numbers[p] in known]
+            if not wanted:
+                continue
+            dtype = known[self._numbers[unit.parameters[wanted[0]]]]
+            shard = torch.zeros(unit.shard_elements, dtype=dtype, device=unit.device)
+            for index in wanted:
+                fragment, value = unit.fragment(index), values.get(unit.parameters[index])
+                if fragment is not None and value is not None:
+                    unit.slice_of(shard, fragment).copy_(value.view(unit.slice_of(shard, fragment).shape))
+            rows = torch.empty(len(self._ranks), unit.shard_elements, dtype=dtype, device=unit.device)
+            self._session.collectives.all_gather(rows.view(-1), shard, self._group).wait()
+            order = sorted(range(len(self._ranks)), key=self._shard_of.__getitem__)
+            flat = (rows if order == sorted(order) else rows[order]).view(-1)
+            views = unit.views_of(flat)
+            for index in wanted:
+                whole[unit.parameters[index]] = views[index].clone()
+        return whole
+
+    def gather_names(self, names: set[str]) -> list[set[str]]:
+        """Every rank's names; every rank of the group calls it."""
+        return self._session.control.allgather(names, self._ranks)
+
+    def gather_objects(self, values: Mapping[nn.Parameter, Any]) -> dict[nn.Parameter, Any]:
+        """One object per parameter, from whichever rank has one; every rank of the group calls it."""
+        by_number = {
+            self._numbers[p]: value.cpu() if isinstance(value, torch.Tensor) else value for p, value in values.items()
+        }
+        merged: dict[int, Any] = {}
+        for theirs in self._session.control.allgather(by_number, self._ranks):
+            for number, value in theirs.items():
+                merged.setdefault(number, value)
+        return {p: merged[number] for p, number in self._numbers.items() if number in merged}
+
+    # -- loading ---------------------------------------------------------------------------------------------------
+
+    def _follow_writes(self, module: nn.Module) -> None:
+        """``load_state_dict``, also of a submodule, finds parameters to write into, and this rank keeps its shard."""
+        weak = weakref.ref(self)
+        for part in module.modules():
+            units = self.uses.units_held_by(part)
+            if not units:
+                continue
+
+            def before(*_: Any, units: list[ShardedUnit] = units) -> None:
+                for unit in units:
+                    if not unit.ready:
+                        unit.fill_from_shard()
+
+            def after(*_: Any, units: list[ShardedUnit] = units) -> None:
+                if (me := weak()) is not None:
+                    me._keep(units)
+
+            part.register_load_state_dict_pre_hook(before)
+            part.register_load_state_dict_post_hook(after)
+
+    def _keep(self, units: Sequence[ShardedUnit]) -> None:
+        for unit in units:
+            if not unit.ready:
+                continue
+            unit.keep_shard()
+            unit.detach()
+            for parameter in unit.parameters:
+                piece = self.pieces.get(parameter)
+                if piece is not None:
+                    piece.refresh()
+
+    def complete(self, state: dict[str, Any], names_of: Callable[[nn.Parameter], Sequence[str]], prefix: str) -> None:
+        """Put whole values into a ``state_dict``, on the CPU; every rank of the group calls it."""
+        for parameter, value in self.whole_parameters():
+            for name in names_of(parameter):
+                if prefix + name in state:
+                    state[prefix + name] = value
+
+    def refuse_partial_load(self, loads: Sequence[int]) -> None:
+        """Say that a state reached only some ranks.
+
+        Raises:
+            SMPUserError: always.
+        """
+        raise SMPUserError(
+            f"the data parallel ranks have loaded {list(loads)} model states, but with sharded data parallelism each "
+            "rank keeps its own part of what it loads: call load_state_dict on every rank"
+        )

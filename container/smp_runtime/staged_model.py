@@ -1,0 +1,188 @@
+"""A wrapped model that lies on the stages of a pipeline: partitioned at the first step, then each rank keeps its part."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from smp_config import Group
+from smp_runtime.pipeline.assignment import Assignment
+from smp_runtime.pipeline.deciding import Tracing, decide
+from smp_runtime.pipeline.engine import Pipeline
+from smp_runtime.pipeline.lanes import directed_groups
+from smp_runtime.pipeline.timeline import recorder_of_job
+from smp_runtime.precision import Precision
+from smp_runtime.replicated_model import ReplicatedModel
+
+logger = logging.getLogger("smp")
+
+
+class StagedModel(ReplicatedModel):
+    """A wrapped model that may be split over pipeline stages.
+
+    Attributes:
+        partitioned: whether every rank knows its part; without pipeline parallelism from the beginning.
+        pipeline: runs the steps; None without pipeline parallelism.
+        assignment: which stage has which module; None without pipeline parallelism.
+    """
+
+    partitioned: bool
+    pipeline: Pipeline | None
+    assignment: Assignment | None
+    precision: Precision
+    _trace_device: str
+    _traces_times: bool
+    _traces_memory: bool
+    _post_partition_hooks: OrderedDict[int, Callable[..., Any]]
+
+    def _place(self) -> None:
+        """Give this rank's part of the model its place: device, precision, replicas."""
+        raise NotImplementedError
+
+    def partition(self, microbatch: functools.partial[Any]) -> None:
+        """Decide which stage gets which module, if that has not been done; every rank calls it in its first step.
+
+        Args:
+            microbatch: runs the step function on the first microbatch, to trace it.
+        """
+        if self.partitioned:
+            return
+        session = self._session
+        assignment = self._given_assignment
+        if assignment is None:
+            device = session.device if self._trace_device == "gpu" else torch.device("cpu")
+            if not any(parameter.is_meta for parameter in self.module.parameters()):
+                self.module.to(device)
+            assignment = decide(
+                self.module,
+                Tracing(
+                    functools.partial(self._traced_run, microbatch, device),
+                    device,
+                    self._traces_times,
+                    self._traces_memory,
+                ),
+                session.cfg,
+                session.manual,
+                session.control,
+                tracing_rank=session.topology.group_of(Group.PP, 0)[session.cfg.tracing_rank or 0],
+                optimizer_bytes=_state_bytes(session.optimizer) + (4.0 if self.precision.is_half else 0.0),
+            )
+        # What tracing has left in reference cycles would keep parameters from being swapped out.
+        gc.collect()
+        self.adopt(assignment)
+        for hook in list(self._post_partition_hooks.values()):
+            hook(self, session.optimizer)
+
+    def _traced_run(self, microbatch: functools.partial[Any], device: torch.device) -> object:
+        """The step function on the first microbatch; the model's own backward does nothing meanwhile."""
+        session = self._session
+        args, kwargs = tree_map(
+            lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf,
+            (microbatch.args, microbatch.keywords),
+        )
+        session.is_tracing, session.microbatch = True, 0
+        try:
+            return microbatch.func(*args, **kwargs)
+        finally:
+            session.is_tracing, session.microbatch = False, None
+
+    #: From a checkpoint or a file, instead of a decision of this run.
+    _given_assignment: Assignment | None = None
+
+    def adopt(self, assignment: Assignment) -> None:
+        """Keep this rank's part of the model, and start the pipeline."""
+        session = self._session
+        self.assignment = assignment
+        self._stage_of, self._stage = assignment.stage_of, session.rank_in(Group.PP)
+        self.registry.place_stages(assignment.stage_of)
+        self._place()
+        groups = None
+        if session.device.type == "cuda":
+            groups = directed_groups(session.topology.groups(Group.PP), "nccl")
+        self.pipeline = Pipeline(
+            session.control,
+            session.members(Group.PP),
+            session.device,
+            self.module,
+            assignment.stage_of,
+            policy=session.cfg.pipeline,
+            active=min(session.cfg.active_microbatches or 1, session.cfg.microbatches),
+            replica=session.rank_in(Group.DP),
+            predicts=session.cfg.fast_mode,
+            begins=self._task_begins,
+            share=self._shared if self._must_agree_on_order else None,
+            make_group=groups,
+            recorder=recorder_of_job(self._stage, session.control, replica=session.members(Group.PP)[0]),
+        )
+        self.partitioned = True
+
+    @property
+    def _must_agree_on_order(self) -> bool:
+        """Whether other pipelines must run their work in the same order: tensor parallel peers, or all on request.
+
+        All must that gather each other's parameters as they run.
+        """
+        return self._session.size(Group.TP) > 1 or self._all_agree_on_order
+
+    @property
+    def _all_agree_on_order(self) -> bool:
+        return self._session.cfg.deterministic_server or self._session.cfg.sharded_data_parallel_degree > 1
+
+    def _shared(self, value: Any) -> list[Any]:
+        """The values of all pipelines that must agree; every root rank calls it at the same step."""
+        session = self._session
+        group = Group.DP if self._all_agree_on_order else Group.TP
+        return session.control.allgather(value, session.members(group))
+
+    def _task_begins(self, microbatch: int | None) -> None:
+        self._session.microbatch = microbatch
+
+    def leave(self) -> None:
+        """The rank leaves the job: end the pipeline in good order."""
+        if self.pipeline is not None:
+            self.pipeline.close()
+            self.pipeline = None
+
+    def _drop_other_stages(self) -> None:
+        """Free the parameters of other stages' modules; they keep their identity, shape and type."""
+        if self._stage_of is None:
+            return
+        local = {id(parameter) for parameter in self.local_parameters()}
+        for record in self.registry:
+            if id(record.parameter) not in local:
+                _without_storage(record.parameter)
+
+    def _moved(self, device: torch.device) -> None:
+        """Move this rank's part, and all buffers, to its device."""
+        if self._stage_of is None:
+            nn.Module.to(self, device)
+            return
+        for path, module in self.module.named_modules():
+            for parameter in module._parameters.values():
+                if parameter is not None and self._is_local(path):
+                    parameter.data = parameter.data.to(device)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer | None) -> float:
+    """State per element of a trained parameter, in bytes: two moments unless the optimizer is known to need less."""
+    settings = optimizer.defaults if optimizer is not None else {}
+    if optimizer is None or "betas" in settings:
+        return 8.0
+    return 4.0 if settings.get("momentum") else 0.0
+
+
+def _without_storage(parameter: nn.Parameter) -> None:
+    empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    parameter.grad = None
+    torch.utils.swap_tensors(parameter, empty)

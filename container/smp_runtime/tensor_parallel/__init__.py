@@ -1,0 +1,1 @@
+"""Tensor parallelism: single layers split over ranks, chosen by scope or registration."""

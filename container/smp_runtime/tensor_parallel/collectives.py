@@ -1,0 +1,146 @@
+"""Collectives that autograd differentiates: what a tensor parallel layer does to its activations.
+
+Two kinds of gradient meet here. A *replicated* tensor is the same on all ranks of the group, and so is its gradient,
+which each rank holds whole. A *partial* one is a different summand on every rank. Each function's name says what
+happens forward; its comment what its gradient is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from smp_runtime.tensor_parallel.group import TensorGroup
+
+
+class _Replicated(torch.autograd.Function):
+    """Forward nothing; backward the sum of the ranks' partial gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.group.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
+
+
+class _Sum(torch.autograd.Function):
+    """Forward the sum of partial tensors; backward nothing, since the sum's gradient is replicated."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        return group.all_reduce(tensor.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    """Forward all ranks' slices; backward this rank's slice of a replicated gradient, or of the sum of partial ones."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, dim: int, partial: bool) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.partial = group, dim, partial
+        return group.gather(tensor, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        take = ctx.group.scatter_sum if ctx.partial else ctx.group.slice
+        return take(gradient, ctx.dim), None, None, None
+
+
+class _Slice(torch.autograd.Function):
+    """Forward this rank's slice of a replicated tensor; backward all ranks' slices."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.slice(tensor, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.group.gather(gradient, ctx.dim), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    """Forward this rank's slice of the sum of partial tensors; backward all ranks' slices."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.scatter_sum(tensor, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.group.gather(gradient, ctx.dim), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Forward slices along one dim become slices along another; backward the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, split: int, joined: int) -> torch.Tensor:
+        ctx.group, ctx.split, ctx.joined = group, split, joined
+        return group.exchange(tensor, split, joined)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.group.exchange(gradient, ctx.joined, ctx.split), None, None, None
+
+
+class _Shared(torch.autograd.Function):
+    """Forward nothing; backward the sum of the ranks' partial gradients of several parameters, in one collective."""
+
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        flat = ctx.group.all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        return None, *(part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True))
+
+
+def replicated(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """A replicated tensor that each rank uses in another way: its gradients are summed."""
+    return tensor if group.size == 1 else _Replicated.apply(tensor, group)
+
+
+def summed(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """The sum of partial tensors, replicated."""
+    return tensor if group.size == 1 else _Sum.apply(tensor, group)
+
+
+def gathered(tensor: torch.Tensor, group: TensorGroup, dim: int, *, partial: bool) -> torch.Tensor:
+    """All ranks' slices along ``dim``; ``partial`` says that the ranks use the whole in different ways."""
+    return tensor if group.size == 1 else _Gather.apply(tensor, group, dim, partial)
+
+
+def sliced(tensor: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
+    """This rank's slice along ``dim`` of a replicated tensor."""
+    return tensor if group.size == 1 else _Slice.apply(tensor, group, dim)
+
+
+def scatter_summed(tensor: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
+    """This rank's slice along ``dim`` of the sum of partial tensors."""
+    return tensor if group.size == 1 else _ScatterSum.apply(tensor, group, dim)
+
+
+def exchanged(tensor: torch.Tensor, group: TensorGroup, split: int, joined: int) -> torch.Tensor:
+    """Each rank's part along ``split`` goes to that rank; what comes in is joined along ``joined``."""
+    return tensor if group.size == 1 else _Exchange.apply(tensor, group, split, joined)
+
+
+def shared(group: TensorGroup, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Replicated parameters that every rank uses on its own slice of the activations: their gradients are summed."""
+    present = [parameter for parameter in parameters if parameter is not None]
+    if group.size == 1 or not present:
+        return list(parameters)
+    views = iter(_Shared.apply(group, *present))
+    return [None if parameter is None else next(views) for parameter in parameters]

@@ -1,0 +1,148 @@
+"""The tensor parallel group of a rank, and the plain collectives over it, along any dimension."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smp_config import Group
+from smp_runtime import session as sessions
+from smp_runtime.comm.collectives import Collectives, Work
+from smp_runtime.session import Session
+from smp_runtime.tensor_parallel.throttle import Throttle
+
+_groups: weakref.WeakKeyDictionary[Session, TensorGroup] = weakref.WeakKeyDictionary()
+
+
+class TensorGroup:
+    """The ranks that share each distributed layer with this one.
+
+    Without autograd; :mod:`smp_runtime.tensor_parallel.collectives` has the differentiable forms. With one rank all
+    operations return their input.
+
+    Attributes:
+        size: ranks in the group.
+        rank: position of this rank.
+        prescaled: whether all of them get the same batch; else each has its own.
+        slices_activations: whether activations between layers are sliced (``optimize="memory"``).
+        device: where this rank computes.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.ref(session)
+        self._group: dist.ProcessGroup = session.groups.group(Group.TP)
+        self._throttle = Throttle.from_environment()
+        self.size = session.size(Group.TP)
+        self.rank = session.rank_in(Group.TP)
+        self.prescaled = session.cfg.prescaled_batch
+        self.slices_activations = session.cfg.optimize == "memory"
+        self.device = session.device
+
+    @classmethod
+    def of(cls, session: Session) -> TensorGroup:
+        """The group of a session; always the same object."""
+        found = _groups.get(session)
+        if found is None:
+            found = _groups[session] = cls(session)
+        return found
+
+    def __deepcopy__(self, memo: Any) -> TensorGroup:
+        return self
+
+    def __reduce__(self) -> Any:
+        return (current_group, ())
+
+    @property
+    def session(self) -> Session:
+        """The session that the group belongs to."""
+        session = self._session()
+        if session is None:
+            raise AssertionError("a distributed module outlived its session")
+        return session
+
+    @property
+    def _collectives(self) -> Collectives:
+        return self.session.collectives
+
+    def agree(self, value: Any) -> Any:
+        """The object of the group's first rank, on every rank; all call it."""
+        session = self.session
+        return session.control.broadcast(value, session.members(Group.TP)) if self.size > 1 else value
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Work:
+        """Begin to sum ``tensor`` over the group, in place."""
+        return self._throttle.launched(self._collectives.all_reduce(tensor, self._group), tensor)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a contiguous ``tensor`` over the group, in place; returns it."""
+        if self.size > 1:
+            self.start_all_reduce(tensor).wait()
+        return tensor
+
+    def start_gather(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
+        """Begin to gather; the first result is ``[size, *tensor.shape]`` once the second is waited for."""
+        full = tensor.new_empty((self.size, *tensor.shape))
+        work = self._collectives.all_gather(full.view(-1), tensor.contiguous().view(-1), self._group)
+        return full, self._throttle.launched(work, full)
+
+    def gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Every rank's tensor, joined along ``dim`` in group order."""
+        if self.size == 1:
+            return tensor
+        full, work = self.start_gather(tensor)
+        work.wait()
+        return join(full, dim)
+
+    def start_scatter_sum(self, tensor: torch.Tensor, dim: int) -> tuple[torch.Tensor, Work]:
+        """Begin to sum over the group, each rank keeping its part along ``dim``, which the size divides."""
+        parts = part(tensor, self.size, dim).contiguous()
+        mine = torch.empty_like(parts[0])
+        work = self._collectives.reduce_scatter(mine.view(-1), parts.view(-1), self._group)
+        return mine, self._throttle.launched(work, parts)
+
+    def scatter_sum(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Sum over the group; each rank keeps its part along ``dim``."""
+        if self.size == 1:
+            return tensor
+        mine, work = self.start_scatter_sum(tensor, dim)
+        work.wait()
+        return mine
+
+    def slice(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's part along ``dim``."""
+        if self.size == 1:
+            return tensor
+        length = tensor.shape[dim] // self.size
+        return tensor.narrow(dim, self.rank * length, length)
+
+    def exchange(self, tensor: torch.Tensor, split: int, joined: int) -> torch.Tensor:
+        """Give every rank its part along dim ``split``; join what comes in along dim ``joined``."""
+        if self.size == 1:
+            return tensor
+        sent = part(tensor, self.size, split).contiguous()
+        received = torch.empty_like(sent)
+        work = self._collectives.all_to_all(received.view(-1), sent.view(-1), self._group)
+        self._throttle.launched(work, sent).wait()
+        return join(received, joined)
+
+
+def current_group() -> TensorGroup:
+    """The tensor parallel group of the current session."""
+    return TensorGroup.of(sessions.current())
+
+
+def join(stacked: torch.Tensor, dim: int) -> torch.Tensor:
+    """``[n, *shape]`` to ``shape`` with its ``dim`` n times as long; without a copy for dim 0."""
+    shape = list(stacked.shape[1:])
+    dim %= len(shape)
+    shape[dim] *= stacked.shape[0]
+    return stacked.movedim(0, dim).reshape(shape)
+
+
+def part(tensor: torch.Tensor, count: int, dim: int) -> torch.Tensor:
+    """``shape`` to ``[count, *shape with dim divided]``; a view."""
+    dim %= tensor.dim()
+    return tensor.unflatten(dim, (count, tensor.shape[dim] // count)).movedim(dim, 0)

@@ -1,0 +1,126 @@
+"""Weights of distributed modules: drawn whole, one after the other, from a generator all ranks share, then sliced.
+
+What tensor parallel ranks hold together is therefore what one rank would have drawn, whatever their number. Each
+parameter has random numbers of its own, so a rank draws only the parameters that it holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from smp_runtime.tensor_parallel.group import TensorGroup
+from smp_runtime.tensor_parallel.random import draw_seed, mixed
+
+#: Writes a whole weight in place, with random numbers from the generator.
+Fill = Callable[[torch.Tensor, torch.Generator], object]
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """Which part of a whole tensor a rank has.
+
+    Attributes:
+        shape: of the whole.
+        dim: along which it is split.
+        start: first index of this rank's part.
+        stop: behind its last.
+        size: longest part along ``dim`` that a rank has.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    stop: int
+    size: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], dim: int, group: TensorGroup) -> TensorSlice:
+        """Parts of equal size, but for the last when the number of ranks does not divide."""
+        size = -(-shape[dim] // group.size)
+        return cls(shape, dim, min(group.rank * size, shape[dim]), min((group.rank + 1) * size, shape[dim]), size)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's part."""
+        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor; a view."""
+        return whole.narrow(self.dim, self.start, self.stop - self.start)
+
+
+class _Stream(threading.local):
+    """Where the parameters made now get their random numbers from."""
+
+    seed: int | None = None
+    count: int = 0
+
+
+_stream = _Stream()
+
+
+@contextlib.contextmanager
+def weight_stream(group: TensorGroup) -> Iterator[None]:
+    """Parameters made inside share one seed, which the group's first rank draws; all ranks enter it together.
+
+    The outermost context counts: a model is drawn from one seed, a module that a script makes by itself from its own.
+    """
+    if _stream.seed is not None:
+        yield
+        return
+    _stream.seed, _stream.count = group.agree(draw_seed()), 0
+    try:
+        yield
+    finally:
+        _stream.seed = None
+
+
+def make_parameter(
+    shape: tuple[int, ...],
+    fill: Fill,
+    where: TensorSlice | None,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> nn.Parameter:
+    """A parameter with its values: the whole one, or this rank's part of it.
+
+    Args:
+        shape: of the whole.
+        fill: draws the whole; it exists only inside this call.
+        where: the part that this rank has, or None for the whole.
+        dtype: None means PyTorch's default.
+    """
+    if _stream.seed is None:
+        raise AssertionError("parameters of distributed modules are made inside weight_stream")
+    _stream.count += 1
+    generator = torch.Generator().manual_seed(mixed(_stream.seed, _stream.count))
+    # Past whatever records or redirects the creation of tensors: the part is small and wanted now.
+    with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+        whole = torch.empty(shape, dtype=torch.float32, device="cpu")
+        fill(whole, generator)
+        mine = whole if where is None else where.cut(whole)
+        values = mine.to(device=device, dtype=dtype or torch.get_default_dtype(), copy=where is not None)
+        return nn.Parameter(values.contiguous())
+
+
+def normal(std: float) -> Fill:
+    """Normal numbers around 0."""
+    return lambda whole, generator: whole.normal_(0.0, std, generator=generator)
+
+
+def constant(value: float) -> Fill:
+    """One number everywhere."""
+    return lambda whole, generator: whole.fill_(value)
+
+
+def uniform_for(fan_in: int) -> Fill:
+    """What ``nn.Linear`` draws for weight and bias: uniform within 1/√fan_in."""
+    bound = 1 / math.sqrt(fan_in)
+    return lambda whole, generator: whole.uniform_(-bound, bound, generator=generator)

@@ -1,0 +1,145 @@
+"""The two halves of a tensor parallel block, each one autograd function: collectives overlap with the arithmetic.
+
+*Columns* turns activations into this rank's features, all rows; *rows* turns this rank's features back. ``dim`` is
+along which activations are sliced between the halves, or None when they are replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from smp_runtime.tensor_parallel.group import TensorGroup, join
+
+
+def _weight_gradient(gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """``[out, in]`` of ``[..., out]`` and ``[..., in]``."""
+    return gradient.reshape(-1, gradient.shape[-1]).t().mm(inputs.reshape(-1, inputs.shape[-1]))
+
+
+def _bias_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.reshape(-1, gradient.shape[-1]).sum(0)
+
+
+class _Columns(torch.autograd.Function):
+    """Several linear maps of one input.
+
+    Backward, the input's gradient is on its way while the weights' are computed. Sliced inputs are kept as slices
+    and gathered again in backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup, dim: int | None, count: int, *tensors: Any) -> Any:
+        weights, biases = tensors[:count], tensors[count:]
+        ctx.group, ctx.dim = group, dim
+        ctx.save_for_backward(x, *weights)
+        full = x if dim is None else group.gather(x, dim)
+        return tuple(F.linear(full, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        group, dim, count = ctx.group, ctx.dim, len(weights)
+        needs_weights = ctx.needs_input_grad[4 : 4 + count]
+        regathering = None
+        if dim is not None and group.size > 1 and any(needs_weights):
+            regathering = group.start_gather(x)
+        dx, waiting = None, None
+        if ctx.needs_input_grad[0]:
+            dx = gradients[0].matmul(weights[0])
+            for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+                dx += gradient.matmul(weight)
+            if group.size > 1:
+                if dim is None:
+                    waiting = group.start_all_reduce(dx)
+                else:
+                    dx, waiting = group.start_scatter_sum(dx, dim)
+        full = x
+        if regathering is not None:
+            regathering[1].wait()
+            full = join(regathering[0], dim)
+        weight_gradients = [
+            _weight_gradient(gradient, full) if needed else None
+            for gradient, needed in zip(gradients, needs_weights, strict=True)
+        ]
+        bias_gradients = [
+            _bias_gradient(gradient) if needed else None
+            for gradient, needed in zip(gradients, ctx.needs_input_grad[4 + count :], strict=True)
+        ]
+        if waiting is not None:
+            waiting.wait()
+        return dx, None, None, None, *weight_gradients, *bias_gradients
+
+
+class _Rows(torch.autograd.Function):
+    """One linear map of this rank's features, summed over the ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, group: TensorGroup, dim: int | None, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        ctx.save_for_backward(x, weight)
+        if group.size == 1:
+            return F.linear(x, weight, bias)
+        partial = F.linear(x, weight)
+        output = group.all_reduce(partial) if dim is None else group.scatter_sum(partial, dim)
+        return output if bias is None else output.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        db = _bias_gradient(gradient) if ctx.needs_input_grad[4] else None
+        full = gradient if ctx.dim is None else ctx.group.gather(gradient, ctx.dim)
+        dx = full.matmul(weight) if ctx.needs_input_grad[0] else None
+        dw = _weight_gradient(full, x) if ctx.needs_input_grad[3] else None
+        return dx, None, None, dw, db
+
+
+def _cast(*tensors: Any) -> list[Any]:
+    """What autocast would do to a linear map's tensors; inside an autograd function it only sees forward."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [tensor if tensor is None else tensor.to(dtype) for tensor in tensors]
+
+
+def columns(
+    x: torch.Tensor,
+    group: TensorGroup,
+    dim: int | None,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+) -> tuple[torch.Tensor, ...]:
+    """``x`` times each weight, all rows.
+
+    Args:
+        x: ``[batch, seq, in]``, replicated; or this rank's slice of it along ``dim``.
+        weights: each ``[out / size, in]``.
+
+    Returns:
+        for each weight ``[batch, seq, out / size]``, whole along ``dim``.
+    """
+    x, *rest = _cast(x, *weights, *biases)
+    return _Columns.apply(x, group, dim, len(weights), *rest)
+
+
+def rows(
+    x: torch.Tensor, group: TensorGroup, dim: int | None, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The sum over ranks of ``x`` times ``weight``, plus ``bias``.
+
+    Args:
+        x: ``[batch, seq, in / size]``.
+        weight: ``[out, in / size]``.
+        bias: ``[out]``.
+
+    Returns:
+        ``[batch, seq, out]``, replicated; or this rank's slice of it along ``dim``.
+    """
+    x, weight, bias = _cast(x, weight, bias)
+    return _Rows.apply(x, group, dim, weight, bias)

@@ -1,0 +1,89 @@
+"""Distributed modules tell the registry where their parameters' elements are; state goes out whole and comes in sliced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from smp_runtime.nn.module import DistributedModule
+from smp_runtime.registry import ParameterRecord, ParameterRegistry
+from smp_runtime.tensor_parallel.group import TensorGroup, join
+from smp_runtime.tensor_parallel.initialisation import TensorSlice
+
+
+def place(module: nn.Module, registry: ParameterRegistry) -> None:
+    """Note axis, slice and whole shape of split parameters, and over which group each one's gradient is averaged."""
+    for part in distributed_modules(module):
+        for name, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            record = registry.record_of(parameter)
+            record.reduction = part.reductions[name]
+            where = part.tensor_slices.get(name)
+            if where is not None:
+                record.shape = where.shape
+                record.placement = replace(
+                    record.placement, tensor_axis=where.dim, tensor_slice=(where.start, where.stop)
+                )
+
+
+def distributed_modules(module: nn.Module) -> Iterator[DistributedModule]:
+    """The distributed modules in ``module``, those inside others too."""
+    return (part for part in module.modules() if isinstance(part, DistributedModule))
+
+
+def slices_by_name(module: nn.Module) -> dict[str, TensorSlice]:
+    """Every split parameter's slice, under all of its names."""
+    return {
+        f"{prefix}.{name}" if prefix else name: where
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        if isinstance(part, DistributedModule)
+        for name, where in part.tensor_slices.items()
+    }
+
+
+@torch.no_grad()
+def whole_state(module: nn.Module, state: dict[str, Any], group: TensorGroup) -> dict[str, Any]:
+    """``state`` with split parameters whole; all ranks of the group call it."""
+    slices = slices_by_name(module)
+    if group.size == 1 or not slices:
+        return state
+    whole = type(state)()
+    for name, value in state.items():
+        where = slices.get(name)
+        whole[name] = value if where is None else gather_whole(value, where, group)
+    return whole
+
+
+def gather_whole(mine: torch.Tensor, where: TensorSlice, group: TensorGroup) -> torch.Tensor:
+    """A whole tensor from every rank's part of it."""
+    missing = where.size - mine.shape[where.dim]
+    padding = [0, 0] * (mine.dim() - 1 - where.dim) + [0, missing]
+    on_device = F.pad(mine.detach(), padding).to(group.device)
+    full, work = group.start_gather(on_device)
+    work.wait()
+    # The padding of the ranks' parts comes last, behind the whole.
+    return join(full, where.dim).narrow(where.dim, 0, where.shape[where.dim]).contiguous().to(mine.device)
+
+
+def part_of(record: ParameterRecord, value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a value that may be whole."""
+    axis, bounds = record.placement.tensor_axis, record.placement.tensor_slice
+    if axis is None or bounds is None or value.shape == record.parameter.shape or tuple(value.shape) != record.shape:
+        return value
+    return value.narrow(axis, bounds[0], bounds[1] - bounds[0])
+
+
+def is_split(record: ParameterRecord) -> bool:
+    """Whether tensor parallel ranks have different parts of a parameter."""
+    return record.placement.tensor_axis is not None
+
+
+def split_parameters(registry: ParameterRegistry) -> Mapping[int, ParameterRecord]:
+    """Records of split parameters, by the parameter's id."""
+    return {id(record.parameter): record for record in registry if is_split(record)}

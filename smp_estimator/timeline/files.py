@@ -1,0 +1,88 @@
+"""Finding the ranks' timelines in what a job left: a folder, an archive, or a folder with one."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from smp_config import ConfigError
+from smp_config.timeline import FILE_PREFIX, FILE_SUFFIX, TIMELINE_VARIABLE, parse_timeline
+from smp_estimator.local.uris import is_file_uri, is_s3_uri, path_of
+from smp_estimator.timeline.steps import JobTimeline
+
+_PATTERN = f"{FILE_PREFIX}*{FILE_SUFFIX}"
+_ARCHIVES = ("*.tar.gz", "*.tgz")
+
+#: Largest file of one rank that is read, in bytes.
+_LARGEST = 1 << 30
+
+
+def read_timeline(job_output: str) -> JobTimeline:
+    """Read what a job's ranks recorded.
+
+    Args:
+        job_output: a folder or ``file://`` address that holds the files or ``output.tar.gz`` at any depth (an output path, the
+            folder of a job of this machine, also of one that failed), or the archive itself.
+
+    Raises:
+        ConfigError: there are no files, broken ones, or files of different jobs.
+    """
+    if is_s3_uri(job_output):
+        raise ConfigError(
+            f"{job_output} is in S3; timelines are read from this machine: fetch the archive first, for example with "
+            f"aws s3 cp {job_output.rstrip('/')} . --recursive --exclude '*' --include '*output.tar.gz', and name the folder"
+        )
+    place = path_of(job_output) if is_file_uri(job_output) else Path(job_output)
+    if not place.exists():
+        raise ConfigError(
+            f"{job_output} does not exist ({place.absolute()}); the command reads the output of a job: name its output "
+            "path, its folder or its output.tar.gz"
+        )
+    files = [(name, parse_timeline(text, name)) for name, text in _texts(place)]
+    if not files:
+        raise ConfigError(
+            f"{job_output} holds no {_PATTERN}, neither plain nor in an archive; ranks of a pipeline write them when recording is "
+            f'on: give the estimator environment={{"{TIMELINE_VARIABLE}": "10"}} for the newest 10 steps and run the job again'
+        )
+    return JobTimeline.of(files)
+
+
+def _texts(place: Path) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of every rank's file; archives are opened only where there are no plain files."""
+    if place.is_file():
+        yield from _read(place) if place.match(_PATTERN) else _in_archive(place)
+        return
+    plain = sorted(place.rglob(_PATTERN))
+    for path in plain:
+        yield from _read(path)
+    if not plain:
+        for archive in sorted({path for pattern in _ARCHIVES for path in place.rglob(pattern)}):
+            yield from _in_archive(archive)
+
+
+def _read(path: Path) -> Iterator[tuple[str, bytes]]:
+    try:
+        yield str(path), path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror or error}; it was found in the job's output: change its permissions"
+        ) from None
+
+
+def _in_archive(path: Path) -> Iterator[tuple[str, bytes]]:
+    try:
+        with tarfile.open(path) as archive:
+            for member in archive:
+                if not (member.isfile() and PurePosixPath(member.name).match(_PATTERN) and member.size <= _LARGEST):
+                    continue
+                if (content := archive.extractfile(member)) is not None:
+                    yield f"{path}:{member.name}", content.read()
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise ConfigError(
+            f"{path} is no readable archive: {error}; the command reads output.tar.gz, a folder, or {_PATTERN}: fetch the "
+            "archive again, or name the folder that holds the files"
+        ) from None
+
+
+__all__ = ["read_timeline"]

@@ -1,0 +1,211 @@
+"""A job's timeline on one clock: its steps, how long they took, and which part of the time each rank waited."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from smp_config import ConfigError
+from smp_config.timeline import Kind, RankTimeline, StepTimeline
+from smp_estimator.planning.pipeline import idle_fraction
+
+
+@dataclass(frozen=True)
+class Block:
+    """Something that a rank computed; times in seconds of the job's clock."""
+
+    name: str
+    kind: Kind
+    microbatch: int
+    path: str
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One step of one rank, its blocks in the order of time."""
+
+    rank: int
+    stage: int
+    replica: int
+    host: str
+    start: float
+    stop: float
+    blocks: tuple[Block, ...]
+
+    def busy_seconds(self, kinds: str = "FBS") -> float:
+        """Time in which the rank computed; blocks that overlap count once."""
+        busy, until = 0.0, float("-inf")
+        for block in self.blocks:
+            if block.kind in kinds and block.stop > until:
+                busy += block.stop - max(block.start, until)
+                until = block.stop
+        return busy
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of all ranks."""
+
+    number: int
+    ranks: tuple[RankStep, ...]
+
+    @cached_property
+    def _windows(self) -> dict[int, tuple[float, float]]:
+        """Per replica, from its first block to its last; other pipelines beside it start when they like."""
+        windows: dict[int, tuple[float, float]] = {}
+        for rank in self.ranks:
+            for block in rank.blocks:
+                start, stop = windows.get(rank.replica, (block.start, block.stop))
+                windows[rank.replica] = min(start, block.start), max(stop, block.stop)
+        return windows
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """From the first block of the job to the last, in seconds of its clock."""
+        return min(start for start, _ in self._windows.values()), max(stop for _, stop in self._windows.values())
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first block to the last of the slowest pipeline."""
+        return max(stop - start for start, stop in self._windows.values())
+
+    def idle_of(self, rank: RankStep) -> float:
+        """Part of its pipeline's time in which a rank did not compute."""
+        start, stop = self._windows.get(rank.replica, (0.0, 0.0))
+        return 1.0 - rank.busy_seconds() / (stop - start) if stop > start else 0.0
+
+    @property
+    def idle(self) -> float:
+        """The mean of the ranks' idle fractions."""
+        return sum(map(self.idle_of, self.ranks)) / len(self.ranks)
+
+    @property
+    def stages(self) -> int:
+        return len({rank.stage for rank in self.ranks})
+
+    @property
+    def microbatches(self) -> int:
+        return len({block.microbatch for rank in self.ranks for block in rank.blocks})
+
+    @property
+    def expected_idle(self) -> float:
+        """(p − 1) / (m + p − 1): stages of equal time, free communication, no step function's code."""
+        return idle_fraction(self.stages, self.microbatches)
+
+
+@dataclass(frozen=True)
+class JobTimeline:
+    """What all ranks of a job recorded.
+
+    Attributes:
+        steps: those that every rank recorded, ascending.
+        ranks: global ranks, ascending.
+        missing: ranks of the job whose files are not there.
+        clock_error: most seconds by which blocks of different hosts can be shifted against each other.
+    """
+
+    job: str
+    steps: tuple[Step, ...]
+    ranks: tuple[int, ...]
+    missing: tuple[int, ...] = ()
+    clock_error: float = 0.0
+
+    @classmethod
+    def of(cls, files: Iterable[tuple[str, RankTimeline]]) -> JobTimeline:
+        """Put the ranks' files together.
+
+        Args:
+            files: (name for messages, content).
+
+        Raises:
+            ConfigError: files of different jobs, two files of one rank, or no step that all ranks recorded.
+        """
+        by_rank: dict[int, tuple[str, RankTimeline]] = {}
+        for name, content in files:
+            other_name, other = next(iter(by_rank.values()), (name, content))
+            if other.job != content.job:
+                raise ConfigError(
+                    f"the timelines are of different jobs: {other_name} is of {other.job!r}, {name} of {content.job!r}; times of "
+                    "different runs have nothing in common: name the output of one job"
+                )
+            if content.rank in by_rank:
+                raise ConfigError(
+                    f"rank {content.rank} has two timelines, {by_rank[content.rank][0]} and {name}; probably one is a copy: "
+                    "remove it, or name the folder that holds each rank once"
+                )
+            by_rank[content.rank] = name, content
+        ranks = [by_rank[rank][1] for rank in sorted(by_rank)]
+        world = max(rank.world_size for rank in ranks)
+        return cls(
+            job=ranks[0].job,
+            steps=_common_steps(ranks),
+            ranks=tuple(sorted(by_rank)),
+            missing=tuple(rank for rank in range(world) if rank not in by_rank),
+            clock_error=max(rank.offset_error for rank in ranks),
+        )
+
+    def step(self, number: int | None = None) -> Step:
+        """The step of this number; without one the newest.
+
+        Raises:
+            ConfigError: it was not recorded.
+        """
+        if number is None:
+            return self.steps[-1]
+        for step in self.steps:
+            if step.number == number:
+                return step
+        raise ConfigError(
+            f"step {number} was not recorded by every rank; the job kept steps {_ranges([s.number for s in self.steps])}: use one "
+            "of these, or run again with a larger SMP_TIMELINE, the number of newest steps to keep"
+        )
+
+
+def _common_steps(ranks: list[RankTimeline]) -> tuple[Step, ...]:
+    recorded = [{step.number: step for step in rank.steps} for rank in ranks]
+    common = sorted(set.intersection(*map(set, recorded)))
+    steps = [
+        Step(number, tuple(_on_one_clock(rank, of_rank[number]) for rank, of_rank in zip(ranks, recorded, strict=True)))
+        for number in common
+    ]
+    computed = tuple(step for step in steps if any(rank.blocks for rank in step.ranks))
+    if not computed:
+        said = "; ".join(f"rank {r.rank}: {_ranges([s.number for s in r.steps])}" for r in ranks[:8])
+        raise ConfigError(
+            f"there is no step in which all ranks recorded what they computed ({said}); ranks that ended at different steps keep "
+            "different ones: run again with a larger SMP_TIMELINE, the number of newest steps to keep"
+        )
+    return computed
+
+
+def _on_one_clock(rank: RankTimeline, step: StepTimeline) -> RankStep:
+    blocks = [
+        Block(rank.names[name], kind, microbatch, rank.paths[path], start + rank.offset, stop + rank.offset)
+        for name, kind, microbatch, path, start, stop in step.actions
+    ]
+    return RankStep(
+        rank=rank.rank,
+        stage=rank.stage,
+        replica=rank.replica,
+        host=rank.host,
+        start=step.start + rank.offset,
+        stop=step.stop + rank.offset,
+        blocks=tuple(sorted(blocks, key=lambda block: (block.start, block.stop))),
+    )
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``1–3, 7``; ``none`` without any."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(f"{a}–{b}" if b > a else str(a) for a, b in parts) or "none"
+
+
+__all__ = ["Block", "JobTimeline", "RankStep", "Step"]

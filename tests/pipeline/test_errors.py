@@ -1,0 +1,322 @@
+"""Errors in a pipeline: told on every rank with their origin, and the job goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def _errors(what):
+    """A step that fails, between two good ones; returns what the rank saw."""
+    import threading
+    import time
+
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+    from pipeline_models import WIDTH, numbers
+
+    class Layer(nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.number = number
+            self.fails = None
+
+        def forward(self, x, extra=None):
+            if self.fails == "raises" and self.number == 2:
+                raise KeyError("no such token: 17")
+            if self.fails == "late" and self.number == 2:
+                return Late.apply(self.linear(x))
+            if self.fails == "shape" and self.number == 2:
+                x = x[:, :-1]
+            return torch.tanh(self.linear(x))
+
+    class Late(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ArithmeticError("the gradient overflows")
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Layer(number) for number in range(4))
+
+        def forward(self, x, extra=None):
+            for layer in self.layers:
+                x = layer(x, extra)
+            return x
+
+    torch.manual_seed(0)
+    net = Net()
+    for number, layer in enumerate(net.layers):
+        smp.set_partition(layer, number % smp.pp_size())
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+
+    @smp.step
+    def train(x, y, failing=None, batches=0):
+        if failing == "step function":
+            raise LookupError("the script's own error")
+        loss = (model(x, threading.Lock() if failing == "pickle" else None) - y).square().mean()
+        model.backward(loss)
+        if failing == "twice":
+            model.backward(loss)
+        return loss
+
+    def good(number):
+        optimizer.zero_grad()
+        loss = float(train(*numbers(number, 8)).reduce_mean())
+        optimizer.step()
+        return loss
+
+    seen = {"losses": [good(0)]}
+    for failing in what:
+        for layer in net.layers:
+            layer.fails = failing
+        began = time.monotonic()
+        optimizer.zero_grad()
+        try:
+            if failing == "outside":
+                model(numbers(0, 8)[0])
+            elif failing == "backward outside":
+                model.backward(torch.ones((), requires_grad=True))
+            elif failing == "divides":
+                train(*numbers(1, 7))
+            else:
+                train(*numbers(1, 8), failing)
+        except Exception as error:
+            seen[failing] = (type(error).__name__, str(error), time.monotonic() - began, isinstance(error, ValueError))
+        for layer in net.layers:
+            layer.fails = None
+        seen["losses"].append(good(1))
+    seen["losses"] += [good(number) for number in range(2, 7)]
+    seen["threads"] = threading.active_count()
+    return seen
+
+
+FAILURES = ["raises", "late", "shape", "step function", "pickle", "twice", "outside", "backward outside", "divides"]
+
+
+@pytest.fixture(scope="module")
+def failures(_shared_pool):
+    """All failures, one after the other in one job of four stages."""
+    settings = {"partitions": 4, "microbatches": 2, "auto_partition": False, "default_partition": 0}
+    return _shared_pool.run(_errors, 4, FAILURES, config=settings, timeout=200)
+
+
+def test_every_failure_reaches_every_rank_long_before_the_timeout_and_the_job_goes_on(failures):
+    for seen in failures:
+        assert seen.keys() >= set(FAILURES)
+        assert all(seen[failure][2] < 20 for failure in FAILURES)
+        assert seen["losses"] == failures[0]["losses"]
+        # The batch of the steps after each failure is the same one, so the loss must fall.
+        losses = seen["losses"][1 : len(FAILURES) + 1]
+        assert losses == sorted(losses, reverse=True)
+
+
+def test_an_exception_in_a_remote_module_carries_rank_module_and_traceback(failures):
+    for seen in failures:
+        kind, text, _, _ = seen["raises"]
+        assert kind == "StageError"
+        assert "pipeline stage 2 (rank 2), module 'layers.2': KeyError: 'no such token: 17'" in text
+        assert "Traceback of rank 2" in text and 'raise KeyError("no such token: 17")' in text
+
+
+def test_an_exception_in_a_backward_pass_carries_rank_and_module(failures):
+    for seen in failures:
+        kind, text, _, _ = seen["late"]
+        assert kind == "StageError"
+        assert "pipeline stage 2 (rank 2), module 'layers.2': ArithmeticError: the gradient overflows" in text
+
+
+def test_a_wrong_shape_is_told_with_the_module_that_got_it(failures):
+    for seen in failures:
+        assert "module 'layers.2': RuntimeError: mat1 and mat2 shapes cannot be multiplied" in seen["shape"][1]
+
+
+def test_an_exception_in_the_step_function_stays_itself_where_the_script_runs(failures):
+    assert failures[0]["step function"][:2] == ("LookupError", "the script's own error")
+    for seen in failures[1:]:
+        kind, text, _, _ = seen["step function"]
+        assert kind == "StageError"
+        assert "pipeline stage 0 (rank 0), the step function: LookupError: the script's own error" in text
+
+
+def test_an_argument_that_cannot_travel_is_named(failures):
+    for seen in failures:
+        text = seen["pickle"][1]
+        assert "lock" in text and "cannot travel to another stage" in text
+
+
+def test_backward_twice_says_what_to_do(failures):
+    for seen in failures:
+        text = seen["twice"][1]
+        assert "second time" in text
+
+
+def test_calls_outside_a_step_say_what_to_do(failures):
+    for seen in failures:
+        assert seen["outside"][0] == "SMPUserError" and "decorated with smp.step" in seen["outside"][1]
+        assert seen["backward outside"][0] == "SMPUserError"
+        assert "decorated with smp.step" in seen["backward outside"][1]
+
+
+def test_a_batch_that_does_not_divide_is_a_value_error_on_every_rank(failures):
+    for seen in failures:
+        _, text, _, is_value_error = seen["divides"]
+        assert is_value_error and "7" in text and "2 microbatches" in text
+
+
+def _varies(settings_say):
+    """A module whose output's shape depends on values, after two calls that agreed."""
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    class Selecting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x)[x[:, 0] > 0]
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.select, self.head = Selecting(), nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.head(self.select(x)).sum()
+
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Net())
+    smp.set_partition(model.module.select, 1)
+
+    @smp.step
+    def train(x):
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for step in range(8):
+        x = torch.ones(4, 4)
+        x[0 : step // 4 + (step == 7), 0] = -1
+        try:
+            losses.append(float(train(x).reduce_mean()))
+        except Exception as error:
+            return losses, str(error)
+    with torch.no_grad():
+        weights = model.state_dict()
+    return losses, weights
+
+
+def test_a_shape_that_depends_on_values_is_an_error_that_names_the_setting(ranks):
+    settings = {"partitions": 2, "auto_partition": False, "default_partition": 0}
+    for losses, text in ranks(_varies, 2, None, config=settings, timeout=120):
+        assert len(losses) == 4
+        assert "module 'select' returned" in text and '"fast_mode": False' in text
+
+
+def test_without_fast_mode_shapes_may_depend_on_values(ranks):
+    settings = {"partitions": 2, "auto_partition": False, "default_partition": 0, "fast_mode": False}
+    for losses, weights in ranks(_varies, 2, None, config=settings, timeout=120):
+        assert len(losses) == 8 and isinstance(weights, dict)
+        assert losses[7] != losses[6] != losses[0]
+
+
+def _dies():
+    import os
+    import time
+
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    class Dying(nn.Linear):
+        dies = False
+
+        def forward(self, x):
+            if self.dies:
+                os._exit(3)
+            return super().forward(x)
+
+    net = nn.Sequential(nn.Linear(4, 4), Dying(4, 4), nn.Linear(4, 4))
+    smp.set_partition(net[1], 1)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def train(x):
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    train(torch.ones(2, 4))
+    net[1].dies = True
+    began = time.monotonic()
+    try:
+        train(torch.ones(2, 4))
+    except Exception as error:
+        told = (type(error).__name__, str(error), time.monotonic() - began)
+    try:
+        train(torch.ones(2, 4))
+    except Exception as error:
+        return told, type(error).__name__
+    return told, None
+
+
+def test_a_rank_that_dies_ends_the_step_of_the_others_at_once():
+    from ranks import RankFailed, RankPool
+
+    pool = RankPool(2)
+    try:
+        settings = {"partitions": 2, "auto_partition": False, "default_partition": 0}
+        with pytest.raises(RankFailed, match="rank 1 of 2 died"):
+            pool.run(_dies, 2, config=settings, timeout=100)
+        (_, pipe) = pool._ranks[0]
+        import cloudpickle
+
+        assert pipe.poll(30)
+        ok, ((kind, text, seconds), after) = cloudpickle.loads(pipe.recv_bytes())
+        assert ok and kind == "StageError" and "stage 1 (rank 1)" in text
+        assert seconds < 20 and after == "StageError"
+    finally:
+        pool.close()
+
+
+def _idle_stage():
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+
+    @smp.step
+    def train(x):
+        loss = model(x).square().sum()
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        losses.append(float(train(torch.ones(4, 4)).reduce_mean()))
+        optimizer.step()
+    return losses, len(list(model.local_parameters()))
+
+
+def test_a_stage_without_modules_takes_part(ranks):
+    settings = {"partitions": 2, "auto_partition": False, "default_partition": 0, "microbatches": 2}
+    (losses, here), (theirs, there) = ranks(_idle_stage, 2, config=settings, timeout=120)
+    assert losses == theirs and losses[-1] < losses[0]
+    assert (here, there) == (4, 0)

@@ -1,0 +1,123 @@
+"""Settings of the pipeline, end to end: where modules go, what is traced, how much is in flight."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pipeline_training import alone, compare
+
+BATCH = 16
+
+
+def _watched(name, steps, options, build=None):
+    """Train a case and watch how many microbatches have values at once."""
+    import logging
+
+    import smdistributed.modelparallel.torch as smp
+    import smp_runtime.pipeline.values as values
+    from pipeline_training import staged
+
+    most = [0]
+    original_put, original_model = values.Values.put, smp.DistributedModel
+    records = []
+
+    class Records(logging.Handler):
+        def emit(self, record):
+            records.append(record.getMessage())
+
+    def put(self, *args, **kwargs):
+        original_put(self, *args, **kwargs)
+        most[0] = max(most[0], len(self._names))
+
+    handler = Records()
+    logging.getLogger("smp").addHandler(handler)
+    values.Values.put = put
+    smp.DistributedModel = lambda module: original_model(module, **options)
+    try:
+        done = staged(name, steps, BATCH)
+    finally:
+        values.Values.put = original_put
+        smp.DistributedModel = original_model
+        logging.getLogger("smp").removeHandler(handler)
+    return {**done, "microbatches_with_values": most[0], "log": records}
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "simple"])
+def test_never_more_than_the_active_microbatches(ranks, schedule):
+    settings = {
+        "partitions": 2,
+        "microbatches": 8,
+        "active_microbatches": 2,
+        "pipeline": schedule,
+        "skip_tracing": True,
+    }
+    results = ranks(_watched, 2, "tied", 6, {}, config=settings, timeout=200)
+    compare(results, alone("tied", steps=6, batch=BATCH, microbatches=8))
+    assert max(result["in_flight"] for result in results) == 2
+    assert [result["microbatches_with_values"] for result in results] == [2, 2]
+
+
+def test_the_deterministic_server_runs_all_replicas_in_one_order(ranks):
+    settings = {"partitions": 2, "microbatches": 4, "ddp": True, "deterministic_server": True}
+    results = ranks(_watched, 4, "branching", 6, {}, config=settings, timeout=200)
+    compare(results, alone("branching", steps=6, batch=BATCH, microbatches=4, replicas=2))
+
+
+def test_a_traced_partition_is_logged_written_and_read_again(ranks, tmp_path):
+    file = tmp_path / "partition.json"
+    settings = {"partitions": 2, "microbatches": 2, "partition_file": str(file)}
+    options = {"trace_execution_times": True, "trace_memory_usage": True}
+    results = ranks(_watched, 2, "mlp", 4, options, config=settings, timeout=200)
+    expected = alone("mlp", steps=4, batch=BATCH, microbatches=2)
+    compare(results, expected)
+    told = [line for line in results[0]["log"] if line.startswith("Partition assignments:")]
+    assert len(told) == 1 and "Sequential" in told[0]
+    # The other way round.
+    written = json.loads(file.read_text())
+    stages = written["placement"]
+    assert set(stages.values()) == {0, 1}
+    written["placement"] = {path: 1 - stage for path, stage in stages.items()}
+    file.write_text(json.dumps(written))
+    again = ranks(_watched, 2, "mlp", 4, {}, config={**settings, "load_partition": True}, timeout=200)
+    compare(again, expected)
+    assert [result["local"] for result in again] == [result["local"] for result in reversed(results)]
+
+
+def _placed():
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    with smp.partition(1):
+        first = nn.Linear(4, 4)
+        with smp.partition(0):
+            inner = nn.Sequential(nn.Linear(4, 4))
+    last = nn.Linear(4, 4)
+    model = smp.DistributedModel(nn.Sequential(first, inner, last))
+    smp.set_partition(model.module[1][0], 1)
+
+    @smp.step
+    def train(x):
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    partitioned = [model.partitioned]
+    hooks = []
+    model.register_post_partition_hook(lambda *args: hooks.append(args))
+    train(torch.ones(2, 4))
+    partitioned.append(model.partitioned)
+    paths = ["", "0", "1", "1.0", "2"]
+    return [model.assignment.stage_of(path) for path in paths], partitioned, len(hooks)
+
+
+def test_contexts_calls_and_the_default_decide(ranks):
+    settings = {"partitions": 2, "auto_partition": False, "default_partition": 0}
+    for stages, partitioned, hooks in ranks(_placed, 2, config=settings, timeout=120):
+        assert stages == [0, 1, 0, 1, 0]
+        assert partitioned == [False, True] and hooks == 1
+    settings["default_partition"] = 1
+    for stages, _, _ in ranks(_placed, 2, config=settings, timeout=120):
+        assert stages == [1, 1, 0, 1, 1]

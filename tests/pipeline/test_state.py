@@ -1,0 +1,99 @@
+"""The state of a model on the stages of a pipeline: saved, loaded, resumed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pipeline_models import built
+
+
+def _job(start, stop, path, save_at=None, loads=None):
+    """Train steps ``start`` to ``stop``; save after ``save_at``, or resume from ``path`` first."""
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+    from pipeline_models import CASES, built
+    from pipeline_training import part
+
+    case = CASES["dropping"]
+    model = smp.DistributedModel(built("dropping"))
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    @smp.step
+    def train(*arguments):
+        loss, _ = case.loss(model, *arguments)
+        model.backward(loss)
+        return loss
+
+    torch.manual_seed(start + 50 + smp.rank())
+    content = None
+    if start:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        if loads is None:
+            content = smp.resume_from_checkpoint(path)
+        else:
+            model.load_state_dict(loads)
+    losses = []
+    for step in range(start, stop):
+        optimizer.zero_grad()
+        loss = train(*part(case.batch(step, 8), smp.dp_rank(), smp.dp_size()))
+        losses.append(float(loss.reduce_mean()))
+        optimizer.step()
+        if save_at == step + 1:
+            smp.save_checkpoint(path, tag="then", user_content={"step": step + 1})
+            smp.save_checkpoint(path, tag="whole.pt", partial=False)
+    local = model.local_state_dict()
+    full = model.state_dict()
+    gathered = model.state_dict(gather_to_rank0=True)
+    return {
+        "losses": losses,
+        "content": content,
+        "local": local,
+        "full": full,
+        "gathered": gathered,
+        "named": sorted(name for name, _ in model.local_named_parameters()),
+        "mp_rank": smp.mp_rank(),
+    }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"partitions": 2, "microbatches": 2},
+        {"partitions": 2, "microbatches": 2, "ddp": True},
+        pytest.param({"partitions": 2, "ddp": True, "shard_optimizer_state": True}, marks=pytest.mark.full),
+        pytest.param({"partitions": 2, "bf16": True}, marks=pytest.mark.full),
+        pytest.param({"partitions": 4, "microbatches": 4}, marks=pytest.mark.full),
+    ],
+    ids=lambda settings: "-".join(f"{key}={value}" for key, value in settings.items()),
+)
+def test_a_resumed_run_continues_as_if_never_stopped(ranks, tmp_path, settings):
+    """Weights, optimizer and random numbers (dropout is on)."""
+    world = settings["partitions"] * (2 if settings.get("ddp") else 1)
+    whole = ranks(_job, world, 0, 8, str(tmp_path), 5, config=settings, timeout=200)
+    resumed = ranks(_job, world, 5, 8, str(tmp_path), config=settings, timeout=200)
+    for one, other in zip(whole, resumed, strict=True):
+        assert other["content"] == {"step": 5}
+        assert other["losses"] == pytest.approx(one["losses"][5:], abs=1e-6)
+    names = list(built("dropping").state_dict())
+    for result in whole:
+        assert list(result["full"]) == names
+        local = dict(result["local"])
+        assert local.pop("_smp_is_partial") is True
+        assert sorted(local) == result["named"]
+        assert list(result["gathered"]) == (names if result["mp_rank"] == 0 else [])
+        for name in names:
+            assert torch.equal(result["full"][name], whole[0]["full"][name])
+            if name in local:
+                assert torch.equal(local[name], result["full"][name])
+    # The full checkpoint is what plain PyTorch loads, and what a pipeline loads before its first step.
+    state = torch.load(tmp_path / "whole.pt", weights_only=True)
+    built("dropping").load_state_dict(state)
+    loaded = ranks(_job, world, 5, 6, str(tmp_path), None, state, config=settings, timeout=200)
+    assert all(len(result["losses"]) == 1 for result in loaded)
+    for result in loaded:
+        for name in names:
+            change = (result["full"][name].float() - state[name].float()).abs().max()
+            assert change < 0.05, name  # one step of lr 0.01 from the loaded weights, not from zero

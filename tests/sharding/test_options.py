@@ -1,0 +1,219 @@
+"""Every option changes what it says and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sharded import UNCLIPPED, Blocks, settings
+from torch import nn
+
+from smp_config import ConfigError, ModelParallelParameters, Topology
+from smp_config.topology import Group
+
+BLOCK = sum(p.numel() for p in Blocks().blocks[0].parameters())
+
+
+def _trained(hosts=1):
+    """What three updates give, and how they went."""
+    import os
+
+    os.environ["SMP_HOST"] = f"algo-{int(os.environ['RANK']) * hosts // int(os.environ['WORLD_SIZE'])}"
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime.comm.collectives import TorchCollectives
+
+    class Watched(TorchCollectives):
+        def __init__(self):
+            self.calls = []
+
+        def all_gather(self, full, shard, group):
+            self.calls.append(("gather", shard.numel(), tuple(torch.distributed.get_process_group_ranks(group))))
+            return super().all_gather(full, shard, group)
+
+        def reduce_scatter(self, shard, full, group):
+            self.calls.append(("reduce", full.numel(), None))
+            return super().reduce_scatter(shard, full, group)
+
+    session = smp.init(_trained.config)
+    session.collectives = watched = Watched()
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Blocks())
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for index in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * index + smp.rank()))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    live = model.shards.live
+    calls = list(watched.calls)
+    return {
+        "weights": model.state_dict(),
+        "peak": live.peak,
+        "gathers": [(count, ranks) for what, count, ranks in calls if what == "gather"],
+        "reductions": [count for what, count, _ in calls if what == "reduce"],
+        "elements": model.shards.elements,
+        "norm": optimizer._global_grad_norm,
+    }
+
+
+def _run(ranks, world, hosts=1, **options):
+    config = settings(Blocks(), options.pop("degree", 2), **options)
+
+    def run():
+        _trained.config = config
+        return _trained(hosts)
+
+    return ranks(run, world, init=False)
+
+
+def _equal(one, other, exactly=True):
+    for name, value in one["weights"].items():
+        if exactly:
+            assert torch.equal(value, other["weights"][name]), name
+        else:
+            torch.testing.assert_close(value, other["weights"][name], atol=1e-6, rtol=1e-5)
+
+
+def test_reduce_bucket_size_bounds_what_one_collective_carries(ranks):
+    large, small = _run(ranks, 2)[0], _run(ranks, 2, sdp_reduce_bucket_size=BLOCK // 4)[0]
+    assert max(small["reductions"]) <= BLOCK // 4 < max(large["reductions"])
+    assert len(small["reductions"]) > len(large["reductions"])
+    assert small["gathers"] == large["gathers"]
+    assert small["peak"] == large["peak"]
+    _equal(small, large)
+
+
+def test_persistence_threshold_keeps_smaller_parameters_whole(ranks):
+    # 128 elements: the bias of the first linear layer of a block, which is not fewer and so is sharded.
+    all_sharded, some = _run(ranks, 2)[0], _run(ranks, 2, sdp_param_persistence_threshold=128)[0]
+    expected = sum(p.numel() for p in Blocks().parameters() if p.numel() < 128)
+    assert all_sharded["elements"][1] == 0
+    assert some["elements"] == (sum(all_sharded["elements"]) - expected, expected)
+    _equal(all_sharded, some, exactly=False)
+
+
+def test_max_live_parameters_bounds_what_is_gathered_at_once(ranks):
+    found = {cap: _run(ranks, 2, sdp_max_live_parameters=cap)[0] for cap in (BLOCK, 2 * BLOCK, 10 * BLOCK)}
+    assert found[BLOCK]["peak"] <= BLOCK < found[2 * BLOCK]["peak"] <= 2 * BLOCK < found[10 * BLOCK]["peak"]
+    for other in found.values():
+        _equal(other, found[BLOCK], exactly=False)
+
+
+def test_hierarchical_allgather_sends_every_shard_to_another_host_once(ranks):
+    plain = _run(ranks, 4, 2, degree=4, sdp_hierarchical_allgather=False)[0]
+    phased = _run(ranks, 4, 2, degree=4)[0]
+    one_host = _run(ranks, 4, 1, degree=4)[0]
+    assert {group for _, group in plain["gathers"]} == {(0, 1, 2, 3)} == {group for _, group in one_host["gathers"]}
+    between = [count for count, group in phased["gathers"] if group == (0, 2)]
+    inside = [count for count, group in phased["gathers"] if group == (0, 1)]
+    assert len(between) == len(inside) == len(plain["gathers"])
+    # This rank's shard alone travels between hosts; in one phase three of the host's four transfers would.
+    assert between == [count for count, _ in plain["gathers"]]
+    assert inside == [2 * count for count in between]
+    _equal(phased, plain, exactly=False)
+    assert phased["reductions"] == plain["reductions"]
+    assert phased["peak"] == plain["peak"]
+
+
+def test_gradient_clipping_is_on_by_default_and_measures_the_norm_before(ranks):
+    free, clipped = _run(ranks, 2)[0], _run(ranks, 2, sdp_gradient_clipping=1e-3)[0]
+    assert any(not torch.equal(free["weights"][name], value) for name, value in clipped["weights"].items())
+    assert clipped["norm"] > 1e-3  # what the gradient was
+    assert clipped["gathers"] == free["gathers"]
+    assert ModelParallelParameters().sdp_gradient_clipping == 1.0
+
+
+def test_a_module_above_the_cap_is_divided_and_one_layer_above_it_refused_by_name(ranks):
+    layer = 32 * 128 + 128
+
+    def run(refuses):
+        import smdistributed.modelparallel.torch as smp
+
+        try:
+            model = smp.DistributedModel(Blocks())
+        except smp.exceptions.SMPUserError as error:
+            return str(error)
+        return [unit.name for unit in model.shards.units]
+
+    divided = ranks(run, 2, False, config=settings(Blocks(), 2, sdp_max_live_parameters=layer))[0]
+    assert {"blocks.0.norm", "blocks.0.mlp.0", "blocks.0.mlp.2", "enter", "leave"} <= set(divided)
+    said = ranks(run, 2, True, config=settings(Blocks(), 2, sdp_max_live_parameters=layer - 1))[0]
+    assert "blocks.0.mlp.0 (Linear) have 4,224 elements" in said
+    assert "set it to at least 4,224" in said
+
+
+def test_what_is_needed_at_once_but_does_not_fit_is_named(ranks):
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.outer = nn.Linear(8, 8)
+            self.inner = nn.Linear(8, 8)
+            self.outer.inner = self.inner
+
+        def forward(self, x):
+            return self.outer.weight @ x + self.inner.weight @ x
+
+    def run():
+        import smdistributed.modelparallel.torch as smp
+
+        try:
+            smp.DistributedModel(Nested())(torch.ones(8, 1))
+        except smp.exceptions.SMPUserError as error:
+            return str(error)
+
+    config = settings(Blocks(), 2, sdp_max_live_parameters=72)
+    for said in ranks(run, 2, config=config):
+        assert "at once, but sdp_max_live_parameters is 72; set it to at least 144" in said
+
+
+@pytest.mark.parametrize(
+    ("parameters", "world", "said"),
+    [
+        ({"ddp": True, "sharded_data_parallel_degree": 3}, 4, "use one of 1, 2, 4"),
+        ({"ddp": True, "sharded_data_parallel_degree": 8}, 4, "use one of 1, 2, 4"),
+        ({"ddp": True, "sharded_data_parallel_degree": 2, "shard_optimizer_state": True}, 4, "shard_optimizer_state"),
+        ({"sharded_data_parallel_degree": 2}, 4, "ddp"),
+    ],
+)
+def test_degrees_and_combinations_that_cannot_be(parameters, world, said):
+    with pytest.raises(ConfigError, match=said):
+        ModelParallelParameters.from_mp_parameters(parameters).topology(world)
+
+
+def test_options_without_sharding_are_said_to_be_ignored():
+    parameters = ModelParallelParameters.from_mp_parameters({"ddp": True, "sdp_max_live_parameters": 1000})
+    assert any("sdp_max_live_parameters ignored" in sentence for sentence in parameters.warnings())
+
+
+def test_the_documented_layout_of_32_ranks():
+    topology = Topology(32, tensor=4, sharded=4)
+    assert topology.group_of(Group.TP, 0) == [0, 1, 2, 3]
+    assert topology.group_of(Group.RDP, 0) == list(range(0, 32, 4))
+    assert [g for g in topology.groups(Group.SHARD) if 0 in g or 16 in g] == [[0, 4, 8, 12], [16, 20, 24, 28]]
+    assert topology.group_of(Group.REPLICA, 0) == [0, 16]
+
+
+@pytest.mark.full
+def test_the_documented_example_runs_with_8_ranks(ranks):
+    from ranks import RankPool
+
+    config = {
+        "ddp": True,
+        "sharded_data_parallel_degree": 2,
+        "sdp_reduce_bucket_size": int(5e8),
+        "sdp_param_persistence_threshold": int(1e6) // 10**4,
+        "sdp_max_live_parameters": int(1e9),
+        "sdp_hierarchical_allgather": True,
+        "sdp_gradient_clipping": 1.0,
+    }
+
+    def run():
+        _trained.config = config
+        return _trained()["norm"]
+
+    pool = RankPool(8)
+    try:
+        norms = pool.run(run, 8, init=False, timeout=100.0)
+    finally:
+        pool.close()
+    assert len(set(norms)) == 1
+    assert UNCLIPPED > norms[0] > 0

@@ -1,0 +1,167 @@
+"""State that is sharded: whole when asked for, saved and loaded, and never whole when it is created late."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import TiedNet, loss_of, token_batch
+from sharded import Blocks, settings
+from torch import nn
+
+BATCH = 8
+
+
+def _run(path, first, last, load, **options):
+    """Train steps ``first`` to ``last``; save before step 5, or start from what was saved."""
+    import smdistributed.modelparallel.torch as smp
+
+    torch.manual_seed(0 if not load else 5)
+    model = smp.DistributedModel(TiedNet())
+    optimizer = smp.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-2), static_loss_scale=None, dynamic_loss_scale=True,
+        dynamic_loss_args={"init_scale": 256.0},
+    )  # fmt: skip
+
+    @smp.step
+    def step(ids, targets):
+        loss = loss_of(model(ids), targets)
+        model.backward(loss)
+        return loss
+
+    if load:
+        assert smp.resume_from_checkpoint(path, **options) == {"step": 5}
+    losses = []
+    share = BATCH // smp.dp_size()
+    mine = slice(smp.dp_rank() * share, (smp.dp_rank() + 1) * share)
+    for index in range(first, last):
+        if index == 5 and not load:
+            smp.save_checkpoint(path, tag="5", user_content={"step": 5})
+            smp.save_checkpoint(path, tag="full.pt", partial=False)
+        ids, targets = token_batch(index, BATCH)
+        optimizer.zero_grad()
+        loss = step(ids[mine], targets[mine]).reduce_mean()
+        optimizer.step()
+        losses.append(sum(smp.allgather(float(loss), smp.DP_GROUP)) / smp.dp_size())
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_checkpoint_continues_with_the_same_and_with_other_sharding(ranks, tmp_path, precision):
+    half = {} if precision == "fp32" else {precision: True}
+    config = settings(TiedNet(), 2, **half)
+    expected = ranks(_run, 4, str(tmp_path), 0, 10, False, config=config)[0]
+    tolerance = 1e-5 if precision == "fp32" else 2e-2
+    for world, other in ((4, config), (2, settings(TiedNet(), 2, **half)), (1, {**half})):
+        resumed = ranks(_run, world, str(tmp_path), 5, 10, True, config=other)[0]
+        assert resumed == pytest.approx(expected[5:], rel=tolerance)
+    plain = TiedNet()
+    plain.load_state_dict({n: v.float() for n, v in torch.load(tmp_path / "full.pt").items()})
+
+
+def test_loading_reaches_the_shards_of_every_rank_without_a_collective(ranks):
+    torch.manual_seed(7)
+    state = TiedNet().state_dict()
+
+    def run(state, only_first):
+        import smdistributed.modelparallel.torch as smp
+
+        model = smp.DistributedModel(TiedNet())
+        if not only_first or smp.rank() == 0:
+            model.load_state_dict({f"module.{name}": value for name, value in state.items()})
+            part = {"weight": state["shared.weight"], "bias": state["shared.bias"] + 1}
+            model.module.shared.load_state_dict(part)
+        found = model.state_dict()
+        ids, targets = token_batch(0, 2)
+        try:
+            loss_of(model(ids), targets).backward()
+        except smp.exceptions.SMPUserError as error:
+            return str(error)
+        return found
+
+    for found in ranks(run, 2, state, False, config=settings(TiedNet(), 2)):
+        assert torch.equal(found.pop("shared.bias"), state["shared.bias"] + 1)
+        for name, value in found.items():
+            assert torch.equal(value, state[name]), name
+    for said in ranks(run, 2, state, True, config=settings(TiedNet(), 2)):
+        assert "call load_state_dict on every rank" in said
+
+
+def test_attributes_that_scripts_read(ranks):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+
+        model = smp.DistributedModel(TiedNet())
+        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+        for name, parameter in model.named_parameters():
+            assert parameter.ds_shape == parameter.shape, name
+            assert parameter.ds_numel == parameter.numel()
+            assert parameter.ds_tensor.numel() <= parameter.numel()
+        assert [len(group) for group in optimizer.fp16_groups] == [len(list(model.parameters()))]
+        assert optimizer.fp32_partitioned_groups_flat[0].dtype is torch.float32
+        assert optimizer.ds_param_shard_group.size() == 2
+        return optimizer.fp32_partitioned_groups_flat[0].numel()
+
+    config = settings(TiedNet(), 2, bf16=True)
+    assert sum(ranks(run, 2, config=config)) == sum(p.numel() for p in TiedNet().parameters())
+
+
+class Reinitialised(Blocks):
+    """Like most models: every weight is drawn when its layer is made, and again at the end."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=6, hidden=32)
+        self.register_buffer("mask", torch.tril(torch.ones(8, 8)))
+        self.apply(self._again)
+
+    @staticmethod
+    def _again(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_delayed_creation_gives_the_same_shards_bit_for_bit_and_never_the_model(ranks, precision):
+    def run(delayed):
+        import smdistributed.modelparallel.torch as smp
+
+        torch.manual_seed(smp.rank())  # the first rank's weights count
+        with smp.delay_param_initialization(enabled=delayed):
+            module = Reinitialised()
+        peak = 0
+        if delayed:
+            from smp_runtime import deferred
+
+            original = deferred._view_like
+            seen = {}
+
+            def watched(meta, real):
+                now = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in real.values()}
+                seen["peak"] = max(seen.get("peak", 0), sum(now.values()))
+                return original(meta, real)
+
+            deferred._view_like = watched
+        try:
+            model = smp.DistributedModel(module)
+        finally:
+            if delayed:
+                deferred._view_like = original
+                peak = seen["peak"]
+        shards = [unit.shard.clone() for unit in model.shards.units]
+        masters = [p.optimized.detach().clone() for p in model.pieces.values() if p is not None]
+        after = torch.rand(1)
+        return model.state_dict(), shards, masters, peak, after
+
+    half = {} if precision == "fp32" else {precision: True}
+    config = settings(Reinitialised(), 2, **half)
+    immediate, delayed = ranks(run, 4, False, config=config), ranks(run, 4, True, config=config)
+    largest = max(p.numel() for p in Reinitialised().parameters())
+    for one, other in zip(immediate, delayed, strict=True):
+        assert one[0].keys() == other[0].keys()
+        for name in one[0]:
+            assert torch.equal(one[0][name], other[0][name]), name
+        for mine, theirs in zip([*one[1], *one[2]], [*other[1], *other[2]], strict=True):
+            assert torch.equal(mine, theirs)
+        # A weight and its bias and what initialises them, of more than fifty thousand elements.
+        assert other[3] <= 4 * 3 * largest
+    assert torch.equal(immediate[0][4], delayed[0][4])  # the script's own numbers go on as if nothing were delayed
