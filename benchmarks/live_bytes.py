@@ -15,24 +15,26 @@ class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations on the calling thread make, until they are freed.
 
     Args:
-        known: tensors whose storages are not counted, such as parameters.
+        parameters: they and their gradients are not counted.
 
     Attributes:
-        now: bytes alive.
+        now: bytes alive, with gradients.
         recomputed: bytes alive after each recomputation of a region, when backward goes on.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.now = 0
         self.recomputed: list[int] = []
-        self._seen = {tensor.untyped_storage()._cdata for tensor in known}
+        self._parameters = list(parameters)
+        self._seen = {tensor.untyped_storage()._cdata for tensor in self._parameters}
         self._is_armed = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self._is_armed:
             self._is_armed = False
-            self.recomputed.append(self.now)
+            gradients = sum(p.grad.nbytes for p in self._parameters if p.grad is not None)
+            self.recomputed.append(self.now - gradients)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):

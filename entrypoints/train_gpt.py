@@ -289,7 +289,7 @@ def main() -> int:
         share = this_ranks_share(args.batch_size, args)
         optimizer.zero_grad()
         loss = train_step(model, ids[share].to(device), targets[share].to(device))
-        if optimizer.clip_master_grads(args.clip) < 0:  # neither half precision nor sharded state
+        if optimizer.clip_master_grads(args.clip) < 0:  # all gradients are whole on this rank
             torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         if not optimizer.overflow:
@@ -312,11 +312,14 @@ def main() -> int:
             save(done)
 
     val_loss = evaluate(model, corpus, args, device)
+    weights = model.state_dict(gather_to_rank0=True)  # from all ranks that hold a part of the model
     if smp.rank() == 0:
-        write_model(args, config, model.get_module(), val_loss, losses)
+        whole = GPT(config)
+        whole.load_state_dict(weights)
+        write_model(args, config, whole, val_loss, losses)
         print(f"step {args.steps}: val_loss={val_loss:.4f}", flush=True)
         if args.sample_bytes:
-            print("--- sample ---\n" + sample_text(model.get_module(), "def ", args.sample_bytes, device, args.seed))
+            print("--- sample ---\n" + sample_text(whole.to(device), "def ", args.sample_bytes, device, args.seed))
             print("--- end of sample ---", flush=True)
     smp.barrier()
     return 0

@@ -84,7 +84,7 @@ def train(make, prepare=None, steps: int = 3, batch: int = 4, before: bool = Fal
         model.backward(loss)
         return loss
 
-    result: dict = {"losses": [], "gradients": [], "figures": [], "followed": []}
+    result: dict = {"losses": [], "gradients": [], "figures": [], "followed": [], "tapes": []}
     offloader = Activations.here().offloader
     torch.manual_seed(7)
     for index in range(steps):
@@ -99,6 +99,7 @@ def train(make, prepare=None, steps: int = 3, batch: int = 4, before: bool = Fal
         if offloader is not None:
             result["figures"].append(dict(vars(offloader.figures)))
             result["followed"].append(offloader.tape.is_followed)
+            result["tapes"].append(offloader.tape.entries)
         optimizer.step()
     result["runs"] = sum(module.runs for module in model.module.modules() if isinstance(module, Layer))
     return result

@@ -114,7 +114,9 @@ class Joiner(nn.Module):
 
     def forward(self, parts: Any, mask: torch.Tensor, absent: None = None) -> Pair:
         first, (second, nothing) = parts
-        assert nothing is None and absent is None and mask.dtype is torch.bool
+        assert nothing is None
+        assert absent is None
+        assert mask.dtype is torch.bool
         return Pair(self.out(first.masked_fill(mask, 0.0) + second), int(mask.shape[0]))
 
 
@@ -130,9 +132,12 @@ class Containers(nn.Module):
     def forward(self, x: torch.Tensor) -> Pair:
         x = self.lift(x)
         made = self.split(x, scale=0.5, extras={"shift": (torch.tanh(x),), "names": ["u", "v"]})
-        assert made["count"] == 2 and made["name"] == "u"
+        assert made["count"] == 2
+        assert made["name"] == "u"
         joined = self.join(made["parts"], made["mask"], absent=None)
-        assert isinstance(joined, Pair) and joined.count == x.shape[0] and joined.nothing is None
+        assert isinstance(joined, Pair)
+        assert joined.count == x.shape[0]
+        assert joined.nothing is None
         return Pair(self.frozen(joined.value) + x, joined.count)
 
 
@@ -172,7 +177,9 @@ class Mutating(nn.Module):
         notes, trail = Notes(), [x]
         for layer in self.layers:
             x = layer(x, notes, trail)
-        assert notes.seen == 3 and len(notes.kept) == 3 and len(trail) == 4
+        assert notes.seen == 3
+        assert len(notes.kept) == 3
+        assert len(trail) == 4
         return self.head(x + trail[1] * trail[2]) + notes.kept[-1]
 
 

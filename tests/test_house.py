@@ -114,8 +114,10 @@ def test_the_public_surface_is_frozen():
         dp_rank dp_size exceptions get_dp_group get_dp_process_group get_mp_group get_mp_process_group get_pp_group
         get_pp_process_group get_rdp_group get_rdp_process_group get_tp_group get_tp_process_group
         get_world_process_group init is_initialized is_tracing load local_rank local_size model model_creation
-        mp_barrier mp_rank mp_size nn optimizer optimizers partition patches pp_rank pp_size rank rdp_rank rdp_size recv_from register_parameter
-        resume_from_checkpoint save save_checkpoint send set_activation_checkpointing set_partition set_tensor_parallelism shutdown size
+        mp_barrier mp_rank mp_size nn optimizer optimizers partition patches pp_rank pp_size rank rdp_rank rdp_size
+        recv_from register_parameter
+        resume_from_checkpoint save save_checkpoint send set_activation_checkpointing set_partition set_tensor_parallelism
+        shutdown size
         state step tensor_parallelism tp_rank tp_register tp_register_with_module tp_size
     """.split()
     assert sorted(smp.__all__) == sorted(expected)

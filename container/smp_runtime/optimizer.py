@@ -272,8 +272,8 @@ class DistributedOptimizer(ShardingAttributes, torch.optim.Optimizer):
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale the gradients down to a norm of at most ``max_norm``; call it before :meth:`step`.
 
-        For half precision and sharded state, whose gradients ``torch.nn.utils.clip_grad_norm_`` cannot see; without
-        them nothing is changed, and ``-1.0`` returned.
+        For half precision, sharded state and pipeline parallelism, where ``torch.nn.utils.clip_grad_norm_`` does not see
+        the whole gradient; without them nothing is changed, and ``-1.0`` returned.
 
         Returns:
             The norm of the whole gradient, over all ranks.
@@ -286,10 +286,12 @@ class DistributedOptimizer(ShardingAttributes, torch.optim.Optimizer):
         shards = self._model.shards
         powers = torch.zeros(1, device=self._session.device, dtype=torch.float64)
         parts = torch.zeros_like(powers)  # of parameters whose elements tensor parallel ranks share out
-        for piece in self._pieces:
-            if piece.optimized.grad is not None and (shards is None or shards.counts(piece)):
-                power = torch.linalg.vector_norm(piece.optimized.grad, norm_type).double().pow(norm_type)
-                is_part = self._model.registry.record_of(piece.parameter).placement.tensor_axis is not None
+        counted = [p for p in self._pieces if p.optimized.grad is not None and (shards is None or shards.counts(p))]
+        gradients = [(piece.parameter, piece.optimized.grad) for piece in counted]
+        for parameter, gradient in [*gradients, *self._whole_gradients()]:
+            if gradient is not None:
+                power = torch.linalg.vector_norm(gradient, norm_type).double().pow(norm_type)
+                is_part = self._model.registry.record_of(parameter).placement.tensor_axis is not None
                 (parts if is_part else powers).add_(power)
         if self._session.size(Group.TP) > 1:
             self._session.collectives.all_reduce(parts, self._session.groups.group(Group.TP)).wait()
@@ -301,10 +303,18 @@ class DistributedOptimizer(ShardingAttributes, torch.optim.Optimizer):
         norm = float(powers) ** (1.0 / norm_type)
         self._global_grad_norm = norm
         if norm > max_norm:
-            for piece in self._pieces:
-                if piece.optimized.grad is not None:
-                    piece.optimized.grad.mul_(max_norm / (norm + 1e-6))
+            held = [piece.optimized.grad for piece in self._pieces]
+            for gradient in [*held, *(gradient for _, gradient in self._whole_gradients())]:
+                if gradient is not None:
+                    gradient.mul_(max_norm / (norm + 1e-6))
         return norm
+
+    def _whole_gradients(self) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
+        """This stage's parameters that are updated themselves, not through pieces, with their gradients."""
+        pieces = self._model.pieces if self._model is not None else None
+        if self._model is None or pieces is None:
+            return []
+        return [(p, p.grad) for group in self._originals for p in group if p not in pieces]
 
     # -- state -----------------------------------------------------------------------------------------------------
 

@@ -56,30 +56,26 @@ class StagedModel(ReplicatedModel):
         if self.partitioned:
             return
         session = self._session
-        assignment = self._given_assignment
-        if assignment is None:
-            device = session.device if self._trace_device == "gpu" else torch.device("cpu")
-            if not any(parameter.is_meta for parameter in self.module.parameters()):
-                self.module.to(device)
-            assignment = decide(
-                self.module,
-                Tracing(
-                    functools.partial(self._traced_run, microbatch, device),
-                    device,
-                    self._traces_times,
-                    self._traces_memory,
-                ),
-                session.cfg,
-                session.manual,
-                session.control,
-                tracing_rank=session.topology.group_of(Group.PP, 0)[session.cfg.tracing_rank or 0],
-                optimizer_bytes=_state_bytes(session.optimizer) + (4.0 if self.precision.is_half else 0.0),
-            )
+        device = session.device if self._trace_device == "gpu" else torch.device("cpu")
+        if not any(parameter.is_meta for parameter in self.module.parameters()):
+            self.module.to(device)
+        assignment = decide(
+            self.module,
+            Tracing(
+                functools.partial(self._traced_run, microbatch, device),
+                device,
+                self._traces_times,
+                self._traces_memory,
+            ),
+            session.cfg,
+            session.manual,
+            session.control,
+            tracing_rank=session.topology.group_of(Group.PP, 0)[session.cfg.tracing_rank or 0],
+            optimizer_bytes=_state_bytes(session.optimizer) + (4.0 if self.precision.is_half else 0.0),
+        )
         # What tracing has left in reference cycles would keep parameters from being swapped out.
         gc.collect()
         self.adopt(assignment)
-        for hook in list(self._post_partition_hooks.values()):
-            hook(self, session.optimizer)
 
     def _traced_run(self, microbatch: functools.partial[Any], device: torch.device) -> object:
         """The step function on the first microbatch; the model's own backward does nothing meanwhile."""
@@ -94,12 +90,14 @@ class StagedModel(ReplicatedModel):
         finally:
             session.is_tracing, session.microbatch = False, None
 
-    #: From a checkpoint or a file, instead of a decision of this run.
-    _given_assignment: Assignment | None = None
-
     def adopt(self, assignment: Assignment) -> None:
-        """Keep this rank's part of the model, and start the pipeline."""
+        """Keep this rank's part of the model, and start the pipeline; every rank calls it with the same decision.
+
+        Raises:
+            SMPUserError: the decision does not fit this model or this number of stages.
+        """
         session = self._session
+        assignment.check(self.module, session.size(Group.PP))
         self.assignment = assignment
         self._stage_of, self._stage = assignment.stage_of, session.rank_in(Group.PP)
         self.registry.place_stages(assignment.stage_of)
@@ -123,6 +121,8 @@ class StagedModel(ReplicatedModel):
             recorder=recorder_of_job(self._stage, session.control, replica=session.members(Group.PP)[0]),
         )
         self.partitioned = True
+        for hook in list(self._post_partition_hooks.values()):
+            hook(self, session.optimizer)
 
     @property
     def _must_agree_on_order(self) -> bool:

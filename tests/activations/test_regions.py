@@ -162,7 +162,11 @@ def test_a_module_list_and_the_wrapped_model(solo):
     [
         (Layer, {"strategy": "contiguous"}, r"strategy='contiguous' was given for a Layer"),
         (Layer, {"pack_args_as_tuple": True}, r"pack_args_as_tuple=True was given for a Layer"),
-        (lambda: nn.ModuleList([Layer()]), {"strategy": "group_2"}, r"for a ModuleList.*make the layers an nn.Sequential"),
+        (
+            lambda: nn.ModuleList([Layer()]),
+            {"strategy": "group_2"},
+            r"for a ModuleList.*make the layers an nn.Sequential",
+        ),
         (lambda: nn.Sequential(Layer()), {"strategy": "group_0"}, r"at least one child; use 'group_1'"),
         (lambda: nn.Sequential(Layer()), {"strategy": "some"}, r"strategy is 'some'.*use 'each'"),
         (lambda: "layers", {}, r"got 'layers', a str; pass a module"),
@@ -204,6 +208,6 @@ def test_tuples_go_from_child_to_child():
             return x.sin() * mask, mask
 
     x = torch.randn(3, requires_grad=True)
-    given, mask = checkpoint_sequential(nn.Sequential(Pair(), Pair()), (x, torch.ones(3)), pack_args_as_tuple=True)
+    given, _ = checkpoint_sequential(nn.Sequential(Pair(), Pair()), (x, torch.ones(3)), pack_args_as_tuple=True)
     given.sum().backward()
     assert torch.allclose(x.grad, x.sin().cos().detach() * x.cos().detach())

@@ -109,6 +109,7 @@ def local_job(image: str, text: Path, tmp_path: Path, containers: Containers) ->
         source_dir: str = str(ENTRYPOINTS),
         endpoint: str | None = None,
         kind: Any = PyTorch,
+        parameters: dict[str, Any] | None = None,
         **hyperparameters: Any,
     ) -> Any:
         session = LocalSession(
@@ -129,7 +130,12 @@ def local_job(image: str, text: Path, tmp_path: Path, containers: Containers) ->
             hyperparameters={**TINY, **hyperparameters},
             environment={"AWS_EC2_METADATA_DISABLED": "true", "OMP_NUM_THREADS": "1"},
             distribution={
-                "smdistributed": {"modelparallel": {"enabled": True, "parameters": {"ddp": True, "microbatches": 2}}},
+                "smdistributed": {
+                    "modelparallel": {
+                        "enabled": True,
+                        "parameters": {"ddp": True, "microbatches": 2, **(parameters or {})},
+                    }
+                },
                 "mpi": {"enabled": True, "processes_per_host": processes},
             },
             disable_profiler=True,

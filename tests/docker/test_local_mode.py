@@ -84,6 +84,15 @@ def test_one_host(local_job, text, containers, process_losses):
     assert containers.exit_codes() == [0]
 
 
+def test_a_pipeline_across_two_hosts(local_job, text, containers, process_losses):
+    # Ranks 0 and 1 are on the first host; each pipeline has one stage on each.
+    job = local_job(hosts=2, parameters={"partitions": 2, "placement_strategy": "spread"})
+    took = fit(job, f"file://{text}")
+    assert artifact(job, "losses.json") == pytest.approx(process_losses(2), abs=1e-5)
+    print(f"a pipeline across two hosts: fit() {took:.1f} s")
+    assert containers.exit_codes() == [0, 0]
+
+
 def test_two_hosts_with_code_data_and_model_in_s3(
     local_job, text, tmp_path, containers, s3_endpoint, process_losses, capfd
 ):

@@ -40,13 +40,22 @@ def test_the_same_losses_however_the_job_is_spread(gpt_job, text, reference, hos
         ({"shard_optimizer_state": True}, 1e-5),
         ({"bf16": True, "shard_optimizer_state": True}, 2e-2),
         ({"fp16": True}, 2e-2),
+        ({"partitions": 2}, 1e-5),
     ],
 )
-def test_half_precision_and_sharded_state_train_alike(gpt_job, text, reference, parameters, tolerance):
+def test_half_precision_sharded_state_and_pipelines_train_alike(gpt_job, text, reference, parameters, tolerance):
     if "losses" not in reference:
         reference["losses"] = artifact(_fit(gpt_job(1), text), "losses.json")
     losses = artifact(_fit(gpt_job(2, 1, 2, parameters=parameters), text), "losses.json")
     assert losses == pytest.approx(reference["losses"], rel=tolerance)
+
+
+def test_a_pipeline_across_two_hosts_trains_alike(gpt_job, text, reference):
+    if "losses" not in reference:
+        reference["losses"] = artifact(_fit(gpt_job(1), text), "losses.json")
+    spread = {"partitions": 2, "placement_strategy": "spread"}  # each pipeline has one stage on each host
+    losses = artifact(_fit(gpt_job(2, 2, 2, parameters=spread), text), "losses.json")
+    assert losses == pytest.approx(reference["losses"], abs=1e-5)
 
 
 def test_weights_load_in_plain_torch_without_this_package(gpt_job, text, tmp_path):
@@ -63,10 +72,11 @@ def test_weights_load_in_plain_torch_without_this_package(gpt_job, text, tmp_pat
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "model", check=True)
 
 
-def test_killed_at_step_50_of_100_and_started_again_it_ends_as_if_never_killed(gpt_job, text, tmp_path):
+@pytest.mark.parametrize("parameters", [{}, {"partitions": 2, "microbatches": 2}], ids=["replicas", "stages"])
+def test_killed_at_step_50_of_100_and_started_again_it_ends_as_if_never_killed(gpt_job, text, tmp_path, parameters):
     from sagemaker.exceptions import UnexpectedStatusException
 
-    settings = {"steps": 100, "dropout": 0.1}
+    settings = {"steps": 100, "dropout": 0.1, "parameters": parameters}
     expected = artifact(_fit(gpt_job(2, name="a", **settings), text), "losses.json")
 
     checkpoints = tmp_path / "checkpoints"

@@ -92,10 +92,10 @@ def reference(name, stage_of, steps, microbatches, replicas):
 
 def _dropping(name, steps, manual):
     import torch
-
-    import smdistributed.modelparallel.torch as smp
     from pipeline_models import CASES, built, scattered
     from pipeline_training import part, replayed
+
+    import smdistributed.modelparallel.torch as smp
 
     case, net = CASES[name], built(name)
     if manual:
@@ -157,11 +157,11 @@ def _repeated(warm, times):
     import time
 
     import torch
+    from pipeline_models import CASES, built
+    from pipeline_training import replayed
 
     import smdistributed.modelparallel.torch as smp
     import smp_runtime.pipeline.transport as transport
-    from pipeline_models import CASES, built
-    from pipeline_training import replayed
 
     random.seed(time.time_ns())
     original = transport.Transport.__init__

@@ -12,10 +12,10 @@ def _forms():
     from collections import namedtuple
 
     import torch
+    from pipeline_models import WIDTH, Pair, chain
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp
-    from pipeline_models import WIDTH, Pair, chain
 
     torch.manual_seed(0)
     net = nn.ModuleDict({"body": chain(3), "head": nn.Linear(WIDTH, 2)})
@@ -37,7 +37,9 @@ def _forms():
 
     @smp.step(non_split_inputs=["whole"], input_split_axes={"turned": 1})
     def everything(data, whole, turned, flag=None):
-        assert whole.shape == (3, WIDTH) and turned.shape == (WIDTH, 2) and flag == "yes"
+        assert whole.shape == (3, WIDTH)
+        assert turned.shape == (WIDTH, 2)
+        assert flag == "yes"
         out = model(data["x"] + whole.mean(0)) + turned.sum() * 0
         model.backward(out.sum())
         return {
@@ -91,9 +93,8 @@ def _forms():
 
 
 def _alone():
-    from torch import nn
-
     from pipeline_models import WIDTH, chain
+    from torch import nn
 
     torch.manual_seed(0)
     body, head = chain(3), nn.Linear(WIDTH, 2)
@@ -116,7 +117,8 @@ def test_every_form_of_output_is_on_every_rank(forms):
         torch.testing.assert_close(seen["named"][1], expected.unflatten(0, (4, 2)).mean(1).sum(0))
         assert seen["others"] == ([None] * 4, ["same"] * 4, [float(x[2 * m, 0]) for m in range(4)])
         assert seen["nothing"] is None
-        assert seen["detached"] == [False] * 4 and seen["attached"] == (8, 2)
+        assert seen["detached"] == [False] * 4
+        assert seen["attached"] == (8, 2)
 
 
 def test_evaluation_leaves_no_graph(forms):

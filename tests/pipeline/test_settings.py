@@ -14,9 +14,10 @@ def _watched(name, steps, options, build=None):
     """Train a case and watch how many microbatches have values at once."""
     import logging
 
+    from pipeline_training import staged
+
     import smdistributed.modelparallel.torch as smp
     import smp_runtime.pipeline.values as values
-    from pipeline_training import staged
 
     most = [0]
     original_put, original_model = values.Values.put, smp.DistributedModel
@@ -72,7 +73,8 @@ def test_a_traced_partition_is_logged_written_and_read_again(ranks, tmp_path):
     expected = alone("mlp", steps=4, batch=BATCH, microbatches=2)
     compare(results, expected)
     told = [line for line in results[0]["log"] if line.startswith("Partition assignments:")]
-    assert len(told) == 1 and "Sequential" in told[0]
+    assert len(told) == 1
+    assert "Sequential" in told[0]
     # The other way round.
     written = json.loads(file.read_text())
     stages = written["placement"]
@@ -117,7 +119,8 @@ def test_contexts_calls_and_the_default_decide(ranks):
     settings = {"partitions": 2, "auto_partition": False, "default_partition": 0}
     for stages, partitioned, hooks in ranks(_placed, 2, config=settings, timeout=120):
         assert stages == [0, 1, 0, 1, 0]
-        assert partitioned == [False, True] and hooks == 1
+        assert partitioned == [False, True]
+        assert hooks == 1
     settings["default_partition"] = 1
     for stages, _, _ in ranks(_placed, 2, config=settings, timeout=120):
         assert stages == [1, 1, 0, 1, 1]

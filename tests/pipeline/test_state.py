@@ -10,10 +10,10 @@ from pipeline_models import built
 def _job(start, stop, path, save_at=None, loads=None):
     """Train steps ``start`` to ``stop``; save after ``save_at``, or resume from ``path`` first."""
     import torch
-
-    import smdistributed.modelparallel.torch as smp
     from pipeline_models import CASES, built
     from pipeline_training import part
+
+    import smdistributed.modelparallel.torch as smp
 
     case = CASES["dropping"]
     model = smp.DistributedModel(built("dropping"))

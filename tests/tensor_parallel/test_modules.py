@@ -178,7 +178,8 @@ CASES = {
         lambda: (_ids(37), _ids(2, 8).mul(0).index_fill(1, torch.tensor([5]), 1), _ids(2, 9), _ids(8, 10), None),
     ),
 }
-MODES = list(itertools.product(("speed", "memory"), (True, False)))
+MODES = list(itertools.product((2, 4), ("speed", "memory"), (True, False)))
+SAMPLE = {*MODES[:4], (4, "memory", False)}
 
 
 def _all_cases(names):
@@ -190,7 +191,9 @@ def _all_cases(names):
             raise AssertionError(f"{name}: {error}") from error
 
 
-@pytest.mark.parametrize(("optimize", "prescaled"), MODES)
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize(
+    ("degree", "optimize", "prescaled"),
+    [pytest.param(*mode, marks=[] if mode in SAMPLE else pytest.mark.full) for mode in MODES],
+)
 def test_outputs_and_gradients_equal_the_reference(ranks, degree, optimize, prescaled):
     ranks(_all_cases, degree, list(CASES), config=_config(degree, optimize, prescaled))

@@ -80,6 +80,8 @@ def _register():
 def _replaced_and_left():
     from closeness import close
 
+    from smdistributed.modelparallel.torch.utils import get_distribution_axis
+
     _register()
     torch.manual_seed(0)
     alone = Net()
@@ -94,6 +96,8 @@ def _replaced_and_left():
     close(model(x), alone(x))
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
     distributed = [name for name, p in model.named_parameters() if model.is_distributed_parameter(p)]
+    for name, axis in (("first.weight", 1), ("block.attention.query.weight", 0), ("plain.weight", None)):
+        assert get_distribution_axis(dict(model.named_parameters())[name]) == axis
     return kinds, warnings, shapes, distributed, [n for n, _ in model.scaled_batch_reducer_named_parameters()]
 
 

@@ -127,21 +127,49 @@ SAMPLE = {
     ],
 )
 def test_twenty_steps_equal_one_process(ranks, degree, world, optimize, prescaled, microbatches):
-    losses, state = _alone()
     config = _config(degree, optimize, prescaled, microbatches=microbatches)
-    for found, weights in ranks(_train, world, config=config, timeout=100):
+    _equals_one_process(ranks(_train, world, config=config, timeout=100))
+
+
+def _equals_one_process(results, steps=STEPS):
+    losses, state = _alone(steps)
+    for found, weights in results:
         assert found == pytest.approx(losses, abs=1e-5)
         for name, value in state.items():
             torch.testing.assert_close(weights[name], value, atol=2e-5, rtol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("optimize", "prescaled", "steps"),
+    [
+        pytest.param("memory", False, 6),
+        *(
+            pytest.param(*case, STEPS, marks=pytest.mark.full)
+            for case in itertools.product(("speed", "memory"), (True, False))
+        ),
+    ],
+)
+def test_with_pipeline_stages(ranks, optimize, prescaled, steps):
+    config = _config(2, optimize, prescaled, pipeline_parallel_degree=2, microbatches=2)
+    _equals_one_process(ranks(_train, 4, steps, config=config, timeout=100), steps)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("optimize", "prescaled"), [("memory", False), ("speed", True)])
+def test_with_pipeline_stages_and_replicas(optimize, prescaled):
+    from ranks import RankPool
+
+    pool = RankPool(8)
+    try:
+        config = _config(2, optimize, prescaled, pipeline_parallel_degree=2, microbatches=2)
+        _equals_one_process(pool.run(_train, 8, config=config, timeout=110))
+    finally:
+        pool.close()
 
 
 def test_with_shared_out_optimizer_state(ranks):
-    losses, state = _alone()
     config = _config(2, "memory", True, shard_optimizer_state=True)
-    for found, weights in ranks(_train, 4, config=config, timeout=100):
-        assert found == pytest.approx(losses, abs=1e-5)
-        for name, value in state.items():
-            torch.testing.assert_close(weights[name], value, atol=2e-5, rtol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+    _equals_one_process(ranks(_train, 4, config=config, timeout=100))
 
 
 def _refused():

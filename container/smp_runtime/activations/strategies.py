@@ -50,7 +50,9 @@ class Strategy:
         return cls(str(name), most)
 
 
-def grouped(children: Sequence[T], stages: Sequence[int | None], strategy: Strategy) -> list[tuple[int | None, list[T]]]:
+def grouped(
+    children: Sequence[T], stages: Sequence[int | None], strategy: Strategy
+) -> list[tuple[int | None, list[T]]]:
     """Neighbours on the same stage, in regions of at most the strategy's size.
 
     Args:

@@ -81,6 +81,11 @@ class Tape:
                 self._expected = None
 
     @property
+    def entries(self) -> list[Entry]:
+        """The step so far."""
+        return [entry for _, entry in self._record]
+
+    @property
     def is_followed(self) -> bool:
         """Whether the step has done what was expected so far."""
         return self._expected is not None

@@ -14,6 +14,7 @@ from smp_runtime.checkpoint.files import read_tensors, write_tensors, write_user
 from smp_runtime.checkpoint.folder import FolderTransaction, agree_on_folder, prune, refuse_if_any_failed
 from smp_runtime.checkpoint.objects import partial_suffix
 from smp_runtime.errors import SMPUserError
+from smp_runtime.pipeline.assignment import Assignment
 from smp_runtime.session import Session
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp")
 
 USER_CONTENT = "user_content"
+#: Which stage has which module, so that every rank finds its own part again.
+PARTITION = "partition.json"
 PARTIAL_KEY = "_smp_is_partial"
 
 
@@ -106,6 +109,8 @@ def _write_partial(
         if fp16_states:
             write_tensors(fp16_states, folder / f"fp16_states_{suffix}.pt")
     write_tensors(_random_state(session), folder / f"rng_{session.rank}.pt")
+    if model is not None and model.assignment is not None and transaction.keeps_order:
+        model.assignment.save(folder / PARTITION)
     if transaction.keeps_order:
         write_user_content(user_content, folder / f"{USER_CONTENT}.pt")
 
@@ -165,6 +170,8 @@ def resume_from_checkpoint(
         return _resume_full(session, folder, tag, strict, translate_function)
     found = agree_on_folder(session, folder, tag)
     suffix = partial_suffix(session)
+    if model is not None and not model.partitioned and (found / PARTITION).is_file():
+        model.adopt(Assignment.load(found / PARTITION))
     if model is not None:
         model.load_state_dict(read_tensors(found / f"model_{suffix}.pt")["module"], strict=strict)
     if optimizer is not None and load_optimizer:

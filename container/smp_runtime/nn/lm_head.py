@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from smp_config import Group
+from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.embedding import VocabularyEmbedding, WholeEmbedding
 from smp_runtime.nn.module import DistributedModule
 from smp_runtime.nn.norm import RowNorm
@@ -167,6 +168,12 @@ class DistributedTransformerLMHead(DistributedModule):
         hidden = self.word_embedding(ids)
         if self.position_embedding is not None:
             if positions is None:
+                longest = self.position_embedding.weight.shape[0]
+                if ids.shape[1] > longest:
+                    raise SMPUserError(
+                        f"the sequence has {ids.shape[1]} tokens, but num_positions is {longest}: shorten it, or make the model "
+                        f"with at least {ids.shape[1]} positions"
+                    )
                 hidden = hidden + self.position_embedding(torch.arange(ids.shape[1], device=ids.device))
             else:
                 hidden = hidden + self.position_embedding(positions)

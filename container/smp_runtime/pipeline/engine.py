@@ -447,7 +447,7 @@ class Pipeline:
                     if (task := hub.opened.pop((kind, microbatch, path), None)) is not None:
                         task.open -= 1
                         self._complete(task)
-                        if task.kind is TaskKind.BACKWARD or not self.server.graphs:
+                        if task.kind is TaskKind.BACKWARD or not self.conductor.is_running:
                             self._hurry(None)
             case Release(microbatch):
                 with self._lock:

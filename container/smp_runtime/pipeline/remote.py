@@ -43,8 +43,8 @@ class RemoteCaller:
             )
         if torch._C._current_graph_task_id() != -1:
             raise SMPUserError(
-                f"module {path!r} lies on pipeline stage {hub.stage_of(path)} and was called again on stage {hub.stage} in backward, by "
-                "a checkpointed region around it; checkpoint with smp.set_activation_checkpointing, which runs modules again on "
+                f"module {path!r} lies on pipeline stage {hub.stage_of(path)} and was called again on stage {hub.stage} in "
+                "backward, by a checkpointed region around it; checkpoint with smp.set_activation_checkpointing, which runs modules again on "
                 "their own stage, or checkpoint only what lies on one stage"
             )
         packed = pack((args, kwargs), modules=hub.paths)
@@ -247,9 +247,9 @@ class RemoteCall:
             if learned.outcome is None:
                 raise AssertionError("a known result without its outcome")
             results = self._slots_of(learned.outcome, owners)
-            for index in here:
-                if (slot := results[index]) is not None and slot.name[:3] == ("B", self._microbatch, self._path):
-                    hub.values.announce(slot.name)
+        for index in here:
+            if (slot := results[index]) is not None and slot.name[:3] == ("B", self._microbatch, self._path):
+                hub.values.announce(slot.name)
         returned: list[torch.Tensor | None] = []
         for slot, by_handle in zip(results, self._by_handle, strict=True):
             if slot is None:

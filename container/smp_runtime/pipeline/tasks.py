@@ -22,6 +22,10 @@ from smp_runtime.pipeline.random_state import RandomState
 from smp_runtime.pipeline.schedules import Action, Event, Segment, TaskKind
 
 
+#: Seconds that worker threads get to end.
+CLOSE_SECONDS = 10.0
+
+
 class Abandoned(BaseException):
     """Ends a task of a step that has failed; not an ``Exception``, so that no module swallows it."""
 
@@ -155,6 +159,7 @@ class Conductor:
         self._by_event: dict[Event, list[Task]] = {}
         self._running: Task | None = None
         self._idle_threads: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
         self._spare = 0
         self._live = 0
         self._all_ended = threading.Condition(lock)
@@ -329,7 +334,9 @@ class Conductor:
             if getattr(self._local, "is_ending", False):
                 self._local.next = task  # this thread goes on with it
             elif self._spare == 0:
-                threading.Thread(target=self._work, args=(task,), name="smp-pipeline-worker", daemon=True).start()
+                thread = threading.Thread(target=self._work, args=(task,), name="smp-pipeline-worker", daemon=True)
+                self._threads.append(thread)
+                thread.start()
             else:
                 self._spare -= 1
                 self._idle_threads.put(task)
@@ -387,7 +394,9 @@ class Conductor:
             return following
 
     def close(self) -> None:
-        """End the worker threads that have nothing to do."""
-        with self._lock:
-            for _ in range(self._spare):
-                self._idle_threads.put(None)
+        """End the worker threads; one that still runs native code when the interpreter ends would abort the process."""
+        for _ in self._threads:
+            self._idle_threads.put(None)
+        until = time.monotonic() + CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))

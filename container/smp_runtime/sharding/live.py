@@ -47,12 +47,16 @@ class LiveParameters:
     def need(self, unit: ShardedUnit) -> None:
         """The unit's parameters hold their values when this returns."""
         self.order.note(self._numbers[id(unit)])
+        self.fetch(unit)
+        self._fetch_ahead()
+
+    def fetch(self, unit: ShardedUnit) -> None:
+        """The same for somebody who is no part of the window: nothing is noted, nothing fetched ahead."""
         if not unit.ready:
             if unit.work is None:
                 self._make_room(unit)
                 self._start(unit)
             self._finish(unit)
-        self._fetch_ahead()
 
     def done(self, unit: ShardedUnit) -> None:
         """A use of the unit has ended; it is freed unless something else uses it, or will next."""

@@ -273,7 +273,7 @@ class ShardedParameters:
         """A unit's parameters with their values, outside any use; every rank of the group enters it."""
         was_there = unit.ready
         if not was_there:
-            self.live.need(unit)
+            self.live.fetch(unit)
         try:
             yield list(unit.parameters)
         finally:

@@ -21,7 +21,8 @@ class TensorGroup:
     """The ranks that share each distributed layer with this one.
 
     Without autograd; :mod:`smp_runtime.tensor_parallel.collectives` has the differentiable forms. With one rank all
-    operations return their input.
+    operations return their input. In the tracing step, which one rank runs by itself, they give tensors of the right
+    shape without the other ranks.
 
     Attributes:
         size: ranks in the group.
@@ -64,6 +65,11 @@ class TensorGroup:
         return session
 
     @property
+    def is_tracing(self) -> bool:
+        """Whether this rank runs the tracing step, alone."""
+        return self.session.is_tracing
+
+    @property
     def _collectives(self) -> Collectives:
         return self.session.collectives
 
@@ -74,6 +80,8 @@ class TensorGroup:
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Work:
         """Begin to sum ``tensor`` over the group, in place."""
+        if self.is_tracing:
+            return _NOTHING
         return self._throttle.launched(self._collectives.all_reduce(tensor, self._group), tensor)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -84,6 +92,8 @@ class TensorGroup:
 
     def start_gather(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
         """Begin to gather; the first result is ``[size, *tensor.shape]`` once the second is waited for."""
+        if self.is_tracing:
+            return tensor.expand(self.size, *tensor.shape).clone(), _NOTHING
         full = tensor.new_empty((self.size, *tensor.shape))
         work = self._collectives.all_gather(full.view(-1), tensor.contiguous().view(-1), self._group)
         return full, self._throttle.launched(work, full)
@@ -99,6 +109,8 @@ class TensorGroup:
     def start_scatter_sum(self, tensor: torch.Tensor, dim: int) -> tuple[torch.Tensor, Work]:
         """Begin to sum over the group, each rank keeping its part along ``dim``, which the size divides."""
         parts = part(tensor, self.size, dim).contiguous()
+        if self.is_tracing:
+            return parts[self.rank].clone(), _NOTHING
         mine = torch.empty_like(parts[0])
         work = self._collectives.reduce_scatter(mine.view(-1), parts.view(-1), self._group)
         return mine, self._throttle.launched(work, parts)
@@ -123,10 +135,22 @@ class TensorGroup:
         if self.size == 1:
             return tensor
         sent = part(tensor, self.size, split).contiguous()
+        if self.is_tracing:
+            return join(sent, joined)
         received = torch.empty_like(sent)
         work = self._collectives.all_to_all(received.view(-1), sent.view(-1), self._group)
         self._throttle.launched(work, sent).wait()
         return join(received, joined)
+
+
+class _Nothing:
+    """A collective that need not be waited for."""
+
+    def wait(self) -> None:
+        pass
+
+
+_NOTHING = _Nothing()
 
 
 def current_group() -> TensorGroup:

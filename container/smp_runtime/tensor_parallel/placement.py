@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from smp_runtime import session as sessions
 from smp_runtime.nn.module import DistributedModule
 from smp_runtime.registry import ParameterRecord, ParameterRegistry
 from smp_runtime.tensor_parallel.group import TensorGroup, join
@@ -79,11 +80,10 @@ def part_of(record: ParameterRecord, value: torch.Tensor) -> torch.Tensor:
     return value.narrow(axis, bounds[0], bounds[1] - bounds[0])
 
 
-def is_split(record: ParameterRecord) -> bool:
-    """Whether tensor parallel ranks have different parts of a parameter."""
-    return record.placement.tensor_axis is not None
-
-
-def split_parameters(registry: ParameterRegistry) -> Mapping[int, ParameterRecord]:
-    """Records of split parameters, by the parameter's id."""
-    return {id(record.parameter): record for record in registry if is_split(record)}
+def get_distribution_axis(param: torch.Tensor) -> int | None:
+    """Along which dim tensor parallel ranks have parts of a parameter of a wrapped model; None if each has it whole."""
+    for model in sessions.current().models:
+        for record in model.registry:
+            if record.parameter is param:
+                return record.placement.tensor_axis
+    return None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -33,10 +33,12 @@ class RandomTracker:
     Args:
         base: the number both derive from, the same on every rank of the group.
         rank: position in the group.
+        is_alone: whether the other ranks do not do the same now; such uses are not counted.
     """
 
-    def __init__(self, base: int, rank: int) -> None:
+    def __init__(self, base: int, rank: int, is_alone: Callable[[], bool] = lambda: False) -> None:
         self._base = base
+        self._is_alone = is_alone
         self._rank = rank
         self._uses = 0
         self._marks: OrderedDict[int, int] = OrderedDict()
@@ -50,7 +52,7 @@ class RandomTracker:
             state = torch.get_rng_state()
             base = group.agree(draw_seed())
             torch.set_rng_state(state)  # a script's own numbers do not depend on which module was the first
-            found = _trackers[session] = cls(base, group.rank)
+            found = _trackers[session] = cls(base, group.rank, lambda: group.is_tracing)
         return found
 
     @contextlib.contextmanager
@@ -81,6 +83,8 @@ class RandomTracker:
     def _use(self) -> int:
         """The number of this use, or of the forward pass that it repeats."""
         mark = draw_seed()
+        if self._is_alone():
+            return 0
         if mark not in self._marks:
             self._uses += 1
             self._marks[mark] = self._uses

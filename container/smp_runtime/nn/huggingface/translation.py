@@ -113,7 +113,9 @@ class CausalNames:
         if nested:
             result |= {name: value for name, value in state.items() if not name.startswith(inside)}
             return result
-        result[self.head] = state.get(self.ours["head"], state.get("word_embedding.weight"))
+        head = state.get(self.ours["head"], state.get("word_embedding.weight"))
+        if head is not None:
+            result[self.head] = head
         if self.ours["bias"] in state:
             result[self.head_bias] = state[self.ours["bias"]]
         return result

@@ -1,0 +1,82 @@
+"""Transformers' own ``gradient_checkpointing_enable()`` and its layers, on the stages of a pipeline."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from checkpointed import same
+from models import VOCABULARY, token_batch
+
+TIMEOUT = 150.0
+HOWS = ["smp", "before", "after", "not reentrant"]
+CASES = [(kind, how) for kind in ("gpt2", "llama") for how in HOWS]
+SAMPLE = {("gpt2", "smp"), ("llama", "before")}
+
+
+def _train(kind: str, how: str | None) -> dict:
+    import transformers as hf
+
+    import smdistributed.modelparallel.torch as smp
+
+    torch.manual_seed(5)
+    common = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+    if kind == "gpt2":
+        net = hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=16, n_head=2, n_layer=4, n_positions=8, **common))
+        layers = net.transformer.h
+    else:
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+        net = hf.LlamaForCausalLM(hf.LlamaConfig(max_position_embeddings=8, attention_dropout=0.2, **sizes, **common))
+        layers = net.model.layers
+    net.train()
+    if how in ("before", "not reentrant"):
+        net.gradient_checkpointing_enable({"use_reentrant": how == "before"})
+    model = smp.DistributedModel(net)
+    if how == "after":
+        model.module.gradient_checkpointing_enable()
+    elif how == "smp":
+        for layer in layers:
+            smp.set_activation_checkpointing(layer)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    runs = []
+    for layer in layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: runs.append(smp.is_tracing()))
+
+    @smp.step
+    def step(ids):
+        loss = model(input_ids=ids, labels=ids).loss
+        model.backward(loss)
+        return loss
+
+    result: dict = {"losses": [], "gradients": []}
+    torch.manual_seed(7)
+    for index in range(3):
+        ids, _ = token_batch(index, 4)
+        optimizer.zero_grad()
+        result["losses"].append(float(step(ids).reduce_mean()))
+        named = {n: p.grad.clone() for n, p in model.local_named_parameters() if p.grad is not None}
+        result["gradients"].append(named)
+        optimizer.step()
+    result["runs"] = runs.count(False)
+    return result
+
+
+@functools.cache
+def _plain(ranks, kind):
+    config = {"pipeline_parallel_degree": 2, "microbatches": 2}
+    return ranks(_train, 2, kind, None, config=config, timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"), [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.full) for case in CASES]
+)
+def test_layers_are_checkpointed_where_they_run(ranks, kind, how):
+    pytest.importorskip("transformers")
+    plain = _plain(ranks, kind)
+    config = {"pipeline_parallel_degree": 2, "microbatches": 2}
+    found = ranks(_train, 2, kind, how, config=config, timeout=TIMEOUT)
+    same(found, plain)
+    assert sum(rank["runs"] for rank in plain) == 3 * 2 * 4
+    for with_regions, without in zip(found, plain, strict=True):
+        assert with_regions["runs"] == 2 * without["runs"] > 0
