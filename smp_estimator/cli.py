@@ -16,7 +16,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from smp_config import ConfigError, ModelParallelParameters, Topology
-from smp_config.built import unbuilt
 from smp_config.instances import GIB, instance
 from smp_estimator.cli_timeline import timeline
 
@@ -114,7 +113,6 @@ def validate(file: Any, instance_type: str | None, instance_count: int | None) -
         console.print(f"[green]valid[/green] on {hosts} × {kind}: {escape(_degrees(topology))}")
     else:
         console.print(f"[green]valid[/green] on {hosts} × {kind}")
-    said += [f"{setting}, which the runtime of this version cannot run yet" for setting in _unbuilt(settings)]
     for warning in said:
         console.print(f"[yellow]warning[/yellow] {escape(warning)}")
 
@@ -138,10 +136,6 @@ def _checked(distribution: Any, kind: str, hosts: int) -> tuple[Any, list[str]]:
     finally:
         logger.removeHandler(collector)
         logger.propagate = propagates
-
-
-def _unbuilt(settings: Any) -> list[str]:
-    return unbuilt(settings.model_parallel) if settings.model_parallel is not None else []
 
 
 def _degrees(topology: Topology) -> str:

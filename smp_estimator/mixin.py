@@ -9,7 +9,6 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError, JobSettings
-from smp_config.built import unbuilt
 from smp_config.version import __version__
 from smp_estimator import advice, checks, restore
 from smp_estimator import distribution as strategies
@@ -343,11 +342,6 @@ class TrainsWithSMP(Planned, _SDK):
         settings = self._check_settings()
         self._check_code()
         shows_training(logs)  # refuses words that the SDK does not know
-        if settings is not None and settings.model_parallel is not None:
-            for setting in unbuilt(settings.model_parallel):
-                self._say_once(
-                    f"{setting}, which the runtime of this version cannot run yet: the job will end in smp.init()"
-                )
         if self._process_mode:
             checks.check_inputs(inputs, process_mode=True)
             self._advise(settings, inputs)

@@ -36,7 +36,7 @@ FORBIDDEN = {
 }
 #: The floors of smp_runtime, from the ground; a file imports only its own floor and those below.
 FLOORS = [
-    ("errors", "devices", "deferred", "missing"),
+    ("errors", "devices", "deferred"),
     ("registry", "pieces", "module_manager"),
     ("comm", "pipeline", "progress", "splitting", "step_output", "precision", "loss_scaling", "fused_optimizers", "model_names"),
     ("session", "optimizer_state"),

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError, Group, ModelParallelParameters, Topology
-from smp_config.built import unbuilt
 from smp_runtime.comm.collectives import Collectives, TorchCollectives
 from smp_runtime.comm.control import ControlPlane, connect
 from smp_runtime.comm.groups import ProcessGroups
@@ -70,7 +69,6 @@ class Session:
         control: ControlPlane,
         collectives: Collectives | None = None,
     ) -> None:
-        _refuse_unbuilt(parameters)
         self.cfg = parameters
         self.control = control
         self.rank = control.rank
@@ -181,15 +179,6 @@ class Session:
 def host_name() -> str:
     """This rank's host, as the launcher announced it."""
     return os.environ.get("SMP_HOST") or os.environ.get("SM_CURRENT_HOST") or socket.gethostname()
-
-
-def _refuse_unbuilt(parameters: ModelParallelParameters) -> None:
-    """Name a strategy that this version cannot run, instead of silently training something else."""
-    for setting in unbuilt(parameters):
-        raise ConfigError(
-            f"{setting}; this version of the runtime does not have that strategy yet: "
-            "it runs data parallelism with microbatches, so remove the setting"
-        )
 
 
 _session: Session | None = None

@@ -44,8 +44,8 @@ class RemoteCaller:
         if torch._C._current_graph_task_id() != -1:
             raise SMPUserError(
                 f"module {path!r} lies on pipeline stage {hub.stage_of(path)} and was called again on stage {hub.stage} in "
-                "backward, by a checkpointed region around it; checkpoint with smp.set_activation_checkpointing, which runs modules again on "
-                "their own stage, or checkpoint only what lies on one stage"
+                "backward, by a checkpointed region around it; checkpoint with smp.set_activation_checkpointing, which runs "
+                "modules again on their own stage, or checkpoint only what lies on one stage"
             )
         packed = pack((args, kwargs), modules=hub.paths)
         tensors = [t.unchanged() if isinstance(t, Handle) else t for t in packed.tensors]

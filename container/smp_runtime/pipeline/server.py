@@ -13,7 +13,7 @@ from smp_runtime.pipeline.handles import Handle
 from smp_runtime.pipeline.hub import Hub, in_modes
 from smp_runtime.pipeline.predictions import MOST_KINDS, Outcome, outcome_of
 from smp_runtime.pipeline.protocol import Back, Call, Meta, Path, Reply, Slot
-from smp_runtime.pipeline.schedules import TaskKind
+from smp_runtime.pipeline.schedules import Event, TaskKind
 from smp_runtime.pipeline.tasks import Task
 from smp_runtime.pipeline.wire import pack, unpack
 
@@ -79,6 +79,8 @@ class ModuleServer:
         self._callers: dict[tuple[str, int, Path], int] = {}
         #: Module path of every call of the step, for messages.
         self._labels: dict[tuple[int, Path], str] = {}
+        #: Forward passes of the step that have left a graph, as events ``("f", microbatch, path)``.
+        self._ran: set[Event] = set()
         self._expected: dict[bytes, Outcome] = {}
 
     # -- requests, on the receiver's thread ------------------------------------------------------------------------
@@ -105,7 +107,8 @@ class ModuleServer:
             self._hub.random_state(back.microbatch, "backward", 0),
         )
         task.in_model_backward = back.in_model_backward
-        self._add(caller, "B", task, back.slots)
+        # A caller that used an argument which the module only hands on can be here before the forward pass has run.
+        self._add(caller, "B", task, back.slots, ("f", back.microbatch, back.path))
 
     def caller_of(self, task: Task) -> int:
         """The stage that a request came from."""
@@ -121,17 +124,20 @@ class ModuleServer:
         self.graphs.clear()
         self._callers.clear()
         self._labels.clear()
+        self._ran.clear()
 
-    def _add(self, caller: int, kind: str, task: Task, slots: Sequence[Slot | None]) -> None:
+    def _add(self, caller: int, kind: str, task: Task, slots: Sequence[Slot | None], *more: Event) -> None:
         hub = self._hub
         request = ("q", kind, task.microbatch, task.path)
-        needs = [request, *(slot.name for slot in slots if slot is not None and slot.comes)]
+        needs = [request, *(slot.name for slot in slots if slot is not None and slot.comes), *more]
         task.known.update(needs)
         with hub.lock:
             if hub.conductor.is_aborted:
                 return
             self._callers[kind, task.microbatch, task.path] = caller
-            hub.conductor.add(task, dict.fromkeys(needs), lambda event: event == request or hub.is_there(event))
+            hub.conductor.add(
+                task, dict.fromkeys(needs), lambda event: event == request or event in self._ran or hub.is_there(event)
+            )
             hub.conductor.poke()
 
     # -- tasks, on a worker's thread -------------------------------------------------------------------------------
@@ -181,7 +187,11 @@ class ModuleServer:
                     slots.append(Slot(("F", call.microbatch, call.path, index), hub.stage, meta, False))
         if call.modes.grad:
             with hub.lock:
+                ran = ("f", call.microbatch, call.path)
                 self.graphs[call.microbatch, call.path] = Graph(outputs, made_here, entry)
+                self._ran.add(ran)
+                hub.conductor.give(task, ran)
+                hub.conductor.arrived(ran)
                 self.most_in_flight = max(self.most_in_flight, len({key[0] for key in self.graphs}))
         touched = tuple(
             slot.comes or (isinstance(t, Handle) and t.touched) for slot, t in zip(call.slots, tensors, strict=True)

@@ -52,7 +52,6 @@ from smdistributed.modelparallel.torch.state_mod import state
 from smp_config.version import __version__
 from smp_runtime.activations.marking import set_activation_checkpointing
 from smp_runtime.creation import delay_param_initialization, model_creation, partition, set_partition
-from smp_runtime.missing import __getattr__  # noqa: F401  # answers for names that are not here yet
 from smp_runtime.session import init, is_initialized, is_tracing, shutdown
 from smp_runtime.sharding.registered import register_parameter
 from smp_runtime.step import step
