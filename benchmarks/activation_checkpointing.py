@@ -22,11 +22,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.utils.checkpoint
 from live_bytes import LiveBytes
 from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "entrypoints"))
+
+
+PEER = "torch, each"
+
+
+class Peer(nn.Module):
+    """A layer under PyTorch's own checkpointing."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=False)
 
 
 def make(args: argparse.Namespace, strategy: str | None) -> nn.Module:
@@ -38,7 +53,9 @@ def make(args: argparse.Namespace, strategy: str | None) -> nn.Module:
     torch.manual_seed(0)
     config = train_gpt.GPTConfig(args.layers, args.hidden, args.heads, args.seq)
     net = nn.Sequential(*[train_gpt.Block(config) for _ in range(args.layers)])
-    if strategy is not None:
+    if strategy == PEER:
+        net = nn.Sequential(*[Peer(block) for block in net])
+    elif strategy is not None:
         smp.set_activation_checkpointing(net, strategy=strategy)
     return smp.DistributedModel(net)
 
@@ -114,7 +131,7 @@ def checkpointing(args: argparse.Namespace, device: torch.device) -> None:
                 ratios.append(a / b)
         answer = {"strategy": strategy, "time_ratio": round(statistics.median(ratios), 3)}
         answer["quartiles"] = [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]]
-        if device.type == "cpu":
+        if device.type == "cpu" and strategy != PEER:
             found, none = counted(model, step), counted(plain, plain_step)
             answer["bytes_over_none"] = round(found / none, 4)
             answer["bytes_over_formula"] = round(found / expected(args, strategy), 4)
@@ -173,13 +190,13 @@ def speed(device: torch.device, way: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--strategy", action="append", help="default: each, group_4, contiguous")
+    parser.add_argument("--strategy", action="append", help="default: each, group_4, contiguous, and PyTorch's own")
     parser.add_argument("--horizon", type=int, action="append", help="default: 1, 2, 4, 8")
     parser.add_argument("--rounds", type=int, default=8)
     for name, value in (("layers", 16), ("hidden", 128), ("heads", 4), ("seq", 128), ("batch", 4)):
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
-    args.strategy = args.strategy or ["each", "group_4", "contiguous"]
+    args.strategy = args.strategy or ["each", "group_4", "contiguous", PEER]
     args.horizon = args.horizon or [1, 2, 4, 8]
     device = torch.device(args.device)
     torch.set_num_threads(1)

@@ -113,7 +113,7 @@ def run_sleep(smp: Any, rounds: int) -> dict[str, Any]:
         model.backward(loss)
         return loss
 
-    for _ in range(4):
+    for _ in range(10):  # recorded, planned, and planned again
         step(inputs)
     spans = [_timed(lambda: step(inputs), smp) for _ in range(rounds)]
     closed = (count + stages - 1) * (FORWARD + BACKWARD)
@@ -160,7 +160,7 @@ def run_gpt(smp: Any, rounds: int, batch: int, peer_name: str) -> dict[str, Any]
         optimizer.step()
 
     peer = _torch_pipeline(smp, loss_of, inputs, targets) if not tied else _one_process(smp, loss_of, inputs, targets)
-    for _ in range(5):
+    for _ in range(10):  # recorded, planned, and planned again
         ours(), peer()
     sent = dict(model.pipeline.transport.bytes_sent)
     ours()

@@ -310,6 +310,7 @@ class Case(NamedTuple):
         loss: ``loss(model, *batch)`` gives the loss and what else the step returns.
         together: paths of modules that must share a stage.
         depth: modules so deep are placed one by one in a manual partition, with all that is in them.
+        rate: learning rate; where gradients are tiny, a high one makes rounding grow from step to step.
     """
 
     build: Callable[[], nn.Module]
@@ -317,6 +318,7 @@ class Case(NamedTuple):
     loss: Callable[..., tuple[torch.Tensor, Any]] = _squared
     together: tuple[str, ...] = ()
     depth: int = 99
+    rate: float = 1e-2
 
 
 def _gpt2(dropout: float = 0.0) -> nn.Module:
@@ -363,14 +365,15 @@ PLAIN: dict[str, Case] = {
     "two_calls": Case(chain, loss=_two_calls),
 }
 TRANSFORMERS: dict[str, Case] = {
-    "gpt2": Case(_gpt2, _words, _language, ("transformer.wte", "lm_head"), 4),
-    "llama": Case(_llama, _words, _language, (), 4),
+    "gpt2": Case(_gpt2, _words, _language, ("transformer.wte", "lm_head"), 4, 1e-3),
+    "llama": Case(_llama, _words, _language, (), 4, 1e-3),
     "bert": Case(
         _bert,
         _words,
         _language,
         ("bert.embeddings", "cls.predictions", "cls.predictions.decoder", "bert.embeddings.word_embeddings"),
         4,
+        1e-3,
     ),
     "t5": Case(
         _t5,
@@ -378,6 +381,7 @@ TRANSFORMERS: dict[str, Case] = {
         _language,
         ("shared", "lm_head", "encoder", "decoder", "encoder.embed_tokens", "decoder.embed_tokens"),
         5,
+        1e-3,
     ),
 }
 DROPPING: dict[str, Case] = {

@@ -46,7 +46,7 @@ def alone(
         ``state`` at the end.
     """
     case, model = CASES[name], built(name, dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=case.rate)
     done: dict[str, Any] = {"losses": [], "gradients": [], "evaluations": []}
     for step in range(steps):
         optimizer.zero_grad()
@@ -93,7 +93,7 @@ def staged(
         for path, stage in scattered(net, case, smp.pp_size()).items():
             smp.set_partition(net.get_submodule(path), stage)
     model = smp.DistributedModel(net)
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=case.rate))
 
     @smp.step
     def train(*arguments: torch.Tensor) -> Any:

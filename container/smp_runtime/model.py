@@ -150,6 +150,7 @@ class DistributedModel(SavedModel):
                 self._session,
                 self.precision,
                 deferred=frozenset(id(parameter) for _, parameter in created_later),
+                split=frozenset(id(r.parameter) for r in self.registry if r.placement.tensor_axis is not None),
             )
             create_shards(self._session, module, created_later, self.shards)
         in_shards = self.shards.parameters if self.shards else set()

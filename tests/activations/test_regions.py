@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 
 import pytest
 import torch
@@ -211,3 +212,21 @@ def test_tuples_go_from_child_to_child():
     given, _ = checkpoint_sequential(nn.Sequential(Pair(), Pair()), (x, torch.ones(3)), pack_args_as_tuple=True)
     given.sum().backward()
     assert torch.allclose(x.grad, x.sin().cos().detach() * x.cos().detach())
+
+
+def test_modules_that_replace_checkpointed_ones_are_checkpointed(caplog, monkeypatch):
+    from smp_runtime.activations.marking import carry_over, is_marked, marks
+
+    monkeypatch.setattr(logging.getLogger("smp"), "propagate", True)
+    net = nn.ModuleDict({"first": Layer(), "second": nn.Sequential(Layer()), "third": nn.Sequential(Layer(), Layer())})
+    smp.set_activation_checkpointing(net["first"])
+    smp.set_activation_checkpointing(net["second"])
+    smp.set_activation_checkpointing(net["third"], strategy="group_2")
+    before = marks(net)
+    net["first"], net["second"], net["third"] = Layer(), Layer(), nn.Sequential(Layer(), Layer())
+    with caplog.at_level("WARNING", "smp"):
+        carry_over(before, net)
+    assert [is_marked(net[name]) for name in ("first", "second", "third")] == [True, False, True]
+    assert "the checkpointing of 'second.0' is lost" in caplog.text
+    net["third"](torch.randn(2, HIDDEN)).sum().backward()
+    assert [layer.runs for layer in net["third"]] == [2, 2]

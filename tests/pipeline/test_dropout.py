@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ class Replay:
 def reference(name, stage_of, steps, microbatches, replicas):
     """Losses and gradients of one process with the pipeline's seeds; the random numbers of each replica are replayed."""
     case, model = CASES[name], built(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=case.rate)
     replay = Replay(model, stage_of, 0)
     torch.manual_seed(21)
     losses, gradients = [], []
@@ -102,7 +103,7 @@ def _dropping(name, steps, manual):
         for path, stage in scattered(net, case, smp.pp_size()).items():
             smp.set_partition(net.get_submodule(path), stage)
     model = smp.DistributedModel(net)
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=case.rate))
 
     @smp.step
     def train(*arguments):
@@ -149,6 +150,13 @@ def test_equal_to_one_process_with_the_same_seeds(ranks, name, stages, replicas,
     assert all(result["replays"] > 0 for result in results)
     # The script's own generators stay together.
     assert all(torch.equal(result["state"], results[0]["state"]) for result in results)
+
+
+def test_every_task_has_a_seed_of_its_own():
+    places = list(itertools.product((1, 2), (0, 1), (0, 1, 11), ("", "a", "a.b"), (0, 1)))
+    assert len({task_seed(*place) for place in places}) == len(places)
+    assert task_seed(*places[3]) == task_seed(*places[3])
+    assert all(0 <= task_seed(*place) < 2**63 for place in places)
 
 
 def _repeated(warm, times):

@@ -81,11 +81,14 @@ def _forms():
     def raw(x):
         return model(x)
 
+    modes = []
+    net["body"].register_forward_pre_hook(lambda *_: modes.append((torch.is_grad_enabled(), net["body"].training)))
     model.eval()
     with torch.no_grad():
         seen["evaluated"] = [raw(x).concat() for _ in range(4)]
         seen["modes"] = not any(output.requires_grad for output in raw(x).outputs)
     model.train()
+    seen["modes of the remote module"] = set(modes)
     with torch.autocast("cpu", dtype=torch.bfloat16), contextlib.nullcontext():
         seen["autocast"] = [plain(x).concat() for _ in range(4)]
     seen["after"] = plain(x).concat()
@@ -123,8 +126,9 @@ def test_every_form_of_output_is_on_every_rank(forms):
 
 def test_evaluation_leaves_no_graph(forms):
     model, x = _alone()
-    for seen in forms:
+    for rank, seen in enumerate(forms):
         assert seen["modes"]
+        assert seen["modes of the remote module"] == ({(False, False)} if rank == 1 else set())
         for output in seen["evaluated"]:
             torch.testing.assert_close(output, model(x))
 
@@ -138,3 +142,42 @@ def test_autocast_around_a_step_reaches_every_stage(forms):
             assert output.dtype is torch.bfloat16
             torch.testing.assert_close(output, expected)
         torch.testing.assert_close(seen["after"], model(x))
+
+
+def _in_place():
+    import logging
+
+    import smdistributed.modelparallel.torch as smp
+    from pipeline_models import CASES, built
+
+    told = []
+
+    class Records(logging.Handler):
+        def emit(self, record):
+            told.append(record.getMessage())
+
+    model = smp.DistributedModel(built("inplace"))
+    smp.set_partition(model.module.second, 1)
+    smp.set_partition(model.module.act, 1)
+
+    @smp.step
+    def train(*arguments):
+        loss, _ = CASES["inplace"].loss(model, *arguments)
+        model.backward(loss)
+
+    handler = Records(logging.WARNING)
+    logging.getLogger("smp").addHandler(handler)
+    try:
+        for step in range(3):
+            train(*CASES["inplace"].batch(step, 8))
+    finally:
+        logging.getLogger("smp").removeHandler(handler)
+    return told
+
+
+def test_a_module_that_changes_its_argument_in_place_is_told_once(ranks):
+    """Its caller on another stage does not see the change; one process would."""
+    settings = {"partitions": 2, "auto_partition": False, "default_partition": 0}
+    told = [line for lines in ranks(_in_place, 2, config=settings, timeout=120) for line in lines]
+    assert len([line for line in told if "module 'second' changes tensor 0 of its arguments" in line]) == 1
+    assert not [line for line in told if "module 'act'" in line]  # returns what it has changed

@@ -17,6 +17,7 @@ def _watched(name, steps, options, build=None):
     from pipeline_training import staged
 
     import smdistributed.modelparallel.torch as smp
+    import smp_runtime.pipeline.server as server
     import smp_runtime.pipeline.values as values
 
     most = [0]
@@ -31,18 +32,34 @@ def _watched(name, steps, options, build=None):
         original_put(self, *args, **kwargs)
         most[0] = max(most[0], len(self._names))
 
+    left = [0]
+    original_release = server.ModuleServer.release
+
+    def release(self, microbatch):
+        left[0] += sum(key[0] == microbatch for key in self.graphs)
+        original_release(self, microbatch)
+
+    server.ModuleServer.release = release
     handler = Records()
     logging.getLogger("smp").addHandler(handler)
     logging.getLogger("smp").setLevel(logging.INFO)
     values.Values.put = put
-    smp.DistributedModel = lambda module: original_model(module, **options)
+    models = []
+
+    def wrapped(module):
+        models.append(original_model(module, **options))
+        return models[0]
+
+    smp.DistributedModel = wrapped
     try:
         done = staged(name, steps, BATCH)
     finally:
         values.Values.put = original_put
+        server.ModuleServer.release = original_release
         smp.DistributedModel = original_model
         logging.getLogger("smp").removeHandler(handler)
-    return {**done, "microbatches_with_values": most[0], "log": records}
+    work = [(segment.phase.value, segment.action.microbatch) for segment in models[0].pipeline.conductor.record]
+    return {**done, "work": work, "microbatches_with_values": most[0], "graphs_left": left[0], "log": records}
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "simple"])
@@ -58,6 +75,11 @@ def test_never_more_than_the_active_microbatches(ranks, schedule):
     compare(results, alone("tied", steps=6, batch=BATCH, microbatches=8))
     assert max(result["in_flight"] for result in results) == 2
     assert [result["microbatches_with_values"] for result in results] == [2, 2]
+    assert [result["graphs_left"] for result in results] == [0, 0]  # each went with its backward pass
+    for result in results if schedule == "simple" else ():
+        for wave in range(4):
+            kinds = [kind for kind, number in result["work"] if number // 2 == wave]
+            assert kinds == sorted(kinds, reverse=True)  # F, then B
 
 
 @pytest.mark.parametrize("name", ["tied", pytest.param("branching", marks=pytest.mark.full)])
@@ -65,6 +87,8 @@ def test_the_deterministic_server_runs_all_replicas_in_one_order(ranks, name):
     settings = {"partitions": 2, "microbatches": 4, "ddp": True, "deterministic_server": True}
     results = ranks(_watched, 4, name, 6, {}, config=settings, timeout=200)
     compare(results, alone(name, steps=6, batch=BATCH, microbatches=4, replicas=2))
+    assert all(result["replayed"] > 0 or name == "branching" for result in results)
+    assert max(result["in_flight"] for result in results) > 1
 
 
 def test_a_traced_partition_is_logged_written_and_read_again(ranks, tmp_path):
@@ -79,9 +103,9 @@ def test_a_traced_partition_is_logged_written_and_read_again(ranks, tmp_path):
     assert "Sequential" in told[0]
     # The other way round.
     written = json.loads(file.read_text())
-    stages = written["placement"]
+    stages = written["modules"]
     assert set(stages.values()) == {0, 1}
-    written["placement"] = {path: 1 - stage for path, stage in stages.items()}
+    written["modules"] = {path: 1 - stage for path, stage in stages.items()}
     file.write_text(json.dumps(written))
     again = ranks(_watched, 2, "mlp", 4, {}, config={**settings, "load_partition": True}, timeout=200)
     compare(again, expected)

@@ -48,7 +48,7 @@ from smp_runtime.pipeline.wire import pack, unpack
 
 logger = logging.getLogger("smp")
 
-#: Seconds without progress, though a task could run, before a replayed order is given up.
+#: Most seconds without progress, though a task could run, before a replayed order is given up.
 STALL_SECONDS = 10.0
 
 
@@ -123,7 +123,9 @@ class Pipeline:
         self.caller = RemoteCaller(self.hub)
         self.server = ModuleServer(self.hub, self._begins)
         self.plans = Plans(policy, active, share)
-        self._microbatches = Microbatches(1 if share is not None else active, waits_for_forwards)
+        self._microbatches = Microbatches(active, waits_for_forwards)
+        #: Seconds of the longest step so far that needed no order or kept to it.
+        self._longest_step = 0.0
         self._begin: Begin | None = None
         self._end: tuple[End, list[torch.Tensor]] | None = None
         self._records: dict[int, Record] = {}
@@ -172,8 +174,11 @@ class Pipeline:
             DeadlineError: nothing happened for the timeout's length.
         """
         script_state = RandomState.of_now(self.hub.device)
+        began = time.perf_counter()
         try:
             results = self._run_root(kind, microbatches) if self.is_root else self._serve()
+            if not self._diverged:
+                self._longest_step = max(self._longest_step, time.perf_counter() - began)
         except BaseException as error:
             self._abort(error)
             raise
@@ -303,6 +308,8 @@ class Pipeline:
             self.hub.seed = begin.seed
             order = self.plans.order(begin)
             self.conductor.reset(None if order is None else Order(order), forward_first=self._forward_first)
+            # Without an order, pipelines that must agree on one run their microbatches one after the other.
+            self._microbatches.active = 1 if self._share is not None and order is None else self.active
             if self._recorder is not None:
                 self._recorder.begin_step(self._gate.step)
         self._gate.begin()
@@ -321,14 +328,16 @@ class Pipeline:
     def _wait(self, is_true: Callable[[], bool], what: str) -> None:
         """On the script's own thread: wait for the step to get somewhere, with an eye on failures and stalls."""
         seconds = timeout_seconds()
+        # Work that the order holds back although nothing else happens for the time of some steps: it does not fit.
+        stall = min(STALL_SECONDS, 0.2 + 3 * self._longest_step)
         with self._lock:
             while not is_true():
                 if self._alarm.error is not None:
                     raise self._alarm.error
-                self._changed.wait(1.0)
+                self._changed.wait(min(1.0, stall))
                 quiet = time.perf_counter() - self.conductor.last_progress
-                if self.conductor.order is not None and self.conductor.is_stalled and quiet > STALL_SECONDS:
-                    self._leave_order(f"nothing followed the planned order for {STALL_SECONDS:g} s")
+                if self.conductor.order is not None and self.conductor.is_stalled and quiet > stall:
+                    self._leave_order(f"nothing followed the planned order for {stall:.2g} s")
                     self.conductor.poke()
                 if quiet > seconds and not self.conductor.is_running:
                     waiting = ", ".join(str(task) for task in self.conductor.waiting_tasks()) or "none"

@@ -16,13 +16,14 @@ class Microbatches:
             have ended their forward passes, and no wave begins before the one before it is finished.
 
     Attributes:
+        active: most microbatches in flight in this step.
         tasks: the step function's task for each microbatch.
         results: what it returned.
         finished: those that are done everywhere.
     """
 
     def __init__(self, active: int, waits_for_forwards: bool) -> None:
-        self._active = active
+        self.active = active
         self._waits_for_forwards = waits_for_forwards
         self.clear()
 
@@ -44,7 +45,7 @@ class Microbatches:
         wave = self._wave(task.microbatch)
         if self._waits_for_forwards and any(self._wave(n) != wave and n not in self.finished for n in begun):
             return False
-        return sum(number not in self.finished for number in begun) < self._active
+        return sum(number not in self.finished for number in begun) < self.active
 
     def reached_backward(self, microbatch: int) -> tuple[str, int] | None:
         """A microbatch has ended its forward pass; returns the gate that it must wait at, if any."""
@@ -57,4 +58,4 @@ class Microbatches:
         return [("gate", wave) for wave in {self._wave(number) for number in self.tasks} - behind]
 
     def _wave(self, microbatch: int) -> int:
-        return microbatch // self._active
+        return microbatch // self.active

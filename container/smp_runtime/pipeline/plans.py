@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from smp_runtime.pipeline.planning import plan as make_plan
 from smp_runtime.pipeline.protocol import Begin
 from smp_runtime.pipeline.schedules import Action, ScheduleError, Segment, smooth
+from smp_runtime.pipeline.simulation import simulate
 
 logger = logging.getLogger("smp")
 
@@ -19,6 +20,10 @@ LATENCY = 0.0005
 MOST_DIVERGENCES = 3
 #: Kinds that are remembered.
 MOST_KINDS = 256
+#: The first order comes from a step that warmed up; after so many steps in it, it is planned again from what they take.
+STEPS_BEFORE_REVIEW = 5
+#: Another order must be so much better, for the durations that are known by then.
+WORTH_CHANGING = 0.98
 
 
 @dataclass
@@ -29,11 +34,13 @@ class KindPlan:
         orders: by stage; None before it is planned.
         is_new: whether the other stages have not got it yet.
         divergences: steps in a row that left the order.
+        replayed: steps in a row that followed it.
     """
 
     orders: dict[int, tuple[Action, ...]] | None = None
     is_new: bool = False
     divergences: int = 0
+    replayed: int = 0
 
     @property
     def replays(self) -> bool:
@@ -81,7 +88,7 @@ class Plans:
         plan.is_new = False
         if diverged:
             plan.divergences += 1
-            plan.orders = None
+            plan.orders, plan.replayed = None, 0
             if plan.divergences == MOST_DIVERGENCES:
                 logger.info(
                     "steps of one kind differ from each other; their work runs in the order in which it arrives from now on"
@@ -89,11 +96,13 @@ class Plans:
             return False
         if plan.orders is not None:
             plan.divergences = 0
+            plan.replayed += 1
+            return plan.replayed == STEPS_BEFORE_REVIEW
         return plan.orders is None and plan.divergences < MOST_DIVERGENCES
 
     def learn(self, kind: Hashable, segments: Sequence[Segment], learned: int) -> None:
         """On the root stage: plan, unless calls waited in that step for results that are known by now."""
-        orders = None if learned else self._plan(segments)
+        orders = None if learned else self._plan(segments, self._plans[kind].orders)
         if self._share is not None:
             orders = self._share(orders)[0]
         if orders is None:
@@ -102,9 +111,16 @@ class Plans:
         plan.orders = orders
         plan.is_new = True
 
-    def _plan(self, segments: Sequence[Segment]) -> dict[int, tuple[Action, ...]] | None:
+    def _plan(
+        self, segments: Sequence[Segment], present: Mapping[int, tuple[Action, ...]] | None
+    ) -> dict[int, tuple[Action, ...]] | None:
         try:
-            made = make_plan(smooth(segments), policy=self._policy, active=self._active, latency=LATENCY)
+            smoothed = smooth(segments)
+            made = make_plan(smoothed, policy=self._policy, active=self._active, latency=LATENCY)
+            if present is not None:
+                now = simulate(present, smoothed, active=self._active, latency=LATENCY).makespan
+                if made.makespan > WORTH_CHANGING * now:
+                    return None
         except ScheduleError as error:
             logger.warning("no order could be planned, work runs as it arrives: %s", error)
             return None

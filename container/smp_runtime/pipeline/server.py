@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ from smp_runtime.pipeline.protocol import Back, Call, Meta, Path, Reply, Slot
 from smp_runtime.pipeline.schedules import Event, TaskKind
 from smp_runtime.pipeline.tasks import Task
 from smp_runtime.pipeline.wire import pack, unpack
+
+logger = logging.getLogger("smp")
 
 
 @dataclass
@@ -81,6 +84,8 @@ class ModuleServer:
         self._labels: dict[tuple[int, Path], str] = {}
         #: Forward passes of the step that have left a graph, as events ``("f", microbatch, path)``.
         self._ran: set[Event] = set()
+        #: Modules that were seen to change an argument in place.
+        self._warned: set[str] = set()
         self._expected: dict[bytes, Outcome] = {}
 
     # -- requests, on the receiver's thread ------------------------------------------------------------------------
@@ -172,6 +177,7 @@ class ModuleServer:
                 if isinstance(tensor, Handle) and tensor.fetched is not None and tensor.unchanged() is tensor:
                     given[id(tensor.fetched)] = index
             outputs = [t.unchanged() if isinstance(t, Handle) else t for t in packed.tensors]
+            self._warn_if_written(call, tensors, versions, outputs)
             slots: list[Slot | None] = []
             made_here = []
             for index, output in enumerate(outputs):
@@ -264,6 +270,26 @@ class ModuleServer:
             self._expected.clear()
         self._expected[expected] = outcome
         return True
+
+    def _warn_if_written(
+        self, call: Call, tensors: Sequence[torch.Tensor], versions: Sequence[int], outputs: Sequence[torch.Tensor]
+    ) -> None:
+        """Say it once if a module changes an argument in place: its caller keeps the tensor as it was."""
+        returned = {id(output) for output in outputs}
+        for number, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
+            now = tensor.unchanged() if isinstance(tensor, Handle) else tensor
+            if (now is not tensor or now._version != version) and id(now) not in returned:
+                if call.module not in self._warned:
+                    self._warned.add(call.module)
+                    logger.warning(
+                        "module %r changes tensor %d of its arguments, of shape %s, in place, but is on another pipeline stage "
+                        "than its caller, who does not see the change; if it uses that tensor afterwards, pass a copy and "
+                        "return the changed one, or keep both on one stage with smp.set_partition",
+                        call.module,
+                        number,
+                        list(now.shape),
+                    )
+                return
 
     def _make(
         self,

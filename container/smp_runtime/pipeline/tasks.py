@@ -21,7 +21,6 @@ from smp_runtime.errors import DeadlineError
 from smp_runtime.pipeline.random_state import RandomState
 from smp_runtime.pipeline.schedules import Action, Event, Segment, TaskKind
 
-
 #: Seconds that worker threads get to end.
 CLOSE_SECONDS = 10.0
 

@@ -42,6 +42,7 @@ class ShardedParameters:
         session: groups, collectives and settings.
         precision: in which type the parameters are stored.
         deferred: by ``id``, parameters whose values come later.
+        split: by ``id``, parameters of which every tensor parallel rank has another part.
 
     Attributes:
         units: what is gathered together.
@@ -58,7 +59,9 @@ class ShardedParameters:
         precision: Precision,
         *,
         deferred: frozenset[int] = frozenset(),
+        split: frozenset[int] = frozenset(),
     ) -> None:
+        self._split = split
         self.options = ShardingOptions.of(session.cfg)
         self._session = session
         self._precision = precision
@@ -118,15 +121,16 @@ class ShardedParameters:
 
     def _take_values(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take parts of present parameters, those of the first replica."""
-        values = [p.detach().to(self._session.device) for p in parameters]
-        broadcast_tensors(
-            values,
-            self._session.members(Group.RDP)[0],
-            self._session.groups.group(Group.RDP),
-            self._session.collectives,
-        )
-        for parameter, value in zip(parameters, values, strict=True):
-            self.take(parameter, value)
+        # What tensor parallel ranks do not share out is equal on them too.
+        for group, members in (
+            (Group.DP, [p for p in parameters if id(p) not in self._split]),
+            (Group.RDP, [p for p in parameters if id(p) in self._split]),
+        ):
+            values = [p.detach().to(self._session.device) for p in members]
+            source, ranks = self._session.members(group)[0], self._session.groups.group(group)
+            broadcast_tensors(values, source, ranks, self._session.collectives)
+            for parameter, value in zip(members, values, strict=True):
+                self.take(parameter, value)
 
     def _master(self, unit: ShardedUnit, index: int) -> torch.Tensor | None:
         """Memory for this rank's float32 part of a parameter, in half precision training."""
