@@ -38,7 +38,17 @@ FORBIDDEN = {
 FLOORS = [
     ("errors", "devices", "deferred"),
     ("registry", "pieces", "module_manager"),
-    ("comm", "pipeline", "progress", "splitting", "step_output", "precision", "loss_scaling", "fused_optimizers", "model_names"),
+    (
+        "comm",
+        "pipeline",
+        "progress",
+        "splitting",
+        "step_output",
+        "precision",
+        "loss_scaling",
+        "fused_optimizers",
+        "model_names",
+    ),
     ("session", "optimizer_state"),
     ("data_parallel", "sharding", "activations", "checkpoint", "tensor_parallel", "nn"),
     ("replicated_model",),

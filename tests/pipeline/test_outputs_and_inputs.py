@@ -147,8 +147,9 @@ def test_autocast_around_a_step_reaches_every_stage(forms):
 def _in_place():
     import logging
 
-    import smdistributed.modelparallel.torch as smp
     from pipeline_models import CASES, built
+
+    import smdistributed.modelparallel.torch as smp
 
     told = []
 

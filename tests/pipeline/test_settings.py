@@ -58,12 +58,14 @@ def _watched(name, steps, options, build=None):
         server.ModuleServer.release = original_release
         smp.DistributedModel = original_model
         logging.getLogger("smp").removeHandler(handler)
-    work = [(segment.phase.value, segment.action.microbatch) for segment in models[0].pipeline.conductor.record]
+    actions = [segment.action for segment in models[0].pipeline.conductor.record]
+    work = [(action.kind.value, action.microbatch) for action in actions if action.kind.value != "S"]
     return {**done, "work": work, "microbatches_with_values": most[0], "graphs_left": left[0], "log": records}
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "simple"])
-def test_never_more_than_the_active_microbatches(ranks, schedule):
+# One step runs as work arrives, the last of six in the planned order.
+@pytest.mark.parametrize(("schedule", "steps"), [("interleaved", 6), ("simple", 1), ("simple", 6)])
+def test_never_more_than_the_active_microbatches(ranks, schedule, steps):
     settings = {
         "partitions": 2,
         "microbatches": 8,
@@ -71,8 +73,8 @@ def test_never_more_than_the_active_microbatches(ranks, schedule):
         "pipeline": schedule,
         "skip_tracing": True,
     }
-    results = ranks(_watched, 2, "tied", 6, {}, config=settings, timeout=200)
-    compare(results, alone("tied", steps=6, batch=BATCH, microbatches=8))
+    results = ranks(_watched, 2, "tied", steps, {}, config=settings, timeout=200)
+    compare(results, alone("tied", steps=steps, batch=BATCH, microbatches=8))
     assert max(result["in_flight"] for result in results) == 2
     assert [result["microbatches_with_values"] for result in results] == [2, 2]
     assert [result["graphs_left"] for result in results] == [0, 0]  # each went with its backward pass
@@ -88,7 +90,6 @@ def test_the_deterministic_server_runs_all_replicas_in_one_order(ranks, name):
     results = ranks(_watched, 4, name, 6, {}, config=settings, timeout=200)
     compare(results, alone(name, steps=6, batch=BATCH, microbatches=4, replicas=2))
     assert all(result["replayed"] > 0 or name == "branching" for result in results)
-    assert max(result["in_flight"] for result in results) > 1
 
 
 def test_a_traced_partition_is_logged_written_and_read_again(ranks, tmp_path):

@@ -329,7 +329,7 @@ class Pipeline:
         """On the script's own thread: wait for the step to get somewhere, with an eye on failures and stalls."""
         seconds = timeout_seconds()
         # Work that the order holds back although nothing else happens for the time of some steps: it does not fit.
-        stall = min(STALL_SECONDS, 0.2 + 3 * self._longest_step)
+        stall = min(STALL_SECONDS, 1.0 + 3 * self._longest_step)
         with self._lock:
             while not is_true():
                 if self._alarm.error is not None:
