@@ -72,7 +72,13 @@ def test_weights_load_in_plain_torch_without_this_package(gpt_job, text, tmp_pat
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "model", check=True)
 
 
-@pytest.mark.parametrize("parameters", [{}, {"partitions": 2, "microbatches": 2}], ids=["replicas", "stages"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        pytest.param({}, marks=pytest.mark.full, id="replicas"),
+        pytest.param({"partitions": 2, "microbatches": 2}, id="stages"),
+    ],
+)
 def test_killed_at_step_50_of_100_and_started_again_it_ends_as_if_never_killed(gpt_job, text, tmp_path, parameters):
     from sagemaker.exceptions import UnexpectedStatusException
 

@@ -300,10 +300,11 @@ while True:
 """
 
 
-def test_killed_at_any_moment_the_newest_is_whole_and_at_most_one_save_old(solo, tmp_path):
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.full)])
+def test_killed_at_any_moment_the_newest_is_whole_and_at_most_one_save_old(solo, tmp_path, kills):
     solo({})
     model = smp.DistributedModel(nn.Linear(300, 300))
-    for attempt in range(6):
+    for attempt in range(kills):
         path = str(tmp_path / str(attempt))
         process = subprocess.Popen([sys.executable, "-c", _SAVER, path], stdout=subprocess.PIPE, text=True)
         try:

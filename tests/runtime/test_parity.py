@@ -67,7 +67,7 @@ def test_losses_and_every_gradient_equal_one_process(ranks, world, microbatches)
         _compare(result, expected, 1e-5)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_two_hundred_steps_in_double_precision(ranks, overlap):
     expected = _reference(200, torch.float64)
     options = {"bucket_cap_mb": 800 / 2**20, "overlapping_allreduce": overlap}
