@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from smp_runtime.comm.control import ControlPlane, timeout_seconds
 from smp_runtime.errors import DeadlineError
@@ -95,6 +96,8 @@ class Pipeline:
         self.active = active
         self._forward_first = waits_for_forwards = policy != "interleaved"
         self._share = share
+        # Running statistics depend on the order of the microbatches, which only a planned order guarantees.
+        self._keeps_statistics = any(isinstance(m, _NormBase) and m.track_running_stats for m in module.modules())
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._gate = StepGate(self._lock, self._dispatch)
@@ -309,7 +312,8 @@ class Pipeline:
             order = self.plans.order(begin)
             self.conductor.reset(None if order is None else Order(order), forward_first=self._forward_first)
             # Without an order, pipelines that must agree on one run their microbatches one after the other.
-            self._microbatches.active = 1 if self._share is not None and order is None else self.active
+            one_by_one = order is None and (self._share is not None or self._keeps_statistics)
+            self._microbatches.active = 1 if one_by_one else self.active
             if self._recorder is not None:
                 self._recorder.begin_step(self._gate.step)
         self._gate.begin()
