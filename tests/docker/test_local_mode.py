@@ -89,6 +89,7 @@ def test_a_pipeline_across_two_hosts(local_job, text, containers, process_losses
     job = local_job(hosts=2, parameters={"partitions": 2, "placement_strategy": "spread"})
     took = fit(job, f"file://{text}")
     assert artifact(job, "losses.json") == pytest.approx(process_losses(2), abs=1e-5)
+    containers.collect()
     print(f"a pipeline across two hosts: fit() {took:.1f} s")
     assert containers.exit_codes() == [0, 0]
 
