@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from smp_runtime.nn.huggingface.causal import activation, register_causal
-from smp_runtime.nn.huggingface.translation import CausalNames, LayerNames
+from smp_runtime.nn.huggingface.translation import CausalNames, LayerNames, translators
 from smp_runtime.nn.module import NotDistributableError
 
 NAMES = CausalNames(
@@ -78,18 +77,9 @@ def register_model(kind: type) -> None:
     register_causal(kind, settings, NAMES)
 
 
-def translate_hf_state_dict_to_smdistributed_gptj(
-    state_dict: Mapping[str, Any], max_seq_len: int | None = None
-) -> dict[str, Any]:
-    """A state of Hugging Face's GPT-J for ``model.load_state_dict``; ``max_seq_len`` is accepted."""
-    return NAMES.to_ours(state_dict)
-
-
-def translate_state_dict_to_hf_gptj(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
-    """A full ``model.state_dict()`` for Hugging Face's GPT-J; ``max_seq_len`` is accepted."""
-    return NAMES.to_theirs(state_dict)
-
-
+translate_hf_state_dict_to_smdistributed_gptj, translate_state_dict_to_hf_gptj = translators(
+    NAMES, "Hugging Face's GPT-J"
+)
 translate_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_gptj
 translate_hf_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_gptj
 translate_hf_gptj_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_gptj

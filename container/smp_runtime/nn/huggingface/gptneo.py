@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from smp_runtime.nn.huggingface.causal import activation, register_causal
-from smp_runtime.nn.huggingface.translation import CausalNames, LayerNames
+from smp_runtime.nn.huggingface.translation import CausalNames, LayerNames, translators
 
 NAMES = CausalNames(
     root="transformer",
@@ -71,18 +70,9 @@ def register_model(kind: type) -> None:
     register_causal(kind, settings, NAMES)
 
 
-def translate_hf_state_dict_to_smdistributed_gptneo(
-    state_dict: Mapping[str, Any], max_seq_len: int | None = None
-) -> dict[str, Any]:
-    """A state of Hugging Face's GPT-Neo for ``model.load_state_dict``; ``max_seq_len`` is accepted."""
-    return NAMES.to_ours(state_dict)
-
-
-def translate_state_dict_to_hf_gptneo(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
-    """A full ``model.state_dict()`` for Hugging Face's GPT-Neo; ``max_seq_len`` is accepted."""
-    return NAMES.to_theirs(state_dict)
-
-
+translate_hf_state_dict_to_smdistributed_gptneo, translate_state_dict_to_hf_gptneo = translators(
+    NAMES, "Hugging Face's GPT-Neo"
+)
 translate_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_gptneo
 translate_hf_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_gptneo
 translate_hf_gptneo_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_gptneo

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from smp_runtime.nn.huggingface.causal import activation, register_causal, rotary_settings
-from smp_runtime.nn.huggingface.translation import CausalNames, LayerNames
+from smp_runtime.nn.huggingface.translation import CausalNames, LayerNames, translators
 
 NAMES = CausalNames(
     root="model",
@@ -73,17 +72,8 @@ def register_model(kind: type) -> None:
     register_causal(kind, settings, NAMES)
 
 
-def translate_hf_state_dict_to_smdistributed_llama(
-    state_dict: Mapping[str, Any], max_seq_len: int | None = None
-) -> dict[str, Any]:
-    """A state of Hugging Face's Llama for ``model.load_state_dict``; ``max_seq_len`` is accepted."""
-    return NAMES.to_ours(state_dict)
-
-
-def translate_state_dict_to_hf_llama(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
-    """A full ``model.state_dict()`` for Hugging Face's Llama; ``max_seq_len`` is accepted."""
-    return NAMES.to_theirs(state_dict)
-
-
+translate_hf_state_dict_to_smdistributed_llama, translate_state_dict_to_hf_llama = translators(
+    NAMES, "Hugging Face's Llama"
+)
 translate_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_llama
 translate_hf_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_llama

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -155,3 +155,31 @@ class EncoderNames:
                     result[f"{prefix}layer.{number}.{theirs}"] = part
             layers = {}
         return result
+
+
+class Names(Protocol):
+    """Names of one kind of model, both ways."""
+
+    def to_ours(self, state: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def to_theirs(self, state: Mapping[str, Any]) -> dict[str, Any]: ...
+
+
+class Translator(Protocol):
+    """``translate(state_dict, max_seq_len=None)``; ``max_seq_len`` is accepted."""
+
+    def __call__(self, state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]: ...
+
+
+def translators(names: Names, model: str) -> tuple[Translator, Translator]:
+    """The public functions of a model: from its states to ours for ``model.load_state_dict``, and back."""
+
+    def from_hf(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
+        return names.to_ours(state_dict)
+
+    def to_hf(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
+        return names.to_theirs(state_dict)
+
+    from_hf.__doc__ = f"A state of {model} for ``model.load_state_dict``; ``max_seq_len`` is accepted."
+    to_hf.__doc__ = f"A full ``model.state_dict()`` for {model}; ``max_seq_len`` is accepted."
+    return from_hf, to_hf
