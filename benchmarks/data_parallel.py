@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from launching import print_machine, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = {
@@ -142,21 +141,10 @@ def main() -> None:
     if args.rank_of:
         run_rank(args.rank_of, args.rounds, args.batch, args.precision)
         return
-    import torch
-
-    print(
-        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}"
-    )
+    print_machine()
     for case in args.case or list(CASES):
-        ranks = CASES[case][0]
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-        words = [__file__, "--rank-of", case, "--rounds", str(args.rounds), "--batch", str(args.batch)]
-        subprocess.run(
-            [*command, *words, "--precision", args.precision],
-            check=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        )
+        words = ["--rank-of", case, "--rounds", args.rounds, "--batch", args.batch, "--precision", args.precision]
+        run_ranks(__file__, CASES[case][0], words)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+from launching import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 4
@@ -105,14 +105,9 @@ def main() -> None:
     if args.rank_of:
         run_rank(args.layers, args.hidden)
         return
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", __file__, "--rank-of"]
     # A fixed threshold gives large buffers back when they are freed; otherwise the heap keeps their holes.
-    subprocess.run(
-        [*command, "--layers", str(args.layers), "--hidden", str(args.hidden)],
-        check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": str(2**20)},
-    )
+    words = ["--rank-of", "--layers", args.layers, "--hidden", args.hidden]
+    run_ranks(__file__, RANKS, words, {"MALLOC_MMAP_THRESHOLD_": str(2**20)})
 
 
 if __name__ == "__main__":

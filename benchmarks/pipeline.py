@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from data_parallel import make_gpt
+from launching import print_machine, run_ranks
+
 FORWARD, BACKWARD = 0.020, 0.040
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "sleep": (4, {"partitions": 4, "microbatches": 8, "auto_partition": False, "default_partition": 0}),
@@ -45,15 +42,11 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def make_gpt(tied: bool) -> Any:
-    """The model of the main job, larger."""
+def gpt(tied: bool) -> Any:
+    """The GPT of the data parallel benchmark, with a tied or an own output layer."""
     import torch
 
-    sys.path.insert(0, str(ROOT / "entrypoints"))
-    import train_gpt
-
-    torch.manual_seed(0)
-    model = train_gpt.GPT(train_gpt.GPTConfig(layers=8, hidden=256, heads=8, seq_len=128))
+    model = make_gpt()
     if not tied:
         model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
     return model
@@ -133,7 +126,7 @@ def run_gpt(smp: Any, rounds: int, batch: int, peer_name: str) -> dict[str, Any]
     import torch.nn.functional as F
 
     tied = peer_name == "alone"
-    net = make_gpt(tied)
+    net = gpt(tied)
     model = smp.DistributedModel(net)
     if not tied:
         for index, block in enumerate(net.blocks):
@@ -187,7 +180,7 @@ def _torch_pipeline(smp: Any, loss_of: Callable[..., Any], inputs: Any, targets:
     from torch import nn
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    whole = make_gpt(tied=False)
+    whole = gpt(tied=False)
 
     class First(nn.Module):
         def __init__(self) -> None:
@@ -230,7 +223,7 @@ def _torch_pipeline(smp: Any, loss_of: Callable[..., Any], inputs: Any, targets:
 def _one_process(smp: Any, loss_of: Callable[..., Any], inputs: Any, targets: Any) -> Callable[[], None]:
     import torch
 
-    whole = make_gpt(tied=True)
+    whole = gpt(tied=True)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-4)
 
     def run() -> None:
@@ -280,18 +273,10 @@ def main() -> None:
     if args.rank_of:
         run_rank(args.rank_of, args.rounds, args.batch)
         return
-    import torch
-
-    print(
-        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}"
-    )
+    print_machine()
     for case in args.case or list(CASES):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(CASES[case][0])]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-        words = [__file__, "--rank-of", case, "--rounds", str(args.rounds), "--batch", str(args.batch)]
-        subprocess.run(
-            [*command, *words], check=True, env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        )
+        words = ["--rank-of", case, "--rounds", args.rounds, "--batch", args.batch]
+        run_ranks(__file__, CASES[case][0], words)
 
 
 if __name__ == "__main__":

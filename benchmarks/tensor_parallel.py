@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import time
+
+from launching import print_machine, run_ranks
 
 RANKS = 2
 CASES = ("mlp", "layer")
@@ -158,22 +156,12 @@ def main() -> None:
     if args.rank_of:
         run_rank(args.rank_of, args.rounds, args.batch, args.seq, args.hidden, args.heads)
         return
-    import torch
-
-    print(
-        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}"
-    )
+    print_machine()
     for case in args.case or CASES:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-        words = [__file__, "--rank-of", case]
+        words: list[object] = ["--rank-of", case]
         for name in ("rounds", "batch", "seq", "hidden", "heads"):
-            words += [f"--{name}", str(getattr(args, name))]
-        subprocess.run(
-            [*command, *words],
-            check=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        )
+            words += [f"--{name}", getattr(args, name)]
+        run_ranks(__file__, RANKS, words)
 
 
 if __name__ == "__main__":
