@@ -72,7 +72,6 @@ def _plain(ranks, kind):
     ("kind", "how"), [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.full) for case in CASES]
 )
 def test_layers_are_checkpointed_where_they_run(ranks, kind, how):
-    pytest.importorskip("transformers")
     plain = _plain(ranks, kind)
     config = {"pipeline_parallel_degree": 2, "microbatches": 2}
     found = ranks(_train, 2, kind, how, config=config, timeout=TIMEOUT)

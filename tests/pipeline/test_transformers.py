@@ -10,7 +10,6 @@ from closeness import close
 from pipeline_models import TRANSFORMERS
 from pipeline_training import alone, staged
 
-pytest.importorskip("transformers")
 SAMPLE = {
     "gpt2": (2, 4, "interleaved", True),
     "llama": (2, 2, "simple", False),

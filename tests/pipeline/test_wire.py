@@ -125,7 +125,8 @@ def test_types_survive(value):
 
 
 def test_model_outputs_survive():
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     output = transformers.modeling_outputs.BaseModelOutputWithPast(
         last_hidden_state=torch.ones(2), past_key_values=None
     )
@@ -137,7 +138,8 @@ def test_model_outputs_survive():
 
 
 def cache(layers: int = 2, tokens: int = 3) -> Any:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     made = transformers.DynamicCache()
     for layer in range(layers):
         made.update(torch.rand(1, 2, tokens, 4), torch.rand(1, 2, tokens, 4), layer)
@@ -350,7 +352,8 @@ def test_the_callers_own_cache_grows():
 
 
 def test_an_encoder_decoder_cache_and_a_model_output_are_restored():
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     mine = transformers.EncoderDecoderCache(cache(1), transformers.DynamicCache())
     output = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=torch.ones(1))
     self_attention, new = mine.self_attention_cache, torch.zeros(2)

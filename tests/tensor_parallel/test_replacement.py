@@ -128,9 +128,20 @@ def test_outermost_supported_modules_are_replaced_and_others_left_alone(ranks):
 
 
 def _indivisible():
+    from closeness import close
+
     _register()
+    torch.manual_seed(0)
+    alone = Block(16, heads=3)
     model, warnings = _heard(lambda: smp.DistributedModel(nn.Sequential(_made(lambda: Block(16, heads=3)))))
-    return type(model.module[0]).__name__, warnings, next(list(p.shape) for p in model.parameters())
+    model.load_state_dict({f"0.{name}": value for name, value in alone.state_dict().items()})
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(smp.tp_rank()))  # a batch of its own on each rank
+    found, expected = model(x)["hidden"], alone(x)["hidden"]
+    close(found, expected)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    gradients = [[p.grad for p in part.parameters() if p.grad is not None] for part in (model, alone)]
+    return type(model.module[0]).__name__, warnings, next(list(p.shape) for p in model.parameters()), gradients
 
 
 def _made(make, **settings):
@@ -139,11 +150,17 @@ def _made(make, **settings):
 
 
 def test_heads_that_do_not_divide_are_left_alone(ranks):
-    kind, warnings, shape = ranks(_indivisible, 2, config=CONFIG)[0]
+    results = ranks(_indivisible, 2, config=CONFIG)
+    kind, warnings, shape, _ = results[0]
     assert kind == "Block"
     assert len(warnings) == 1
     assert "num_attention_heads is 3, which the tensor_parallel_degree 2 does not divide" in warnings[0]
     assert shape == [12, 16]
+    found = results[0][3][0]
+    both = [(a + b) / 2 for a, b in zip(results[0][3][1], results[1][3][1], strict=True)]
+    assert len(found) == len(both) > 0
+    for mine, mean in zip(found, both, strict=True):  # averaged over the ranks, as of any layer that is not distributed
+        torch.testing.assert_close(mine, mean, atol=1e-5, rtol=1e-5)
 
 
 def test_one_rank_is_enough_when_a_scope_asks(solo):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 
@@ -110,7 +108,6 @@ def _peak():
     return meta, watch.peak, remains, largest
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 def test_no_rank_holds_more_than_one_whole_weight(ranks):
     for meta, peak, remains, largest in ranks(
         _peak, 2, config=_config(2, delayed_parameter_initialization=True), timeout=100
