@@ -12,6 +12,7 @@ import torch
 from smp_config import Group
 from smp_runtime import session as sessions
 from smp_runtime.errors import SMPUserError
+from smp_runtime.pipeline.protocol import StepKind
 from smp_runtime.splitting import batch_samples, shapes_in, split_argument
 from smp_runtime.step_output import StepOutput, merge_outputs
 
@@ -114,12 +115,8 @@ class StepFunction:
         pipeline = next((model.pipeline for model in models if model.pipeline is not None), None)
         if pipeline is not None:
             first = microbatches[0]
-            kind = (
-                id(self),
-                torch.is_grad_enabled(),
-                tuple(m.training for m in models),
-                shapes_in(first.args, first.keywords),
-            )
+            course = (id(self), torch.is_grad_enabled(), tuple(model.training for model in models))
+            kind = StepKind(course, shapes_in(first.args, first.keywords))
             return pipeline.run_step(kind, microbatches)
         returned = []
         try:

@@ -63,8 +63,8 @@ def _watched(name, steps, options, build=None):
     return {**done, "work": work, "microbatches_with_values": most[0], "graphs_left": left[0], "log": records}
 
 
-# One step runs as work arrives, the last of six in the planned order.
-@pytest.mark.parametrize(("schedule", "steps"), [("interleaved", 6), ("simple", 1), ("simple", 6)])
+# The first step runs one microbatch at a time, the second as work arrives, the last of six in the planned order.
+@pytest.mark.parametrize(("schedule", "steps"), [("interleaved", 6), ("simple", 2), ("simple", 6)])
 def test_never_more_than_the_active_microbatches(ranks, schedule, steps):
     settings = {
         "partitions": 2,

@@ -7,7 +7,7 @@ every machine) unless execution times were traced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from smp_runtime.errors import SMPUserError
@@ -208,10 +208,3 @@ def balance(costs: Sequence[StageCost]) -> float:
     """Greatest ÷ mean cost of a stage; 1 is perfect."""
     total = sum(cost.cost for cost in costs)
     return max(cost.cost for cost in costs) * len(costs) / total if total else 1.0
-
-
-def stage_costs(
-    trace: Trace, stage_of: Mapping[str, int], stages: int, settings: CostSettings | None = None
-) -> list[StageCost]:
-    """The costs of every stage of an assignment given as a mapping."""
-    return CostModel(trace, stages, settings or CostSettings()).stage_costs(stage_of.__getitem__)

@@ -8,12 +8,11 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from smp_runtime.comm.control import ControlPlane, timeout_seconds
 from smp_runtime.errors import DeadlineError
@@ -35,6 +34,7 @@ from smp_runtime.pipeline.protocol import (
     Record,
     Release,
     Reply,
+    StepKind,
     Value,
 )
 from smp_runtime.pipeline.random_state import RandomState
@@ -96,8 +96,6 @@ class Pipeline:
         self.active = active
         self._forward_first = waits_for_forwards = policy != "interleaved"
         self._share = share
-        # Running statistics depend on the order of the microbatches, which only a planned order guarantees.
-        self._keeps_statistics = any(isinstance(m, _NormBase) and m.track_running_stats for m in module.modules())
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._gate = StepGate(self._lock, self._dispatch)
@@ -132,6 +130,7 @@ class Pipeline:
         self._begin: Begin | None = None
         self._end: tuple[End, list[torch.Tensor]] | None = None
         self._records: dict[int, Record] = {}
+        self._buffers: list[tuple[int, int]] = []
         self._diverged = False
         self.transport = Transport(
             control,
@@ -162,11 +161,11 @@ class Pipeline:
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def run_step(self, kind: Hashable, microbatches: Sequence[Callable[[], Any]]) -> list[Any]:
+    def run_step(self, kind: StepKind, microbatches: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one step; every rank of the pipeline calls it, with microbatches of its own that only the root runs.
 
         Args:
-            kind: what steps with an equal course have in common; the planned order belongs to it.
+            kind: what steps have in common that take an equal course; the planned order belongs to it.
             microbatches: the step function with its arguments, one for each microbatch.
 
         Returns:
@@ -192,7 +191,7 @@ class Pipeline:
             torch.empty((), dtype=torch.int64).random_()
         return results
 
-    def _run_root(self, kind: Hashable, microbatches: Sequence[Callable[[], Any]]) -> list[Any]:
+    def _run_root(self, kind: StepKind, microbatches: Sequence[Callable[[], Any]]) -> list[Any]:
         seed = int(torch.empty((), dtype=torch.int64).random_().item())
         plan = self.plans.of(kind)
         modes = current_modes()
@@ -225,13 +224,8 @@ class Pipeline:
             self._send(stage, End(packed.head, wants), [tensor.detach() for tensor in packed.tensors])
         if wants:
             self._wait(lambda: len(self._records) == len(self._others), "the other stages' records")
-            with self._lock:
-                segments = list(self.conductor.record)
-            learned = self.hub.learned
-            for record in self._records.values():
-                segments += record.segments
-                learned += record.learned
-            self.plans.learn(kind, segments, learned)
+            records = [self._own_record(), *self._records.values()]
+            self.plans.learn(kind, records)
         return results
 
     def _serve(self) -> list[Any]:
@@ -240,7 +234,7 @@ class Pipeline:
         self._wait(lambda: self._end is not None, "the root stage to finish the step")
         end, tensors = cast(tuple[End, list[torch.Tensor]], self._end)
         if end.wants_record:
-            self._send(self.root_stage, Record(list(self.conductor.record), self.hub.learned), [])
+            self._send(self.root_stage, self._own_record(), [])
         return unpack(end.outputs, tensors, module_of=self.hub.modules.__getitem__)
 
     def _step_task(self, task: Task, function: Callable[[], Any], modes: Any) -> None:
@@ -311,12 +305,18 @@ class Pipeline:
             self.hub.seed = begin.seed
             order = self.plans.order(begin)
             self.conductor.reset(None if order is None else Order(order), forward_first=self._forward_first)
-            # Without an order, pipelines that must agree on one run their microbatches one after the other.
-            one_by_one = order is None and (self._share is not None or self._keeps_statistics)
+            # Without an order, microbatches run one after the other where their order counts or pipelines must agree on it.
+            one_by_one = order is None and (self._share is not None or self.plans.order_counts(begin.kind))
             self._microbatches.active = 1 if one_by_one else self.active
+            self._buffers = self.hub.buffer_versions()
             if self._recorder is not None:
                 self._recorder.begin_step(self._gate.step)
         self._gate.begin()
+
+    def _own_record(self) -> Record:
+        with self._lock:
+            changed = self.hub.buffer_versions() != self._buffers
+            return Record(list(self.conductor.record), self.hub.learned, changed)
 
     def _close_step(self) -> None:
         with self._lock:

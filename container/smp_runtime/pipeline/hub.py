@@ -66,6 +66,11 @@ class Hub:
         """Where a task's random numbers begin."""
         return RandomState(task_seed(self.seed, self.replica, microbatch, module, nth), self.device)
 
+    def buffer_versions(self) -> list[tuple[int, int]]:
+        """Another list when a module of this stage has changed a buffer, in place or by putting another in its place."""
+        own = (module for path, module in self.modules.items() if self.stage_of(path) == self.stage)
+        return [(id(buffer), buffer._version) for module in own for buffer in module.buffers(recurse=False)]
+
     def opens(self, task: Task, kind: str, path: Path) -> None:
         """A task posts a request; it is not done before the request is."""
         with self.lock:

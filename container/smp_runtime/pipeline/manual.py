@@ -40,7 +40,6 @@ class ManualAssignment:
         self.default = default
         self.automatic = automatic
         self.used_contexts = False
-        self._open: list[int] = []
 
     @contextlib.contextmanager
     def partition(self, stage: int) -> Iterator[None]:
@@ -51,7 +50,6 @@ class ManualAssignment:
         """
         self._check(stage, "smp.partition")
         self.used_contexts = True
-        self._open.append(stage)
         # Each context puts its own functions over those of the one around it, so the innermost is seen last.
         construct, restore = nn.Module.__init__, nn.Module.__setstate__
 
@@ -68,7 +66,6 @@ class ManualAssignment:
             yield
         finally:
             _replace(construct, restore)
-            self._open.pop()
 
     def set_partition(self, module: nn.Module, stage: int) -> None:
         """Put a module, and all in it that are not set themselves, on a stage.

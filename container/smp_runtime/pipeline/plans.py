@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp_runtime.pipeline.planning import plan as make_plan
-from smp_runtime.pipeline.protocol import Begin
+from smp_runtime.pipeline.protocol import Begin, Record, StepKind
 from smp_runtime.pipeline.schedules import Action, ScheduleError, Segment, smooth
 from smp_runtime.pipeline.simulation import simulate
 
@@ -66,6 +66,7 @@ class Plans:
         self._share = share
         self._plans: dict[Hashable, KindPlan] = {}
         self._orders: dict[Hashable, tuple[Action, ...]] = {}
+        self._changes_buffers: dict[Hashable, bool] = {}
 
     def of(self, kind: Hashable) -> KindPlan:
         """On the root stage: what is known of a kind."""
@@ -81,6 +82,13 @@ class Plans:
                 self._orders.clear()
             self._orders[begin.kind] = begin.order
         return self._orders.get(begin.kind) if begin.replays else None
+
+    def order_counts(self, kind: StepKind) -> bool:
+        """On the root stage: whether modules change buffers in such a step, as running statistics do.
+
+        Then the order of the microbatches counts, which only a planned order guarantees. Assumed before one was seen.
+        """
+        return self._changes_buffers.get(kind.course, True)
 
     def wants_record(self, kind: Hashable, diverged: bool) -> bool:
         """On the root stage, at the end of a step: whether to plan from what the stages recorded in it."""
@@ -100,9 +108,12 @@ class Plans:
             return plan.replayed == STEPS_BEFORE_REVIEW
         return plan.orders is None and plan.divergences < MOST_DIVERGENCES
 
-    def learn(self, kind: Hashable, segments: Sequence[Segment], learned: int) -> None:
+    def learn(self, kind: StepKind, records: Sequence[Record]) -> None:
         """On the root stage: plan, unless calls waited in that step for results that are known by now."""
-        orders = None if learned else self._plan(segments, self._plans[kind].orders)
+        changed = any(record.changed_buffers for record in records)
+        self._changes_buffers[kind.course] = changed or self._changes_buffers.get(kind.course, False)
+        segments = [segment for record in records for segment in record.segments]
+        orders = None if any(record.learned for record in records) else self._plan(segments, self._plans[kind].orders)
         if self._share is not None:
             orders = self._share(orders)[0]
         if orders is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -118,6 +119,18 @@ class Release(NamedTuple):
     microbatch: int
 
 
+class StepKind(NamedTuple):
+    """What steps have in common that take an equal course, as a rule.
+
+    Attributes:
+        course: step function and modes.
+        shapes: of its arguments.
+    """
+
+    course: Hashable
+    shapes: Hashable
+
+
 class Begin(NamedTuple):
     """The root stage has begun the step.
 
@@ -129,7 +142,7 @@ class Begin(NamedTuple):
     """
 
     seed: int
-    kind: Any
+    kind: StepKind
     replays: bool
     order: Any
 
@@ -153,10 +166,17 @@ class End(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What a stage did in the step."""
+    """What a stage did in the step.
+
+    Attributes:
+        segments: of its tasks.
+        learned: results that were not known in advance.
+        changed_buffers: whether its modules changed buffers.
+    """
 
     segments: Any
     learned: int
+    changed_buffers: bool
 
 
 class Fail(NamedTuple):
