@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STEPS ?= 300
+# Processes that run tests at the same time; a test has up to four ranks of its own.
+WORKERS ?= 2
 
 FLOOR := .venv-sdk-floor
 
@@ -36,21 +38,21 @@ quickstart: $(VENV)/.installed
 test: test-sdk-floor test-newest
 
 test-newest: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not full"
+	$(BIN)/python -m pytest -m "not full" -n $(WORKERS) --dist loadfile
 
 # The notebook side with the oldest SDK that is supported. It wants an older protobuf, and imports pytz unasked.
 $(FLOOR)/.installed: setup.cfg setup.py constraints-cpu.txt
 	$(PYTHON) -m venv $(FLOOR)
 	grep -v '^sagemaker==\|^sagemaker-core==\|^protobuf==' constraints-cpu.txt > $(FLOOR)/constraints.txt
 	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check -c $(FLOOR)/constraints.txt -e ".[sagemaker]" \
-		sagemaker==2.254.0 pytz pytest pytest-timeout hypothesis "moto[server]" cloudpickle matplotlib
+		sagemaker==2.254.0 pytz pytest pytest-timeout pytest-xdist hypothesis "moto[server]" cloudpickle matplotlib
 	@touch $@
 
 test-sdk-floor: $(FLOOR)/.installed
-	$(FLOOR)/bin/python -m pytest tests/estimator -m "not job and not full"
+	$(FLOOR)/bin/python -m pytest tests/estimator -m "not job and not full" -n $(WORKERS) --dist loadfile
 
 test-full: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 image: $(VENV)/.installed
 ifeq ($(BASE_IMAGE),)

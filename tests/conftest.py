@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No test needs a name server; PyTorch asks one for the name of 127.0.0.1 whenever a rank connects.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
 os.environ.setdefault("SAGEMAKER_SUPPRESS_V2_WARNING", "1")
 
 import pytest

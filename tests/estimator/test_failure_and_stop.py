@@ -66,7 +66,7 @@ def test_a_failing_job_says_why(make: Make, tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(UnexpectedStatusException) as caught:
         estimator.fit(logs=False)
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 30
     message = str(caught.value)
     assert f"Error for Training job {estimator.latest_training_job.name}: Failed. Reason: rank 1 (algo-1)" in message
     assert "ValueError: boom" in message

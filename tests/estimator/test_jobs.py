@@ -68,7 +68,7 @@ def test_a_failing_rank(make: Make, real: Any, script: Path, hosts: int, capsys:
     started = time.monotonic()
     with pytest.raises(UnexpectedStatusException, match=r"(?s)rank 1.*ValueError: boom at step 3"):
         estimator.fit()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60  # of a hundred seconds that the other rank would take
     assert not marked(mark)
     assert "smp-failure" not in capsys.readouterr().out
 

