@@ -49,6 +49,21 @@ class Branching(nn.Module):
         return y
 
 
+class Recurrent(nn.Module):
+    """Layers that hold lists of their own weights, and return nested tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forget = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.gated = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, (hidden, cell) = self.forget(x[:, None] * torch.arange(1.0, 4.0)[:, None])
+        y, state = self.gated(y, (hidden * cell).sum(0, keepdim=True))
+        return self.last(y[:, -1] + state[0])
+
+
 class Twice(nn.Module):
     """One module used several times, on several shapes."""
 
@@ -355,6 +370,7 @@ PLAIN: dict[str, Case] = {
     "residual": Case(Residual),
     "branching": Case(Branching),
     "twice": Case(Twice),
+    "recurrent": Case(Recurrent),
     "tied": Case(lambda: TiedNet(3), token_batch, _entropy, ("embedding", "head")),
     "lengths": Case(lambda: TiedNet(2), varying_tokens, _entropy, ("embedding", "head")),
     "normed": Case(Normed),

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from smp_runtime.errors import SMPUserError
+from smp_runtime.swapping import swap_contents
 
 _META = torch.device("meta")
 
@@ -58,7 +59,9 @@ class Deferral(TorchDispatchMode):
         def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if not self.owns(tensor):
                 return original(tensor, *args, **kwargs)
-            self._record.append((original, (tensor, *args), kwargs, tensor))
+            with _disable_current_modes():
+                alias = self._alias(tensor)
+            self._record.append((original, (alias, *args), kwargs, alias))
             return tensor
 
         return record
@@ -74,7 +77,7 @@ class Deferral(TorchDispatchMode):
         args, kwargs = tree_map(self._without_storage, (args, kwargs))
         on_meta = {**kwargs, "device": _META} if "device" in kwargs or _is_factory(func, args, kwargs) else kwargs
         outputs = func(*args, **on_meta)
-        self._record.append((func, args, kwargs, outputs))
+        self._record.append(tree_map(self._alias, (func, args, kwargs, outputs)))
         tree_map(self._own, outputs)
         return outputs
 
@@ -163,29 +166,36 @@ class Deferral(TorchDispatchMode):
             )
         return self._constants[id(leaf)][1]
 
+    def _alias(self, leaf: Any) -> Any:
+        """What stays as it is when parameters are made real, and holds none of them."""
+        is_constant = any(leaf is meta for _, meta in self._constants.values())
+        return leaf.data if isinstance(leaf, torch.Tensor) and not is_constant else leaf
+
     def _own(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.device == _META:
             self._owned.add(_storage(leaf))
         return leaf
 
 
-#: A parameter that was recorded, and the one that takes its place in the module.
+#: A parameter as it was recorded, and the one of the module that waits for its values.
 StandIn = tuple[nn.Parameter, nn.Parameter]
 
 
 def stand_ins(
     deferrals: list[Deferral], module: nn.Module, make: Callable[[nn.Parameter], torch.Tensor]
 ) -> list[StandIn]:
-    """Replace the parameters of ``module`` that wait for their values; ``make`` gives the tensor in their place."""
-    found: dict[int, StandIn] = {}
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is None or not any(deferral.owns(parameter) for deferral in deferrals):
-                continue
-            if id(parameter) not in found:  # tied parameters are one object and stay one
-                found[id(parameter)] = (parameter, nn.Parameter(make(parameter), parameter.requires_grad))
-            owner._parameters[name] = found[id(parameter)][1]
-    return list(found.values())
+    """Make the parameters of ``module`` real that wait for their values; ``make`` gives the tensor that each becomes.
+
+    They stay the same objects, which an optimizer may hold already.
+    """
+    found = []
+    for parameter in list(module.parameters()):
+        if any(deferral.owns(parameter) for deferral in deferrals):
+            other = nn.Parameter(make(parameter), parameter.requires_grad)
+            other.__dict__.update(parameter.__dict__)
+            swap_contents(parameter, other)
+            found.append((other, parameter))
+    return found
 
 
 def materialize(
@@ -203,7 +213,7 @@ def materialize(
     it began continues where that one ended, and so does the script, if it has drawn or seeded nothing since.
 
     Args:
-        replaced: what :func:`stand_ins` gave; default: every parameter is replaced by one with its values.
+        replaced: what :func:`stand_ins` gave; default: every parameter becomes a real one with its values.
         take: gets each replaced parameter with its value, one after the other; default: they are copied.
         agree: turns this rank's state of the random generator at the start into the one that all ranks replay from.
     """

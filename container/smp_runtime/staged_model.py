@@ -21,6 +21,7 @@ from smp_runtime.pipeline.lanes import directed_groups
 from smp_runtime.pipeline.timeline import recorder_of_job
 from smp_runtime.precision import Precision
 from smp_runtime.replicated_model import ReplicatedModel
+from smp_runtime.swapping import swap_contents
 
 logger = logging.getLogger("smp")
 
@@ -57,12 +58,15 @@ class StagedModel(ReplicatedModel):
             return
         session = self._session
         device = session.device if self._trace_device == "gpu" else torch.device("cpu")
-        if not any(parameter.is_meta for parameter in self.module.parameters()):
+        inputs_on = device
+        if any(parameter.is_meta for parameter in self.module.parameters()):
+            inputs_on = torch.device("meta")  # shapes are all that there is before the parameters are created
+        else:
             self.module.to(device)
         assignment = decide(
             self.module,
             Tracing(
-                functools.partial(self._traced_run, microbatch, device),
+                functools.partial(self._traced_run, microbatch, inputs_on),
                 device,
                 self._traces_times,
                 self._traces_memory,
@@ -185,4 +189,4 @@ def _state_bytes(optimizer: torch.optim.Optimizer | None) -> float:
 def _without_storage(parameter: nn.Parameter) -> None:
     empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
     parameter.grad = None
-    torch.utils.swap_tensors(parameter, empty)
+    swap_contents(parameter, empty)

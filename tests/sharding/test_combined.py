@@ -11,11 +11,14 @@ from torch import nn
 STEPS, BATCH = 20, 24
 
 
-def _pipelined():
+def _pipelined(delayed):
     import smdistributed.modelparallel.torch as smp
 
     torch.manual_seed(0)
-    model = smp.DistributedModel(TiedNet(4))
+    with smp.delay_param_initialization(enabled=delayed):
+        module = TiedNet(4)
+    assert all(p.is_meta for p in module.parameters()) == delayed
+    model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(adamw(model.parameters()))
 
     @smp.step
@@ -37,12 +40,13 @@ def _pipelined():
     return losses, model.state_dict()
 
 
-def test_two_stages_of_two_shards_equal_one_process(ranks):
+@pytest.mark.parametrize("delayed", [False, True])
+def test_two_stages_of_two_shards_equal_one_process(ranks, delayed):
     expected = reference(lambda: TiedNet(4), adamw, STEPS, BATCH)
     config = settings(TiedNet(4), 2, pipeline_parallel_degree=2, microbatches=3)
     # A stage holds the calls of several microbatches open, and with them what they use.
     config["sdp_max_live_parameters"] = 475
-    for losses, state in ranks(_pipelined, 4, config=config):
+    for losses, state in ranks(_pipelined, 4, delayed, config=config):
         assert losses == pytest.approx(expected["losses"], abs=1e-5)
         for name, value in expected["weights"].items():
             torch.testing.assert_close(state[name], value, atol=1e-5, rtol=1e-5)
@@ -57,14 +61,19 @@ class Three(nn.Module):
         return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
 
 
+def _inputs(step):
+    return torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+
+
 def _tensor_parallel():
     import smdistributed.modelparallel.torch as smp
 
-    torch.manual_seed(0)
+    torch.manual_seed(smp.rank())  # every rank draws other weights, of which each tensor parallel rank keeps its slice
     with smp.tensor_parallelism():
         module = Three()
     smp.set_tensor_parallelism(module.c, False)
     model = smp.DistributedModel(module)
+    start = model.state_dict()
     optimizer = smp.DistributedOptimizer(adamw(model.parameters()))
 
     @smp.step
@@ -75,22 +84,60 @@ def _tensor_parallel():
 
     losses, norms = [], []
     for index in range(10):
-        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(index))[4 * smp.rdp_rank() :][:4]
         optimizer.zero_grad()
-        loss = float(step(x).reduce_mean())
+        loss = float(step(_inputs(index)[4 * smp.rdp_rank() :][:4]).reduce_mean())
         optimizer.step()
         losses.append(sum(smp.allgather(loss, smp.RDP_GROUP)) / smp.rdp_size())
         norms.append(optimizer._global_grad_norm)
-    if model.shards is not None:
-        check_sharded(model)
-    return losses, norms
+    check_sharded(model)
+    return start, losses, norms, model.state_dict()
 
 
-def test_two_tensor_parallel_ranks_of_two_shards_equal_two_without_shards(ranks):
-    tensor = {"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True}
-    sharded = settings(Three(), 2, sdp_max_live_parameters=10**4, **tensor)
-    expected = ranks(_tensor_parallel, 4, config=tensor)
-    found = ranks(_tensor_parallel, 4, config=sharded)
-    for (losses, _), (plain, _) in zip(found, expected, strict=True):
-        assert losses == pytest.approx(plain, abs=1e-6)
-    assert len({tuple(norms) for _, norms in found}) == 1  # every rank has the norm of the whole gradient
+def test_two_tensor_parallel_ranks_of_two_shards_equal_one_process(ranks):
+    config = settings(Three(), 2, sdp_max_live_parameters=10**4, tensor_parallel_degree=2, prescaled_batch=True)
+    results = ranks(_tensor_parallel, 4, config=config)
+    alone = Three()
+    alone.load_state_dict(results[0][0])
+    optimizer, expected, total = adamw(alone.parameters()), [], []
+    for index in range(10):
+        optimizer.zero_grad()
+        loss = alone(_inputs(index)).square().mean()
+        loss.backward()
+        total.append(float(nn.utils.get_total_norm([p.grad for p in alone.parameters()])))
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    for start, losses, norms, state in results:
+        assert all(torch.equal(value, results[0][0][name]) for name, value in start.items())
+        assert losses == pytest.approx(expected, abs=1e-5)
+        assert norms == pytest.approx(total, rel=1e-4)  # on every rank that of the whole gradient
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-5, rtol=1e-5)
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+
+        model = smp.DistributedModel(Three())
+        optimizer = smp.DistributedOptimizer(adamw(model.parameters()), static_loss_scale=None, dynamic_loss_scale=True,
+                                             dynamic_loss_args={"init_scale": 64.0, "scale_window": 100})  # fmt: skip
+
+        @smp.step
+        def step(x):
+            loss = model(x).float().square().mean()
+            model.backward(loss)
+            return loss
+
+        found = []
+        for index in range(5):
+            before = model.state_dict()
+            optimizer.zero_grad()
+            step(torch.full((2, 8), float("inf") if smp.rank() == 1 and index == 2 else 1.0))
+            optimizer.step()
+            changed = any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+            found.append((optimizer.overflow, changed, optimizer.loss_scale))
+        return found, all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+    for found, finite in ranks(run, 4, config=settings(Three(), 2, fp16=True)):
+        assert found == [(False, True, 64.0)] * 2 + [(True, False, 32.0)] + [(False, True, 32.0)] * 2
+        assert finite

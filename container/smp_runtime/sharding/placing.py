@@ -10,7 +10,6 @@ from smp_runtime.deferred import StandIn, materialize, stand_ins
 from smp_runtime.session import Session
 from smp_runtime.sharding.options import ShardingOptions
 from smp_runtime.sharding.plan import is_sharded
-from smp_runtime.sharding.registered import replace_registered
 from smp_runtime.sharding.sharded_parameters import ShardedParameters
 
 
@@ -23,9 +22,7 @@ def make_stand_ins(session: Session, module: nn.Module) -> list[StandIn]:
             return torch.zeros((), dtype=meta.dtype, device=session.device).expand(meta.shape)
         return torch.empty(meta.shape, dtype=meta.dtype, device=session.device)
 
-    made = stand_ins(session.deferrals, module, make)
-    replace_registered(module, {id(meta): parameter for meta, parameter in made})
-    return made
+    return stand_ins(session.deferrals, module, make)
 
 
 def create_shards(session: Session, module: nn.Module, made: list[StandIn], shards: ShardedParameters) -> None:

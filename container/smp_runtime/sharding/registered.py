@@ -30,10 +30,3 @@ def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
 def registered_parameters(module: nn.Module) -> list[nn.Parameter]:
     """What was registered for a module."""
     return list(module.__dict__.get(_ATTRIBUTE, ()))
-
-
-def replace_registered(module: nn.Module, replaced: dict[int, nn.Parameter]) -> None:
-    """Follow parameters that were replaced, by the ``id`` of the former one."""
-    for part in module.modules():
-        if _ATTRIBUTE in part.__dict__:
-            part.__dict__[_ATTRIBUTE] = [replaced.get(id(p), p) for p in part.__dict__[_ATTRIBUTE]]
