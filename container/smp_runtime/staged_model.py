@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from smp_config import Group
+from smp_runtime.activations.marking import recomputed_parts
 from smp_runtime.pipeline.assignment import Assignment
 from smp_runtime.pipeline.deciding import Tracing, decide
 from smp_runtime.pipeline.engine import Pipeline
@@ -70,6 +71,7 @@ class StagedModel(ReplicatedModel):
                 device,
                 self._traces_times,
                 self._traces_memory,
+                recomputed_parts(self.module),
             ),
             session.cfg,
             session.manual,

@@ -187,6 +187,24 @@ def marked_parts(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
+def recomputed_parts(model: nn.Module) -> dict[str, bool]:
+    """Paths of the modules that backward computes again, and whether each keeps its inputs; none lies in another one."""
+    found: dict[str, bool] = {}
+    inside: set[int] = set()
+    for path, module in model.named_modules():
+        marking = module.__dict__.get(_MARK)
+        if marking is None or id(module) in inside:
+            continue
+        inside.update(id(part) for part in module.modules())
+        if isinstance(marking, _GroupedForward):
+            for index, (name, _) in enumerate(module.named_children()):
+                first = index % marking.strategy.most == 0  # of its region
+                found[f"{path}.{name}".lstrip(".")] = first
+        else:
+            found[path] = True
+    return found
+
+
 def marks(model: nn.Module) -> dict[str, _Marking]:
     """The settings of a model's checkpointed modules, by path."""
     return {path: module.__dict__[_MARK] for path, module in model.named_modules() if is_marked(module)}

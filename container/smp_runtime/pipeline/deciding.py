@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from smp_runtime.pipeline.manual import ManualAssignment
 from smp_runtime.pipeline.partition import partition
 from smp_runtime.pipeline.report import describe
 from smp_runtime.pipeline.trace import trace
-from smp_runtime.pipeline.tree import Trace, untraced
+from smp_runtime.pipeline.tree import Trace, note_recomputed, untraced
 
 logger = logging.getLogger("smp")
 
@@ -33,12 +33,14 @@ class Tracing:
         device: where it runs.
         times: whether execution times are measured.
         memory: whether activation memory is measured, not estimated.
+        recomputed: paths of modules that backward computes again, and whether their inputs are kept.
     """
 
     run: Callable[[], object]
     device: torch.device
     times: bool = False
     memory: bool = False
+    recomputed: Mapping[str, bool] = field(default_factory=dict)
 
 
 def decide(
@@ -125,4 +127,6 @@ def _decided(
 def _traced(module: nn.Module, tracing: Tracing, parameters: ModelParallelParameters) -> Trace:
     if parameters.skip_tracing:
         return untraced(module)
-    return trace(module, tracing.run, device=tracing.device, times=tracing.times, memory=tracing.memory)
+    seen = trace(module, tracing.run, device=tracing.device, times=tracing.times, memory=tracing.memory)
+    note_recomputed(seen, tracing.recomputed)
+    return seen

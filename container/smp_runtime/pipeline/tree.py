@@ -8,7 +8,7 @@ it calls. Add up a subtree for the whole.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -158,6 +158,25 @@ def together_with_reasons(trace: Trace) -> list[tuple[tuple[str, ...], str]]:
     for use in trace.foreign_uses:
         bound[use.parameter].update({use.holder: None, use.user: None})
     return [(tuple(paths), name) for name, paths in bound.items() if len(paths) > 1]
+
+
+def note_recomputed(trace: Trace, regions: Mapping[str, bool]) -> None:
+    """Take into account that modules keep at most their inputs for backward, which runs their forward pass again.
+
+    Args:
+        trace: changed in place.
+        regions: paths of modules, none in another one, and whether their inputs are kept.
+    """
+    nodes = trace.nodes()
+    for path, keeps_inputs in regions.items():
+        if path not in nodes:
+            continue
+        for node in nodes[path].walk():
+            node.activation_bytes = 0
+            # Backward takes twice the time of forward, so one forward more is a third more of both.
+            node.flops *= 4 / 3
+            node.seconds *= 4 / 3
+        nodes[path].activation_bytes = nodes[path].input_bytes if keeps_inputs else 0
 
 
 class ModuleTree:
