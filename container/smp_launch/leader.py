@@ -19,6 +19,7 @@ from smp_launch.failure import REPORT_VARIABLE, Cause, FailureCollector
 from smp_launch.followers import Followers
 from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
 from smp_launch.network import shared_memory_warning
+from smp_launch.rendezvous import PORT_VARIABLE, reserved_port
 from smp_launch.scratch import private_dir
 from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
 from smp_launch.ssh import Client
@@ -89,23 +90,30 @@ class Job:
             *self.training.user_arguments(),
         ]
 
-    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """What mpirun and the ranks inherit: the user's variables and what the wrapper needs to know."""
+    def environment(self, environ: Mapping[str, str], announced: Mapping[str, str]) -> dict[str, str]:
+        """What mpirun and the ranks inherit: the user's variables, ``announced``, and what the wrapper needs to know."""
         own = (LIFELINE_VARIABLE, GRACE_VARIABLE, STATUS_VARIABLE)
         inherited = {name: value for name, value in as_root(environ).items() if name not in own}
         return {
             **inherited,
-            **self.announced(),
+            **announced,
             HOST_VARIABLE: self.training.current_host,
         }
 
-    def announced(self) -> dict[str, str]:
+    @contextmanager
+    def announced(self, environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
         """What ranks on other hosts must get from the leader; the rest of their environment is their own host's."""
-        return {
+        values = {
             **self.buffers.to_environment(),
             LAYOUT_VARIABLE: self.layout.to_text(),
             "PYTHONUNBUFFERED": "1",
         }
+        if self.layout.kind is not Kind.DATA_PARALLEL or PORT_VARIABLE in environ:
+            yield values
+        else:
+            # The first rank, which the others connect to, is on this host.
+            with reserved_port() as port:
+                yield {**values, PORT_VARIABLE: str(port)}
 
     def describe(self) -> str:
         """One line for the log: hosts, processes, program."""
@@ -172,13 +180,13 @@ def run_job(
         tags=job.mpi.dialect.tags if job.mpi else None,
         apart=others.followers.pids if others else (),
     )
-    passed = job.environment(environ)
-    with _private_dirs(job, others) as dirs:
+    with _private_dirs(job, others) as dirs, job.announced(environ) as announced:
+        passed = job.environment(environ, announced)
         if dirs.session:
             passed[REPORT_VARIABLE] = str(dirs.session)
         command = job.program()
         if job.mpi is not None:
-            command = mpirun_command(job.mpi, job.layout, job.options(dirs), command, exported=job.announced())
+            command = mpirun_command(job.mpi, job.layout, job.options(dirs), command, exported=announced)
         outcome = supervisor.run(command, passed, job.training.tree.code_dir)
         if dirs.session:
             collector.read_reports(dirs.session)

@@ -35,6 +35,9 @@ _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
 _LOCALHOST = "127.0.0.1"
 
+#: Holds the entry point by which PyTorch registers the backend ``smddp`` when it is imported.
+_DISCOVERY = Path(__file__).parent / "discovery"
+
 #: Seconds for mpirun to read a failing rank's last words, and then to pass them on.
 _READ_PATIENCE = 1.0
 _PASS_ON_SECONDS = 0.1
@@ -151,8 +154,11 @@ def _prepare(layout: Layout, rank: int, environ: MutableMapping[str, str]) -> Tr
     environ[HOST_VARIABLE] = host
     environ[BASE_VARIABLE] = str(tree.base)
     environ["SMP_CHECKPOINT_DIR"] = str(tree.base / "checkpoints")
-    before = environ.get("PYTHONPATH")
-    environ["PYTHONPATH"] = str(tree.code_dir) + (os.pathsep + before if before else "")
+    folders = [str(tree.code_dir), environ.get("PYTHONPATH", "")]
+    if layout.kind is Kind.DATA_PARALLEL:
+        folders.append(str(_DISCOVERY))
+        sys.path.append(str(_DISCOVERY))
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     return tree
 
 

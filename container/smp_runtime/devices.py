@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
+from smp_config import ModelParallelParameters, smddp
 from smp_runtime.errors import SMPUserError
 
 
@@ -16,18 +19,24 @@ def choose_device(local_rank: int) -> torch.device:
     return device
 
 
-def choose_backend(requested: str, device: torch.device) -> str:
+def choose_backend(parameters: ModelParallelParameters, device: torch.device, hosts: int) -> str:
     """The backend string of ``init_process_group`` for ``ddp_dist_backend``.
 
     CPU tensors always go over gloo, so that object collectives work beside NCCL.
 
+    Args:
+        hosts: of the job.
+
     Raises:
         SMPUserError: NCCL was asked for on a machine without CUDA.
     """
+    requested = parameters.ddp_dist_backend
     if requested == "nccl" and device.type != "cuda":
         raise SMPUserError(
             'ddp_dist_backend is "nccl", but this process has no CUDA device; use "auto" or "gloo" on CPU instances'
         )
+    if smddp.is_chosen(parameters, os.environ.get("SM_CURRENT_INSTANCE_TYPE"), hosts):
+        return smddp.BACKEND
     if requested == "gloo" or device.type == "cpu":
         return "gloo"
     return "cpu:gloo,cuda:nccl"

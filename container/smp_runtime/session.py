@@ -10,15 +10,14 @@ import atexit
 import json
 import logging
 import os
-import socket
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError, Group, ModelParallelParameters, Topology
-from smp_runtime.comm.collectives import Collectives, TorchCollectives
-from smp_runtime.comm.control import ControlPlane, connect
+from smp_runtime.comm.collectives import Collectives
+from smp_runtime.comm.control import ControlPlane, connect, host_name
 from smp_runtime.comm.groups import ProcessGroups
 from smp_runtime.comm.messages import Messages
 from smp_runtime.deferred import Deferral
@@ -27,6 +26,7 @@ from smp_runtime.errors import NotInitializedError, SMPUserError
 from smp_runtime.module_manager import ModuleManager
 from smp_runtime.pipeline.manual import ManualAssignment
 from smp_runtime.progress import ProgressReporter
+from smp_runtime.smddp.collectives import collectives_of
 
 if TYPE_CHECKING:
     from smp_runtime.model import DistributedModel
@@ -73,11 +73,11 @@ class Session:
         self.control = control
         self.rank = control.rank
         self.topology: Topology = parameters.topology(control.size)
-        self.local_rank, self.local_size = self._agree(control, parameters)
+        self.local_rank, self.local_size, hosts = self._agree(control, parameters)
         self.device = choose_device(self.local_rank)
-        backend = choose_backend(parameters.ddp_dist_backend, self.device)
+        backend = choose_backend(parameters, self.device, hosts)
         self.groups = ProcessGroups(control, self.topology, backend, parameters.ddp_port)
-        self.collectives: Collectives = collectives or TorchCollectives()
+        self.collectives: Collectives = collectives or collectives_of(backend)
         self.messages = Messages(control, self.topology)
         #: Stages that the script has set by hand.
         self.manual = ManualAssignment(
@@ -90,6 +90,8 @@ class Session:
         self.is_tracing = False
         self.step_count = 0
         self.module_manager = ModuleManager()
+        #: Run when the session closes, before anything is released: what must be brought to its end.
+        self.at_close: list[Callable[[], None]] = []
         #: Records of models whose parameters are not computed yet.
         self.deferrals: list[Deferral] = []
         # Lists, not sets: every rank must walk over them in the same order.
@@ -151,14 +153,22 @@ class Session:
 
     def close(self) -> None:
         """Leave the job: process groups and the control plane are released."""
+        failure: Exception | None = None
+        for finish in self.at_close:
+            try:
+                finish()
+            except Exception as error:  # the rest is released all the same
+                failure = failure or error
         for model in self.models:
             model.leave()
         self.groups.close()
         self.control.close()
+        if failure is not None:
+            raise failure
 
     @staticmethod
-    def _agree(control: ControlPlane, parameters: ModelParallelParameters) -> tuple[int, int]:
-        """Check that all ranks read one configuration; returns local rank and local size.
+    def _agree(control: ControlPlane, parameters: ModelParallelParameters) -> tuple[int, int, int]:
+        """Check that all ranks read one configuration; returns local rank, local size and the number of hosts.
 
         The local rank is the position among the ranks whose launcher announced the same host name, so that
         several hosts simulated on one machine count as several.
@@ -173,12 +183,7 @@ class Session:
                     f"the same configuration: check what each passes to smp.init() and its {PARAMETERS_VARIABLE}"
                 )
         neighbours = [rank for rank, (name, _) in enumerate(everyone) if name == host]
-        return neighbours.index(control.rank), len(neighbours)
-
-
-def host_name() -> str:
-    """This rank's host, as the launcher announced it."""
-    return os.environ.get("SMP_HOST") or os.environ.get("SM_CURRENT_HOST") or socket.gethostname()
+        return neighbours.index(control.rank), len(neighbours), len({name for name, _ in everyone})
 
 
 _session: Session | None = None

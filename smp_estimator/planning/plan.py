@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from smp_config import ConfigError, Group, ModelParallelParameters, Topology
+from smp_config import ConfigError, Group, ModelParallelParameters, Topology, smddp
 from smp_config.buffers import BufferSizes
 from smp_config.instances import Instance, instance
 from smp_estimator.planning.batches import Batches, batches_of
@@ -351,13 +351,7 @@ def uses_smddp(request: Request) -> bool:
     parameters = request.parameters
     if parameters.sharded_data_parallel_degree == 1:
         return False
-    automatic = (
-        parameters.ddp_dist_backend == "auto"
-        and request.instance_type == "ml.p4d.24xlarge"
-        and request.instance_count > 1
-        and parameters.tensor_parallel_degree == 1
-    )
-    return automatic or parameters.ddp_dist_backend == "smddp"
+    return smddp.is_chosen(parameters, request.instance_type, request.instance_count)
 
 
 def _smddp(request: Request) -> BufferSizes | None:

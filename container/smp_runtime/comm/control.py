@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +40,11 @@ def timeout_seconds() -> float:
             f"SMP_TIMEOUT_SECONDS is {text!r}; it counts the seconds that a rank waits for another: set a number above 0"
         )
     return value
+
+
+def host_name() -> str:
+    """This rank's host, as the launcher announced it: several may be simulated on one machine."""
+    return os.environ.get("SMP_HOST") or os.environ.get("SM_CURRENT_HOST") or socket.gethostname()
 
 
 class Carrier(Protocol):

@@ -8,9 +8,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from smp_config import Group, Topology
+from smp_config import Group, Topology, smddp
 from smp_runtime.comm.control import ControlPlane, timeout_seconds
 from smp_runtime.errors import SMPRuntimeError
+from smp_runtime.smddp import register
 
 
 class ProcessGroups:
@@ -19,7 +20,7 @@ class ProcessGroups:
     Args:
         control: used to agree on the rendezvous address.
         topology: whose groups are made.
-        backend: ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
+        backend: ``"gloo"``, ``"cpu:gloo,cuda:nccl"`` or ``"smddp"``.
         port: rendezvous port, or None for a free one that rank 0 picks.
 
     Raises:
@@ -29,6 +30,8 @@ class ProcessGroups:
     def __init__(self, control: ControlPlane, topology: Topology, backend: str, port: int | None = None) -> None:
         self._topology = topology
         self._rank = control.rank
+        if backend == smddp.BACKEND:
+            register()
         self._owns_default = not dist.is_initialized()
         if self._owns_default:
             self._start(control, backend, port)
@@ -42,12 +45,16 @@ class ProcessGroups:
         world = dist.group.WORLD
         if world is None:
             raise AssertionError("torch.distributed has no default group after it was started")
-        self._by_ranks[tuple(range(topology.world_size))] = world
+        timeout = timedelta(seconds=timeout_seconds())
+        other = backend if backend == smddp.BACKEND and dist.get_backend() != backend else None
+        if other is None:
+            self._by_ranks[tuple(range(topology.world_size))] = world
         for kind in Group:
             for ranks in topology.groups(kind):
                 key = tuple(ranks)
                 if key not in self._by_ranks:
-                    made = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds()))
+                    # A script may have started torch.distributed with a plain backend.
+                    made = dist.new_group(ranks, timeout=timeout, backend=other)
                     self._by_ranks[key] = made  # non-members hold a placeholder they never use
 
     def group(self, kind: Group) -> dist.ProcessGroup:

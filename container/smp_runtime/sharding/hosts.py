@@ -7,17 +7,23 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from smp_config import Group
-from smp_runtime.session import Session, host_name
+from smp_runtime.comm.control import host_name
+from smp_runtime.session import Session
 from smp_runtime.sharding.gathering import Gathering, HierarchicalGathering, PlainGathering
+from smp_runtime.smddp.process_group import SmddpProcessGroup
 
 
 def make_gathering(session: Session, *, hierarchical: bool) -> Gathering:
-    """Phases between and inside hosts when the sharding groups span hosts evenly and it was asked for; else one."""
+    """Phases between and inside hosts when the sharding groups span hosts evenly and it was asked for; else one.
+
+    One too where the backend of the group does it in phases itself.
+    """
     members, mine = session.members(Group.SHARD), session.rank_in(Group.SHARD)
     plain = PlainGathering(session.collectives, session.groups.group(Group.SHARD), len(members), mine)
     everyone = list(range(session.control.size))
     host_of = session.control.allgather(host_name(), everyone)
-    if not hierarchical or len(set(host_of)) == 1:
+    backend_does_it = isinstance(session.groups.group(Group.SHARD), SmddpProcessGroup)
+    if not hierarchical or backend_does_it or len(set(host_of)) == 1:
         return plain
     layouts = [host_layout(group, host_of) for group in session.topology.groups(Group.SHARD)]
     if any(layout is None for layout in layouts):

@@ -1,0 +1,250 @@
+"""The all-gather of SMDDP and training over it, between two hosts with a limited link, against the plain backend.
+
+    python benchmarks/smddp.py                    # 2 hosts × 2 ranks and 2 × 4; as root, on Linux
+    python benchmarks/smddp.py --ranks-per-host 2 --rounds 5
+
+Two network namespaces are the hosts; 1 Gbit/s goes between them each way. Times are those of the slowest rank, in turns
+A B A B …, and the ratio is the median of those of neighbours. Bytes are what the link's interface received, headers
+included, divided by the least that has to come to one host: (n−g)/n · S for an all-gather of S bytes over n ranks, g on
+each host. The plain backend is gloo: its own all-gather (a ring), and for the training the one that the library uses with
+it, with ``sdp_hierarchical_allgather`` off and on. The link and the CPU are simulated: nothing here is claimed of NCCL,
+EFA or GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from launching import print_machine
+from namespaces import run_ranks_on, two_hosts, why_not
+
+MIB = 2**20
+#: MiB of the whole, and how often each side gathers it in one round.
+SIZES = {1: 20, 4: 10, 16: 4, 64: 2}
+
+
+def received() -> int:
+    """Bytes that have come to this rank's host over the link."""
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    return int(next(line for line in lines if line.strip().startswith(interface + ":")).split(":")[1].split()[0])
+
+
+def slowest(run: Callable[[], Any], group: Any = None) -> float:
+    """Seconds of the slowest rank."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier(group)
+    start = time.perf_counter()
+    run()
+    taken = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(taken, dist.ReduceOp.MAX, group=group)
+    return float(taken)
+
+
+def compare(sides: dict[str, Callable[[], Any]], rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds and received bytes per run of each side, in turns."""
+    import torch.distributed as dist
+
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    came = dict.fromkeys(sides, 0.0)
+    for run in sides.values():
+        run()
+    for _ in range(rounds):
+        for name, run in sides.items():
+            dist.barrier()
+            before = received()
+            times[name].append(slowest(run))
+            came[name] += (received() - before) / rounds
+    return times, came
+
+
+def ratio(one: list[float], other: list[float]) -> float:
+    """The median of the ratios of neighbours."""
+    return statistics.median(a / b for a, b in zip(one, other, strict=True))
+
+
+def gather_rank(rounds: int) -> None:
+    """One rank: both all-gathers at all sizes."""
+    import torch
+    import torch.distributed as dist
+
+    import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401  # registers the backend
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local = int(os.environ["SMP_RANKS_PER_HOST"])
+    dist.init_process_group("smddp", init_method=os.environ["SMP_MEET"], rank=rank, world_size=size)
+    gloo = dist.new_group(backend="gloo")
+    for mib, times in SIZES.items():
+        shard, full = torch.full((mib * MIB // 4 // size,), float(rank)), torch.empty(mib * MIB // 4)
+        sides = {
+            "smddp": lambda full=full, shard=shard: dist.all_gather_single(full, shard),
+            "gloo": lambda full=full, shard=shard: dist.all_gather_single(full, shard, group=gloo),
+        }
+        taken, came = compare(sides, max(2, times * rounds // 10))
+        if not torch.equal(full.view(size, -1)[:, 0], torch.arange(float(size))):
+            raise AssertionError("the all-gather gave something else")
+        bound = (size - local) / size * mib * MIB
+        if rank == 0:
+            print(
+                json.dumps(
+                    {
+                        "MiB": mib,
+                        **{f"{name}_ms": round(1e3 * statistics.median(s), 1) for name, s in taken.items()},
+                        "ratio": round(ratio(taken["smddp"], taken["gloo"]), 3),
+                        **{f"{name}_bytes/bound": round(b / bound, 3) for name, b in came.items()},
+                    }
+                ),
+                flush=True,
+            )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def make_gpt() -> Any:
+    """The model of the main job, with much to gather and little to compute."""
+    import torch
+
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "entrypoints"))
+    import train_gpt
+
+    torch.manual_seed(0)
+    return train_gpt.GPT(train_gpt.GPTConfig(layers=4, hidden=512, heads=8, seq_len=128))
+
+
+def train_rank(rounds: int) -> None:
+    """One rank: sharded data parallel training of one GPT, over SMDDP, over gloo, and over gloo in phases."""
+    import torch
+    import torch.nn.functional as F
+
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime import session as sessions
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    elements = sum(p.numel() for p in make_gpt().parameters())
+    ids = torch.randint(256, (1, 17), generator=torch.Generator().manual_seed(rank))
+    sides, losses = {}, {}
+    # The first one starts torch.distributed, with gloo; that of SMDDP then makes groups of its own.
+    kinds = {"gloo": ("gloo", False), "gloo in phases": ("gloo", True), "smddp": ("smddp", True)}
+    made = []
+
+    def prepare(name: str, backend: str, hierarchical: bool) -> None:
+        # One job has one session; here each side has its own, over one control plane.
+        session = sessions.init(
+            {
+                "ddp": True,
+                "ddp_dist_backend": backend,
+                "sharded_data_parallel_degree": size,
+                "sdp_param_persistence_threshold": 0,
+                "sdp_max_live_parameters": 10**9,
+                "sdp_hierarchical_allgather": hierarchical,
+                "sdp_gradient_clipping": 1e9,
+            }
+        )
+        model = smp.DistributedModel(make_gpt())
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
+        made.append((session, model, optimizer))
+        sessions._session = None
+
+        def update() -> None:
+            sessions._session = session
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            losses[name] = float(loss.detach())
+
+        sides[name] = update
+
+    for name, (backend, hierarchical) in kinds.items():
+        prepare(name, backend, hierarchical)
+    for _ in range(2):  # let each side learn its order
+        for update in sides.values():
+            update()
+    taken, came = compare(sides, max(4, rounds))
+    if max(losses.values()) - min(losses.values()) > 1e-4:
+        raise AssertionError(f"the sides do not train the same model: losses {losses}")
+    if rank == 0:
+        print(
+            json.dumps(
+                {
+                    "training": f"GPT of {elements / 1e6:.1f} M parameters, degree {size}",
+                    **{f"{name}_ms": round(1e3 * statistics.median(s), 1) for name, s in taken.items()},
+                    "ratio": round(ratio(taken["smddp"], taken["gloo"]), 3),
+                    "ratio_to_phases": round(ratio(taken["smddp"], taken["gloo in phases"]), 3),
+                    **{f"{name}_MB": round(b / 1e6, 1) for name, b in came.items()},
+                }
+            ),
+            flush=True,
+        )
+    torch.distributed.barrier()
+    os._exit(0)  # three sessions were never meant to close in one process
+
+
+def _meet_at_a_store() -> None:
+    """Agree on a port inside the namespace: the first rank's store picks one and says it in a file."""
+    import torch.distributed as dist
+
+    meeting, rank = Path(os.environ["SMP_MEET"].removeprefix("file://") + "-port"), int(os.environ["RANK"])
+    if rank == 0:
+        global _store
+        _store = dist.TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False)
+        meeting.with_suffix(".new").write_text(str(_store.port))
+        meeting.with_suffix(".new").rename(meeting)
+    deadline = time.monotonic() + 60
+    while not meeting.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the first rank did not say its port within 60 s")
+        time.sleep(0.02)
+    os.environ.update(MASTER_PORT=meeting.read_text(), TORCHELASTIC_USE_AGENT_STORE="True")
+
+
+_store: Any = None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks-per-host", type=int, action="append", help="default: 2 and 4")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--only", choices=["gather", "train"], help="default: both")
+    parser.add_argument("--rank-of", choices=["gather", "train"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank_of:
+        import torch
+
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        torch.set_num_threads(1)
+        if args.rank_of == "gather":
+            gather_rank(args.rounds)
+        else:
+            _meet_at_a_store()
+            train_rank(args.rounds)
+        return
+    if (reason := why_not()) is not None:
+        print(f"skipped: {reason}")
+        return
+    print_machine()
+    for per_host in args.ranks_per_host or [2, 4]:
+        for what in [args.only] if args.only else ["gather", "train"]:
+            with two_hosts() as link, tempfile.TemporaryDirectory() as folder:
+                if what == (args.only or "gather"):
+                    print(f"\n2 hosts × {per_host} ranks; {link.describe()}")
+                words = [__file__, "--rank-of", what, "--rounds", str(args.rounds)]
+                meeting = {"SMP_MEET": f"file://{folder}/meet", "SMP_RANKS_PER_HOST": str(per_host)}
+                sys.stdout.write(run_ranks_on(link, per_host, words, meeting))
+                sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""``smdistributed.dataparallel.torch``: what scripts of the data parallel library import."""
+
+from smp_config.version import __version__
+
+__all__ = ["__version__"]

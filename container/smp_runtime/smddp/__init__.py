@@ -1,0 +1,5 @@
+"""SMDDP: a backend of ``torch.distributed`` whose all-gather sends every byte between two hosts only once."""
+
+from smp_runtime.smddp.registration import BACKEND, register
+
+__all__ = ["BACKEND", "register"]

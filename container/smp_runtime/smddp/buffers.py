@@ -1,0 +1,91 @@
+"""Memory of a fixed size, allocated once, that all-gathers take pieces of and give back."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+#: Pieces begin at multiples of this many bytes, so that every type can be seen in them.
+_ALIGNMENT = 64
+
+
+@dataclass
+class Piece:
+    """A piece that was taken.
+
+    Attributes:
+        bytes: the memory, ``[size]`` of uint8.
+    """
+
+    bytes: torch.Tensor
+    _start: int
+    _stop: int
+
+
+class RingBuffer:
+    """Gives out pieces in turn, and takes them back in the order in which they were taken.
+
+    Args:
+        size: bytes of the whole.
+        device: where they are; memory is allocated at the first use.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self._device = device
+        self._memory: torch.Tensor | None = None
+        self._taken: deque[Piece] = deque()
+        self._freed = threading.Condition()
+        self._broken: BaseException | None = None
+
+    def take(self, size: int) -> Piece:
+        """A piece of ``size`` bytes, at most the whole; waits until as many in a row are free.
+
+        Raises:
+            RuntimeError: those who have pieces cannot give them back any more.
+        """
+        if not 0 < size <= self.size:
+            raise AssertionError(f"a piece of {size} bytes was asked of a buffer of {self.size}")
+        with self._freed:
+            if self._memory is None:
+                self._memory = torch.empty(self.size, dtype=torch.uint8, device=self._device)
+            while (start := self._place(size)) is None:
+                self._freed.wait()
+                if self._broken is not None:
+                    raise RuntimeError(f"an earlier all-gather of this group failed: {self._broken}")
+            stop = min(start + -(-size // _ALIGNMENT) * _ALIGNMENT, self.size)
+            piece = Piece(self._memory[start : start + size], start, stop)
+            self._taken.append(piece)
+            return piece
+
+    @property
+    def in_use(self) -> bool:
+        """Whether someone has a piece."""
+        return bool(self._taken)
+
+    def give_back(self, piece: Piece) -> None:
+        """Let others have the oldest piece."""
+        with self._freed:
+            if self._taken.popleft() is not piece:
+                raise AssertionError("buffer pieces were given back in another order than they were taken")
+            self._freed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Pieces will not come back; who waits for one gets an error."""
+        with self._freed:
+            self._broken = error
+            self._freed.notify_all()
+
+    def _place(self, size: int) -> int | None:
+        """Where ``size`` bytes are free; None for nowhere."""
+        if not self._taken:
+            return 0
+        oldest, newest = self._taken[0], self._taken[-1]
+        if newest._start >= oldest._start:
+            if newest._stop + size <= self.size:
+                return newest._stop
+            return 0 if size <= oldest._start else None
+        return newest._stop if newest._stop + size <= oldest._start else None

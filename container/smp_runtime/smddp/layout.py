@@ -1,0 +1,101 @@
+"""Where the ranks of a group lie: a grid of hosts and local ranks, or why they form none."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from smp_config.buffers import BufferSizes
+from smp_config.errors import ConfigError
+from smp_runtime.comm.control import host_name
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class HostGrid:
+    """A group's ranks, host by host.
+
+    Attributes:
+        rows: for every host the group ranks on it, ascending; all rows are as long.
+        host: the row of this rank.
+        local: its position in the row.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    host: int
+    local: int
+
+    @property
+    def hosts(self) -> int:
+        return len(self.rows)
+
+    @property
+    def ranks_per_host(self) -> int:
+        return len(self.rows[0])
+
+    @property
+    def size(self) -> int:
+        return self.hosts * self.ranks_per_host
+
+    @property
+    def column(self) -> tuple[int, ...]:
+        """Ranks with this one's position on their hosts."""
+        return tuple(row[self.local] for row in self.rows)
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """Ranks on this one's host."""
+        return self.rows[self.host]
+
+    @classmethod
+    def of(cls, host_of: Sequence[str], rank: int) -> HostGrid | str:
+        """The grid, or the reason why an all-gather in phases is not possible or has no use.
+
+        Args:
+            host_of: by group rank, the name of its host.
+            rank: this rank in the group.
+        """
+        hosts: dict[str, list[int]] = {}
+        for number, name in enumerate(host_of):
+            hosts.setdefault(name, []).append(number)
+        counts = {name: len(ranks) for name, ranks in hosts.items()}
+        if len(hosts) == 1:
+            return f"all {len(host_of)} ranks of the group are on one host, {host_of[0]}"
+        if len(set(counts.values())) > 1:
+            shown = ", ".join(f"{count} on {name}" for name, count in counts.items())
+            return f"its hosts have different numbers of the group's ranks: {shown}"
+        if len(hosts) == len(host_of):
+            return f"each of its {len(hosts)} hosts has one rank of the group, so nothing would be sent twice"
+        rows = tuple(tuple(ranks) for ranks in hosts.values())
+        host = next(number for number, row in enumerate(rows) if rank in row)
+        return cls(rows, host, rows[host].index(rank))
+
+
+def agree(store: dist.Store, rank: int, size: int) -> tuple[list[str], BufferSizes]:
+    """Tell the group this rank's host and buffer sizes; every rank of it calls this once.
+
+    Returns:
+        By group rank the names of the hosts, and the sizes.
+
+    Raises:
+        ConfigError: sizes that are no multiples of 8192, or not the same on all ranks, who then would not fall back
+            together.
+    """
+    sizes = BufferSizes.from_environment(os.environ)
+    store.set(f"place/{rank}", json.dumps([host_name(), sizes.scratch, sizes.sort]))
+    keys = [f"place/{number}" for number in range(size)]
+    texts = [store.get(key) for key in keys]
+    places = [json.loads(text) for text in texts]
+    for number, (_, scratch, sort) in enumerate(places):
+        if (scratch, sort) != (places[0][1], places[0][2]):
+            raise ConfigError(
+                f"rank {number} of the group has SMDDP buffers of {scratch} and {sort} bytes, but rank 0 has "
+                f"{places[0][1]} and {places[0][2]}; every rank read its own environment; give all hosts the same "
+                f"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES={places[0][1]} and SMDDP_AG_SORT_BUFFER_SIZE_BYTES={places[0][2]}"
+            )
+    return [place[0] for place in places], sizes

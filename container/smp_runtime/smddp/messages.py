@@ -1,0 +1,243 @@
+"""The all-gather in phases on CPU: messages between hosts, passed on inside each as they arrive."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from smp_config.buffers import BufferSizes
+from smp_runtime.smddp.buffers import Piece, RingBuffer
+from smp_runtime.smddp.items import Item
+from smp_runtime.smddp.layout import HostGrid
+
+#: Far above the tags that scripts choose.
+_FIRST_TAG = 2**30
+_LAST_TAG = 2**31 - 1
+
+#: A shard travels in parts, so that the network is busy while parts that came are handed on; more and smaller ones
+#: cost more than they gain.
+_PARTS = 4
+_LEAST_PART = 256 * 1024
+
+#: Seconds for the thread to end.
+_PATIENCE = 5.0
+
+#: Shards of at most this many bytes are handed on together.
+_SMALL = 128 * 1024
+
+
+@dataclass
+class _Gather:
+    """One all-gather under way.
+
+    Attributes:
+        wanted: what the future is completed with.
+        arriving: from other hosts, in the order in which they are waited for: the message, the host, where in a shard
+            its bytes belong, and the tag with which they are handed on.
+        works: all messages that are not waited for before the end.
+        blocks: by neighbour, all shards that it hands on at once; empty where they come one by one.
+    """
+
+    item: Item
+    wanted: list[torch.Tensor]
+    scratch: Piece
+    sort: Piece
+    first_tag: int
+    future: torch.futures.Future[Any] = field(default_factory=torch.futures.Future)
+    arriving: list[tuple[Any, int, slice, int]] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)
+    blocks: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class MessageGather:
+    """Phases made of messages over a backend that can send and receive.
+
+    Every rank copies its shard into its scratch buffer, and sends it from there to the ranks with its local number on
+    other hosts. What arrives from there is in the sort buffer, from where it is copied into its place by rank order, and
+    handed on to this host's other ranks. A large shard travels in parts, which are handed on one by one, and its owner
+    gives it to its neighbours at once; they receive it in its place. A small one is handed on together with all that has
+    arrived: fewer messages.
+
+    Args:
+        backend: of the group, with a full mesh of connections.
+        grid: where its ranks are.
+        sizes: of the buffers.
+    """
+
+    def __init__(self, backend: Any, grid: HostGrid, sizes: BufferSizes) -> None:
+        self._backend = backend
+        self._grid = grid
+        self._other_hosts = _others(grid.host, grid.hosts)
+        self._neighbours = [grid.row[number] for number in _others(grid.local, grid.ranks_per_host)]
+        cpu = torch.device("cpu")
+        self.scratch = RingBuffer(sizes.scratch, cpu)
+        self.sort = RingBuffer(sizes.sort, cpu)
+        self._tag = _FIRST_TAG
+        self._queue: queue.SimpleQueue[_Gather | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stop = weakref.finalize(self, self._queue.put, None)
+
+    def start(self, items: Sequence[Item], *, here: bool = False) -> torch.futures.Future[Any]:
+        """Begin; all ranks of the group begin their all-gathers in the same order.
+
+        Args:
+            here: the caller waits anyway, so bring them to their end on its thread, unless earlier ones are under way.
+
+        Returns:
+            Completed with all tensors that were to be filled.
+
+        Raises:
+            RuntimeError: an earlier one failed.
+        """
+        # They end in the order of their beginning, and after one that failed all others do.
+        wanted = [tensor for item in items for tensor in item.wanted]
+        return [self._start(item, wanted, here) for item in items][-1]
+
+    def _start(self, item: Item, wanted: list[torch.Tensor], here: bool) -> torch.futures.Future[Any]:
+        grid, size = self._grid, item.shard.numel()
+        here = here and not self.scratch.in_use
+        # Taken in this order by all, and given back in that of the all-gathers: nobody waits in a circle.
+        scratch = self.scratch.take(size)
+        gather = _Gather(item, wanted, scratch, self.sort.take(grid.hosts * size), self._tags(_PARTS * grid.hosts))
+        parts = _parts(size)
+        self._exchange(gather, parts)
+        if size <= _SMALL:
+            self._expect_blocks(gather)
+        else:
+            self._share(gather, parts)
+        mine = item.outputs[grid.row[grid.local]]
+        if mine.data_ptr() != item.shard.data_ptr():
+            mine.copy_(item.shard)
+        if here:
+            _finish(self, gather)
+            return gather.future
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_pass_on, args=(weakref.ref(self), self._queue), name="smddp-all-gather", daemon=True
+            )
+            self._thread.start()
+        self._queue.put(gather)
+        return gather.future
+
+    def _exchange(self, gather: _Gather, parts: Sequence[slice]) -> None:
+        """Between hosts; first of all, since what else is to be done can be done while these bytes travel."""
+        grid, rows, sent = self._grid, self._rows(gather), gather.scratch.bytes
+        for number, part in enumerate(parts):
+            for host in reversed(self._other_hosts):
+                tag = self._tag_of(gather, number, host)
+                received = self._backend.recv([rows[host, part]], grid.column[host], tag)
+                gather.arriving.append((received, host, part, tag))
+        sent.copy_(gather.item.shard)
+        for number, part in enumerate(parts):
+            tag = self._tag_of(gather, number, grid.host)
+            for host in self._other_hosts:
+                gather.works.append(self._backend.send([sent[part]], grid.column[host], tag))
+
+    def _share(self, gather: _Gather, parts: Sequence[slice]) -> None:
+        """Give the own shard to the neighbours, and make ready for all that they give."""
+        grid, outputs = self._grid, gather.item.outputs
+        for number, part in enumerate(parts):
+            tag = self._tag_of(gather, number, grid.host)
+            for neighbour in self._neighbours:
+                gather.works.append(self._backend.send([gather.scratch.bytes[part]], neighbour, tag))
+        for number, part in enumerate(parts):
+            for host in (grid.host, *reversed(self._other_hosts)):
+                tag = self._tag_of(gather, number, host)
+                for neighbour in reversed(self._neighbours):
+                    place = outputs[grid.rows[host][grid.row.index(neighbour)]][part]
+                    gather.works.append(self._backend.recv([place], neighbour, tag))
+
+    def _expect_blocks(self, gather: _Gather) -> None:
+        """Make ready for one message from each neighbour, with its shard and what it got from other hosts."""
+        for neighbour in reversed(self._neighbours):
+            block = torch.empty(self._grid.hosts, gather.item.shard.numel(), dtype=torch.uint8)
+            gather.blocks[neighbour] = block
+            gather.works.append(self._backend.recv([block], neighbour, gather.first_tag))
+
+    def pass_on(self, gather: _Gather) -> None:
+        """Bring one all-gather to its end."""
+        grid, item, rows = self._grid, gather.item, self._rows(gather)
+        if gather.blocks:
+            rows[grid.host].copy_(gather.scratch.bytes)
+        for received, host, part, tag in gather.arriving:
+            received.wait()
+            if not gather.blocks:
+                for neighbour in self._neighbours:
+                    gather.works.append(self._backend.send([rows[host, part]], neighbour, tag))
+                item.outputs[grid.column[host]][part].copy_(rows[host, part])
+        if gather.blocks:
+            for neighbour in self._neighbours:
+                gather.works.append(self._backend.send([rows], neighbour, gather.first_tag))
+            for host in self._other_hosts:
+                item.outputs[grid.column[host]].copy_(rows[host])
+        for work in gather.works:
+            work.wait()
+        for neighbour, block in gather.blocks.items():
+            for row, shard in zip(grid.rows, block, strict=True):
+                item.outputs[row[grid.row.index(neighbour)]].copy_(shard)
+        if item.finish is not None:
+            item.finish()
+        self.sort.give_back(gather.sort)
+        self.scratch.give_back(gather.scratch)
+
+    def close(self) -> None:
+        """End the thread; what is under way may end first."""
+        self._stop()
+        if self._thread is not None:
+            # A thread that is still inside gloo when the interpreter ends would abort the process.
+            self._thread.join(_PATIENCE)
+
+    def fail(self, error: BaseException) -> None:
+        """No all-gather can complete any more."""
+        self.scratch.fail(error)
+        self.sort.fail(error)
+
+    def _rows(self, gather: _Gather) -> torch.Tensor:
+        """The sort buffer's piece, ``[hosts, bytes]``."""
+        return gather.sort.bytes.view(self._grid.hosts, -1)
+
+    def _tags(self, needed: int) -> int:
+        """The first of enough tags for one all-gather, the same on all ranks."""
+        if self._tag + needed > _LAST_TAG:
+            self._tag = _FIRST_TAG
+        first, self._tag = self._tag, self._tag + needed
+        return first
+
+    def _tag_of(self, gather: _Gather, part: int, host: int) -> int:
+        return gather.first_tag + part * self._grid.hosts + host
+
+
+def _pass_on(weak: weakref.ref[MessageGather], waiting: queue.SimpleQueue[_Gather | None]) -> None:
+    """Complete all-gathers in their order. One thread does it, so that all ranks hand on in the same order."""
+    while (gather := waiting.get()) is not None:
+        owner = weak()
+        if owner is None:
+            return
+        _finish(owner, gather)
+        del owner, gather
+
+
+def _finish(owner: MessageGather, gather: _Gather) -> None:
+    try:
+        owner.pass_on(gather)
+    except BaseException as error:
+        owner.fail(error)
+        gather.future.set_exception(RuntimeError(f"the all-gather over {owner._grid.size} ranks failed: {error}"))
+    else:
+        gather.future.set_result(gather.wanted)
+
+
+def _parts(size: int) -> list[slice]:
+    step = max(_LEAST_PART, -(-size // _PARTS))
+    return [slice(first, min(first + step, size)) for first in range(0, size, step)]
+
+
+def _others(me: int, size: int) -> list[int]:
+    """All but ``me``, the next one first, so that not all send to the same one."""
+    return [(me + distance) % size for distance in range(1, size)]

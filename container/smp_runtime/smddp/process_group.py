@@ -1,0 +1,236 @@
+"""The process group of the backend ``smddp``: NCCL's or gloo's collectives, but for the all-gather."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smp_config.buffers import BufferSizes
+from smp_config.smddp import BACKEND
+from smp_runtime.smddp.items import Item
+from smp_runtime.smddp.layout import HostGrid, agree
+from smp_runtime.smddp.messages import MessageGather
+from smp_runtime.smddp.streams import StreamGather
+from smp_runtime.smddp.work import FutureWork
+
+logger = logging.getLogger("smp")
+
+_BackendType = dist.ProcessGroup.BackendType
+
+
+class SmddpProcessGroup(dist.ProcessGroup):
+    """A group over the plain backends of its devices, whose all-gather goes in phases between and inside hosts.
+
+    Everything that is not an all-gather goes straight to the plain backend of the tensor's device. An all-gather does
+    too where the group's ranks form no grid, and when a buffer is too small for it.
+
+    Args:
+        rank: in the group.
+        size: of the group.
+        plain: by type of device, the plain backend's type and itself.
+        grid: where the group's ranks are, or why the all-gather cannot go in phases.
+        sizes: of the buffers.
+        gathers: by type of device, what gathers in phases there.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        plain: dict[str, tuple[Any, Any]],
+        grid: HostGrid | str,
+        sizes: BufferSizes,
+        gathers: dict[str, MessageGather | StreamGather],
+    ) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub lacks this constructor
+        # Not super(): PyTorch would look for an override of what it is asked for, and find it here again.
+        self._plain = _bare_group(rank, size)
+        kinds = [kind for kind, _ in plain.values()]
+        for group in (self, self._plain):
+            group._set_default_backend(_BackendType.NCCL if _BackendType.NCCL in kinds else kinds[0])
+            for device, (kind, backend) in plain.items():
+                group._register_backend(torch.device(device), kind, backend)
+        self.grid = grid
+        self.sizes = sizes
+        self._gathers = gathers
+        self._said: set[str] = set()
+        #: All-gathers that went in phases, and that the plain backend did.
+        self.in_phases = 0
+        self.fallen_back = 0
+
+    @classmethod
+    def create(
+        cls, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, nccl_options: Any = None
+    ) -> SmddpProcessGroup:
+        """Make this rank's end of a group; every rank of the group calls it.
+
+        Args:
+            store: of this group alone.
+            timeout: of every collective.
+            name: of the group.
+            nccl_options: what NCCL is started with.
+
+        Raises:
+            ConfigError: the ranks' buffer sizes are wrong or differ.
+        """
+        host_of, sizes = agree(store, rank, size)
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), rank, size, timeout=timeout)
+        gloo._set_sequence_number_for_group()
+        plain: dict[str, tuple[Any, Any]] = {"cpu": (_BackendType.GLOO, gloo)}
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            nccl = _nccl(store, rank, size, timeout, name, nccl_options)
+            nccl._set_sequence_number_for_group()
+            plain["cuda"] = (_BackendType.NCCL, nccl)
+        grid = HostGrid.of(host_of, rank)
+        gathers: dict[str, MessageGather | StreamGather] = {}
+        if isinstance(grid, HostGrid):
+            gathers["cpu"] = MessageGather(gloo, grid, sizes)
+            if "cuda" in plain:
+                across = _nccl_group(store, f"{name}-across-{grid.local}", grid.host, grid.hosts, timeout)
+                inside = _nccl_group(store, f"{name}-inside-{grid.host}", grid.local, grid.ranks_per_host, timeout)
+                gathers["cuda"] = StreamGather(across, inside, grid, sizes)
+        return cls(rank, size, plain, grid, sizes, gathers)
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def fallback_reason(self, shard_bytes: int, device: str = "cpu") -> str | None:
+        """Why the plain backend does an all-gather; None when it goes in phases.
+
+        Args:
+            shard_bytes: what one rank puts in.
+            device: type of the device where it lies.
+        """
+        if isinstance(self.grid, str):
+            return self.grid
+        if device not in self._gathers:
+            return f"there is no all-gather in phases on {device}"
+        if shard_bytes == 0:
+            return "it is empty"
+        return self.sizes.fallback_reason(shard_bytes, self.grid.size, self.grid.hosts * shard_bytes)
+
+    # -- the all-gather, under all its names -------------------------------------------------------------------------
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+        """One tensor from all: ``output``, ``[size * input.numel()]`` elements, takes the inputs in rank order."""
+        works = self._phases([Item.into_one(output, input, self.size())], opts)
+        return works or _gather(self._plain, output, input, *_given(opts))
+
+    def all_gather_single_coalesced(
+        self, output_lists: list[torch.Tensor], input_list: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Several of :meth:`all_gather_single` at once."""
+        pairs = zip(output_lists, input_list, strict=True)
+        works = self._phases([Item.into_one(output, shard, self.size()) for output, shard in pairs], opts)
+        return works or _gather_several(self._plain, output_lists, input_list, *_given(opts))
+
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
+        """A tensor from each: ``output_tensors[0][rank]`` takes ``input_tensors[0]`` of that rank."""
+        if isinstance(input_tensors, torch.Tensor):
+            # The short form, whose third argument is a timeout.
+            output_tensors, input_tensors, opts = [output_tensors], [input_tensors], None
+        item = None
+        if len(input_tensors) == 1:
+            item = Item.into_list(output_tensors[0], input_tensors[0], self.size())
+        return self._phases([item], opts) or self._plain.allgather(output_tensors, input_tensors, *_given(opts))
+
+    # Names of before PyTorch 2.13.
+    _allgather_base: Any = all_gather_single
+    allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
+
+    def _phases(self, items: Sequence[Item | None], opts: Any) -> FutureWork | None:
+        """Begin all-gathers in phases; None when the plain backend has to do them."""
+        wanted = [item for item in items if item is not None]
+        if len(wanted) < len(items) or not items:
+            return None  # tensors that do not fit each other: the plain backend says what is wrong
+        device = wanted[0].shard.device.type
+        if not all(self.tries_phases(item.shard.numel(), device) for item in wanted):
+            return None
+        self.in_phases += len(items)
+        waits = not getattr(opts, "asyncOp", True)
+        return FutureWork(self._gathers[device].start(wanted, here=waits))
+
+    def tries_phases(self, shard_bytes: int, device: str = "cpu") -> bool:
+        """Whether an all-gather that is to begin goes in phases; counts and logs it where it falls back."""
+        reason = self.fallback_reason(shard_bytes, device)
+        if reason is not None:
+            self.fallen_back += 1
+            self._say(reason, shard_bytes)
+        return reason is None
+
+    def _say(self, reason: str, shard_bytes: int) -> None:
+        """Log why the plain backend is used: once for what the ranks' places cause, once for each buffer."""
+        kind = "place" if isinstance(self.grid, str) else "scratch" if shard_bytes > self.sizes.scratch else "sort"
+        if shard_bytes and self.rank() == 0 and kind not in self._said:
+            self._said.add(kind)
+            logger.log(
+                logging.INFO if kind == "place" else logging.WARNING,
+                "SMDDP: all-gathers over %d ranks fall back to the plain backend: %s",
+                self.size(),
+                reason,
+            )
+
+    def shutdown(self) -> None:
+        """Let go of connections and threads."""
+        for gather in self._gathers.values():
+            gather.close()
+        super().shutdown()
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def forward(self: SmddpProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._plain, name)(*args, **kwargs)
+
+    forward.__name__ = name
+    return forward
+
+
+# Inherited as they are, these would run with Python's lock held, in PyTorch's code that looks for overrides; a thread
+# of gloo that lets go of a tensor needs it too, and holds a lock that they need.
+for _name in (
+    *("allreduce", "allreduce_coalesced", "broadcast", "barrier", "send", "recv", "recv_anysource", "reduce", "gather"),
+    *("scatter", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced", "_reduce_scatter_base"),
+    *("reduce_scatter_tensor_coalesced", "all_to_all_single", "alltoall_base", "alltoall", "allgather_coalesced"),
+):
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(SmddpProcessGroup, _name, _forward(_name))
+
+
+# Their names changed in PyTorch 2.13.
+_gather: Any = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+_gather_several: Any = (
+    getattr(dist.ProcessGroup, "all_gather_single_coalesced", None) or dist.ProcessGroup.allgather_into_tensor_coalesced
+)
+
+
+def _given(opts: Any) -> tuple[Any, ...]:
+    return () if opts is None else (opts,)
+
+
+def _bare_group(rank: int, size: int) -> dist.ProcessGroup:
+    """A group of PyTorch's own class, without backends."""
+    return dist.ProcessGroup(rank, size)  # type: ignore[call-arg]  # the stub lacks this constructor
+
+
+def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, options: Any = None) -> Any:
+    """NCCL over a group; communicators are made at the first use."""
+    options = options if isinstance(options, dist.ProcessGroupNCCL.Options) else dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.group_name = name
+    return dist.ProcessGroupNCCL(dist.PrefixStore(f"cuda/{name}/", store), rank, size, options)
+
+
+def _nccl_group(store: dist.Store, name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Some ranks of a group as one that NCCL alone serves."""
+    backend = _nccl(store, rank, size, timeout, name)
+    backend._set_sequence_number_for_group()
+    group = _bare_group(rank, size)
+    group._set_default_backend(_BackendType.NCCL)
+    group._register_backend(torch.device("cuda"), _BackendType.NCCL, backend)
+    group._set_group_name(name)  # type: ignore[arg-type]  # a kind of str since PyTorch 2.10
+    return group

@@ -1,0 +1,114 @@
+"""The all-gather in phases on CUDA: two collectives, one after the other on a stream of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smp_config.buffers import BufferSizes
+from smp_runtime.smddp.items import Item
+from smp_runtime.smddp.layout import HostGrid
+
+
+class StreamGather:
+    """Phases made of collectives over two smaller groups.
+
+    The ranks with one number on their hosts gather each other's shards from scratch buffers into sort buffers, host by
+    host. Then the ranks of each host gather, for every host, what it has of it; each of these gathers writes one host's
+    shards in the order of its ranks to where they belong, so that nothing is left to sort.
+
+    Args:
+        across: the ranks with this one's number on their hosts, host by host.
+        inside: this host's ranks of the group.
+        grid: where the group's ranks are.
+        sizes: of the buffers.
+    """
+
+    def __init__(self, across: dist.ProcessGroup, inside: dist.ProcessGroup, grid: HostGrid, sizes: BufferSizes):
+        self._across = across
+        self._inside = inside
+        self._grid = grid
+        self._sizes = sizes
+        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def start(self, items: Sequence[Item], *, here: bool = False) -> torch.futures.Future[Any]:
+        """Begin; all ranks of the group begin their all-gathers in the same order.
+
+        Args:
+            here: of no use on a stream.
+
+        Returns:
+            Completed on the stream, with all tensors that were to be filled. Waiting for it lets the caller's stream
+            wait.
+        """
+        device, wanted = items[0].shard.device, [tensor for item in items for tensor in item.wanted]
+        if self._buffers is None:
+            sizes = (self._sizes.scratch, self._sizes.sort)
+            scratch, sort = (torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
+            self._buffers = scratch, sort
+        if device.type != "cuda":
+            future: torch.futures.Future[Any] = torch.futures.Future()
+            self._enqueue(items, *self._buffers)
+            future.set_result(wanted)
+            return future
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        future = torch.futures.Future(devices=[device])
+        # What the stream does is in order, so the next all-gather uses the buffers when this one is through with them.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            self._enqueue(items, *self._buffers)
+            for item in items:
+                for tensor in (item.shard, *item.outputs):
+                    tensor.record_stream(self._stream)
+            future.set_result(wanted)
+        return future
+
+    def _enqueue(self, items: Sequence[Item], scratch: torch.Tensor, sort: torch.Tensor) -> None:
+        hosts = self._grid.hosts
+        for item in items:
+            size = item.shard.numel()
+            sent, arrived = scratch[:size], sort[: hosts * size].view(hosts, size)
+            sent.copy_(item.shard)
+            _wait(_gather(self._across, arrived.view(-1), sent))
+            blocks = [_block([item.outputs[rank] for rank in row]) for row in self._grid.rows]
+            if all(block is not None for block in blocks):
+                _wait(_gather_several(self._inside, blocks, list(arrived)))
+            else:
+                for row, part in zip(self._grid.rows, arrived, strict=True):
+                    _wait(self._inside.allgather([[item.outputs[rank] for rank in row]], [part]))
+            if item.finish is not None:
+                item.finish()
+
+    def close(self) -> None:
+        """Shut the two groups down."""
+        for group in (self._across, self._inside):
+            with contextlib.suppress(AttributeError):
+                group.shutdown()
+
+
+# Their names changed in PyTorch 2.13.
+_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+_gather_several: Any = (
+    getattr(dist.ProcessGroup, "all_gather_single_coalesced", None) or dist.ProcessGroup.allgather_into_tensor_coalesced
+)
+
+
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
+def _block(rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The rows as one tensor, where one begins at the end of another."""
+    first, size = rows[0], rows[0].numel()
+    storage = first.untyped_storage().data_ptr()
+    for number, row in enumerate(rows):
+        if row.data_ptr() != first.data_ptr() + number * size or row.untyped_storage().data_ptr() != storage:
+            return None
+    return first.as_strided((len(rows) * size,), (1,))
