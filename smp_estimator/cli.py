@@ -17,6 +17,7 @@ from rich.table import Table
 
 from smp_config import ConfigError, ModelParallelParameters, Topology
 from smp_config.instances import GIB, instance
+from smp_estimator.cli_checkpoint import checkpoint
 from smp_estimator.cli_timeline import timeline
 
 LOCAL_TYPES = ("local", "local_gpu")
@@ -40,6 +41,7 @@ def main() -> None:
     """Train with the SageMaker model parallel library: check, plan, run."""
 
 
+main.add_command(checkpoint)
 main.add_command(timeline)
 
 

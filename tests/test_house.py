@@ -26,6 +26,8 @@ MAY_IMPORT = {
     "smp_runtime": {"smp_config"},
     "smdistributed": {"smp_runtime", "smp_config"},
 }
+#: Files that reach further, and only inside functions: commands that import the runtime when they run.
+COMMANDS = {ROOT / "smp_estimator" / "cli_checkpoint.py": {"smp_runtime"}}
 #: Outside packages that would pull a floor up.
 FORBIDDEN = {
     "smp_config": {"torch", "sagemaker", "boto3", "numpy"},
@@ -40,6 +42,7 @@ FLOORS = [
     ("registry", "pieces", "module_manager"),
     (
         "comm",
+        "smddp",
         "pipeline",
         "progress",
         "splitting",
@@ -81,8 +84,17 @@ def test_imports_only_go_down(package):
         for name in _imports(path):
             top = name.split(".")[0]
             if top in PACKAGES and top != package:
-                assert top in MAY_IMPORT[package], f"{path.relative_to(ROOT)} imports {name}"
+                allowed = MAY_IMPORT[package] | COMMANDS.get(path, set())
+                assert top in allowed, f"{path.relative_to(ROOT)} imports {name}"
             assert top not in FORBIDDEN[package], f"{path.relative_to(ROOT)} imports {name}"
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_commands_import_the_runtime_only_when_they_run(path):
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            assert not any(name.split(".")[0] in COMMANDS[path] for name in names), ast.unparse(node)
 
 
 def test_the_floors_of_the_runtime():
@@ -129,6 +141,7 @@ def test_the_public_surface_is_frozen():
         resume_from_checkpoint save save_checkpoint send set_activation_checkpointing set_partition set_tensor_parallelism
         shutdown size
         state step tensor_parallelism tp_rank tp_register tp_register_with_module tp_size
+        wait_for_checkpoint
     """.split()
     assert sorted(smp.__all__) == sorted(expected)
     for name in expected:

@@ -118,7 +118,7 @@ class DistributedModel(SavedModel):
         self._stage = self._session.rank_in(Group.PP)
         self._reducer: Reducer | None = None
         self._frozen: list[nn.Parameter] = []
-        self._waiting_states: list[tuple[dict[str, Any], bool]] = []
+        self._waiting: list[Callable[[], Any]] = []
         self._comm_hook: tuple[Any, Callable[..., Any]] | None = None
 
         self.partitioned = self._session.size(Group.PP) == 1
@@ -209,9 +209,9 @@ class DistributedModel(SavedModel):
                     f"{self.registry.elements:,}",
                 )
         else:
-            self._load_what_waited()
             for optimizer in self._session.optimizers:
                 optimizer.bind(self)
+            self._load_what_waited()
 
     # -- calls -----------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ PARTIAL_KEY = "_smp_is_partial"
 class SavedModel(StagedModel):
     """A wrapped model with a ``state_dict`` of the module inside, wherever its parts are."""
 
-    #: States that were loaded before the parameters had a place.
-    _waiting_states: list[tuple[dict[str, Any], bool]]
+    #: What was loaded before the parameters had a place, in order.
+    _waiting: list[Callable[[], Any]]
 
     def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
         """The full state under the unwrapped module's names.
@@ -76,7 +76,8 @@ class SavedModel(StagedModel):
                 "leave assign at False"
             )
         if not self.partitioned and (partial or any(p.is_meta for p in self.module.parameters())):
-            self._waiting_states.append((dict(state_dict), strict))
+            kept = dict(state_dict)
+            self._waiting.append(lambda: self.load_state_dict(kept, strict=strict))
             return torch.nn.modules.module._IncompatibleKeys([], [])
         result = self._load(state, strict, assign, own)
         for record in self.registry:  # masters take a float32 state unrounded
@@ -99,11 +100,15 @@ class SavedModel(StagedModel):
             )
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
+    def load_when_partitioned(self, load: Callable[[], Any]) -> None:
+        """Call ``load`` when the parameters have a place."""
+        self._waiting.append(load)
+
     def _load_what_waited(self) -> None:
         """The parameters have a place: load what came before."""
-        waiting, self._waiting_states = self._waiting_states, []
-        for state, strict in waiting:
-            self.load_state_dict(state, strict=strict)
+        waiting, self._waiting = self._waiting, []
+        for load in waiting:
+            load()
 
 
 def _owner(name: str) -> str:

@@ -11,11 +11,13 @@ from torch.utils._pytree import tree_map
 
 from smp_config import Group
 from smp_runtime import session as sessions
+from smp_runtime.checkpoint.full_optimizer import own_parts, whole_tensor, whole_values
 from smp_runtime.errors import SMPUserError
 from smp_runtime.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
 from smp_runtime.optimizer_state import load_state, whole_state
 from smp_runtime.pieces import Piece
 from smp_runtime.sharding.attributes import ShardingAttributes
+from smp_runtime.tensor_parallel.placement import part_of
 
 if TYPE_CHECKING:
     from smp_runtime.model import DistributedModel
@@ -155,6 +157,12 @@ class DistributedOptimizer(ShardingAttributes, torch.optim.Optimizer):
     def updates(self, model: DistributedModel) -> bool:
         """Whether this optimizer updates pieces of ``model``."""
         return self._model is model
+
+    def original_groups(self) -> list[list[nn.Parameter]]:
+        """The model's parameters by parameter group, as the script gave them, of all stages and ranks."""
+        if self._model is not None:
+            return [list(parameters) for parameters in self._originals]
+        return [list(group["params"]) for group in self.optimizer.param_groups]
 
     def drop_gradients_of(self, model: DistributedModel) -> None:
         """Forget gradients that were brought to the pieces of ``model`` but not used."""
@@ -319,19 +327,38 @@ class DistributedOptimizer(ShardingAttributes, torch.optim.Optimizer):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The full state, numbered and shaped as without half precision or sharding.
+        """The full state, numbered and shaped as in one process without half precision.
 
-        With sharded state it is gathered over the data parallel group, with pipeline parallelism over the stages, so
-        every rank of these groups calls it.
+        With sharded state it is gathered over the data parallel group, with tensor and pipeline parallelism over the
+        ranks of a replica, so every rank of these groups calls it.
         """
-        if self._model is None:
-            return self.optimizer.state_dict()
-        state = self._stage_state()
-        if self._session.size(Group.PP) == 1:
+        state = self.optimizer.state_dict() if self._model is None else self._stage_state()
+        if self._session.size(Group.TP) > 1:
+            state = {**state, "state": whole_values(self._session, self._parameters(), state["state"])}
+        if self._session.size(Group.PP) == 1 or self._model is None:
             return state
         parts = self._session.control.allgather(tree_map(_on_cpu, state["state"]), self._session.members(Group.PP))
         merged = {number: values for part in parts for number, values in part.items()}
         return {**state, "state": {number: state["state"].get(number, merged[number]) for number in sorted(merged)}}
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """:meth:`state_dict`, and under ``fp16_states`` the whole float32 weights and the loss scale in half precision.
+
+        Every rank of a replica and of its data parallel group calls it.
+        """
+        state, half = self.state_dict(), self.fp16_states()
+        if self._model is None or not half:
+            return state
+        records = {record.name: record for record in self._model.registry}
+        masters = {n: whole_tensor(self._session, records[n].parameter, v) for n, v in sorted(half["masters"].items())}
+        if self._session.size(Group.PP) > 1:
+            parts = self._session.control.allgather(tree_map(_on_cpu, masters), self._session.members(Group.PP))
+            masters = {name: value for part in parts for name, value in part.items()}
+        return {**state, HALF_KEY: {**half, "masters": masters}}
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """The model's parameters by their number in a state."""
+        return list(dict.fromkeys(parameter for group in self.original_groups() for parameter in group))
 
     def stage_state(self) -> dict[str, Any]:
         """The state of this stage's parameters, with the numbers that they have in the whole; marked as partial."""
@@ -360,6 +387,8 @@ class DistributedOptimizer(ShardingAttributes, torch.optim.Optimizer):
         state = {key: value for key, value in state_dict.items() if key not in (PARTIAL_KEY, SHARD_KEY, HALF_KEY)}
         if HALF_KEY in state_dict:
             self.load_fp16_states(state_dict[HALF_KEY])
+        if self._session.size(Group.TP) > 1 and SHARD_KEY not in state_dict:
+            state = own_parts(self._session, self._parameters(), state)
         if self._model is None or SHARD_KEY in state_dict:
             self.optimizer.load_state_dict(state)
         else:
@@ -382,14 +411,39 @@ class DistributedOptimizer(ShardingAttributes, torch.optim.Optimizer):
     @torch.no_grad()
     def load_fp16_states(self, states: Mapping[str, Any]) -> None:
         """Continue from saved master weights and loss scale."""
-        if not states or self._model is None:
+        if not states:
+            return
+        if self._model is None or not self._model.precision.is_half:
+            for model in self._session.models:  # in full precision they are the weights
+                model.load_state_dict(states["masters"], strict=False)
             return
         for piece in self._pieces:
-            master = states["masters"][self._model.registry.record_of(piece.parameter).name]
+            record = self._model.registry.record_of(piece.parameter)
+            master = states["masters"].get(record.name)
+            if master is None:
+                continue
+            master = part_of(record, master)
             piece.optimized.copy_(master.reshape(-1)[piece.start : piece.stop].view(piece.optimized.shape))
-        # A scale only means something to fp16; one that the script fixed stays as it is now.
-        if self._session.cfg.fp16 and self.dynamic_loss_scale and "overflows_left" in states.get("loss_scaler", {}):
-            self.loss_scaler.load_state_dict(states["loss_scaler"])
+        self.load_loss_scale(states.get("loss_scaler"))
+
+    def load_loss_scale(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a saved loss scale; it only means something to fp16, and one that the script fixed stays."""
+        if self._session.cfg.fp16 and self.dynamic_loss_scale and "overflows_left" in (state or {}):
+            self.loss_scaler.load_state_dict(state or {})
+
+    # -- what older helper scripts call ----------------------------------------------------------------------------
+
+    def save_optimizer_backcompat(self, gather_if_shard: bool = True) -> dict[str, Any]:
+        """The same as :meth:`local_state_dict`."""
+        return self.local_state_dict(gather_if_shard=gather_if_shard)
+
+    def load_optimizer_backcompat(self, state_dict: Mapping[str, Any]) -> None:
+        """The same as :meth:`load_state_dict`."""
+        self.load_state_dict(state_dict)
+
+    def _param_id_to_index(self) -> dict[int, int]:
+        """The number of each of the model's parameters in a state, by the parameter's ``id``."""
+        return {id(parameter): number for number, parameter in enumerate(self._parameters())}
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"

@@ -1,9 +1,9 @@
-"""One file: written under a temporary name and renamed, read without running code from it."""
+"""One file: written whole with its checksum, read without running code from it."""
 
 from __future__ import annotations
 
 import contextlib
-import io
+import hashlib
 import os
 import pickle
 import socket
@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from smp_runtime.errors import CheckpointError, SMPUserError
+from smp_runtime.checkpoint.manifest import FileRecord
+from smp_runtime.errors import CheckpointError
 
 
 @contextlib.contextmanager
@@ -41,25 +42,46 @@ def write_text(text: str, path: Path) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_user_content(content: Any, path: Path) -> None:
-    """Write what a script hands over, after checking that it can be read back without running code.
-
-    Raises:
-        SMPUserError: it holds something other than plain containers, numbers, strings and tensors.
-    """
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    buffer.seek(0)
-    try:
-        torch.load(buffer, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise SMPUserError(
-            "user_content holds an object that could not be loaded back safely "
-            f"({str(error).splitlines()[0]}); keep to dictionaries, lists, numbers, strings and tensors, for "
-            "example vars(args) instead of args"
-        ) from None
+def write_bytes(content: bytes, path: Path) -> None:
+    """Write a file whole."""
     with whole_file(path) as temporary:
-        temporary.write_bytes(buffer.getvalue())
+        temporary.write_bytes(content)
+
+
+def write_recorded(content: Any, path: Path) -> FileRecord:
+    """Write a file of a checkpoint folder that is not in its place yet: tensors, or bytes as they are.
+
+    Returns:
+        Its length and checksum, computed while it was written.
+    """
+    with open(path, "wb") as file:
+        stream = _Hashing(file)
+        if isinstance(content, bytes):
+            stream.write(content)
+        else:
+            torch.save(content, stream)  # type: ignore[arg-type]
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(stream.length, stream.digest.hexdigest())
+
+
+class _Hashing:
+    """A file that is written from its beginning to its end, with its checksum."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+        self.length = 0
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        self._file.write(data)
+        written = memoryview(data).nbytes
+        self.length += written
+        return written
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def read_tensors(path: Path, map_location: Any = "cpu") -> Any:
@@ -77,7 +99,7 @@ def read_tensors(path: Path, map_location: Any = "cpu") -> Any:
         return None
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"the checkpoint file {path} cannot be read ({str(error).splitlines()[0]}); it was cut, damaged or written "
             "by something else: resume from another tag"

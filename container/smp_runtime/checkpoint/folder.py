@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from pathlib import Path
 
+from smp_runtime.checkpoint.agreement import Exchange
 from smp_runtime.checkpoint.files import write_text
+from smp_runtime.checkpoint.manifest import MANIFEST, NEWEST, PARTIAL, checkpoints_in
 from smp_runtime.errors import CheckpointError
-from smp_runtime.session import Session
-
-NEWEST = "newest"
-PARTIAL = "_partial"
+from smp_runtime.session import Session, host_name
 
 
 class FolderTransaction:
@@ -23,143 +23,140 @@ class FolderTransaction:
     Args:
         session: all its ranks take part.
         final: where the folder shall appear.
+        problem: why this rank cannot take part, or None.
+
+    Attributes:
+        final: where it shall appear.
+        writing: the folder to write into.
+        token: the same on all ranks, and for no other save.
+        keeps_order: whether this rank creates and removes folders for its host.
+        hosts: by global rank, the number of its host, if hosts have folders of their own, else None.
+
+    Raises:
+        CheckpointError: on every rank, when any rank has a problem.
     """
 
-    def __init__(self, session: Session, final: Path) -> None:
-        self._session = session
-        self._everyone = list(range(session.control.size))
-        self._final = final
+    def __init__(self, session: Session, final: Path, problem: str | None = None) -> None:
+        control, everyone = session.control, list(range(session.control.size))
+        self._rank = session.rank
+        self.final = final
         self.writing = final.with_name(f".{final.name}.tmp")
-        leads = session.rank == 0
-        token = f"{random.SystemRandom().getrandbits(64):016x}" if leads else None
-        if leads:
-            self._restart(str(token))
-        token = session.control.broadcast(token, self._everyone)
-        self._keeps_order = leads
-        if not leads and session.local_rank == 0 and not self._has_token(token):
-            self._restart(token)
-            self._keeps_order = True
-        session.control.barrier(self._everyone)
+        self.keeps_order = session.rank == 0
+        token = ""
+        if self.keeps_order:
+            token = f"{random.SystemRandom().getrandbits(64):016x}"
+            problem = problem or self._restart(token)
+        self.token = token = control.broadcast(token, everyone)
+        if not self.keeps_order and session.local_rank == 0 and not self._has_token(token):
+            problem = problem or self._restart(token)
+            self.keeps_order = True
+        found = control.allgather((self.keeps_order, host_name(), problem), everyone)
+        failures = [(rank, why) for rank, (_, _, why) in enumerate(found) if why]
+        if failures:
+            self.abandon()
+            raise not_saved(final, failures)
+        names = list(dict.fromkeys(name for _, name, _ in found))
+        separate = sum(keeps for keeps, _, _ in found) > 1
+        self.hosts = [names.index(name) for _, name, _ in found] if separate else None
 
-    def commit(self, failure: str | None) -> None:
-        """Rename the folder and point ``newest`` at it, if no rank has failed.
+    def commit(self, exchange: Exchange, verdict: str | CheckpointError | None, keep: int | None) -> None:
+        """Write the manifest, rename the folder, point ``newest`` at it, and remove old ones.
 
         Args:
-            failure: why this rank could not write its files, or None.
+            exchange: every rank calls this with one.
+            verdict: the manifest's text on rank 0, or why there is none.
+            keep: how many partial checkpoints stay, or None for all.
 
         Raises:
-            CheckpointError: on every rank, when any rank failed; the former checkpoint stays the newest.
+            CheckpointError: on every rank, when there is no manifest or a rank cannot rename; the former checkpoint
+                stays the newest.
         """
-        try:
-            refuse_if_any_failed(self._session, failure, self._final)
-        except CheckpointError:
-            if self._keeps_order:
-                shutil.rmtree(self.writing, ignore_errors=True)
-            raise
-        if self._keeps_order:
-            self._token.unlink(missing_ok=True)
-            former = self._final.with_name(f".{self._final.name}.old")
+        verdict = exchange.broadcast(verdict)
+        problem = None
+        if isinstance(verdict, str) and self.keeps_order:
+            try:
+                self._publish(verdict)
+                if keep is not None:
+                    prune(self.final.parent, keep, self.final.name)
+            except OSError as error:
+                problem = f"{type(error).__name__}: {error}"
+        if not isinstance(verdict, str):
+            self.abandon()
+        failures = exchange.gather(problem)
+        broken = [(rank, why) for rank, why in enumerate(failures or []) if why]
+        outcome = exchange.broadcast(not_saved(self.final, broken) if broken else verdict)
+        exchange.finish()
+        if not isinstance(outcome, str):
+            raise outcome
+
+    def abandon(self) -> None:
+        """Remove what was written; the former checkpoint stays."""
+        if self.keeps_order:
+            shutil.rmtree(self.writing, ignore_errors=True)
+
+    def _publish(self, manifest: str) -> None:
+        write_text(manifest, self.writing / MANIFEST)
+        self._token_file.unlink(missing_ok=True)
+        _sync(self.writing)
+        former = self.final.with_name(f".{self.final.name}.old")
+        if self.final.exists():
             shutil.rmtree(former, ignore_errors=True)
-            if self._final.exists():
-                self._final.rename(former)
-            self.writing.rename(self._final)
-            write_text(self._final.name, self._final.parent / NEWEST)
-            shutil.rmtree(former, ignore_errors=True)
-        self._session.control.barrier(self._everyone)
+            self.final.rename(former)
+        self.writing.rename(self.final)
+        write_text(self.final.name, self.final.parent / NEWEST)
+        _sync(self.final.parent)
+        shutil.rmtree(former, ignore_errors=True)
 
     @property
-    def keeps_order(self) -> bool:
-        """Whether this rank creates and removes folders for its host."""
-        return self._keeps_order
-
-    @property
-    def _token(self) -> Path:
+    def _token_file(self) -> Path:
         return self.writing / ".token"
 
-    def _restart(self, token: str) -> None:
-        shutil.rmtree(self.writing, ignore_errors=True)
-        self.writing.mkdir(parents=True)
-        self._token.write_text(token)
+    def _restart(self, token: str) -> str | None:
+        try:
+            shutil.rmtree(self.writing, ignore_errors=True)
+            self.writing.mkdir(parents=True)
+            self._token_file.write_text(token)
+        except OSError as error:
+            return f"{type(error).__name__}: {error}"
+        return None
 
     def _has_token(self, token: str) -> bool:
-        return self._token.is_file() and self._token.read_text() == token
+        return self._token_file.is_file() and self._token_file.read_text() == token
+
+
+def not_saved(final: Path, failures: list[tuple[int, str]]) -> CheckpointError:
+    """The error of a checkpoint that some ranks could not write."""
+    broken = "; ".join(f"rank {rank}: {why}" for rank, why in failures)
+    return CheckpointError(f"the checkpoint {final} was not saved ({broken}); the former one is still the newest")
 
 
 def refuse_if_any_failed(session: Session, failure: str | None, final: Path) -> None:
     """Raise on every rank when any rank could not write its part; every rank calls it."""
     failures = session.control.allgather(failure, list(range(session.control.size)))
-    broken = [f"rank {rank}: {why}" for rank, why in enumerate(failures) if why]
+    broken = [(rank, why) for rank, why in enumerate(failures) if why]
     if broken:
-        raise CheckpointError(
-            f"the checkpoint {final} was not saved ({'; '.join(broken)}); the former one is still the newest"
-        )
-
-
-def agree_on_folder(session: Session, path: Path, tag: str | None) -> Path:
-    """The same checkpoint on every rank: hosts with folders of their own may differ in which is their newest.
-
-    Raises:
-        CheckpointError: on every rank, when they have none in common.
-    """
-    try:
-        found, problem = locate(path, tag), None
-    except CheckpointError as error:
-        found, problem = None, str(error)
-    whole = sorted(
-        (p for p in path.glob(f"*{PARTIAL}") if p.is_dir() and not p.name.startswith(".")),
-        key=lambda p: p.stat().st_mtime_ns,
-        reverse=True,
-    )
-    mine = (found.name if found else None, [p.name for p in whole], problem)
-    everyone = session.control.allgather(mine, list(range(session.control.size)))
-    if found is not None and all(name == found.name for name, _, _ in everyone):
-        return found
-    common = set.intersection(*(set(names) for _, names, _ in everyone))
-    if tag is None and common:
-        # The newest of the first rank's that all have.
-        return path / next(name for name in everyone[0][1] if name in common)
-    raise CheckpointError(
-        next((why for _, _, why in everyone if why), None)
-        or f"the ranks have no checkpoint in common in {path}: {[names for _, names, _ in everyone]}"
-    )
+        raise not_saved(final, broken)
 
 
 def prune(parent: Path, keep: int, newest: str) -> None:
-    """Remove the oldest partial checkpoints until ``keep`` are left; the newest always stays."""
-    folders = sorted(
-        (p for p in parent.glob(f"*{PARTIAL}") if p.is_dir() and not p.name.startswith(".")),
-        key=lambda p: (p.name == newest, p.stat().st_mtime_ns),
-    )
-    for folder in folders[: max(0, len(folders) - max(1, keep))]:
+    """Remove the oldest partial checkpoints until ``keep`` are left; the newest always stays, unfinished ones go first."""
+    found = [c for c in checkpoints_in(parent) if not c.folder.name.startswith(".")]
+    order = sorted(found, key=lambda c: (c.name == newest, c.is_whole, c.manifest.saved if c.manifest else 0.0))
+    for old in order[: max(0, len(order) - max(1, keep))]:
         # Renamed first: a half removed folder must not look like a checkpoint.
-        doomed = folder.with_name(f".{folder.name}.old")
-        folder.rename(doomed)
+        doomed = old.folder.with_name(f".{old.name}.removed")
         shutil.rmtree(doomed, ignore_errors=True)
+        old.folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+    # What killed jobs have left; this one writes one checkpoint at a time, and that one has its name now.
+    for leftover in (*parent.glob(f".*{PARTIAL}.removed"), *parent.glob(f".*{PARTIAL}.tmp")):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
-def locate(path: Path, tag: str | None) -> Path:
-    """The partial checkpoint folder of ``tag`` (a tag or a folder name), or the newest.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    name = tag
-    if name is None:
-        pointer = path / NEWEST
-        if not pointer.is_file():
-            raise CheckpointError(
-                f"there is no checkpoint to resume in {path}: the file {NEWEST!r} is missing; check the path, or train "
-                "from the start"
-            )
-        name = pointer.read_text(encoding="utf-8").strip()
-    for candidate in (path / name, path / f"{name}{PARTIAL}"):
-        if candidate.is_dir():
-            return candidate
-    # A kill between two renames leaves the former folder under its old name.
-    former = path / f".{name}.old"
-    if tag is None and former.is_dir():
-        return former
-    found = sorted(p.name for p in path.glob(f"*{PARTIAL}")) if path.is_dir() else []
-    raise CheckpointError(
-        f"there is no partial checkpoint {name!r} in {path}; it holds {', '.join(found) or 'none'}: use one of these tags"
-    )
+def _sync(folder: Path) -> None:
+    """Make the names in a folder last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

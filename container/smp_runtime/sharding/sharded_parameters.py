@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from smp_config import Group
+from smp_runtime.comm.collectives import TorchCollectives
 from smp_runtime.data_parallel.replication import broadcast_tensors
 from smp_runtime.errors import SMPUserError
 from smp_runtime.fused_optimizers import NUMBER_ATTRIBUTE
@@ -326,6 +327,37 @@ class ShardedParameters:
             for index in wanted:
                 whole[unit.parameters[index]] = views[index].clone()
         return whole
+
+    @torch.no_grad()
+    def whole_values(
+        self, values: Mapping[nn.Parameter, torch.Tensor], apart: torch.distributed.ProcessGroup | None = None
+    ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Whole tensors from pieces, one unit's at a time; every rank of the group iterates to the end.
+
+        Args:
+            values: by parameter, a tensor of the shape of this rank's piece, for trained ones.
+            apart: a group of the same ranks that nothing else uses, for another thread; the values are on the CPU then.
+
+        Returns:
+            Each trained sharded parameter with a tensor of its shape, zero where no rank has a value, and only valid
+            until the next unit's are asked for.
+        """
+        collectives = self._session.collectives if apart is None else TorchCollectives()
+        device = self._session.device if apart is None else torch.device("cpu")
+        for unit in self.units:
+            if not unit.trained:
+                continue
+            dtype = torch.float32 if self._precision.is_half else unit.dtype
+            shard = torch.zeros(unit.shard_elements, dtype=dtype, device=device)
+            for index, parameter in enumerate(unit.parameters):
+                fragment, value = unit.fragment(index), values.get(parameter)
+                if fragment is not None and value is not None:
+                    shard[fragment.offset : fragment.offset + value.numel()].copy_(value.reshape(-1))
+            rows = torch.empty(len(self._ranks), unit.shard_elements, dtype=dtype, device=device)
+            collectives.all_gather(rows.view(-1), shard, apart or self._group).wait()
+            order = sorted(range(len(self._ranks)), key=self._shard_of.__getitem__)
+            flat = (rows if order == sorted(order) else rows[order]).view(-1)
+            yield from zip(unit.parameters, unit.views_of(flat), strict=True)
 
     def gather_names(self, names: set[str]) -> list[set[str]]:
         """Every rank's names; every rank of the group calls it."""

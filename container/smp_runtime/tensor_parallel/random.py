@@ -93,6 +93,17 @@ class RandomTracker:
         return self._marks[mark]
 
 
+def tracker_state(session: Session, state: dict[str, int] | None = None) -> dict[str, int] | None:
+    """What a session's tracker goes on from, for a checkpoint; with ``state``, it goes on from there."""
+    found = _trackers.get(session)
+    if found is None:
+        return None
+    if state is not None:
+        found._base, found._uses = state["base"], state["uses"]
+        found._marks.clear()
+    return {"base": found._base, "uses": found._uses}
+
+
 def draw_seed() -> int:
     """A seed from the default generator of the CPU."""
     return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))

@@ -86,6 +86,7 @@ def _try(
     for attribute in _KEPT_ATTRIBUTES:
         if hasattr(original, attribute) and not hasattr(made, attribute):
             setattr(made, attribute, getattr(original, attribute))
+    made.replaced_class = type(original).__name__  # type: ignore[assignment]
     return made
 
 

@@ -1,7 +1,13 @@
 """``import smdistributed.modelparallel.torch as smp``: exactly the names that scripts rely on."""
 
 from smdistributed.modelparallel.torch import amp, comm, exceptions, model, nn, optimizer, optimizers, patches
-from smdistributed.modelparallel.torch.checkpoint import load, resume_from_checkpoint, save, save_checkpoint
+from smdistributed.modelparallel.torch.checkpoint import (
+    load,
+    resume_from_checkpoint,
+    save,
+    save_checkpoint,
+    wait_for_checkpoint,
+)
 from smdistributed.modelparallel.torch.comm import (
     DP_GROUP,
     MP_GROUP,
@@ -132,4 +138,5 @@ __all__ = [
     "tp_register",
     "tp_register_with_module",
     "tp_size",
+    "wait_for_checkpoint",
 ]

@@ -1,4 +1,4 @@
-"""Saving and loading: ``smp.save``, ``smp.load``, ``smp.save_checkpoint``, ``smp.resume_from_checkpoint``."""
+"""Saving and loading: ``smp.save``, ``smp.load``, ``smp.save_checkpoint``, ``smp.resume_from_checkpoint`` and more."""
 
 from __future__ import annotations
 
@@ -27,3 +27,4 @@ save = _of_current_session(objects.save)
 load = _of_current_session(objects.load)
 save_checkpoint = _of_current_session(checkpoints.save_checkpoint)
 resume_from_checkpoint = _of_current_session(checkpoints.resume_from_checkpoint)
+wait_for_checkpoint = _of_current_session(checkpoints.wait_for_checkpoint)

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from smp_runtime.checkpoint.full_optimizer import names_by_index
 from smp_runtime.session import current
 
 
 class _State:
     """Forwards every attribute to the current session."""
+
+    @property
+    def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
+        """By tensor parallel rank, the name of each of the optimizer's parameters by its number."""
+        return names_by_index(current())
+
+    @property
+    def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
+        """By tensor parallel rank, the number of each of the optimizer's parameters by its name."""
+        return [{name: index for index, name in names.items()} for names in names_by_index(current())]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(current(), name)

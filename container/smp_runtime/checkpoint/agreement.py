@@ -1,0 +1,118 @@
+"""How the ranks of a job agree on a checkpoint: in the calls of a script, or behind its back."""
+
+from __future__ import annotations
+
+import pickle
+from datetime import timedelta
+from typing import Any, Protocol
+
+from smp_runtime.comm.control import RUNTIME_CHANNEL, ControlPlane, timeout_seconds
+from smp_runtime.errors import DeadlineError
+
+
+class Exchange(Protocol):
+    """Brings objects to the first rank and back; every rank makes the same calls in the same order."""
+
+    def gather(self, payload: Any) -> list[Any] | None:
+        """Every rank's object, in the order of ranks, on rank 0; None elsewhere."""
+        ...
+
+    def broadcast(self, payload: Any) -> Any:
+        """Rank 0's object on every rank."""
+        ...
+
+    def finish(self) -> None:
+        """No more calls: returns when no other rank needs this one."""
+        ...
+
+
+class ControlExchange:
+    """Over the control plane, for the thread that the script runs on."""
+
+    def __init__(self, control: ControlPlane) -> None:
+        self._control = control
+        self._everyone = list(range(control.size))
+
+    def gather(self, payload: Any) -> list[Any] | None:
+        if self._control.rank != 0:
+            self._control.send(payload, 0, RUNTIME_CHANNEL)
+            return None
+        return [payload, *(self._control.receive(rank, RUNTIME_CHANNEL) for rank in self._everyone[1:])]
+
+    def broadcast(self, payload: Any) -> Any:
+        if self._control.rank != 0:
+            return self._control.receive(0, RUNTIME_CHANNEL)
+        for rank in self._everyone[1:]:
+            self._control.send(payload, rank, RUNTIME_CHANNEL)
+        return payload
+
+    def finish(self) -> None:
+        pass
+
+
+class StoreExchange:
+    """Over a connection of its own to the store of ``torch.distributed``, for a thread that no collective may wait for.
+
+    Args:
+        store: a clone of the default store, which no other thread uses.
+        rank: this rank.
+        size: of the job.
+        title: the same on every rank, and used once.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, title: str) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._title = title
+        self._calls = 0
+
+    def gather(self, payload: Any) -> list[Any] | None:
+        self._calls += 1
+        key = f"{self._title}/{self._calls}"
+        if self._rank != 0:
+            self._store.set(f"{key}/{self._rank}", pickle.dumps(payload))
+            return None
+        return [payload, *(self._take(f"{key}/{rank}", f"rank {rank}") for rank in range(1, self._size))]
+
+    def broadcast(self, payload: Any) -> Any:
+        self._calls += 1
+        key = f"{self._title}/{self._calls}"
+        if self._rank == 0:
+            for rank in range(1, self._size):
+                self._store.set(f"{key}/{rank}", pickle.dumps(payload))
+            return payload
+        return self._take(f"{key}/{self._rank}", "rank 0")
+
+    def finish(self) -> None:
+        # Rank 0 may hold the store itself: it leaves last.
+        self.gather(None)
+
+    def _take(self, key: str, whom: str) -> Any:
+        try:
+            self._store.wait([key], timedelta(seconds=timeout_seconds()))
+        except Exception as error:  # of the store's own family, which differs between versions
+            raise DeadlineError(
+                f"waited for {whom} to write its part of a checkpoint, but the job's store has no answer after at most "
+                f"{timeout_seconds():.0f} s ({str(error).splitlines()[0]}); look for the first error of that rank, or raise "
+                "SMP_TIMEOUT_SECONDS"
+            ) from None
+        value = pickle.loads(self._store.get(key))
+        self._store.delete_key(key)
+        return value
+
+
+def background_exchange(control: ControlPlane, title: str) -> Exchange | None:
+    """An exchange for another thread; None where this version of PyTorch has no second connection to its store."""
+    if control.size == 1:
+        return ControlExchange(control)
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store: Any = _get_default_store()
+    if not hasattr(dist.Store, "clone"):
+        return None
+    try:
+        return StoreExchange(dist.PrefixStore("smp-checkpoint", store.clone()), control.rank, control.size, title)
+    except RuntimeError:  # a store of another kind
+        return None

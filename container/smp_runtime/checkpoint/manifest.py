@@ -1,0 +1,355 @@
+"""What a partial checkpoint holds: files with checksums, parameters with shapes, and which file has which piece.
+
+Plain Python and JSON: nothing here needs torch or a running job, so a checkpoint can be looked at anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from smp_runtime.errors import CheckpointError
+
+#: Version of the layout; a reader refuses a newer one.
+FORMAT = 1
+
+MANIFEST = "manifest.json"
+NEWEST = "newest"
+PARTIAL = "_partial"
+USER_CONTENT = "user_content.pt"
+PARTITION = "partition.json"
+
+#: State keys that are no optimizer's: weights and buffers as the model has them, and float32 weights.
+MODULE = "module"
+MASTER = "master"
+#: Objects of modules that have a state of their own making (``get_extra_state``).
+EXTRA = "extra"
+
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of a checkpoint.
+
+    Attributes:
+        bytes: its length.
+        sha256: hexadecimal checksum.
+        copies: checksums of copies that other hosts have written into folders of their own, where they differ.
+    """
+
+    bytes: int
+    sha256: str
+    copies: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A parameter or a buffer.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: in which the model had it, such as ``"float32"``.
+        aliases: its other names, if it is tied.
+        stage: pipeline stage that had it.
+        tensor_axis: dim along which tensor parallel ranks had parts, or None.
+        trained: whether it was a parameter with ``requires_grad``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    aliases: tuple[str, ...] = ()
+    stage: int = 0
+    tensor_axis: int | None = None
+    trained: bool = True
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Which part of a tensor a file has.
+
+    The part is the elements ``flat`` of the flattened slice ``tensor`` of the whole tensor.
+
+    Attributes:
+        tensor: start and stop along the record's ``tensor_axis``; None for all of it.
+        flat: start and stop in the flattened slice; None for all of it.
+        place: index of the flat buffer in ``fp32_flat_groups`` and first element there; None when the part is a
+            tensor of its own, ``file[key][name]`` (for optimizer states ``file["state"][name][key]``).
+        whole_object: no part of the tensor, but an object that belongs to all of it, such as a step counter.
+    """
+
+    tensor: tuple[int, int] | None = None
+    flat: tuple[int, int] | None = None
+    place: tuple[int, int] | None = None
+    whole_object: bool = False
+
+    def to_list(self) -> list[Any]:
+        """As in the manifest."""
+        if self.whole_object:
+            return [] if self.tensor is None else [*self.tensor]
+        return [*(self.tensor or (None, None)), *(self.flat or (None, None)), *(self.place or ())]
+
+    @classmethod
+    def from_list(cls, values: list[Any]) -> Piece:
+        """From the manifest."""
+        if len(values) in (0, 2):
+            return cls(tensor=(values[0], values[1]) if values else None, whole_object=True)
+        pairs = [None if values[i] is None else (values[i], values[i + 1]) for i in range(0, len(values), 2)]
+        return cls(pairs[0], pairs[1], pairs[2] if len(pairs) > 2 else None)
+
+
+@dataclass
+class OptimizerRecord:
+    """The optimizer of a checkpoint.
+
+    Attributes:
+        type: name of the inner optimizer's class.
+        groups: settings of each parameter group as far as JSON has them, and ``"params"``: global names.
+        states: keys of its state that have the shape of the parameter, such as ``"exp_avg"``.
+    """
+
+    type: str
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    states: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Manifest:
+    """Everything about a partial checkpoint but the tensors.
+
+    Attributes:
+        tag: as it was saved with.
+        saved: seconds since 1970 at which it was complete; orders checkpoints.
+        library: version that wrote it.
+        topology: ``world_size``, ``pipeline``, ``tensor``, ``sharded``, ``shard_optimizer_state``, ``placement``.
+        precision: ``"fp32"`` (the model's own types), ``"bf16"`` or ``"fp16"``.
+        files: by name, all files but the manifest itself.
+        parameters: by global name, those of the wrapped model; tied ones once.
+        buffers: by global name.
+        pieces: by file, by state key (:data:`MODULE`, :data:`MASTER`, :data:`EXTRA`, an optimizer state), by global name.
+        optimizer: None when the checkpoint has none.
+        translations: Hugging Face models that were distributed, by their name in ``smp.nn.huggingface``: their
+            parameters have the names of the distributed modules.
+    """
+
+    tag: str
+    saved: float = 0.0
+    library: str = ""
+    topology: dict[str, Any] = field(default_factory=dict)
+    precision: str = "fp32"
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    parameters: dict[str, TensorRecord] = field(default_factory=dict)
+    buffers: dict[str, TensorRecord] = field(default_factory=dict)
+    pieces: dict[str, dict[str, dict[str, Piece]]] = field(default_factory=dict)
+    optimizer: OptimizerRecord | None = None
+    translations: list[str] = field(default_factory=list)
+
+    # -- JSON ------------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """The text of ``manifest.json``."""
+        data = {
+            "format": FORMAT,
+            **{key: getattr(self, key) for key in ("tag", "saved", "library", "topology", "precision", "translations")},
+            "files": {name: asdict(record) for name, record in self.files.items()},
+            "parameters": {name: asdict(record) for name, record in self.parameters.items()},
+            "buffers": {name: asdict(record) for name, record in self.buffers.items()},
+            "optimizer": None if self.optimizer is None else asdict(self.optimizer),
+            "pieces": {
+                file: {key: {name: piece.to_list() for name, piece in found.items()} for key, found in keys.items()}
+                for file, keys in self.pieces.items()
+            },
+        }
+        return json.dumps(data, separators=(",", ":")) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """From the text of ``manifest.json``.
+
+        Raises:
+            ValueError: it is something else, or of a newer format.
+        """
+        data = json.loads(text)
+        if not isinstance(data, dict) or "files" not in data or "pieces" not in data:
+            raise ValueError("it is no manifest")
+        if data.get("format") != FORMAT:
+            raise ValueError(f"it has format {data.get('format')}, and this version reads format {FORMAT}")
+        try:
+            return cls(
+                **{key: data[key] for key in ("tag", "saved", "library", "topology", "precision", "translations")},
+                files={name: FileRecord(**_tupled(record)) for name, record in data["files"].items()},
+                parameters={name: TensorRecord(**_tupled(record)) for name, record in data["parameters"].items()},
+                buffers={name: TensorRecord(**_tupled(record)) for name, record in data["buffers"].items()},
+                optimizer=None if data["optimizer"] is None else OptimizerRecord(**data["optimizer"]),
+                pieces={
+                    file: {
+                        key: {name: Piece.from_list(values) for name, values in found.items()}
+                        for key, found in keys.items()
+                    }
+                    for file, keys in data["pieces"].items()
+                },
+            )
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ValueError(f"it lacks what a manifest has ({error!r})") from error
+
+    # -- questions -------------------------------------------------------------------------------------------------
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """All names of a tensor by its global name."""
+        record = self.parameters.get(name) or self.buffers[name]
+        return (name, *record.aliases)
+
+    def by_any_name(self) -> dict[str, str]:
+        """The global name of every parameter by each of its names."""
+        return {alias: name for name in self.parameters for alias in self.names_of(name)}
+
+    def holders(self, key: str, name: str) -> Iterator[tuple[str, Piece]]:
+        """The files that have parts of a tensor's ``key``, with the parts."""
+        for file, keys in self.pieces.items():
+            piece = keys.get(key, {}).get(name)
+            if piece is not None:
+                yield file, piece
+
+
+def _tupled(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged: the folder is no whole checkpoint.
+    """
+    file = folder / MANIFEST
+    try:
+        return Manifest.from_json(file.read_text(encoding="utf-8"))
+    except OSError:
+        raise CheckpointError(
+            f"the folder {folder} has no {MANIFEST}: it was not saved to its end, is not copied completely, or was written by "
+            "another library; use another checkpoint"
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error}; the checkpoint is damaged or of another version, use another one"
+        ) from None
+
+
+def missing_files(folder: Path, manifest: Manifest, files: Iterable[str] | None = None) -> list[str]:
+    """What is wrong with the files at first sight, in words: absent ones, and those of another length.
+
+    Args:
+        files: names to look at; default: all.
+    """
+    problems = []
+    for name in manifest.files if files is None else files:
+        expected, copies = manifest.files[name].bytes, manifest.files[name].copies
+        try:
+            found = (folder / name).stat().st_size
+        except OSError:
+            problems.append(f"{name} is missing")
+            continue
+        # Scripts empty the user content's file to get rid of it.
+        if found != expected and not copies and not (name == USER_CONTENT and found == 0):
+            problems.append(f"{name} has {found:,} bytes, but {expected:,} were saved")
+    return problems
+
+
+def verify(folder: Path, manifest: Manifest, files: Iterable[str] | None = None) -> list[str]:
+    """What is wrong with the files, in words, after reading each to its end; empty if nothing is.
+
+    Args:
+        files: names to look at; default: all.
+    """
+    names = list(manifest.files if files is None else files)
+    problems = []
+    for name in names:
+        found = missing_files(folder, manifest, [name])
+        if not found and not (name == USER_CONTENT and (folder / name).stat().st_size == 0):
+            record = manifest.files[name]
+            if checksum(folder / name) not in (record.sha256, *record.copies):
+                found = [f"{name} has other content than was saved (its checksum differs)"]
+        problems += found
+    return problems
+
+
+def checksum(file: Path) -> str:
+    """The sha256 of a file, hexadecimal."""
+    digest = hashlib.sha256()
+    with open(file, "rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint folder that lies under a path.
+
+    Attributes:
+        name: such as ``"100_partial"``.
+        folder: where it is.
+        manifest: None if it has no readable one.
+        problems: why it is not whole, in words; empty if it is, as far as names and lengths tell.
+    """
+
+    name: str
+    folder: Path
+    manifest: Manifest | None
+    problems: tuple[str, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all files are there with the lengths that were saved."""
+        return not self.problems
+
+
+def inspect_folder(folder: Path, name: str | None = None) -> FoundCheckpoint:
+    """A checkpoint folder with its manifest, or with what is wrong with it."""
+    name = name or folder.name
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return FoundCheckpoint(name, folder, None, (str(error),))
+    return FoundCheckpoint(name, folder, manifest, tuple(missing_files(folder, manifest)))
+
+
+def checkpoints_in(path: Path) -> list[FoundCheckpoint]:
+    """All partial checkpoints under a path, whole or not, the newest first.
+
+    A job that was killed while it replaced a checkpoint by one of the same tag leaves the former under a hidden name,
+    which counts.
+    """
+    if not path.is_dir():
+        return []
+    folders = {p.name: p for p in path.iterdir() if p.is_dir() and p.name.endswith(PARTIAL) and p.name[0] != "."}
+    for hidden in path.glob(f".*{PARTIAL}.old"):
+        folders.setdefault(hidden.name[1 : -len(".old")], hidden)
+    found = [inspect_folder(folder, name) for name, folder in folders.items()]
+    return sorted(found, key=lambda c: (c.manifest.saved if c.manifest else 0.0, c.name), reverse=True)
+
+
+def whole_checkpoints(path: Path) -> list[FoundCheckpoint]:
+    """The whole ones among :func:`checkpoints_in`."""
+    return [found for found in checkpoints_in(path) if found.is_whole]
+
+
+def newest_name(path: Path) -> str | None:
+    """What the file ``newest`` names, or None."""
+    try:
+        return (path / NEWEST).read_text(encoding="utf-8").strip() or None
+    except OSError:
+        return None

@@ -1,0 +1,145 @@
+"""Asynchronous saving: the state of the moment of the call, whole files, errors that are told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from resuming import TOPOLOGIES, Training
+
+import smdistributed.modelparallel.torch as smp
+from smp_runtime.checkpoint import saving
+from smp_runtime.checkpoint.manifest import newest_name
+from smp_runtime.errors import CheckpointError
+
+
+def test_the_state_is_that_of_the_call_although_training_went_on(ranks, tmp_path):
+    def run(path):
+        from resuming import Training
+
+        run = Training()
+        run.train(0, 3)
+        run.save(path, "now", 3)
+        run.save(path, "later", 3, async_save=True)
+        run.train(3, 4)
+        run.smp.wait_for_checkpoint()
+        run.resume(path, "now")
+        run.save(path, "again", 3, async_save=True)  # buffers are used again
+        losses = run.train(3, 6)
+        return losses
+
+    def resumed(path, tag):
+        from resuming import Training
+
+        run = Training(seed=9)
+        assert run.resume(path, tag) == 3
+        return run.train(3, 6)
+
+    for name in ("pp2", "s2"):
+        world, config = TOPOLOGIES[name]
+        path = str(tmp_path / name)
+        expected = ranks(run, world, path, config=config)
+        for tag in ("later", "again"):
+            for losses, alone in zip(ranks(resumed, world, path, tag, config=config), expected, strict=True):
+                assert losses == pytest.approx(alone, abs=2e-6)
+        assert newest_name(tmp_path / name) == "again_partial"
+
+
+class _Slow:
+    """Files that are written when a test lets them."""
+
+    def __init__(self, monkeypatch) -> None:
+        import threading
+
+        self.may_write = threading.Event()
+        original = saving.write_recorded
+
+        def write(content, path):
+            assert self.may_write.wait(30)
+            return original(content, path)
+
+        monkeypatch.setattr(saving, "write_recorded", write)
+
+
+def test_nothing_appears_before_all_is_written_and_the_next_save_waits(solo, tmp_path, monkeypatch):
+    solo({})
+    run = Training()
+    run.train(0, 1)
+    slow = _Slow(monkeypatch)
+    run.save(str(tmp_path), "1", 1, async_save=True)
+    run.train(1, 2)
+    assert newest_name(tmp_path) is None
+    import threading
+
+    threading.Timer(0.3, slow.may_write.set).start()
+    run.save(str(tmp_path), "2", 2, async_save=True, num_kept_partial_checkpoints=2)
+    assert (tmp_path / "1_partial" / "manifest.json").is_file()
+    smp.wait_for_checkpoint()
+    assert newest_name(tmp_path) == "2_partial"
+
+
+def test_a_failure_surfaces_at_the_next_save_on_every_rank_and_the_former_stays(ranks, tmp_path):
+    def run(path):
+        from resuming import Training
+
+        from smp_runtime.checkpoint import saving
+
+        run = Training()
+        run.train(0, 1)
+        run.save(path, "good", 1)
+        original = saving.write_recorded
+
+        def full_disk(content, file):
+            if run.smp.rank() == 1:
+                raise OSError(28, "No space left on device")
+            return original(content, file)
+
+        saving.write_recorded = full_disk
+        try:
+            run.save(path, "bad", 1, async_save=True)
+            run.train(1, 3)
+            with pytest.raises(CheckpointError, match=r"before this one.*rank 1: OSError.*No space left"):
+                run.save(path, "next", 3, async_save=True)
+        finally:
+            saving.write_recorded = original
+        run.smp.wait_for_checkpoint()
+        assert run.resume(path) == 1
+        run.save(path, "next", 3, async_save=True)
+        # The end of the session waits for it.
+
+    ranks(run, 2, str(tmp_path), config={"ddp": True})
+    deadline = time.monotonic() + 20
+    while newest_name(tmp_path) != "next_partial" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["good_partial", "newest", "next_partial"]
+
+
+def test_a_refused_user_content_is_told_at_once(solo, tmp_path):
+    solo({})
+    run = Training()
+    with pytest.raises(CheckpointError, match="user_content"):
+        smp.save_checkpoint(str(tmp_path), tag="1", model=run.model, user_content=time.localtime, async_save=True)
+
+
+_LAST = """
+import sys, torch
+import smdistributed.modelparallel.torch as smp
+smp.init({})
+model = smp.DistributedModel(torch.nn.Linear(300, 300))
+with torch.no_grad():
+    model.module.weight.fill_(5.0)
+smp.save_checkpoint(sys.argv[1], tag="last", user_content=7, async_save=True)
+with torch.no_grad():
+    model.module.weight.fill_(6.0)
+"""
+
+
+def test_the_end_of_the_process_completes_the_save(solo, tmp_path):
+    subprocess.run([sys.executable, "-c", _LAST, str(tmp_path)], check=True, timeout=100)
+    solo({})
+    model = smp.DistributedModel(torch.nn.Linear(300, 300))
+    assert smp.resume_from_checkpoint(str(tmp_path)) == 7
+    assert torch.all(model.module.weight == 5.0)

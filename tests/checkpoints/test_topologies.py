@@ -1,0 +1,110 @@
+"""Saved at one topology, resumed at another: training goes on as if one process had never stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from ranks import RankPool
+from resuming import TOPOLOGIES, resume_each, resume_train_save, train_and_save
+
+STOP, END = 10, 20
+
+#: From one topology to the next: each of those with up to four processes is resumed at, and saves, once.
+CHAIN = "one pp2-s2 tp2 o2 pp2 s4 tp2-s2 dp2 pp2-tp2 s2-dp2 tp2-o2 pp2-o2 one".split()
+HOP = 3
+
+
+def _precision(name: str, precision: str) -> tuple[int, dict]:
+    world, settings = TOPOLOGIES[name]
+    return world, settings if precision == "fp32" else {**settings, precision: True}
+
+
+def _expected(ranks, tmp_path, precision: str) -> list[float]:
+    world, settings = _precision("one", precision)
+    return ranks(train_and_save, world, str(tmp_path / "alone"), "alone", 0, END, config=settings)[0]
+
+
+def _run_pairs(ranks, path, pairs, precision: str) -> dict[tuple[str, str], float]:
+    """The greatest difference from the uninterrupted run, of each pair."""
+    expected = _expected(ranks, path, precision)
+    differences = {}
+    for name in dict.fromkeys(source for source, _ in pairs):
+        world, settings = _precision(name, precision)
+        losses = ranks(train_and_save, world, str(path), name, 0, STOP, config=settings, timeout=200)
+        for rank in losses:
+            differences[name, ""] = max(abs(a - b) for a, b in zip(rank, expected[:STOP], strict=True))
+    for name in dict.fromkeys(target for _, target in pairs):
+        world, settings = _precision(name, precision)
+        tags = [source for source, target in pairs if target == name]
+        for rank in ranks(resume_each, world, str(path), tags, END, config=settings, timeout=400):
+            for tag in tags:
+                found = max(abs(a - b) for a, b in zip(rank[tag], expected[STOP:], strict=True))
+                differences[tag, name] = max(found, differences.get((tag, name), 0.0))
+    return differences
+
+
+def test_twelve_pairs_one_after_the_other_go_on_as_one_process(ranks, tmp_path):
+    expected = ranks(train_and_save, 1, str(tmp_path / "alone"), "alone", 0, HOP * len(CHAIN), config={})[0]
+    differences = {}
+    for number, name in enumerate(CHAIN):
+        world, settings = TOPOLOGIES[name]
+        first, last = number * HOP, (number + 1) * HOP
+        tag = str(first) if number else None
+        seed = 99 if number else 0
+        for losses in ranks(resume_train_save, world, str(tmp_path), tag, first, last, seed, config=settings):
+            differences[number, name] = max(abs(a - b) for a, b in zip(losses, expected[first:last], strict=True))
+    assert max(differences.values()) < 1e-5, differences
+
+
+@pytest.mark.parametrize("precision", [pytest.param("bf16"), pytest.param("fp16", marks=pytest.mark.full)])
+def test_half_precision_goes_on_at_other_degrees(ranks, tmp_path, precision):
+    pairs = [("s2", "pp2"), ("pp2", "tp2"), ("tp2", "s2"), ("o2", "s2"), ("s2", "o2")]
+    pairs = pairs[:3] if precision == "bf16" else pairs
+    differences = _run_pairs(ranks, tmp_path, pairs, precision)
+    assert max(differences.values()) < 2e-2, differences
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[RankPool]:
+    pool = RankPool(8)
+    yield pool
+    pool.close()
+
+
+#: Every ordered pair of these is tried by the full tests.
+MATRIX = "one o2 pp2 tp2 s4 s2-dp2 pp2-s2 tp2-s2 pp2-tp2 pp2-tp2-dp2 pp4-o2 pp2-tp2-s2".split()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_all_pairs(eight, tmp_path, precision):
+    pairs = [(source, target) for source in MATRIX for target in MATRIX]
+    differences = _run_pairs(eight.run, tmp_path, pairs, precision)
+    print(f"{len(pairs)} pairs in {precision}: greatest difference {max(differences.values()):.1e}")
+    assert max(differences.values()) < (1e-5 if precision == "fp32" else 2e-2), differences
+
+
+def test_precision_may_change(ranks, solo, tmp_path):
+    """A bf16 run continues from float32 weights of its own, and a float32 run takes the masters, not rounded weights."""
+
+    def masters(path):
+        from resuming import Training
+
+        run = Training()
+        run.train(0, 3)
+        run.save(path, "half", 3)
+        return {name: p.detach().clone() for name, p in run.model.virtual_named_parameters()}
+
+    expected = ranks(masters, 1, str(tmp_path), config={"bf16": True})[0]
+    assert any(not torch.equal(p, p.bfloat16().float()) for p in expected.values())
+    solo({})
+    from resuming import Training
+
+    run = Training(seed=3)
+    assert run.resume(str(tmp_path)) == 3
+    for name, parameter in run.model.named_parameters():
+        if name in expected:
+            assert torch.equal(parameter, expected[name]), name
