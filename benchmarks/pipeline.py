@@ -6,8 +6,10 @@
 ``sleep``: a chain of four stages whose modules sleep 20 ms forward and 40 ms backward, 8 microbatches: makespan ÷
 (m + p − 1)(f + b), the closed form of 1F1B and GPipe. ``torch``: a GPT (8 layers, hidden 256, split equally by both) on
 2 ranks with 4 microbatches, in turns with torch.distributed.pipelining's Schedule1F1B. ``alone``: the same GPT with its
-tied output layer, partitioned automatically, in turns with one process with one thread. Bytes are counted at the
-transport and divided by what must cross the boundary. A result on CPU says nothing about GPUs.
+tied output layer, partitioned automatically, in turns with one process with one thread. ``gpt2``: the same against one
+process with Transformers' GPT-2 as it comes (GPT2LMHeadModel of the same size, no dropout, no cache). Bytes are counted
+at the transport and divided by what must cross the boundary. All ranks are on this machine and read one clock: a step
+lasts from when the first rank begins it until the last has ended it. A result on CPU says nothing about GPUs.
 """
 
 from __future__ import annotations
@@ -39,15 +41,22 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "torch": (2, {"partitions": 2, "microbatches": 4}),
     "alone": (2, {"partitions": 2, "microbatches": 4, "memory_weight": 0.0}),
+    "gpt2": (2, {"partitions": 2, "microbatches": 4, "memory_weight": 0.0}),
 }
 
 
-def gpt(tied: bool) -> Any:
-    """The GPT of the data parallel benchmark, with a tied or an own output layer."""
+def network(case: str) -> Any:
+    """The GPT of the data parallel benchmark, with a tied output layer or its own one, or Transformers' GPT-2."""
     import torch
 
+    if case == "gpt2":
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        shape = {"n_layer": 8, "n_embd": 256, "n_head": 8, "n_positions": 128, "vocab_size": 256}
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return GPT2LMHeadModel(GPT2Config(**shape, **dropout, bos_token_id=0, eos_token_id=0, use_cache=False))
     model = make_gpt()
-    if not tied:
+    if case == "torch":
         model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
     return model
 
@@ -120,15 +129,14 @@ def run_sleep(smp: Any, rounds: int) -> dict[str, Any]:
     }
 
 
-def run_gpt(smp: Any, rounds: int, batch: int, peer_name: str) -> dict[str, Any]:
+def run_gpt(smp: Any, rounds: int, batch: int, case: str) -> dict[str, Any]:
     """Our pipeline and a peer in turns."""
     import torch
     import torch.nn.functional as F
 
-    tied = peer_name == "alone"
-    net = gpt(tied)
+    net = network(case)
     model = smp.DistributedModel(net)
-    if not tied:
+    if case == "torch":
         for index, block in enumerate(net.blocks):
             smp.set_partition(block, index // 4)
         # Their sum is the model's own code, which is with the head.
@@ -139,7 +147,8 @@ def run_gpt(smp: Any, rounds: int, batch: int, peer_name: str) -> dict[str, Any]
     ids = torch.randint(256, (batch, 129), generator=generator)
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
-    def loss_of(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    def loss_of(output: Any, wanted: torch.Tensor) -> torch.Tensor:
+        logits = output.logits if case == "gpt2" else output
         return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
 
     @smp.step
@@ -153,7 +162,8 @@ def run_gpt(smp: Any, rounds: int, batch: int, peer_name: str) -> dict[str, Any]
         step(inputs, targets)
         optimizer.step()
 
-    peer = _torch_pipeline(smp, loss_of, inputs, targets) if not tied else _one_process(smp, loss_of, inputs, targets)
+    make_peer = _torch_pipeline if case == "torch" else _one_process
+    peer = make_peer(smp, network(case), loss_of, inputs, targets)
     for _ in range(10):  # recorded, planned, and planned again
         ours(), peer()
     sent = dict(model.pipeline.transport.bytes_sent)
@@ -175,12 +185,10 @@ def run_gpt(smp: Any, rounds: int, batch: int, peer_name: str) -> dict[str, Any]
     }
 
 
-def _torch_pipeline(smp: Any, loss_of: Callable[..., Any], inputs: Any, targets: Any) -> Callable[[], None]:
+def _torch_pipeline(smp: Any, whole: Any, loss_of: Callable[..., Any], inputs: Any, targets: Any) -> Callable[[], None]:
     import torch
     from torch import nn
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    whole = gpt(tied=False)
 
     class First(nn.Module):
         def __init__(self) -> None:
@@ -220,10 +228,9 @@ def _torch_pipeline(smp: Any, loss_of: Callable[..., Any], inputs: Any, targets:
     return run
 
 
-def _one_process(smp: Any, loss_of: Callable[..., Any], inputs: Any, targets: Any) -> Callable[[], None]:
+def _one_process(smp: Any, whole: Any, loss_of: Callable[..., Any], inputs: Any, targets: Any) -> Callable[[], None]:
     import torch
 
-    whole = gpt(tied=True)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-4)
 
     def run() -> None:
@@ -237,15 +244,14 @@ def _one_process(smp: Any, loss_of: Callable[..., Any], inputs: Any, targets: An
 
 
 def _timed(run: Callable[[], object], smp: Any) -> float:
-    """Seconds until all ranks are done, from when all have begun."""
+    """Seconds from when the first rank begins until the last has ended."""
     import torch.distributed as dist
 
-    group = smp.get_pp_process_group()
-    dist.barrier(group=group)
+    dist.barrier(group=smp.get_pp_process_group())
     start = time.perf_counter()
     run()
-    dist.barrier(group=group)
-    return time.perf_counter() - start
+    spans = smp.allgather((start, time.perf_counter()), smp.PP_GROUP)
+    return max(stop for _, stop in spans) - min(start for start, _ in spans)
 
 
 def run_rank(case: str, rounds: int, batch: int) -> None:

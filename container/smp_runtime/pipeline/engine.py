@@ -41,7 +41,7 @@ from smp_runtime.pipeline.random_state import RandomState
 from smp_runtime.pipeline.remote import RemoteCaller, RemoteEntry
 from smp_runtime.pipeline.schedules import TaskKind
 from smp_runtime.pipeline.server import ModuleServer
-from smp_runtime.pipeline.tasks import Conductor, Order, Task
+from smp_runtime.pipeline.tasks import Conductor, Task
 from smp_runtime.pipeline.timeline import Recorder
 from smp_runtime.pipeline.transport import Transport
 from smp_runtime.pipeline.values import Values
@@ -196,7 +196,8 @@ class Pipeline:
         plan = self.plans.of(kind)
         modes = current_modes()
         self._enter_step()
-        self._begin_step(Begin(seed, kind, plan.replays, plan.order_of(self.stage)))
+        begin = Begin(seed, kind, plan.replays, None, plan.is_recorded)
+        self._begin_step(begin._replace(order=plan.order_of(self.stage)))
         with self._lock:
             for number, function in enumerate(microbatches):
                 task = Task(
@@ -209,12 +210,12 @@ class Pipeline:
                     contextvars.copy_context(),
                 )
                 self._microbatches.tasks[number] = task
-        for stage in self._others:
-            self._send(stage, Begin(seed, kind, plan.replays, plan.order_of(stage)), [])
-        with self._lock:
             for task in self._microbatches.tasks.values():
                 self.conductor.add(task, (), self.hub.is_there)
             self.conductor.poke()
+        # The others hear of the step while the first microbatch is under way; what it sends them waits for this.
+        for stage in self._others:
+            self._send(stage, begin._replace(order=plan.order_of(stage)), [])
         self._wait(lambda: self._microbatches.are_finished, "the microbatches to finish")
         results = [self._microbatches.results[number] for number in range(len(microbatches))]
         packed = pack(results, modules=self.hub.paths)
@@ -304,7 +305,7 @@ class Pipeline:
             self._begin = begin
             self.hub.seed = begin.seed
             order = self.plans.order(begin)
-            self.conductor.reset(None if order is None else Order(order), forward_first=self._forward_first)
+            self.conductor.reset(order, forward_first=self._forward_first, records=begin.is_recorded)
             # Without an order, microbatches run one after the other where their order counts or pipelines must agree on it.
             one_by_one = order is None and (self._share is not None or self.plans.order_counts(begin.kind))
             self._microbatches.active = 1 if one_by_one else self.active
@@ -352,22 +353,22 @@ class Pipeline:
 
     # -- tasks -----------------------------------------------------------------------------------------------------
 
-    def _task_finished(self, task: Task) -> None:
-        """With the lock held: the code of a task has ended."""
+    def _task_finished(self, task: Task) -> Callable[[], None] | None:
+        """With the lock held: the code of a task has ended; returns what to send when the baton is handed on."""
         for call in task.ended:
             call()
         task.ended = []
         if task.kind is TaskKind.STEP:
             self._complete(task)
-            return
+            return None
         caller = self.server.caller_of(task)
         if not task.open:
             self._complete(task)
-        if task.parcel:
-            self._send(caller, Value(tuple(task.parcel)), list(task.parcel.values()))
-            task.parcel = {}
-        elif task.kind is TaskKind.BACKWARD:
-            self._hurry(caller)
+        message = Value(tuple(task.parcel)) if task.parcel else None
+        if message is None and (task.kind is TaskKind.FORWARD or caller not in self._gate.untold):
+            return None
+        tensors, task.parcel = list(task.parcel.values()), {}
+        return functools.partial(self.transport.send, caller, self._gate.stamp(caller, message), tensors)
 
     def _complete(self, task: Task) -> None:
         """With the lock held: if a task and all that it asked for are done, say so."""
@@ -377,11 +378,12 @@ class Pipeline:
             self._gate.tell_later(self.server.caller_of(task), Done(str(task.kind), task.microbatch, task.path))
             return
         for stage in self._others:
-            self._send(stage, Release(task.microbatch), [])
+            self._gate.tell_later(stage, Release(task.microbatch))
         self._release(task.microbatch)
         self._microbatches.finished.add(task.microbatch)
         self.conductor.poke()
-        self._changed.notify_all()
+        if self._microbatches.are_finished:
+            self._changed.notify_all()
 
     def _hurry(self, stage: int | None = None) -> None:
         """With the lock held: tell a stage, or all, what they have not heard yet; the ends of microbatches wait for it."""

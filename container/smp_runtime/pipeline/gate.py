@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from smp_runtime.pipeline.protocol import Begin, Done, Fail, Stamped
+from smp_runtime.pipeline.protocol import Begin, Done, Fail, Release, Stamped
 
 _Waiting = tuple[int, Stamped, list[torch.Tensor]]
 
@@ -33,25 +33,25 @@ class StepGate:
         self._deliver = deliver
         self._early: list[_Waiting] = []
         self._has_begun = False
-        self._unhurried: dict[int, list[Done]] = {}
+        self._news: dict[int, list[Done | Release]] = {}
         self.step = 0
         self.is_open = False
 
     def stamp(self, stage: int, message: Any) -> Stamped:
         """A message of this step, to be sent to a stage, with what it is to hear by the way."""
-        if not self._unhurried:
+        if not self._news:
             return Stamped(self.step, message)
         with self._lock:
-            return Stamped(self.step, message, tuple(self._unhurried.pop(stage, ())))
+            return Stamped(self.step, message, tuple(self._news.pop(stage, ())))
 
-    def tell_later(self, stage: int, done: Done) -> None:
-        """A stage is to hear that a request is done, with the next message or when this rank has nothing to do."""
-        self._unhurried.setdefault(stage, []).append(done)
+    def tell_later(self, stage: int, news: Done | Release) -> None:
+        """A stage is to hear that something has ended, with the next message or when this rank has nothing to do."""
+        self._news.setdefault(stage, []).append(news)
 
     @property
     def untold(self) -> list[int]:
-        """Stages that wait for such news."""
-        return list(self._unhurried)
+        """Stages that wait to hear that a request is done; nobody waits to hear that a microbatch is."""
+        return [stage for stage, news in self._news.items() if any(isinstance(each, Done) for each in news)]
 
     def enter(self) -> None:
         """This rank enters the next step."""
@@ -69,7 +69,7 @@ class StepGate:
         """This rank leaves the step; what comes of it from now on is dropped."""
         with self._lock:
             self.is_open = False
-            self._unhurried.clear()
+            self._news.clear()
 
     def pass_early(self) -> None:
         """Try the messages again that came early."""
@@ -80,14 +80,14 @@ class StepGate:
 
     def receive(self, sender: int, stamped: Stamped, tensors: list[torch.Tensor]) -> None:
         """A message has come; called on a receiver's thread."""
-        step, message, done = stamped
+        step, message, news = stamped
         with self._lock:
             if step < self.step or (step == self.step and not self.is_open):
                 return
             if step > self.step or not (self._has_begun or isinstance(message, Begin | Fail)):
                 self._early.append((sender, stamped, tensors))
                 return
-        for each in done:
+        for each in news:
             self._deliver(sender, each, [])
         if message is not None:
             self._deliver(sender, message, tensors)

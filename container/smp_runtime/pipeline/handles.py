@@ -7,6 +7,7 @@ fetches them, and from then on works with a plain tensor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -28,11 +29,13 @@ class Handle(torch.Tensor):
         value_name: under which its owner keeps the elements.
         owner: stage that has them, or will.
         touched: whether its elements were needed on this rank.
+        needed: called with a stage that needs its elements; None where nobody learns from it.
     """
 
     value_name: Name
     owner: int
     touched: bool
+    needed: Callable[[int], None] | None
     _fetcher: Fetcher
     _plain: torch.Tensor | None
     _plain_version: int
@@ -44,6 +47,7 @@ class Handle(torch.Tensor):
         handle.value_name = name
         handle.owner = owner
         handle.touched = False
+        handle.needed = None
         handle._fetcher = fetcher
         handle._plain = None
         handle._plain_version = 0

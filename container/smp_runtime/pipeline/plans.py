@@ -46,6 +46,11 @@ class KindPlan:
     def replays(self) -> bool:
         return self.orders is not None
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the next step is planned from, if it does not leave the order."""
+        return self.divergences < MOST_DIVERGENCES if self.orders is None else self.replayed + 1 == STEPS_BEFORE_REVIEW
+
     def order_of(self, stage: int) -> tuple[Action, ...] | None:
         """The order to send to a stage, if it has not got it."""
         return self.orders.get(stage, ()) if self.orders is not None and self.is_new else None
@@ -93,6 +98,7 @@ class Plans:
     def wants_record(self, kind: Hashable, diverged: bool) -> bool:
         """On the root stage, at the end of a step: whether to plan from what the stages recorded in it."""
         plan = self._plans[kind]
+        is_recorded = plan.is_recorded
         plan.is_new = False
         if diverged:
             plan.divergences += 1
@@ -105,8 +111,7 @@ class Plans:
         if plan.orders is not None:
             plan.divergences = 0
             plan.replayed += 1
-            return plan.replayed == STEPS_BEFORE_REVIEW
-        return plan.orders is None and plan.divergences < MOST_DIVERGENCES
+        return is_recorded
 
     def learn(self, kind: StepKind, records: Sequence[Record]) -> None:
         """On the root stage: plan, unless calls waited in that step for results that are known by now."""

@@ -80,6 +80,7 @@ class Learned:
     Attributes:
         outcome: of the last call.
         digest: of that outcome, once it is relied on.
+        goes: tensors of it, and stages that needed their elements, the caller's own among them.
     """
 
     def __init__(self) -> None:
@@ -87,11 +88,16 @@ class Learned:
         self._sightings = 0
         self._varies = False
         self.digest: bytes | None = None
+        self.goes: set[tuple[int, int]] = set()
 
     @property
     def is_known(self) -> bool:
         """Whether the next call's result can be predicted."""
         return self._sightings >= SIGHTINGS
+
+    def is_needed(self, index: int, stage: int) -> None:
+        """A stage needs the elements of a tensor of the result, and will next time: it is sent there unasked then."""
+        self.goes.add((index, stage))
 
     def observe(self, outcome: Outcome) -> bool:
         """Take note of a result; returns whether something was learned, so that the next call may go differently."""
@@ -115,14 +121,12 @@ class Prediction:
             hand them on as a value of its own.
         backward: which gradients its backward pass gives, by that and by which outputs had a gradient, and how it came.
         touched: which arguments the module used itself; None before the first call.
-        home: outputs that the caller used itself.
     """
 
     def __init__(self) -> None:
         self.forward: dict[tuple[bool, ...], Learned] = {}
         self.backward: dict[Hashable, Learned] = {}
         self.touched: tuple[bool, ...] | None = None
-        self.home: set[int] = set()
 
     def learn_touched(self, reply: Reply) -> None:
         """Arguments once used stay marked: sending one in vain is cheaper than waiting for it."""

@@ -64,7 +64,7 @@ class Call(NamedTuple):
     nth: int  # how often the caller's task has called this module before
     wants_reply: bool
     expected: bytes | None  # digest of the outputs that the caller has predicted
-    home: tuple[int, ...]  # outputs to send to the caller as soon as they exist
+    goes: tuple[tuple[int, int], ...]  # outputs, and stages to send them to unasked
     inline: tuple[Name, ...]
 
 
@@ -77,7 +77,7 @@ class Back(NamedTuple):
     in_model_backward: bool
     wants_reply: bool
     expected: bytes | None
-    home: tuple[int, ...]
+    goes: tuple[tuple[int, int], ...]  # gradients, and stages to send them to unasked
     inline: tuple[Name, ...]
 
 
@@ -139,12 +139,14 @@ class Begin(NamedTuple):
         kind: of step: recorded order belongs to one kind.
         replays: whether the planned order of this kind is replayed.
         order: this stage's planned order, if it was planned since the last step of this kind.
+        is_recorded: whether the stages record what they do.
     """
 
     seed: int
     kind: StepKind
     replays: bool
     order: Any
+    is_recorded: bool
 
 
 class Diverged(NamedTuple):
@@ -193,9 +195,9 @@ class Stamped(NamedTuple):
     """A message with the number of its step.
 
     Attributes:
-        done: requests that are done meanwhile, which nobody waited for; None as a message brings only these.
+        news: what has ended meanwhile; None as a message brings only these.
     """
 
     step: int
     message: Any
-    done: tuple[Done, ...] = ()
+    news: tuple[Done | Release, ...] = ()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -98,7 +99,6 @@ class RemoteCall:
         self._modes = modes
         #: Of the arguments that require gradients: whether the caller has a handle, not the tensor.
         self._by_handle = [isinstance(t, Handle) for t in tensors if t.requires_grad] if modes.grad else []
-        task.ended.append(self._learn_home)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class RemoteCall:
         waits = not (known.is_known and hub.predicts)
         expected = None if waits else known.digest
         hub.opens(task, "F", self._path)
-        home = tuple(sorted(prediction.home)) if not waits else ()
+        goes = () if waits else tuple(sorted(known.goes))
         message = Call(
             self._microbatch,
             self._path,
@@ -123,7 +123,7 @@ class RemoteCall:
             self._nth,
             waits,
             expected,
-            home,
+            goes,
             tuple(inline),
         )
         hub.send(self._stage, message, list(inline.values()))
@@ -140,11 +140,8 @@ class RemoteCall:
                 raise AssertionError("a known result without its outcome")
             self.outcome = known.outcome
             results = self._slots_of(self.outcome, arguments)
-            for index in home:
-                if (slot := results[index]) is not None and slot.name[2] == self._path:
-                    hub.values.announce(slot.name)
-        self._handles = [self._handle(slot) for slot in results if slot is not None]
-        return tuple(self._handles)
+            self._announce(results, goes, "F")
+        return tuple(self._handles_of(task, results, known).values())
 
     def _argument_slots(self) -> tuple[list[Slot], dict[Name, torch.Tensor]]:
         """The arguments by name, and the tensors that go with the request."""
@@ -158,7 +155,7 @@ class RemoteCall:
             if isinstance(tensor, Handle):
                 slots.append(Slot(tensor.value_name, tensor.owner, meta, comes or tensor.owner == self._stage))
                 if comes:
-                    values.direct(tensor.value_name, tensor.owner, self._stage)
+                    self._direct(tensor)
                 continue
             name, is_there = values.hand(tensor, ("A", self._microbatch, self._path, index), self._stage, comes)
             if not values.has(name):
@@ -174,15 +171,35 @@ class RemoteCall:
             for template in outcome.templates
         ]
 
-    def _handle(self, slot: Slot) -> Handle:
-        return Handle(self._hub.values, slot.name, slot.owner, slot.meta, self._hub.device)
+    def _announce(self, results: Sequence[Slot | None], goes: Iterable[tuple[int, int]], kind: str) -> None:
+        """What the called stage makes itself goes where it was needed before, unasked."""
+        for index, stage in goes:
+            if (slot := results[index]) is not None and slot.name[:3] == (kind, self._microbatch, self._path):
+                self._hub.values.announce(slot.name, stage)
 
-    def _learn_home(self) -> None:
-        """The caller's task is done: note which outputs it used itself."""
-        for index, handle in enumerate(getattr(self, "_handles", ())):
-            if handle.touched:
-                self._prediction.home.add(index)
-        self._handles = []
+    def _direct(self, handle: Handle) -> None:
+        """The called stage needs the elements of a handle."""
+        if handle.owner != self._stage:
+            if handle.needed is not None:
+                handle.needed(self._stage)
+            self._hub.values.direct(handle.value_name, handle.owner, self._stage)
+
+    def _handles_of(self, task: Task, slots: Sequence[Slot | None], known: Learned) -> dict[int, Handle]:
+        """Handles for the tensors of a result, by position; where their elements are needed goes to what is known of it."""
+        hub = self._hub
+        handles = {}
+        for index, slot in enumerate(slots):
+            if slot is not None:
+                handles[index] = handle = Handle(hub.values, slot.name, slot.owner, slot.meta, hub.device)
+                handle.needed = functools.partial(known.is_needed, index)
+
+        def learn_home() -> None:
+            for index, handle in handles.items():
+                if handle.touched:
+                    known.is_needed(index, hub.stage)
+
+        task.ended.append(learn_home)
+        return handles
 
     @property
     def differentiable(self) -> list[bool]:
@@ -213,17 +230,18 @@ class RemoteCall:
                 comes = made_there or gradient.owner == self._stage
                 slots.append(Slot(gradient.value_name, gradient.owner, meta, comes))
                 if comes:
-                    hub.values.direct(gradient.value_name, gradient.owner, self._stage)
+                    self._direct(gradient)
                 continue
             name: Name = ("G", self._microbatch, self._path, index)
-            hub.values.put(name, gradient.detach(), made_by=task)
+            hub.conductor.give(task, name)  # not kept: it goes to one stage, which uses it once
             slots.append(Slot(name, hub.stage, meta, True))
             inline[name] = gradient.detach()
         # A gradient's name depends on what was handed over as elements, and what by name.
         course = (self._came, tuple(None if slot is None else slot.comes for slot in slots))
         learned = self._prediction.backward.setdefault(course, Learned())
         waits = not (learned.is_known and hub.predicts)
-        here = tuple(index for index, by_handle in enumerate(self._by_handle) if not by_handle)
+        here = {(index, hub.stage) for index, by_handle in enumerate(self._by_handle) if not by_handle}
+        goes = tuple(sorted(here if waits else here | learned.goes))
         hub.opens(task, "B", self._path)
         message = Back(
             self._microbatch,
@@ -232,7 +250,7 @@ class RemoteCall:
             task.in_model_backward,
             waits,
             None if waits else learned.digest,
-            here,
+            goes,
             tuple(inline),
         )
         hub.send(self._stage, message, list(inline.values()))
@@ -247,15 +265,12 @@ class RemoteCall:
             if learned.outcome is None:
                 raise AssertionError("a known result without its outcome")
             results = self._slots_of(learned.outcome, owners)
-        for index in here:
-            if (slot := results[index]) is not None and slot.name[:3] == ("B", self._microbatch, self._path):
-                hub.values.announce(slot.name)
+        self._announce(results, goes, "B")
+        handles = self._handles_of(task, results, learned)
         returned: list[torch.Tensor | None] = []
-        for slot, by_handle in zip(results, self._by_handle, strict=True):
-            if slot is None:
-                returned.append(None)
-            elif by_handle:
-                returned.append(self._handle(slot))
+        for index, (slot, by_handle) in enumerate(zip(results, self._by_handle, strict=True)):
+            if slot is None or by_handle:
+                returned.append(handles.get(index))
             else:
                 returned.append(hub.values.fetch(slot.name, slot.owner).detach())
         return returned

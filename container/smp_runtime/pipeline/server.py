@@ -98,6 +98,7 @@ class ModuleServer:
         task = Task(
             TaskKind.FORWARD, call.microbatch, call.path, call.module, lambda task: self._forward(task, call), random
         )
+        self._direct(caller, "F", task, call.goes)
         self._add(caller, "F", task, call.slots)
 
     def accept_back(self, caller: int, back: Back, tensors: Sequence[torch.Tensor]) -> None:
@@ -112,6 +113,7 @@ class ModuleServer:
             self._hub.random_state(back.microbatch, "backward", 0),
         )
         task.in_model_backward = back.in_model_backward
+        self._direct(caller, "B", task, back.goes)
         # A caller that used an argument which the module only hands on can be here before the forward pass has run.
         self._add(caller, "B", task, back.slots, ("f", back.microbatch, back.path))
 
@@ -144,6 +146,14 @@ class ModuleServer:
                 task, dict.fromkeys(needs), lambda event: event == request or event in self._ran or hub.is_there(event)
             )
             hub.conductor.poke()
+
+    def _direct(self, caller: int, kind: str, task: Task, goes: Sequence[tuple[int, int]]) -> None:
+        """Send what the task makes to the stages that need it: to its caller when it ends, to others at once."""
+        for index, stage in goes:
+            if stage == caller:
+                task.home.add(index)
+            else:
+                self._hub.values.deliver((kind, task.microbatch, task.path, index), stage)
 
     # -- tasks, on a worker's thread -------------------------------------------------------------------------------
 
@@ -211,7 +221,7 @@ class ModuleServer:
                 "something else before, and its caller went on with that; a result whose shape or structure depends on "
                 'values must be waited for: set "fast_mode": False in the parameters, or return tensors of one shape'
             )
-        self._make(task, call.home, slots, outputs, made_here)
+        self._make(task, slots, outputs, made_here)
         if call.wants_reply:
             self._reply(task, "F", packed.head, tuple(slots), touched)
 
@@ -230,7 +240,7 @@ class ModuleServer:
         for output, slot in zip(graph.outputs, back.slots, strict=True):
             if slot is not None and output.requires_grad:
                 outputs.append(output)
-                gradients.append(values.get(slot.name) if slot.comes else self._handle(slot))
+                gradients.append(values.take(slot.name) if slot.comes else self._handle(slot))
         if outputs:
             # torch.autograd.backward without its checks, which cost as much as a small module's backward pass.
             torch.autograd.Variable._execution_engine.run_backward(
@@ -256,7 +266,7 @@ class ModuleServer:
                     f"the backward pass of {task.label!r} gave gradients {_describe(slots)}, but passes of the same shape gave "
                     'others before, and its caller went on with those; set "fast_mode": False in the parameters'
                 )
-        self._make(task, back.home, slots, found, made_here)
+        self._make(task, slots, found, made_here)
         if back.wants_reply:
             self._reply(task, "B", b"", tuple(slots), ())
 
@@ -294,7 +304,6 @@ class ModuleServer:
     def _make(
         self,
         task: Task,
-        home: Sequence[int],
         slots: Sequence[Slot | None],
         tensors: Sequence[torch.Tensor],
         made_here: Sequence[bool],
@@ -304,7 +313,7 @@ class ModuleServer:
         for index, (slot, tensor) in enumerate(zip(slots, tensors, strict=True)):
             if slot is not None and made_here[index]:
                 hub.values.put(slot.name, tensor.detach(), made_by=task)
-                if index in home:
+                if index in task.home:
                     task.parcel[slot.name] = tensor.detach()
 
     def _reply(

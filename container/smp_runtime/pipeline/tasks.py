@@ -75,11 +75,15 @@ class Task:
         self.gives: list[tuple[Event, float]] = []
         self.began = 0.0
         self.has_thread = False
-        self.turn = threading.Event()
+        #: Held while it is not the task's turn: a bare lock wakes a thread much faster than an event.
+        self.turn = threading.Lock()
+        self.turn.acquire()
         #: Values that the task has waited for or made, so that it does not wait for them again.
         self.known: set[Event] = set()
         #: How often this task has called each module.
         self.called: dict[str, int] = {}
+        #: Which tensors of its result the caller needs, by position.
+        self.home: set[int] = set()
         #: Values for the caller, sent when the task ends.
         self.parcel: dict[Any, torch.Tensor] = {}
         #: Called when the code of the task has ended.
@@ -129,7 +133,8 @@ class Conductor:
         is_admitted: whether a new step function task may begin (microbatches in flight).
         diverged: called, with the lock held, when the planned order cannot be followed.
         failed: called, with the lock held, when a task has raised.
-        finished: called, with the lock held, when a task's code has ended.
+        finished: called, with the lock held, when a task's code has ended; returns what to do without the lock as soon as
+            the next task has the baton.
         idle: called, with the lock held, when no task can run.
         device: where worker threads compute.
     """
@@ -142,7 +147,7 @@ class Conductor:
         is_admitted: Callable[[Task], bool],
         diverged: Callable[[str], None],
         failed: Callable[[Task, BaseException], None],
-        finished: Callable[[Task], None],
+        finished: Callable[[Task], Callable[[], None] | None],
         idle: Callable[[], None],
         device: torch.device,
     ) -> None:
@@ -168,6 +173,7 @@ class Conductor:
         self.is_aborted = False
         self.forward_first = False
         self.order: Order | None = None
+        self.records = True
         self.record: list[Segment] = []
         #: When the last segment ended.
         self.last_progress = time.perf_counter()
@@ -193,24 +199,19 @@ class Conductor:
             if task.random is not None:
                 task.random.capture()
             task.part += 1
-            task.turn.clear()
             self._enqueue(task, events, is_there)
             if (order := self.order) is not None and task.part >= order.parts.get(task.key, 0):
                 self._diverged(f"{task} waits once more than it did")
             self._running = None
             self._hand_over()
-            is_mine = self._running is task
-        if not is_mine:
-            arrived = task.turn.wait(timeout_seconds())
-            if self.is_aborted:
-                raise Abandoned
-            if not arrived:
-                raise DeadlineError(
-                    f"{task} waited {timeout_seconds():.0f} s for {sorted(task.missing, key=str)[:3]} from other stages; check "
-                    "that every rank runs the step, or raise SMP_TIMEOUT_SECONDS"
-                )
-        elif self.is_aborted:
+        arrived = task.turn.acquire(timeout=timeout_seconds())
+        if self.is_aborted:
             raise Abandoned
+        if not arrived:
+            raise DeadlineError(
+                f"{task} waited {timeout_seconds():.0f} s for {sorted(task.missing, key=str)[:3]} from other stages; check "
+                "that every rank runs the step, or raise SMP_TIMEOUT_SECONDS"
+            )
         if task.random is not None:
             task.random.restore()
 
@@ -234,11 +235,13 @@ class Conductor:
 
     def give(self, task: Task, event: Event) -> None:
         """Note that the running segment has made ``event`` available."""
-        task.gives.append((event, time.perf_counter() - task.began))
+        if self.records:
+            task.gives.append((event, time.perf_counter() - task.began))
 
-    def reset(self, order: Order | None, *, forward_first: bool) -> None:
-        """Begin a step."""
-        self.order = order
+    def reset(self, order: Sequence[Action] | None, *, forward_first: bool, records: bool = True) -> None:
+        """Begin a step, in a planned order if there is one."""
+        self.order = None if order is None else Order(order)
+        self.records = records
         self.forward_first = forward_first
         self.record = []
         self.is_aborted = False
@@ -251,7 +254,7 @@ class Conductor:
         waiting, self._waiting = self._waiting, {}
         self._by_event.clear()
         for task in waiting.values():
-            task.turn.set()
+            task.turn.release()
 
     def wait_for_end(self, seconds: float) -> bool:
         """Wait until no task of an aborted step runs any more; returns whether that came true in time."""
@@ -284,12 +287,13 @@ class Conductor:
     def _end_segment(self, task: Task) -> None:
         now = time.perf_counter()
         self.last_progress = now
-        self.record.append(
-            Segment(task.action, self._stage, now - task.began, task.phase, task.needs, tuple(task.gives))
-        )
+        if self.records:
+            self.record.append(
+                Segment(task.action, self._stage, now - task.began, task.phase, task.needs, tuple(task.gives))
+            )
+            task.gives = []
         if self.observe is not None:
             self.observe(task, task.began, now)
-        task.gives = []
 
     def _choose(self) -> Task | None:
         if self.order is not None:
@@ -326,7 +330,7 @@ class Conductor:
         self._running = task
         task.began = time.perf_counter()
         if task.has_thread:
-            task.turn.set()
+            task.turn.release()
         else:
             task.has_thread = True
             self._live += 1
@@ -371,9 +375,9 @@ class Conductor:
             pass
         except BaseException as caught:
             error = caught
+        post: Callable[[], None] | None = None
         with self._lock:
             self._live -= 1
-            self._local.is_ending = True
             is_current = self._running is task
             if is_current:
                 self._end_segment(task)
@@ -384,13 +388,23 @@ class Conductor:
                 if (order := self.order) is not None and task.part + 1 < order.parts.get(task.key, 0):
                     self._diverged(f"{task} waited less often than it did")
                 task.code_done = True
-                self._finished(task)
+                post = self._finished(task)
             if self._live == 0:
                 self._all_ended.notify_all()
+            self._local.is_ending = True
             self.poke()
             self._local.is_ending = False
             following: Task | None = self._local.__dict__.pop("next", None)
-            return following
+        if post is not None:
+            self._post(task, post)
+        return following
+
+    def _post(self, task: Task, post: Callable[[], None]) -> None:
+        try:
+            post()
+        except Exception as error:
+            with self._lock:
+                self._failed(task, error)
 
     def close(self) -> None:
         """End the worker threads; one that still runs native code when the interpreter ends would abort the process."""

@@ -37,7 +37,8 @@ class Values:
         self._versions: dict[Name, int] = {}
         self._names: dict[int, set[Name]] = {}
         self._wanted: dict[Name, set[int]] = {}
-        self._asked: set[Name] = set()
+        #: Values and stages that they go to: asked for, sent, or sent unasked.
+        self._directed: dict[int, set[tuple[Name, int]]] = {}
         #: Plain tensors that were handed to other stages already, by identity: masks go to every layer.
         self._handed: dict[int, dict[int, tuple[torch.Tensor, int, Name, set[int]]]] = {}
 
@@ -48,6 +49,10 @@ class Values:
     def get(self, name: Name) -> torch.Tensor:
         """A value that is here."""
         return self._tensors[name]
+
+    def take(self, name: Name) -> torch.Tensor:
+        """A value that is here; the gradient of an output is forgotten, since nobody else may ask for it."""
+        return self._tensors.pop(name) if name[0] == "G" else self._tensors[name]
 
     def put(self, name: Name, tensor: torch.Tensor, *, made_by: Task | None = None) -> None:
         """A value was made here or has arrived: send it to the stages that want it and wake the tasks that wait."""
@@ -91,17 +96,21 @@ class Values:
         self._send(stage, Value((name,)), [tensor])
 
     def direct(self, name: Name, owner: int, stage: int) -> None:
-        """Have ``owner`` send a value to ``stage``."""
-        if owner == stage:
+        """Have ``owner`` send a value to ``stage``, unless it does so already."""
+        if owner == stage or not self.announce(name, stage):
             return
         if owner == self._stage:
             self.deliver(name, stage)
         else:
             self._send(owner, Deliver(name, stage), [])
 
-    def announce(self, name: Name) -> None:
-        """A value will come unasked."""
-        self._asked.add(name)
+    def announce(self, name: Name, stage: int) -> bool:
+        """A value will go to a stage unasked; returns whether that is new."""
+        with self._lock:
+            directed = self._directed.setdefault(name[1], set())
+            before = len(directed)
+            directed.add((name, stage))
+            return len(directed) > before
 
     def fetch(self, name: Name, owner: int) -> torch.Tensor:
         """A value, waited for if need be; the task that calls gives the baton back meanwhile.
@@ -119,12 +128,8 @@ class Values:
                 )
             return tensor
         if name not in task.known:
-            with self._lock:
-                asks = name not in self._tensors and owner != self._stage and name not in self._asked
-                if asks:
-                    self._asked.add(name)
-            if asks:
-                self._send(owner, Deliver(name, self._stage), [])
+            if name not in self._tensors:
+                self.direct(name, owner, self._stage)
             self._conductor.wait(task, (name,), self.has)
             task.known.add(name)
         return self._tensors[name]
@@ -151,7 +156,7 @@ class Values:
             for name in self._names.pop(microbatch, ()):
                 self._tensors.pop(name, None)
                 self._versions.pop(name, None)
-                self._asked.discard(name)
+            self._directed.pop(microbatch, None)
             self._handed.pop(microbatch, None)
 
     def clear(self) -> None:
@@ -161,7 +166,7 @@ class Values:
             self._versions.clear()
             self._names.clear()
             self._wanted.clear()
-            self._asked.clear()
+            self._directed.clear()
             self._handed.clear()
 
     @property

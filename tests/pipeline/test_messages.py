@@ -1,0 +1,65 @@
+"""What the stages say to each other in a step whose course they know."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+
+def _counted(steps):
+    """Messages by kind that this rank sends in the last of several equal steps."""
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(smp.pp_size()))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    net = Net()
+    for stage, layer in enumerate(net.layers):
+        smp.set_partition(layer, stage)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def train(x):
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    for _ in range(steps - 1):
+        train(torch.ones(4, 4))
+    transport, counts = model.pipeline.transport, []
+    send = transport.send
+
+    def counting(stage, head, *args, **kwargs):
+        counts.append(type(head.message).__name__)
+        send(stage, head, *args, **kwargs)
+
+    transport.send = counting
+    train(torch.ones(4, 4))
+    return counts
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_known_step_asks_for_nothing(ranks, stages):
+    settings = {"partitions": stages, "microbatches": 4, "auto_partition": False, "default_partition": 0}
+    counts = sum((Counter(each) for each in ranks(_counted, stages, 8, config=settings, timeout=120)), Counter())
+    counts.pop("NoneType", None)  # brings only news, which otherwise go with other messages
+    once, each_microbatch = stages - 1, 4 * (stages - 1)
+    # A value goes from each stage to the next one and home from the last, and so do the gradients.
+    assert counts == {
+        "Begin": once,
+        "End": once,
+        "Call": each_microbatch,
+        "Back": each_microbatch,
+        "Value": 2 * each_microbatch,
+    }
