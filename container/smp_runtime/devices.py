@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from smp_config import ModelParallelParameters, smddp
@@ -19,13 +17,16 @@ def choose_device(local_rank: int) -> torch.device:
     return device
 
 
-def choose_backend(parameters: ModelParallelParameters, device: torch.device, hosts: int) -> str:
+def choose_backend(
+    parameters: ModelParallelParameters, device: torch.device, hosts: int, instance_type: str | None
+) -> str:
     """The backend string of ``init_process_group`` for ``ddp_dist_backend``.
 
     CPU tensors always go over gloo, so that object collectives work beside NCCL.
 
     Args:
         hosts: of the job.
+        instance_type: of all hosts; None where they differ or nobody knows. All ranks must give the same.
 
     Raises:
         SMPUserError: NCCL was asked for on a machine without CUDA.
@@ -35,11 +36,14 @@ def choose_backend(parameters: ModelParallelParameters, device: torch.device, ho
         raise SMPUserError(
             'ddp_dist_backend is "nccl", but this process has no CUDA device; use "auto" or "gloo" on CPU instances'
         )
-    if smddp.is_chosen(parameters, os.environ.get("SM_CURRENT_INSTANCE_TYPE"), hosts):
+    if smddp.is_chosen(parameters, instance_type, hosts):
         return smddp.BACKEND
-    if requested == "gloo" or device.type == "cpu":
-        return "gloo"
-    return "cpu:gloo,cuda:nccl"
+    return "gloo" if requested == "gloo" else plain_backend(device)
+
+
+def plain_backend(device: torch.device) -> str:
+    """The backend string of a group without collectives of this library's own."""
+    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -48,6 +48,9 @@ def _show_log() -> None:
 #: Where the launcher and the training toolkit leave ``mp_parameters``.
 PARAMETERS_VARIABLE = "SM_HP_MP_PARAMETERS"
 
+#: Where they leave the type of the instance that a rank runs on.
+INSTANCE_VARIABLE = "SM_CURRENT_INSTANCE_TYPE"
+
 
 class Session:
     """What a rank knows of its job: configuration, position, groups, device, and the model being trained.
@@ -73,9 +76,9 @@ class Session:
         self.control = control
         self.rank = control.rank
         self.topology: Topology = parameters.topology(control.size)
-        self.local_rank, self.local_size, hosts = self._agree(control, parameters)
+        self.local_rank, self.local_size, hosts, instance_type = self._agree(control, parameters)
         self.device = choose_device(self.local_rank)
-        backend = choose_backend(parameters, self.device, hosts)
+        backend = choose_backend(parameters, self.device, hosts, instance_type)
         self.groups = ProcessGroups(control, self.topology, backend, parameters.ddp_port)
         self.collectives: Collectives = collectives or collectives_of(backend)
         self.messages = Messages(control, self.topology)
@@ -167,23 +170,35 @@ class Session:
             raise failure
 
     @staticmethod
-    def _agree(control: ControlPlane, parameters: ModelParallelParameters) -> tuple[int, int, int]:
-        """Check that all ranks read one configuration; returns local rank, local size and the number of hosts.
+    def _agree(control: ControlPlane, parameters: ModelParallelParameters) -> tuple[int, int, int, str | None]:
+        """Check that all ranks read one configuration.
+
+        Returns:
+            Local rank, local size, the number of hosts, and the type of instance where all hosts are of one.
 
         The local rank is the position among the ranks whose launcher announced the same host name, so that
         several hosts simulated on one machine count as several.
         """
         host = host_name()
-        mine = (host, json.dumps(parameters.to_mp_parameters(), sort_keys=True))
+        settings = json.dumps(parameters.to_mp_parameters(), sort_keys=True)
+        mine = (host, settings, os.environ.get(INSTANCE_VARIABLE))
         everyone = control.allgather(mine, list(range(control.size)))
-        for rank, (_, theirs) in enumerate(everyone):
+        for rank, (_, theirs, _) in enumerate(everyone):
             if theirs != everyone[0][1]:
                 raise ConfigError(
                     f"rank {rank} was configured with {theirs}, but rank 0 with {everyone[0][1]}; every rank must read "
                     f"the same configuration: check what each passes to smp.init() and its {PARAMETERS_VARIABLE}"
                 )
-        neighbours = [rank for rank, (name, _) in enumerate(everyone) if name == host]
-        return neighbours.index(control.rank), len(neighbours), len({name for name, _ in everyone})
+        neighbours = [rank for rank, (name, _, _) in enumerate(everyone) if name == host]
+        hosts = {name for name, _, _ in everyone}
+        # Of a job with several, no rank may decide by its own: they would not choose the same backend.
+        instances = {instance for _, _, instance in everyone}
+        return (
+            neighbours.index(control.rank),
+            len(neighbours),
+            len(hosts),
+            instances.pop() if len(instances) == 1 else None,
+        )
 
 
 _session: Session | None = None

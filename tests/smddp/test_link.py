@@ -26,6 +26,7 @@ for group in (None, gloo):
     assert full.view(size, -1)[:, -1].tolist() == [float(r) for r in range(size)]
     dist.barrier()
     before = received()
+    dist.barrier()  # nobody sends before all have looked
     for _ in range(3):
         dist.all_gather_single(full, shard, group=group)
     dist.barrier()

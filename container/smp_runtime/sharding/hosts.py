@@ -8,42 +8,49 @@ import torch.distributed as dist
 
 from smp_config import Group
 from smp_runtime.comm.control import host_name
+from smp_runtime.devices import plain_backend
 from smp_runtime.session import Session
-from smp_runtime.sharding.gathering import Gathering, HierarchicalGathering, PlainGathering
+from smp_runtime.sharding.gathering import BackendGathering, Gathering, HierarchicalGathering, PlainGathering
 from smp_runtime.smddp.process_group import SmddpProcessGroup
 
 
 def make_gathering(session: Session, *, hierarchical: bool) -> Gathering:
     """Phases between and inside hosts when the sharding groups span hosts evenly and it was asked for; else one.
 
-    One too where the backend of the group does it in phases itself.
+    A backend that does it in phases itself does so, but for units that its buffers cannot hold.
     """
     members, mine = session.members(Group.SHARD), session.rank_in(Group.SHARD)
     plain = PlainGathering(session.collectives, session.groups.group(Group.SHARD), len(members), mine)
     everyone = list(range(session.control.size))
     host_of = session.control.allgather(host_name(), everyone)
-    backend_does_it = isinstance(session.groups.group(Group.SHARD), SmddpProcessGroup)
-    if not hierarchical or backend_does_it or len(set(host_of)) == 1:
+    if not hierarchical or len(set(host_of)) == 1:
         return plain
     layouts = [host_layout(group, host_of) for group in session.topology.groups(Group.SHARD)]
     if any(layout is None for layout in layouts):
+        return plain
+    whole = session.groups.group(Group.SHARD)
+    backend = plain_backend(session.device) if isinstance(whole, SmddpProcessGroup) else None
+    in_order = all(
+        [rank for row in layout or () for rank in row] == list(group)
+        for group, layout in zip(session.topology.groups(Group.SHARD), layouts, strict=True)
+    )
+    if backend is not None and not in_order:
         return plain
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     # Every rank of the job makes every group, in the same order.
     for layout in layouts:
         for ranks in (*layout_rows(layout), *layout_columns(layout)):
-            groups[tuple(ranks)] = dist.new_group(ranks)
+            groups[tuple(ranks)] = dist.new_group(ranks, backend=backend)
     layout = next(found for found in layouts if found and any(session.rank in row for row in found))
     host = next(number for number, row in enumerate(layout) if session.rank in row)
     local = layout[host].index(session.rank)
+    across, inside = groups[tuple(row[local] for row in layout)], groups[tuple(layout[host])]
+    if isinstance(whole, SmddpProcessGroup):
+        rows = [[members.index(rank) for rank in row] for row in layout]
+        return BackendGathering(session.collectives, whole, across, inside, rows, mine)
     order = [next((h, row.index(rank)) for h, row in enumerate(layout) if rank in row) for rank in members]
     return HierarchicalGathering(
-        session.collectives,
-        groups[tuple(row[local] for row in layout)],
-        groups[tuple(layout[host])],
-        (len(layout), host),
-        (len(layout[host]), local),
-        order,
+        session.collectives, across, inside, (len(layout), host), (len(layout[host]), local), order
     )
 
 

@@ -23,10 +23,11 @@ class Piece:
     bytes: torch.Tensor
     _start: int
     _stop: int
+    _is_back: bool = False
 
 
 class RingBuffer:
-    """Gives out pieces in turn, and takes them back in the order in which they were taken.
+    """Gives out pieces in turn; their memory is free again in the order in which they were taken.
 
     Args:
         size: bytes of the whole.
@@ -52,10 +53,10 @@ class RingBuffer:
         with self._freed:
             if self._memory is None:
                 self._memory = torch.empty(self.size, dtype=torch.uint8, device=self._device)
+            self.check()
             while (start := self._place(size)) is None:
                 self._freed.wait()
-                if self._broken is not None:
-                    raise RuntimeError(f"an earlier all-gather of this group failed: {self._broken}")
+                self.check()
             stop = min(start + -(-size // _ALIGNMENT) * _ALIGNMENT, self.size)
             piece = Piece(self._memory[start : start + size], start, stop)
             self._taken.append(piece)
@@ -67,16 +68,26 @@ class RingBuffer:
         return bool(self._taken)
 
     def give_back(self, piece: Piece) -> None:
-        """Let others have the oldest piece."""
+        """Let others have a piece, once all older ones are back too."""
         with self._freed:
-            if self._taken.popleft() is not piece:
-                raise AssertionError("buffer pieces were given back in another order than they were taken")
+            piece._is_back = True
+            while self._taken and self._taken[0]._is_back:
+                self._taken.popleft()
             self._freed.notify_all()
 
+    def check(self) -> None:
+        """See that nothing has failed.
+
+        Raises:
+            RuntimeError: something has.
+        """
+        if self._broken is not None:
+            raise RuntimeError(f"an earlier all-gather of this group failed: {self._broken}")
+
     def fail(self, error: BaseException) -> None:
-        """Pieces will not come back; who waits for one gets an error."""
+        """Pieces will not come back; who waits for one, or asks for one later, gets an error."""
         with self._freed:
-            self._broken = error
+            self._broken = self._broken or error
             self._freed.notify_all()
 
     def _place(self, size: int) -> int | None:

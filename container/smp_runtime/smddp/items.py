@@ -16,13 +16,15 @@ class Item:
     Attributes:
         outputs: by group rank, where its shard goes: contiguous, ``[bytes]`` of uint8.
         shard: this rank's, ``[bytes]``; may be its output.
-        wanted: the tensors that were to be filled.
+        filled: the tensors that are to be filled.
+        report: what the future is completed with: the same as that of the plain backend of the device.
         finish: copies to these what is in the outputs; None where it is there already.
     """
 
     outputs: Sequence[torch.Tensor]
     shard: torch.Tensor
-    wanted: Sequence[torch.Tensor]
+    filled: Sequence[torch.Tensor]
+    report: Callable[[], list[torch.Tensor]]
     finish: Callable[[], Any] | None = None
 
     @classmethod
@@ -30,27 +32,54 @@ class Item:
         """All shards into ``output``, one after the other; None where shapes or types do not fit each other."""
         if not (_alike(output, shard) and output.numel() == size * shard.numel()):
             return None
-        dense = (
-            output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype, device=output.device)
-        )
+        dense = output if _is_dense(output) else _dense_like(output)
         rows = as_bytes(dense).view(size, -1)
         finish = None if dense is output else lambda: output.copy_(dense)
-        return cls(tuple(rows), as_bytes(shard.contiguous()), [output], finish)
+
+        def report() -> list[torch.Tensor]:
+            whole = output.detach()
+            # gloo reports one part per rank, NCCL all in one.
+            divides = whole.device.type == "cpu" and whole.dim() > 0 and whole.shape[0] % size == 0
+            return list(whole.chunk(size)) if divides else [output]
+
+        return cls(tuple(rows), as_bytes(resolved(shard).contiguous()), [output], report, finish)
 
     @classmethod
-    def into_list(cls, outputs: Sequence[torch.Tensor], shard: torch.Tensor, size: int) -> Item | None:
-        """Each shard into a tensor of its own; None where shapes or types do not fit each other."""
+    def into_list(
+        cls, outputs: Sequence[torch.Tensor], shard: torch.Tensor, size: int, *, through_one: bool = False
+    ) -> Item | None:
+        """Each shard into a tensor of its own; None where shapes or types do not fit each other.
+
+        Args:
+            outputs: by rank.
+            shard: this rank's.
+            size: of the group.
+            through_one: gather into one tensor, ``[size, *shard.shape]``, and report that, as NCCL does.
+        """
         if len(outputs) != size or not all(_alike(o, shard) and o.numel() == shard.numel() for o in outputs):
             return None
-        dense = [o if o.is_contiguous() else torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in outputs]
-        moved = [(wanted, there) for wanted, there in zip(outputs, dense, strict=True) if wanted is not there]
+        mine, filled = as_bytes(resolved(shard).contiguous()), list(outputs)
+        if through_one:
+            whole = torch.empty((size, *shard.shape), dtype=shard.dtype, device=shard.device)
+
+            def unpack() -> None:
+                for wanted, there in zip(filled, whole, strict=True):
+                    wanted.copy_(there.view(wanted.shape))
+
+            return cls(tuple(as_bytes(whole).view(size, -1)), mine, filled, lambda: [whole], unpack)
+        dense = [o if _is_dense(o) else _dense_like(o) for o in filled]
+        moved = [(wanted, there) for wanted, there in zip(filled, dense, strict=True) if wanted is not there]
 
         def finish() -> None:
             for wanted, there in moved:
                 wanted.copy_(there)
 
-        rows = [as_bytes(tensor) for tensor in dense]
-        return cls(rows, as_bytes(shard.contiguous()), list(outputs), finish if moved else None)
+        return cls([as_bytes(tensor) for tensor in dense], mine, filled, lambda: filled, finish if moved else None)
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its values in memory as they are: neither conjugated nor negated only when they are read."""
+    return tensor.resolve_conj().resolve_neg() if tensor.layout is torch.strided else tensor
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -59,6 +88,16 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+# This must not look at what may differ between ranks, such as strides: all of them go the same way.
 def _alike(output: torch.Tensor, shard: torch.Tensor) -> bool:
     plain = output.layout is torch.strided and shard.layout is torch.strided and not shard.is_quantized
-    return plain and output.dtype is shard.dtype and output.device == shard.device and not shard.is_conj()
+    return plain and output.dtype is shard.dtype and output.device == shard.device
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether what arrives can be written to a tensor's memory as it is."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _dense_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -15,6 +15,7 @@ from smp_config.buffers import BufferSizes
 from smp_runtime.smddp.buffers import Piece, RingBuffer
 from smp_runtime.smddp.items import Item
 from smp_runtime.smddp.layout import HostGrid
+from smp_runtime.smddp.work import MessageWork
 
 #: Far above the tags that scripts choose.
 _FIRST_TAG = 2**30
@@ -37,7 +38,7 @@ class _Gather:
     """One all-gather under way.
 
     Attributes:
-        wanted: what the future is completed with.
+        work: what the caller waits for.
         arriving: from other hosts, in the order in which they are waited for: the message, the host, where in a shard
             its bytes belong, and the tag with which they are handed on.
         works: all messages that are not waited for before the end.
@@ -45,11 +46,10 @@ class _Gather:
     """
 
     item: Item
-    wanted: list[torch.Tensor]
+    work: MessageWork
     scratch: Piece
     sort: Piece
     first_tag: int
-    future: torch.futures.Future[Any] = field(default_factory=torch.futures.Future)
     arriving: list[tuple[Any, int, slice, int]] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
     blocks: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -81,30 +81,56 @@ class MessageGather:
         self._tag = _FIRST_TAG
         self._queue: queue.SimpleQueue[_Gather | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        # Callbacks begin all-gathers too, on threads of their own.
+        self._starting = threading.Lock()
         self._stop = weakref.finalize(self, self._queue.put, None)
 
-    def start(self, items: Sequence[Item], *, here: bool = False) -> torch.futures.Future[Any]:
+    def start(self, items: Sequence[Item], *, here: bool = False) -> MessageWork:
         """Begin; all ranks of the group begin their all-gathers in the same order.
 
         Args:
             here: the caller waits anyway, so bring them to their end on its thread, unless earlier ones are under way.
 
         Returns:
-            Completed with all tensors that were to be filled.
+            What to wait for. Its future has, by rank, what came from it: a tensor, or of several items a list.
 
         Raises:
-            RuntimeError: an earlier one failed.
+            RuntimeError: an earlier one failed, or a connection was lost.
         """
-        # They end in the order of their beginning, and after one that failed all others do.
-        wanted = [tensor for item in items for tensor in item.wanted]
-        return [self._start(item, wanted, here) for item in items][-1]
 
-    def _start(self, item: Item, wanted: list[torch.Tensor], here: bool) -> torch.futures.Future[Any]:
+        def report() -> Any:
+            if len(items) == 1:
+                return items[0].report()
+            return [list(parts) for parts in zip(*(item.report() for item in items), strict=True)]
+
+        # They end in the order of their beginning, and after one that failed all others do.
+        return [self._start(item, MessageWork(report), here) for item in items][-1]
+
+    def _start(self, item: Item, work: MessageWork, here: bool) -> MessageWork:
+        with self._starting:
+            here = here and not self.scratch.in_use
+            try:
+                gather = self._begin(item, work)
+            except BaseException as error:
+                self.fail(error)
+                raise
+            if not here:
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=_pass_on, args=(weakref.ref(self), self._queue), name="smddp-all-gather", daemon=True
+                    )
+                    self._thread.start()
+                self._queue.put(gather)
+        if here:
+            _finish(self, gather)
+        return work
+
+    def _begin(self, item: Item, work: MessageWork) -> _Gather:
+        """Take pieces, and start all messages that wait for no other."""
         grid, size = self._grid, item.shard.numel()
-        here = here and not self.scratch.in_use
         # Taken in this order by all, and given back in that of the all-gathers: nobody waits in a circle.
         scratch = self.scratch.take(size)
-        gather = _Gather(item, wanted, scratch, self.sort.take(grid.hosts * size), self._tags(_PARTS * grid.hosts))
+        gather = _Gather(item, work, scratch, self.sort.take(grid.hosts * size), self._tags(_PARTS * grid.hosts))
         parts = _parts(size)
         self._exchange(gather, parts)
         if size <= _SMALL:
@@ -114,16 +140,7 @@ class MessageGather:
         mine = item.outputs[grid.row[grid.local]]
         if mine.data_ptr() != item.shard.data_ptr():
             mine.copy_(item.shard)
-        if here:
-            _finish(self, gather)
-            return gather.future
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_pass_on, args=(weakref.ref(self), self._queue), name="smddp-all-gather", daemon=True
-            )
-            self._thread.start()
-        self._queue.put(gather)
-        return gather.future
+        return gather
 
     def _exchange(self, gather: _Gather, parts: Sequence[slice]) -> None:
         """Between hosts; first of all, since what else is to be done can be done while these bytes travel."""
@@ -161,7 +178,12 @@ class MessageGather:
             gather.works.append(self._backend.recv([block], neighbour, gather.first_tag))
 
     def pass_on(self, gather: _Gather) -> None:
-        """Bring one all-gather to its end."""
+        """Bring one all-gather to its end.
+
+        Raises:
+            RuntimeError: it failed, or an earlier one did.
+        """
+        self.scratch.check()
         grid, item, rows = self._grid, gather.item, self._rows(gather)
         if gather.blocks:
             rows[grid.host].copy_(gather.scratch.bytes)
@@ -192,6 +214,10 @@ class MessageGather:
         if self._thread is not None:
             # A thread that is still inside gloo when the interpreter ends would abort the process.
             self._thread.join(_PATIENCE)
+
+    def abort(self) -> None:
+        """Nobody waits any longer for pieces; messages end with their backend."""
+        self.fail(RuntimeError("the group was aborted"))
 
     def fail(self, error: BaseException) -> None:
         """No all-gather can complete any more."""
@@ -228,9 +254,9 @@ def _finish(owner: MessageGather, gather: _Gather) -> None:
         owner.pass_on(gather)
     except BaseException as error:
         owner.fail(error)
-        gather.future.set_exception(RuntimeError(f"the all-gather over {owner._grid.size} ranks failed: {error}"))
+        gather.work.finish(f"the all-gather over {owner._grid.size} ranks failed: {error}")
     else:
-        gather.future.set_result(gather.wanted)
+        gather.work.finish()
 
 
 def _parts(size: int) -> list[slice]:

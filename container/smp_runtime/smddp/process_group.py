@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from smp_config.buffers import BufferSizes
 from smp_config.smddp import BACKEND
-from smp_runtime.smddp.items import Item
+from smp_runtime.smddp.items import Item, resolved
 from smp_runtime.smddp.layout import HostGrid, agree
 from smp_runtime.smddp.messages import MessageGather
 from smp_runtime.smddp.streams import StreamGather
-from smp_runtime.smddp.work import FutureWork
+from smp_runtime.smddp.work import MessageWork, StreamWork
 
 logger = logging.getLogger("smp")
 
@@ -93,7 +93,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
             if "cuda" in plain:
                 across = _nccl_group(store, f"{name}-across-{grid.local}", grid.host, grid.hosts, timeout)
                 inside = _nccl_group(store, f"{name}-inside-{grid.host}", grid.local, grid.ranks_per_host, timeout)
-                gathers["cuda"] = StreamGather(across, inside, grid, sizes)
+                gathers["cuda"] = StreamGather(across, inside, grid, sizes, plain["cuda"][1])
         return cls(rank, size, plain, grid, sizes, gathers)
 
     def getBackendName(self) -> str:
@@ -118,6 +118,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """One tensor from all: ``output``, ``[size * input.numel()]`` elements, takes the inputs in rank order."""
+        input = resolved(input)
         works = self._phases([Item.into_one(output, input, self.size())], opts)
         return works or _gather(self._plain, output, input, *_given(opts))
 
@@ -125,6 +126,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
         self, output_lists: list[torch.Tensor], input_list: list[torch.Tensor], opts: Any = None
     ) -> Any:
         """Several of :meth:`all_gather_single` at once."""
+        input_list = [resolved(shard) for shard in input_list]
         pairs = zip(output_lists, input_list, strict=True)
         works = self._phases([Item.into_one(output, shard, self.size()) for output, shard in pairs], opts)
         return works or _gather_several(self._plain, output_lists, input_list, *_given(opts))
@@ -134,16 +136,17 @@ class SmddpProcessGroup(dist.ProcessGroup):
         if isinstance(input_tensors, torch.Tensor):
             # The short form, whose third argument is a timeout.
             output_tensors, input_tensors, opts = [output_tensors], [input_tensors], None
-        item = None
+        input_tensors, item = [resolved(shard) for shard in input_tensors], None
         if len(input_tensors) == 1:
-            item = Item.into_list(output_tensors[0], input_tensors[0], self.size())
+            outputs, shard = output_tensors[0], input_tensors[0]
+            item = Item.into_list(outputs, shard, self.size(), through_one=shard.device.type == "cuda")
         return self._phases([item], opts) or self._plain.allgather(output_tensors, input_tensors, *_given(opts))
 
     # Names of before PyTorch 2.13.
     _allgather_base: Any = all_gather_single
     allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
 
-    def _phases(self, items: Sequence[Item | None], opts: Any) -> FutureWork | None:
+    def _phases(self, items: Sequence[Item | None], opts: Any) -> MessageWork | StreamWork | None:
         """Begin all-gathers in phases; None when the plain backend has to do them."""
         wanted = [item for item in items if item is not None]
         if len(wanted) < len(items) or not items:
@@ -153,7 +156,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
             return None
         self.in_phases += len(items)
         waits = not getattr(opts, "asyncOp", True)
-        return FutureWork(self._gathers[device].start(wanted, here=waits))
+        return self._gathers[device].start(wanted, here=waits)
 
     def tries_phases(self, shard_bytes: int, device: str = "cpu") -> bool:
         """Whether an all-gather that is to begin goes in phases; counts and logs it where it falls back."""
@@ -174,6 +177,19 @@ class SmddpProcessGroup(dist.ProcessGroup):
                 self.size(),
                 reason,
             )
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Of all later collectives, also of those that an all-gather is made of."""
+        self._plain.set_timeout(timeout)
+        for gather in self._gathers.values():
+            if isinstance(gather, StreamGather):
+                gather.set_timeout(timeout)
+
+    def abort(self) -> None:
+        """End what is under way, also what an all-gather is made of."""
+        for gather in self._gathers.values():
+            gather.abort()
+        self._plain.abort()
 
     def shutdown(self) -> None:
         """Let go of connections and threads."""

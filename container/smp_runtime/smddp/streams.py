@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from smp_config.buffers import BufferSizes
 from smp_runtime.smddp.items import Item
 from smp_runtime.smddp.layout import HostGrid
+from smp_runtime.smddp.work import StreamWork
 
 
 class StreamGather:
@@ -26,27 +28,37 @@ class StreamGather:
         inside: this host's ranks of the group.
         grid: where the group's ranks are.
         sizes: of the buffers.
+        plain: the backend of the whole group, whose timeout these groups have; it may change.
     """
 
-    def __init__(self, across: dist.ProcessGroup, inside: dist.ProcessGroup, grid: HostGrid, sizes: BufferSizes):
+    def __init__(
+        self,
+        across: dist.ProcessGroup,
+        inside: dist.ProcessGroup,
+        grid: HostGrid,
+        sizes: BufferSizes,
+        plain: Any = None,
+    ) -> None:
         self._across = across
         self._inside = inside
         self._grid = grid
         self._sizes = sizes
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._plain = plain
+        self._timeout = None if plain is None else plain.options._timeout
 
-    def start(self, items: Sequence[Item], *, here: bool = False) -> torch.futures.Future[Any]:
+    def start(self, items: Sequence[Item], *, here: bool = False) -> StreamWork:
         """Begin; all ranks of the group begin their all-gathers in the same order.
 
         Args:
             here: of no use on a stream.
 
         Returns:
-            Completed on the stream, with all tensors that were to be filled. Waiting for it lets the caller's stream
-            wait.
+            Waiting for it lets the caller's stream wait. Its future has what NCCL reports.
         """
-        device, wanted = items[0].shard.device, [tensor for item in items for tensor in item.wanted]
+        device, reported = items[0].shard.device, [tensor for item in items for tensor in item.report()]
+        self._follow_timeout()
         if self._buffers is None:
             sizes = (self._sizes.scratch, self._sizes.sort)
             scratch, sort = (torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
@@ -54,8 +66,8 @@ class StreamGather:
         if device.type != "cuda":
             future: torch.futures.Future[Any] = torch.futures.Future()
             self._enqueue(items, *self._buffers)
-            future.set_result(wanted)
-            return future
+            future.set_result(reported)
+            return StreamWork(future)
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         future = torch.futures.Future(devices=[device])
@@ -64,10 +76,13 @@ class StreamGather:
         with torch.cuda.stream(self._stream):
             self._enqueue(items, *self._buffers)
             for item in items:
-                for tensor in (item.shard, *item.outputs):
+                for tensor in (item.shard, *item.outputs, *item.filled):
                     tensor.record_stream(self._stream)
-            future.set_result(wanted)
-        return future
+            # Completed at once: what waits for it waits for what the stream has been given so far.
+            future.set_result(reported)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return StreamWork(future, event)
 
     def _enqueue(self, items: Sequence[Item], scratch: torch.Tensor, sort: torch.Tensor) -> None:
         hosts = self._grid.hosts
@@ -84,6 +99,22 @@ class StreamGather:
                     _wait(self._inside.allgather([[item.outputs[rank] for rank in row]], [part]))
             if item.finish is not None:
                 item.finish()
+
+    def abort(self) -> None:
+        """End what is under way on the two groups."""
+        for group in (self._across, self._inside):
+            group.abort()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Of later collectives of the two groups."""
+        self._timeout = timeout
+        for group in (self._across, self._inside):
+            group.set_timeout(timeout)
+
+    def _follow_timeout(self) -> None:
+        # PyTorch's own function changes only that of the backend it finds.
+        if self._plain is not None and self._plain.options._timeout != self._timeout:
+            self.set_timeout(self._plain.options._timeout)
 
     def close(self) -> None:
         """Shut the two groups down."""

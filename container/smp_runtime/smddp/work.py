@@ -1,55 +1,162 @@
-"""A collective under way, as both Python and PyTorch's C++ code wait for it."""
+"""An all-gather under way, as both Python and PyTorch's C++ code wait for it."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import Work
 
+#: Seconds between two looks at a stream by a wait that has a limit.
+_LOOK = 0.001
 
-class FutureWork(Work):
-    """Completed by a future: on CUDA when its stream gets there, which :meth:`wait` does not wait for on the CPU.
 
-    Args:
-        future: has the outputs, or the error, when the collective is over.
-    """
-
-    def __init__(self, future: torch.futures.Future[Any]) -> None:
-        super().__init__()
-        self._future = future
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end.
-
-        Raises:
-            RuntimeError: the collective failed, also because another rank was lost or did not come in time.
-        """
-        self._future.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._future.done()
+class _GatherWork(Work):
+    """What both kinds of work have in common."""
 
     def is_success(self) -> bool:
-        return self._future.done() and self.exception() is None
+        return self.is_completed() and self.exception() is None
 
     def exception(self) -> Any:
         """The error with which the collective ended, if any."""
-        if self._future.done():
-            try:
-                self._future.value()
-            except Exception as error:
-                return error
-        return None
+        raise NotImplementedError
 
     def result(self) -> Any:
-        """The output tensors."""
-        return self._future.value()
+        """What the future is completed with."""
+        return self.get_future().value()
 
     def synchronize(self) -> None:
         self.wait()
 
+
+class MessageWork(_GatherWork):
+    """Ended by the thread that hands messages on, which never runs anybody's callbacks: these may wait for it.
+
+    Args:
+        report: gives what the future is completed with.
+    """
+
+    def __init__(self, report: Callable[[], Any]) -> None:
+        super().__init__()
+        self._report = report
+        self._over = threading.Event()
+        self._error: str | None = None
+        self._future: torch.futures.Future[Any] | None = None
+        self._lock = threading.Lock()
+
+    def finish(self, error: str | None = None) -> None:
+        """The collective is over, with or without an error; called once."""
+        with self._lock:
+            self._error = error
+            self._over.set()
+            future = self._future
+        if future is None:
+            return
+        # Whoever asked for the future before may have given it callbacks.
+        try:
+            threading.Thread(target=self._settle, args=(future,), name="smddp-callbacks", daemon=True).start()
+        except RuntimeError:  # the interpreter ends and starts no more threads
+            self._settle(future)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end.
+
+        Args:
+            timeout: most time to wait; none, zero or less: until each of its messages has come within the group's.
+
+        Raises:
+            RuntimeError: the collective failed, also because another rank was lost or did not come in time; or the
+                timeout has passed, and the collective goes on.
+        """
+        limit = _seconds(timeout)
+        if not self._over.wait(limit):
+            raise RuntimeError(_late(limit))
+        if self._future is not None:
+            # Completed in a moment, and before it runs callbacks.
+            with contextlib.suppress(Exception):
+                self._future.wait()
+        if self._error is not None:
+            raise RuntimeError(self._error)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._over.is_set() and (self._future is None or self._future.done())
+
+    def exception(self) -> Any:
+        return RuntimeError(self._error) if self._over.is_set() and self._error is not None else None
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Completed at the end; callbacks that it has by then run on a thread of their own."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future = self._future = torch.futures.Future()
+            over = self._over.is_set()
+        if over:
+            self._settle(future)
+        return future
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
+        if self._error is None:
+            future.set_result(self._report())
+        else:
+            future.set_exception(RuntimeError(self._error))
+
+
+class StreamWork(_GatherWork):
+    """Queued on a stream: on CUDA, waiting for it lets the caller's stream wait and not the CPU.
+
+    Args:
+        future: completed already, as a CUDA future is that knows what its stream has yet to do.
+        event: recorded when the stream is through with it; None where nothing is left to do.
+    """
+
+    def __init__(self, future: torch.futures.Future[Any], event: torch.cuda.Event | None = None) -> None:
+        super().__init__()
+        self._future = future
+        self._event = event
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let the current stream wait for the end.
+
+        Args:
+            timeout: where there is one above zero, the CPU waits too, at most so long.
+
+        Raises:
+            RuntimeError: the timeout has passed, and the collective goes on.
+        """
+        self._future.wait()
+        limit = _seconds(timeout)
+        if limit is not None:
+            deadline = time.monotonic() + limit
+            while not self.is_completed():
+                if time.monotonic() > deadline:
+                    raise RuntimeError(_late(limit))
+                time.sleep(_LOOK)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._future.done() and (self._event is None or self._event.query())
+
+    def exception(self) -> Any:
+        return None
+
     def get_future(self) -> torch.futures.Future[Any]:
         return self._future
+
+
+def _seconds(timeout: timedelta | None) -> float | None:
+    """The limit; None where PyTorch's ways of giving none were used."""
+    return timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
+
+
+def _late(limit: float | None) -> str:
+    return (
+        f"Operation timed out! The all-gather has not ended {limit} seconds after wait() was called with that timeout; "
+        "another rank may be late: wait again, or with a longer one"
+    )
