@@ -94,8 +94,8 @@ class DistributedAttentionLayer(HalfBlock):
 
         Args:
             inputs: ``hidden_states`` and ``cross_states`` are ``[batch, seq, hidden]``, ``attention_mask`` is added to
-                the scores, ``[batch, 1, 1, keys]``, or None. Positions ``[batch, seq]`` for rotary embedding may
-                follow the mask.
+                the scores, ``[batch, 1, 1, keys]``, or None; booleans are True for a position that takes part. Positions
+                ``[batch, seq]`` for rotary embedding may follow the mask.
 
         Returns:
             ``[batch, seq, hidden]``.
@@ -108,14 +108,11 @@ class DistributedAttentionLayer(HalfBlock):
         positions = rest[0] if rest else None
         if not self.converts:
             return self._inside(states, cross, mask, positions)
-        entered = self.flow.enter(states)
         attended = states if cross is None else cross
-        output = self._inside(
-            entered,
-            None if cross is None else self.flow.enter(cross),
-            self.flow.enter_mask(mask, attended, self._scoring.causal),
-            self.flow.enter_ids(positions, states),
-        )
+        mask = self.flow.enter_mask(mask, attended, self._scoring.causal)
+        entered_cross = None if cross is None else self.flow.enter(cross)
+        entered = self.flow.enter(states)
+        output = self._inside(entered, entered_cross, mask, self.flow.enter_ids(positions, states))
         return self.flow.leave(output, states)
 
     def _inside(

@@ -35,14 +35,25 @@ _HUGGING_FACE = {
 @functools.cache
 def register_all() -> None:
     """Register them; only the first call does something."""
-    register(nn.Linear, Registration(DistributedLinear, arguments=_linear))
-    register(nn.Embedding, Registration(DistributedEmbedding, arguments=_embedding, only_if="distribute_embedding"))
+    # When one is met; what a script has registered stands until then, and afterwards.
+    register_later("torch.nn.modules.linear.Linear", f"{__name__}.register_linear")
+    register_later("torch.nn.modules.sparse.Embedding", f"{__name__}.register_embedding")
     for name, function in _HUGGING_FACE.items():
         register_later(f"{_MODELS}.{name}", f"{_ROOM}.{function}")
 
 
 #: What scope keywords can override, besides what registered modules take.
-OVERRIDABLE = (DistributedTransformer, DistributedTransformerLMHead)
+OVERRIDABLE = (DistributedLinear, DistributedEmbedding, DistributedTransformer, DistributedTransformerLMHead)
+
+
+def register_linear(kind: type) -> None:
+    """Register ``nn.Linear``."""
+    register(kind, Registration(DistributedLinear, arguments=_linear))
+
+
+def register_embedding(kind: type) -> None:
+    """Register ``nn.Embedding``."""
+    register(kind, Registration(DistributedEmbedding, arguments=_embedding, only_if="distribute_embedding"))
 
 
 def _linear(module: nn.Linear) -> Arguments:

@@ -54,14 +54,22 @@ class HalfBlock(DistributedModule):
         ]
         return self.flow.shared(*norms[0], *norms[1], *biases)
 
-    def _residual(self, states: torch.Tensor, change: torch.Tensor, norm: list[torch.Tensor | None]) -> torch.Tensor:
-        """``states + change``, normalised if the layer does it behind; ``norm`` is that norm's weight and bias."""
+    def added(self, states: torch.Tensor, *changes: torch.Tensor) -> torch.Tensor:
+        """The residual sum; under ``fp32_residual_addition`` in float32."""
         if self.settings.fp32_residual_addition:
-            total = states.float() + change.float()
-            if self.layernorm is not None:
-                weight, bias = norm[0], norm[1]
-                wide = [None if tensor is None else tensor.float() for tensor in (weight, bias)]
-                total = self.layernorm(total, *wide)
-            return total.to(states.dtype)
-        total = states + change
-        return total if self.layernorm is None else self.layernorm(total, norm[0], norm[1])
+            states, changes = states.float(), tuple(change.float() for change in changes)
+        return sum(changes, start=states)
+
+    def _residual(self, states: torch.Tensor, change: torch.Tensor, norm: list[torch.Tensor | None]) -> torch.Tensor:
+        """``states + change``, normalised if the layer does it behind; ``norm`` is that norm's weight and bias.
+
+        Under ``fp32_residual_addition`` a sum that no norm follows stays in float32, for the next half of the layer
+        around this one.
+        """
+        total = self.added(states, change)
+        if not self.settings.fp32_residual_addition:
+            return total if self.layernorm is None else self.layernorm(total, norm[0], norm[1])
+        if self.layernorm is not None:
+            weight, bias = (None if tensor is None else tensor.float() for tensor in norm)
+            return self.layernorm(total, weight, bias).to(states.dtype)
+        return total.to(states.dtype) if self.converts else total

@@ -35,6 +35,7 @@ class DistributedTransformerLayer(DistributedModule):
 
     Raises:
         IndivisibleError: (a ``ValueError``) the ranks do not divide the heads or the intermediate features.
+        SMPUserError: settings that exclude each other.
     """
 
     def __init__(
@@ -106,10 +107,10 @@ class DistributedTransformerLayer(DistributedModule):
             (states, mask, *rest), cross, cross_mask = inputs, None, None
         if self.settings.parallel_attn_output:
             return self._parallel(states, mask, rest[0] if rest else None)
-        states = self.attention((states, mask, *rest))
+        stream = self.attention((states, mask, *rest))
         if self.cross_attention is not None:
-            states = self.cross_attention((states, cross, cross_mask))
-        return self.output(states)
+            stream = self.cross_attention((stream, cross, cross_mask))
+        return self._narrowed(self.output(stream), states)
 
     def _parallel(
         self, states: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
@@ -121,7 +122,11 @@ class DistributedTransformerLayer(DistributedModule):
         ready = self.output.ready()
         if not self.settings.single_pre_layernorm:
             normed = self.output.normed(states, ready)
-        return states + change + self.output.change(normed, ready)
+        return self._narrowed(self.output.added(states, change, self.output.change(normed, ready)), states)
+
+    def _narrowed(self, stream: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Within the layer the stream may be in float32; what leaves has the type of what entered."""
+        return stream.to(states.dtype) if self.settings.fp32_residual_addition else stream
 
 
 def enter_all(flow: Flow, settings: LayerSettings, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +25,25 @@ class NotDistributableError(SMPUserError):
 
 class IndivisibleError(NotDistributableError):
     """A size that the number of tensor parallel ranks does not divide."""
+
+
+class _Creation(threading.local):
+    """In which type the parameters made now shall be, or None."""
+
+    dtype: torch.dtype | None = None
+
+
+_creation = _Creation()
+
+
+@contextlib.contextmanager
+def parameters_in(dtype: torch.dtype | None) -> Iterator[None]:
+    """Distributed modules made inside have parameters of this type; None means PyTorch's default."""
+    before, _creation.dtype = _creation.dtype, dtype
+    try:
+        yield
+    finally:
+        _creation.dtype = before
 
 
 class _DrawnFromOneSeed(type):
@@ -55,7 +77,7 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
         RandomTracker.of(self.tensor_group)
         self.tensor_slices: dict[str, TensorSlice] = {}
         self.reductions: dict[str, Group] = {}
-        self._dtype = torch.float16 if sessions.current().cfg.fp16_params else None
+        self._dtype = torch.float16 if sessions.current().cfg.fp16_params else _creation.dtype
 
     def add_split(self, name: str, shape: tuple[int, ...], dim: int, fill: Fill) -> None:
         """A parameter of which each rank has a part along ``dim``; ``shape`` is that of the whole."""

@@ -55,9 +55,17 @@ class RowNorm(DistributedModule):
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``[..., hidden]`` normalised; with other tensors in place of its own weight and bias."""
+        """``[..., hidden]`` normalised; with other tensors in place of its own weight and bias.
+
+        Of a residual stream in float32 the norm is computed so, and comes in the type of a weight in half precision.
+        """
         if weight is None:
             weight, bias = self.weight, self.bias
+        if hidden.dtype is torch.float32 and weight.dtype is not torch.float32:
+            return self._normed(hidden, weight.float(), None if bias is None else bias.float()).to(weight.dtype)
+        return self._normed(hidden, weight, bias)
+
+    def _normed(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if not self.rms:
             return F.layer_norm(hidden, weight.shape, weight, bias, self.epsilon)
         wide = hidden.float()

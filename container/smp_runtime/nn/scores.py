@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+
+from smp_runtime.tensor_parallel.masks import additive
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ def attend(
     Args:
         query: ``[batch, heads, queries, head size]``.
         key: ``[batch, heads or a divisor, keys, head size]``; value likewise.
-        mask: added to the scores, ``[batch or 1, heads or 1, queries or 1, keys]``.
+        mask: added to the scores, ``[batch or 1, heads or 1, queries or 1, keys]``; booleans are True for a position that
+            takes part.
         dropout: probability of dropping an attention weight.
 
     Returns:
@@ -55,15 +59,18 @@ def attend(
     if scoring.in_fp32:
         query, key, value = query.float(), key.float(), value.float()
     bias = _bias(query, key.shape[2], mask, scoring)
-    context = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=bias,
-        dropout_p=dropout,
-        is_causal=scoring.causal and bias is None,
-        scale=scoring.scale,
-    )
+    # Under autocast the kernel would go back to half precision.
+    wide = torch.autocast(query.device.type, enabled=False) if scoring.in_fp32 else contextlib.nullcontext()
+    with wide:
+        context = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=bias,
+            dropout_p=dropout,
+            is_causal=scoring.causal and bias is None,
+            scale=scoring.scale,
+        )
     return context.to(dtype)
 
 
@@ -74,7 +81,7 @@ def _bias(query: torch.Tensor, keys: int, mask: torch.Tensor | None, scoring: Sc
     if mask is None and scoring.slopes is None and window is None:
         return None
     lowest = torch.finfo(query.dtype).min
-    bias = None if mask is None else mask.to(query.dtype)
+    bias = additive(mask, query.dtype)
     if scoring.causal or scoring.slopes is not None:
         # How far back each key lies, [queries, keys].
         distance = torch.arange(queries, device=query.device)[:, None] - torch.arange(keys, device=query.device)
@@ -104,9 +111,11 @@ def _angles(
     frequencies: tuple[float, ...], length: int, scale: float, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine, each ``[length, pairs]`` in float32."""
-    positions = torch.arange(length, dtype=torch.float32, device=device)
-    angles = positions[:, None] * torch.tensor(frequencies, dtype=torch.float32, device=device)
-    return angles.cos() * scale, angles.sin() * scale
+    # Kept for later calls, also those that train.
+    with torch.inference_mode(False), torch.no_grad():
+        positions = torch.arange(length, dtype=torch.float32, device=device)
+        angles = positions[:, None] * torch.tensor(frequencies, dtype=torch.float32, device=device)
+        return angles.cos() * scale, angles.sin() * scale
 
 
 def rotate(

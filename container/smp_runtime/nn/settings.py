@@ -31,7 +31,8 @@ class LayerSettings:
 
     Attributes:
         causal_mask_size: longest sequence under a causal mask; None attends everywhere.
-        fp32_residual_addition: add residuals in float32.
+        fp32_residual_addition: add residuals in float32. A sum that no norm follows stays in float32 between the halves
+            of a layer; what leaves the layer has the type of what entered.
         attention_in_fp32: compute attention in float32.
         query_key_layer_scaling: keeps scores of half precision in range by dividing them by the layer's number and
             multiplying inside the softmax; PyTorch's kernels keep scores in float32, so the result is the same and
@@ -105,8 +106,23 @@ class LayerSettings:
             raise SMPUserError(
                 f"activation is {self.activation!r}{suggest(self.activation, ACTIVATIONS)}; use one of {', '.join(ACTIVATIONS)}"
             )
+        self._check_parallel()
         if self.scale_attn_by_layer_idx and self.layer_idx is None:
             raise SMPUserError("scale_attn_by_layer_idx is true but layer_idx is None; pass the layer's number, from 0")
+
+    def _check_parallel(self) -> None:
+        if self.single_pre_layernorm and not (self.parallel_attn_output and self.pre_layernorm):
+            raise SMPUserError(
+                f"single_pre_layernorm is true, with parallel_attn_output {self.parallel_attn_output} and pre_layernorm "
+                f"{self.pre_layernorm}; attention and output layer share the norm in front of both, so set both to true, or "
+                "single_pre_layernorm to false"
+            )
+        for name in ("post_layernorm", "add_cross_attention"):
+            if self.parallel_attn_output and getattr(self, name):
+                raise SMPUserError(
+                    f"parallel_attn_output and {name} are both true; attention and output layer then add to the layer's input "
+                    f"at once, and nothing comes between or behind them: set {name} to false, or parallel_attn_output to false"
+                )
 
     @classmethod
     def checked(cls, **settings: Any) -> LayerSettings:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from smp_runtime.activations.marking import is_marked, mark, unmark
 from smp_runtime.nn.layer import DistributedTransformerLayer, enter_all
 from smp_runtime.nn.module import DistributedModule
 from smp_runtime.tensor_parallel.flow import choose_flow
@@ -78,3 +79,23 @@ class DistributedTransformer(DistributedModule):
             return inputs
         output = self.seq_layers(enter_all(self.flow, self._settings, inputs))
         return (self.flow.leave(output[0], inputs[0]), *inputs[1:])
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Whether layers keep only their inputs for backward; Transformers' models set it on what is inside them."""
+        return any(is_marked(layer) for layer in self.seq_layers)
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, enabled: bool) -> None:
+        if enabled:
+            # Transformers leaves its settings here, as keywords of a function that is not called.
+            settings = getattr(self.__dict__.get("_gradient_checkpointing_func"), "keywords", {})
+            self.checkpoint_layers(preserve_rng_state=bool(settings.get("preserve_rng_state", True)))
+        else:
+            for layer in self.seq_layers:
+                unmark(layer)
+
+    def checkpoint_layers(self, *, preserve_rng_state: bool = True) -> None:
+        """Let each layer keep only its inputs for backward."""
+        for layer in self.seq_layers:
+            mark(layer, preserve_rng_state)

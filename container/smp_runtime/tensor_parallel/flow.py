@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from smp_runtime.tensor_parallel import collectives
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.linear_functions import columns, rows
+from smp_runtime.tensor_parallel.masks import additive, agree_on_mask, agree_on_shape
 from smp_runtime.tensor_parallel.random import RandomTracker
 
 
@@ -40,7 +41,19 @@ class Flow(Protocol):
         ...
 
     def enter_mask(self, mask: torch.Tensor | None, like: torch.Tensor, causal: bool) -> torch.Tensor | None:
-        """An additive mask ``[batch or 1, 1, queries or 1, keys]`` for the whole of what ``like`` is a part of."""
+        """An additive mask ``[batch or 1, 1, queries or 1, keys]`` for the whole of what ``like`` is a part of.
+
+        With a batch per rank the ranks find out here, or in :meth:`enter` if that is called first, whether their batches
+        have one shape.
+
+        Args:
+            mask: additive, or boolean with True for a position that takes part.
+            like: the activations whose positions are the mask's keys.
+            causal: whether attention never looks ahead.
+
+        Raises:
+            SMPUserError: batches of different shapes, or a mask of whole numbers.
+        """
         ...
 
     def enter_ids(self, ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
@@ -74,6 +87,8 @@ class _Flow:
 
     def __init__(self, group: TensorGroup) -> None:
         self._group = group
+        #: What the ranks just agreed on the shape of, by its id.
+        self._agreed: int | None = None
 
     def columns(
         self, hidden: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
@@ -82,6 +97,17 @@ class _Flow:
 
     def rows(self, features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return rows(features, self._group, self._dim, weight, bias)
+
+    def _check_shape(self, hidden: torch.Tensor) -> None:
+        """Batches of one shape, unless the mask has been asked about them already: one exchange is enough."""
+        known, self._agreed = self._agreed, None
+        if known != id(hidden):
+            agree_on_shape(self._group, hidden)
+
+    def _mask_for_all_batches(self, mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+        mask = agree_on_mask(self._group, mask, like)
+        self._agreed = id(like)
+        return None if mask is None else self._for_all_batches(mask, like.shape[0])
 
     def _for_all_batches(self, tensor: torch.Tensor, batch: int) -> torch.Tensor:
         """Every rank's masks or positions, each for a batch of its own."""
@@ -96,13 +122,17 @@ class ReplicatedFlow(_Flow):
     rows_see_all = True
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden if self._group.prescaled else collectives.gathered(hidden, self._group, 0, partial=False)
+        if self._group.prescaled:
+            return hidden
+        self._check_shape(hidden)
+        return collectives.gathered(hidden, self._group, 0, partial=False)
 
     def leave(self, hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return hidden if self._group.prescaled else collectives.sliced(hidden, self._group, 0)
 
     def enter_mask(self, mask: torch.Tensor | None, like: torch.Tensor, causal: bool) -> torch.Tensor | None:
-        return mask if mask is None or self._group.prescaled else self._for_all_batches(mask, like.shape[0])
+        mask = additive(mask, like.dtype)
+        return mask if self._group.prescaled else self._mask_for_all_batches(mask, like)
 
     def enter_ids(self, ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
         return ids if ids is None or self._group.prescaled else self._for_all_batches(ids, like.shape[0])
@@ -127,6 +157,7 @@ class SlicedFlow(_Flow):
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         if not self._group.prescaled:
+            self._check_shape(hidden)
             return hidden
         missing = self._missing(hidden.shape[1])
         return collectives.sliced(F.pad(hidden, (0, 0, 0, missing)) if missing else hidden, self._group, 1)
@@ -138,14 +169,16 @@ class SlicedFlow(_Flow):
         return whole if whole.shape[1] == like.shape[1] else whole[:, : like.shape[1]]
 
     def enter_mask(self, mask: torch.Tensor | None, like: torch.Tensor, causal: bool) -> torch.Tensor | None:
+        mask = additive(mask, like.dtype)
         if not self._group.prescaled:
-            return None if mask is None else self._for_all_batches(mask, like.shape[0])
+            return self._mask_for_all_batches(mask, like)
         missing = self._missing(like.shape[1])
-        if not missing or (mask is None and causal):  # padding comes last, where causal attention never looks
-            return mask
         if mask is None:
+            if not missing or causal:  # padding comes last, where causal attention never looks
+                return None
             mask = like.new_zeros(1, 1, 1, like.shape[1])
-        queries = missing if mask.shape[2] > 1 else 0
+        # Under cross attention there are as many queries as the other states have positions.
+        queries = self._missing(mask.shape[2]) if mask.shape[2] > 1 else 0
         return F.pad(F.pad(mask, (0, missing), value=torch.finfo(mask.dtype).min), (0, 0, 0, queries))
 
     def enter_ids(self, ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:

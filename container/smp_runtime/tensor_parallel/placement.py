@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from smp_config import Group
 from smp_runtime import session as sessions
 from smp_runtime.nn.module import DistributedModule
 from smp_runtime.registry import ParameterRecord, ParameterRegistry
@@ -19,18 +20,29 @@ from smp_runtime.tensor_parallel.initialisation import TensorSlice
 
 def place(module: nn.Module, registry: ParameterRegistry) -> None:
     """Note axis, slice and whole shape of split parameters, and over which group each one's gradient is averaged."""
+    _close_fast_paths(module)
     for part in distributed_modules(module):
         for name, parameter in part._parameters.items():
             if parameter is None:
                 continue
             record = registry.record_of(parameter)
-            record.reduction = part.reductions[name]
+            # One that a subclass made by itself sees what a whole parameter does.
+            record.reduction = part.reductions.get(name, Group.RDP)
             where = part.tensor_slices.get(name)
             if where is not None:
                 record.shape = where.shape
                 record.placement = replace(
                     record.placement, tensor_axis=where.dim, tensor_slice=(where.start, where.stop)
                 )
+
+
+def _close_fast_paths(module: nn.Module) -> None:
+    """PyTorch's encoder layers read their children's weights in evaluation, which distributed ones have a part of."""
+    for part in module.modules():
+        if isinstance(part, nn.TransformerEncoderLayer) and any(
+            isinstance(child, DistributedModule) for child in part.modules()
+        ):
+            part.activation_relu_or_gelu = 0
 
 
 def distributed_modules(module: nn.Module) -> Iterator[DistributedModule]:
@@ -49,15 +61,25 @@ def slices_by_name(module: nn.Module) -> dict[str, TensorSlice]:
 
 
 @torch.no_grad()
-def whole_state(module: nn.Module, state: dict[str, Any], group: TensorGroup) -> dict[str, Any]:
-    """``state`` with split parameters whole; all ranks of the group call it."""
+def whole_state(
+    module: nn.Module, state: dict[str, Any], group: TensorGroup, *, to_first: bool = False
+) -> dict[str, Any]:
+    """``state`` with split parameters whole; all ranks of the group call it.
+
+    Args:
+        to_first: only on the first rank of the group, and these on the CPU; the others get nothing.
+    """
     slices = slices_by_name(module)
     if group.size == 1 or not slices:
         return state
     whole = type(state)()
     for name, value in state.items():
         where = slices.get(name)
-        whole[name] = value if where is None else gather_whole(value, where, group)
+        found = value if where is None else gather_whole(value, where, group)
+        if not to_first:
+            whole[name] = found
+        elif group.rank == 0:
+            whole[name] = found if where is None else found.cpu()
     return whole
 
 

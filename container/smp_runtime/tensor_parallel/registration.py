@@ -43,8 +43,16 @@ class Registration:
     only_if: str | None = None
     translations: tuple[Translate, Translate] | None = None
 
-    def distributed(self, original: nn.Module, overrides: Mapping[str, Any]) -> nn.Module:
-        """The distributed module for ``original``, with new weights; ``overrides`` win over its own arguments."""
+    def distributed(
+        self, original: nn.Module, overrides: Mapping[str, Any], automatic: Mapping[str, Any] | None = None
+    ) -> nn.Module:
+        """The distributed module for ``original``, with new weights.
+
+        Args:
+            original: the module that it replaces.
+            overrides: win over its own arguments.
+            automatic: used where neither gives a value.
+        """
         args, kwargs = self.arguments(original) if self.arguments is not None else original.__dict__[_GIVEN]
         if self.init_hook is not None:
             args, kwargs = _pair("init_hook", self.init_hook(*args, **kwargs))
@@ -58,6 +66,7 @@ class Registration:
             ) from None
         taken = arguments_of(self.dist_module)
         settings |= {**kwargs, **{name: value for name, value in overrides.items() if name in taken}}
+        settings = {name: value for name, value in (automatic or {}).items() if name in taken} | settings
         made = self.dist_module(**settings)
         self._adapt(made)
         return made

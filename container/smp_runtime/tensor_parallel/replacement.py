@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
 from smp_runtime.nn import builtin
-from smp_runtime.nn.module import DistributedModule, NotDistributableError
+from smp_runtime.nn.module import DistributedModule, NotDistributableError, parameters_in
 from smp_runtime.tensor_parallel.group import TensorGroup
+from smp_runtime.tensor_parallel.inherited import inherit, parameter_type, set_parameter_type
 from smp_runtime.tensor_parallel.initialisation import weight_stream
 from smp_runtime.tensor_parallel.registration import Registration, registration_of, was_noted
 from smp_runtime.tensor_parallel.scopes import Mark, mark_of
 
 logger = logging.getLogger("smp")
-
-#: What the replaced module had besides weights, and scripts read.
-_KEPT_ATTRIBUTES = ("config", "generation_config")
 
 
 def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
@@ -27,72 +26,92 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
     A marked module that cannot be distributed stays as it is, and a warning says why, once.
     """
     builtin.register_all()
-    candidates = list(_outermost(module, ""))
+    automatic = _automatic(group)
+    candidates = list(_outermost(module, "", automatic))
     if not candidates:
         return module
-    uses = _parameter_uses(module)
+    uses, paths = _parameter_uses(module), _paths(module)
     made: dict[int, nn.Module] = {}
+    seen: set[int] = set()
     with weight_stream(group):
         for name, original, how, mark in candidates:
-            if id(original) in made:
+            if id(original) in seen:
                 continue
-            replacement = _try(name, original, how, mark, uses, group)
+            seen.add(id(original))
+            title = f"{name or 'the model'} ({type(original).__name__})"
+            # What all references to it lead to is replaced in all places; what others lead to as well would be torn apart.
+            inside, times = _parameter_uses(original), paths[id(original)]
+            if any(uses[key] > count * times for key, count in inside.items()):
+                why = "it shares a weight with another module; tie them inside one distributed module"
+                _left_alone(title, why, group)
+                continue
+            replacement = _try(title, original, how, mark, automatic, group)
             if replacement is not None:
                 made[id(original)] = replacement
     return _put_in_place(module, made)
 
 
-def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, Registration, Mark]]:
+def _automatic(group: TensorGroup) -> Mapping[str, Any]:
+    """Arguments of distributed modules that follow from the configuration, unless a script gives them."""
+    sharded = group.size > 1 and group.session.cfg.sharded_data_parallel_degree > 1
+    return {"distribute_embedding": True} if sharded else {}
+
+
+def _outermost(
+    module: nn.Module, name: str, automatic: Mapping[str, Any]
+) -> Iterator[tuple[str, nn.Module, Registration, Mark]]:
     if isinstance(module, DistributedModule):
         return
     mark = mark_of(module)
-    how = registration_of(module) if mark.enabled else None
-    if how is not None and (how.only_if is None or mark.overrides.get(how.only_if)):
+    how = _wanted(module, mark, automatic) if mark.enabled else None
+    if how is not None:
         yield name, module, how, mark
         return
     for child_name, child in module.named_children():
-        yield from _outermost(child, f"{name}.{child_name}" if name else child_name)
+        yield from _outermost(child, f"{name}.{child_name}" if name else child_name, automatic)
+
+
+def _wanted(module: nn.Module, mark: Mark, automatic: Mapping[str, Any]) -> Registration | None:
+    how = registration_of(module)
+    if how is None or how.only_if is None or {**automatic, **mark.overrides}.get(how.only_if):
+        return how
+    return None
 
 
 def _try(
-    name: str, original: nn.Module, how: Registration, mark: Mark, uses: Counter[int], group: TensorGroup
+    title: str,
+    original: nn.Module,
+    how: Registration,
+    mark: Mark,
+    automatic: Mapping[str, Any],
+    group: TensorGroup,
 ) -> nn.Module | None:
-    title = f"{name or 'the model'} ({type(original).__name__})"
-    inside = _parameter_uses(original)
-    if any(uses[key] > count for key, count in inside.items()):
-        _left_alone(title, "it shares a weight with another module; tie them inside one distributed module", group)
-        return None
     if how.arguments is None and not was_noted(original):
         _left_alone(title, "it was created before its class was registered; register the class first", group)
         return None
+    dtype = parameter_type(original, group.session.cfg) if "dtype" not in mark.overrides else None
     try:
-        made = how.distributed(original, mark.overrides)
+        with parameters_in(dtype):
+            made = how.distributed(original, mark.overrides, automatic)
     except NotDistributableError as error:
         _left_alone(title, str(error), group)
         return None
+    if dtype is not None:
+        set_parameter_type(made, dtype)
     nested = Counter(
         type(part).__name__
         for part in original.modules()
-        if part is not original and mark_of(part).enabled and _would_be_replaced(part)
+        if part is not original and (own := mark_of(part)).enabled and _wanted(part, own, automatic) is not None
     )
     if nested and not how.is_whole_model and group.rank == 0:
         parts = ", ".join(f"{count} × {kind}" for kind, count in nested.items())
         logger.warning("%s is distributed as a whole: %s inside it are not distributed on their own", title, parts)
     if how.translations is not None:
         group.session.module_manager.note(how.translations)
-    made.train(original.training)
-    if inside and not any(parameter.requires_grad for parameter in original.parameters()):
-        made.requires_grad_(False)
-    for attribute in _KEPT_ATTRIBUTES:
-        if hasattr(original, attribute) and not hasattr(made, attribute):
-            setattr(made, attribute, getattr(original, attribute))
+    to_ours = None if how.translations is None else how.translations[1]
+    inherit(original, made, to_ours, title, warns=group.rank == 0)
     made.replaced_class = type(original).__name__  # type: ignore[assignment]
     return made
-
-
-def _would_be_replaced(module: nn.Module) -> bool:
-    how = registration_of(module)
-    return how is not None and (how.only_if is None or bool(mark_of(module).overrides.get(how.only_if)))
 
 
 def _left_alone(title: str, why: str, group: TensorGroup) -> None:
@@ -101,10 +120,18 @@ def _left_alone(title: str, why: str, group: TensorGroup) -> None:
 
 
 def _parameter_uses(module: nn.Module) -> Counter[int]:
-    """How many modules hold each parameter, by the parameter's id."""
+    """In how many places each parameter is met, by its id; a module that has several names counts under each."""
     return Counter(
-        id(parameter) for part in module.modules() for parameter in part._parameters.values() if parameter is not None
+        id(parameter)
+        for _, part in module.named_modules(remove_duplicate=False)
+        for parameter in part._parameters.values()
+        if parameter is not None
     )
+
+
+def _paths(module: nn.Module) -> Counter[int]:
+    """How many names each module has, by its id."""
+    return Counter(id(part) for _, part in module.named_modules(remove_duplicate=False))
 
 
 def _put_in_place(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:

@@ -63,7 +63,7 @@ def tensor_parallelism(enabled: bool = True, **overrides: Any) -> Iterator[None]
     try:
         yield
     finally:
-        _scopes.remove(mark)
+        _scopes.pop()
         if not _scopes:
             _end_marking()
 

@@ -13,6 +13,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.huggingface.translation import CausalNames
 from smp_runtime.nn.lm_head import DistributedTransformerLMHead, additive_mask
 from smp_runtime.nn.module import NotDistributableError
+from smp_runtime.tensor_parallel.masks import additive, agree_on_shape
 from smp_runtime.tensor_parallel.registration import Arguments, Registration, register
 
 #: Arguments of ``forward`` that ask for what a distributed model does not have.
@@ -26,12 +27,16 @@ class CausalModel(DistributedTransformerLMHead):
 
     Args:
         with_cross_outputs: whether the original's output objects have fields of cross attention.
+        state_names: what the original calls its parameters.
         settings: of :class:`DistributedTransformerLMHead`.
     """
 
-    def __init__(self, with_cross_outputs: bool = False, **options: Any) -> None:
+    def __init__(
+        self, with_cross_outputs: bool = False, state_names: CausalNames | None = None, **options: Any
+    ) -> None:
         super().__init__(**options)
         self.with_cross_outputs = with_cross_outputs
+        self.state_names = state_names
 
     def forward(
         self,
@@ -44,6 +49,8 @@ class CausalModel(DistributedTransformerLMHead):
         from transformers import modeling_outputs as outputs
 
         ids, mask, token_types, positions, labels = inputs
+        if self.distributes_vocabulary:  # else the transformer asks
+            agree_on_shape(self.tensor_group, ids)
         cross = "AndCrossAttentions" if self.with_cross_outputs else ""
         hidden = self.hidden_states(ids, _additive(mask, self.hidden_dtype), token_types, positions)
         if not self.add_lm_head:
@@ -60,15 +67,24 @@ class CausalModel(DistributedTransformerLMHead):
         """The word embedding."""
         return self.word_embedding
 
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Checkpoint the layers, as ``smp.set_activation_checkpointing`` does; ``use_reentrant`` does not matter."""
+        settings = gradient_checkpointing_kwargs or {}
+        self.transformer.checkpoint_layers(preserve_rng_state=bool(settings.get("preserve_rng_state", True)))
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Let the layers keep all that backward needs."""
+        self.transformer.gradient_checkpointing = False
+
 
 def _causal_output(outputs: Any, with_cross: bool) -> Any:
     return outputs.CausalLMOutputWithCrossAttentions if with_cross else outputs.CausalLMOutputWithPast
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A mask of ``[batch, seq]`` with 1 for a position that counts; one of four dims is additive already."""
+    """A mask of ``[batch, seq]`` with 1 for a position that counts; one of four dims is additive, or boolean."""
     if mask is None or mask.dim() == 4:
-        return mask
+        return additive(mask, dtype)
     return additive_mask(mask == 0, dtype)
 
 
@@ -83,7 +99,7 @@ def register_causal(
             raise NotDistributableError(
                 "its configuration has add_cross_attention, which is not distributed; use the original"
             )
-        made = {**settings(config), "add_lm_head": with_head, "with_cross_outputs": has_cross}
+        made = {**settings(config), "add_lm_head": with_head, "with_cross_outputs": has_cross, "state_names": names}
         if not with_head:
             made["lm_head_bias"] = False
         return (), made

@@ -37,6 +37,12 @@ NAMES = EncoderNames(
 )
 
 
+class Encoder(DistributedTransformer):
+    """A distributed transformer that knows what the original calls its parameters."""
+
+    state_names = NAMES
+
+
 def init_hook(config: Any, *_: Any, **__: Any) -> Arguments:
     """Arguments of the distributed transformer for a ``BertConfig`` or ``RobertaConfig``."""
     if config.add_cross_attention:
@@ -106,7 +112,7 @@ def register_encoder(kind: type) -> None:
     register(
         kind,
         Registration(
-            DistributedTransformer,
+            Encoder,
             init_hook,
             forward_hook,
             return_hook,

@@ -1,0 +1,94 @@
+"""Attention masks on their way into distributed layers: what is added to scores, and the same shapes on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from smp_config import Group
+from smp_runtime.errors import SMPUserError
+from smp_runtime.tensor_parallel.group import TensorGroup
+
+
+def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A mask as what is added to scores of type ``dtype``.
+
+    Args:
+        mask: additive, or of booleans with True for a position that takes part, as PyTorch's attention has it.
+
+    Raises:
+        SMPUserError: it holds whole numbers, which would be added as they are.
+    """
+    if mask is None or mask.dtype == dtype:
+        return mask
+    lowest = torch.finfo(dtype).min
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, lowest)
+    if not mask.is_floating_point():
+        raise SMPUserError(
+            f"the attention mask {list(mask.shape)} is of type {mask.dtype}, and masks of {mask.dim()} dims are added to the "
+            "scores: pass mask.bool() if 1 is for a position that takes part, or a floating point mask to add"
+        )
+    return mask.to(dtype).clamp_min(lowest)  # a wider type's lowest number would become infinite
+
+
+def agree_on_shape(group: TensorGroup, tensor: torch.Tensor) -> None:
+    """Find out that the ranks' batches, each of its own, have one shape; all ranks of the group call it.
+
+    Raises:
+        SMPUserError: they differ in size or length.
+    """
+    if _differ(group):
+        _agreed(group, tensor, None)
+
+
+def agree_on_mask(group: TensorGroup, mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+    """A mask of one shape on all ranks; a rank without one gets zeros if another has one.
+
+    Args:
+        mask: additive, ``[batch or 1, heads or 1, queries or 1, keys or 1]``, or None.
+        like: what it masks, ``[batch, seq, hidden]``.
+
+    Raises:
+        SMPUserError: the ranks' batches differ in size or length, or their masks do not fit each other.
+    """
+    if not _differ(group):
+        return mask
+    shapes = _agreed(group, like, None if mask is None else tuple(mask.shape[1:]))
+    present = [shape for shape in shapes if shape is not None]
+    if not present:
+        return None
+    try:
+        common = torch.broadcast_shapes(*present)
+    except RuntimeError:
+        raise SMPUserError(
+            f"the ranks of a tensor parallel group have attention masks of different shapes, {_listed(shapes)} (without the "
+            "batch): make them alike, or set prescaled_batch to true and give all of them one batch"
+        ) from None
+    if mask is None:
+        return like.new_zeros((1, *common))
+    return mask if tuple(mask.shape[1:]) == tuple(common) else mask.expand(mask.shape[0], *common)
+
+
+def _differ(group: TensorGroup) -> bool:
+    """Whether each rank has a batch of its own."""
+    return group.size > 1 and not group.prescaled and not group.is_tracing
+
+
+def _agreed(group: TensorGroup, batch: torch.Tensor, mask: tuple[int, ...] | None) -> list[tuple[int, ...] | None]:
+    """Every rank's ``mask``; over the control plane, so that no device has to be waited for."""
+    session = group.session
+    every = session.control.allgather((tuple(batch.shape), mask), session.members(Group.TP))
+    if any(shape != every[0][0] for shape, _ in every):
+        raise SMPUserError(
+            f"the batches of a tensor parallel group have different shapes, {_listed([shape for shape, _ in every])}, but "
+            "distributed layers put them together: pad all to one length and use batches of one size"
+        )
+    return [shape for _, shape in every]
+
+
+def _listed(shapes: list[Any]) -> str:
+    return ", ".join(
+        f"{'none' if shape is None else list(shape)} on its rank {rank}" for rank, shape in enumerate(shapes)
+    )
