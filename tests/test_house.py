@@ -38,7 +38,7 @@ FORBIDDEN = {
 }
 #: The floors of smp_runtime, from the ground; a file imports only its own floor and those below.
 FLOORS = [
-    ("errors", "devices", "deferred"),
+    ("errors", "devices", "deferred", "swapping", "copying"),
     ("registry", "pieces", "module_manager"),
     (
         "comm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,25 +31,43 @@ class SavedModel(StagedModel):
         Args:
             gather_to_rank0: only the first rank of each model parallel group gets it, the others ``{}``.
         """
-        state = whole_state(self.module, self._local_state(*args, **kwargs), TensorGroup.of(self._session))
+        return self._gathered(self._local_state(*args, **kwargs), gather_to_rank0)
+
+    def state_to_save(self) -> dict[str, Any]:
+        """The full state on the first rank of the job, what had to be gathered on the CPU; every rank calls it.
+
+        The others get ``{}``: they only take part, with one flat unit at a time.
+        """
+        keeps = self._session.rank_in(Group.RDP) == 0
+        local = self._local_state(keep=keeps)
+        return self._gathered(local, True) if keeps else {}
+
+    def _gathered(self, local: dict[str, Any], to_first: bool) -> Any:
+        """The full state from that of this rank, on all ranks of a model parallel group, or on the first."""
+        session = self._session
+        state = whole_state(self.module, local, TensorGroup.of(session), to_first=to_first)
+        if to_first and session.rank_in(Group.TP) != 0:
+            return {}
         if self._stage_of is not None:
-            members = self._session.members(Group.PP)
-            parts = self._session.control.allgather({k: _on_cpu(v) for k, v in state.items()}, members)
+            mine, members = {k: _on_cpu(v) for k, v in state.items()}, session.members(Group.PP)
+            exchange = session.control.gather if to_first else session.control.allgather
+            parts = exchange(mine, members)
+            if parts is None:
+                return {}
             order = list(self.module.state_dict(keep_vars=True))
             merged = {name: value for part in parts for name, value in part.items()}
             state = {name: state.get(name, merged[name]) for name in order if name in merged}
-        if gather_to_rank0 and self._session.rank_in(Group.MP) != 0:
-            return {}
         return state
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The state of this rank's stage, marked by the key ``_smp_is_partial``."""
         return {**self._local_state(*args, **kwargs), PARTIAL_KEY: True}
 
-    def _local_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+    def _local_state(self, *args: Any, keep: bool = True, **kwargs: Any) -> dict[str, Any]:
+        with self.shards.reading_state() if self.shards is not None else contextlib.nullcontext():
+            state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         if self.shards is not None:
-            self.shards.complete(state, lambda p: self.registry.record_of(p).names, kwargs.get("prefix", ""))
+            self.shards.complete(state, lambda p: self.registry.record_of(p).names, kwargs.get("prefix", ""), keep)
         if self._stage_of is None:
             return state
         prefix = kwargs.get("prefix", "")

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from smp_runtime.copying import unshared
 from smp_runtime.errors import CheckpointError
 from smp_runtime.pieces import Piece
 
@@ -15,7 +16,9 @@ from smp_runtime.pieces import Piece
 class Gatherer(Protocol):
     """Brings together what the ranks of a sharding group hold."""
 
-    def gather_whole(self, values: Mapping[nn.Parameter, torch.Tensor]) -> dict[nn.Parameter, torch.Tensor]: ...
+    def gather_whole(
+        self, values: Mapping[nn.Parameter, torch.Tensor], *, keep: bool = True
+    ) -> dict[nn.Parameter, torch.Tensor]: ...
 
     def gather_objects(self, values: Mapping[nn.Parameter, Any]) -> dict[nn.Parameter, Any]: ...
 
@@ -27,6 +30,8 @@ def whole_state(
     originals: Sequence[Sequence[nn.Parameter]],
     pieces: Mapping[nn.Parameter, Piece | None],
     gatherer: Gatherer | None,
+    *,
+    keep: bool = True,
 ) -> dict[str, Any]:
     """The ``state_dict`` that the optimizer would have in one process, in float32.
 
@@ -34,7 +39,8 @@ def whole_state(
         optimizer: its groups hold pieces.
         originals: the model's parameters, group by group, as the script gave them.
         pieces: what is updated of each parameter on this rank.
-        gatherer: with sharded state; then every rank of the group calls this.
+        gatherer: with sharded state; then every rank of the group calls this, and tensors are on the CPU.
+        keep: False on a rank that only takes part in gathering; it gets no tensors.
     """
     numbers: dict[nn.Parameter, int] = {}
     groups = []
@@ -57,7 +63,9 @@ def whole_state(
             )
             (tensors if shaped else others).setdefault(key, {})[parameter] = value
     if gatherer is not None:
-        tensors = {key: gatherer.gather_whole(values) for key, values in _all_keys(tensors, gatherer).items()}
+        tensors = {
+            key: gatherer.gather_whole(values, keep=keep) for key, values in _all_keys(tensors, gatherer).items()
+        }
         others = {key: gatherer.gather_objects(values) for key, values in _all_keys(others, gatherer).items()}
     state: dict[int, dict[str, Any]] = {}
     for found in (tensors, others):
@@ -93,7 +101,7 @@ def load_state(
             f"optimizer has {[len(p) for p in originals]}; build it from the same parameter groups as when it was saved"
         )
     for group, settings in zip(optimizer.param_groups, saved, strict=True):
-        group.update({key: value for key, value in settings.items() if key != "params"})
+        group.update(unshared({key: value for key, value in settings.items() if key != "params"}))
     optimizer.state.clear()
     for group, parameters, settings in zip(optimizer.param_groups, originals, saved, strict=True):
         on_device = bool(group.get("fused") or group.get("capturable"))
@@ -111,7 +119,7 @@ def load_state(
 
 def _of_piece(value: Any, parameter: nn.Parameter, piece: Piece | None, counters_on_device: bool) -> Any:
     if not isinstance(value, torch.Tensor):
-        return value
+        return unshared(value)
     if value.shape != parameter.shape or value.dim() == 0:
         # A counter, which optimizers keep on the CPU unless their kernel reads it.
         return value.to(parameter.device, copy=True) if counters_on_device else value.clone()

@@ -117,6 +117,44 @@ def test_a_failure_surfaces_at_the_next_save_on_every_rank_and_the_former_stays(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["good_partial", "newest", "next_partial"]
 
 
+class _Remembering(torch.nn.Linear):
+    """With a state of its own making."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.seen = {"most": torch.zeros(2), "counts": [0]}
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+
+def test_what_is_not_elementwise_is_that_of_the_call_too(solo, tmp_path, monkeypatch):
+    """A learning rate that is a tensor, tensors in lists of the optimizer's state, a module's own state."""
+    solo({})
+    model = smp.DistributedModel(_Remembering())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5)))
+    state = optimizer.state[model.module.weight]
+    state["history"] = [torch.ones(3), {"last": torch.ones(1)}]
+    slow = _Slow(monkeypatch)
+    smp.save_checkpoint(str(tmp_path), tag="1", async_save=True)
+    with torch.no_grad():
+        optimizer.param_groups[0]["lr"].fill_(7.0)
+        for value in (state["history"][0], state["history"][1]["last"], model.module.seen["most"]):
+            value.fill_(7.0)
+    model.module.seen["counts"].append(7)
+    state["history"].append(7)
+    slow.may_write.set()
+    smp.wait_for_checkpoint()
+    smp.resume_from_checkpoint(str(tmp_path))
+    history = optimizer.state[model.module.weight]["history"]
+    assert float(optimizer.param_groups[0]["lr"]) == 0.5
+    assert (history[0].tolist(), history[1]["last"].tolist(), len(history)) == ([1, 1, 1], [1], 2)
+    assert (model.module.seen["most"].tolist(), model.module.seen["counts"]) == ([0, 0], [0])
+
+
 def test_a_refused_user_content_is_told_at_once(solo, tmp_path):
     solo({})
     run = Training()

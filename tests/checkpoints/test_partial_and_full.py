@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import pickle
 import time
 
+import numpy as np
 import pytest
 import torch
 from models import TiedNet, loss_of, token_batch
@@ -260,6 +263,24 @@ def test_save_and_load_of_one_object(trained, tmp_path):
         smp.save({}, tmp_path / "object.pt")
     with pytest.raises(CheckpointError, match=r"holds \['object.pt'"):
         smp.load(str(tmp_path / "other.pt"))
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_one_object_may_hold_arrays_and_others_are_named(trained, tmp_path):
+    name = str(tmp_path / "object.pt")
+    smp.save({"loss": np.float64(0.5), "mask": np.arange(3), "when": np.datetime64("2020-01-01")}, name)
+    loaded = smp.load(name)
+    assert loaded["loss"] == 0.5 and loaded["mask"].tolist() == [0, 1, 2]  # noqa: PT018
+    for options in ({}, {"pickle_protocol": 4}):
+        smp.save({"args": argparse.Namespace(lr=1)}, name, **options)
+        with pytest.raises(CheckpointError, match=r"object that may run code .*; if you trust.*pickle_module=pickle"):
+            smp.load(name)
+        assert smp.load(name, pickle_module=pickle)["args"].lr == 1
+    whole = (tmp_path / "object.pt_0").read_bytes()
+    for damaged in (whole[:-30], b"something else"):
+        (tmp_path / "object.pt_0").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="cannot be read .* it was cut, damaged"):
+            smp.load(name)
 
 
 @pytest.mark.parametrize("tag", ["", "a/b", ".hidden"])

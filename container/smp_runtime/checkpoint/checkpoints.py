@@ -13,6 +13,7 @@ from smp_runtime.checkpoint import user_content as user_contents
 from smp_runtime.checkpoint.finding import find_checkpoint
 from smp_runtime.checkpoint.loading import Loading
 from smp_runtime.checkpoint.manifest import PARTIAL, USER_CONTENT, FoundCheckpoint
+from smp_runtime.checkpoint.save_id import wrapped
 from smp_runtime.checkpoint.saving import Saver, check_tag
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.session import Session
@@ -86,8 +87,9 @@ def save_checkpoint(
         raise SMPUserError(f"optimizer= is a {type(optimizer).__name__}; pass what smp.DistributedOptimizer returned")
     folder = Path(path)
 
-    def content() -> bytes:
-        return user_contents.to_bytes(user_content, trusted=trust_user_content)
+    def content(save_id: str | None = None) -> bytes:
+        found = user_content if save_id is None else wrapped(user_content, save_id)
+        return user_contents.to_bytes(found, trusted=trust_user_content)
 
     if not partial:
         full.save(session, folder, tag, chosen, optimizer, content, translates=translate_if_full)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from smp_config import Group
 from smp_runtime.checkpoint.holdings import (
@@ -232,7 +234,7 @@ def _module_file(made: Contents, model: DistributedModel, share: Share) -> None:
         for holding in others:
             found[holding.name] = keep(f"{MODULE}/{holding.name}", holding.tensor)
         for name, module in own:
-            found[name] = module.get_extra_state()
+            found[name] = _kept(keep, f"{EXTRA}/{name}", module.get_extra_state())
         order = [name for name in model.module.state_dict(keep_vars=True) if name in found]
         return {"module": {name: found[name] for name in order}, PARTIAL_KEY: True}
 
@@ -338,13 +340,10 @@ def _optimizer_file(
 
     def build(keep: Keep) -> dict[str, Any]:
         kept = {
-            name: {
-                key: keep(f"{key}/{name}", value) if isinstance(value, torch.Tensor) else value
-                for key, value in values.items()
-            }
+            name: {key: _kept(keep, f"{key}/{name}", value) for key, value in values.items()}
             for name, values in state.items()
         }
-        found: dict[str, Any] = {"state": kept, "param_groups": settings, PARTIAL_KEY: True}
+        found: dict[str, Any] = {"state": kept, "param_groups": _kept(keep, "settings", settings), PARTIAL_KEY: True}
         if flat.buffers is not None:
             found |= {
                 "partition_count": parts,
@@ -355,6 +354,18 @@ def _optimizer_file(
         return found
 
     made.files[file] = build
+
+
+def _kept(keep: Keep, name: str, value: Any) -> Any:
+    """A tensor, or an object with tensors inside, as it is now; of other things inside, copies."""
+    if isinstance(value, torch.Tensor):
+        return keep(name, value)
+    leaves, structure = tree_flatten(value)
+    kept = [
+        keep(f"{name}/{number}", leaf) if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
+        for number, leaf in enumerate(leaves)
+    ]
+    return tree_unflatten(kept, structure)
 
 
 def _local(model: DistributedModel) -> set[torch.nn.Parameter]:
@@ -425,11 +436,9 @@ def flat_groups(
             made.pieces[entry.name] = Piece(tensor, (first, last), (entry.group, lengths[entry.group]))
         lengths[entry.group] += share_elements
     held = {p: piece.optimized.detach() for p, piece in shards.pieces.items() if piece is not None}
-    device = session.device
     if apart is not None:
         names = {entry.parameter: entry.name for entry in entries}
         held = {p: apart.keep(f"part/{names[p]}", value) for p, value in held.items() if p in names}
-        device = torch.device("cpu")
     # The same on every rank, also on one that has no part of anything.
     types = {torch.float32 if model.precision.is_half else p.dtype for p in shards.pieces}
     dtype = functools.reduce(torch.promote_types, types, torch.float32)
@@ -443,14 +452,14 @@ def flat_groups(
 
     @torch.no_grad()
     def fill() -> None:
-        buffers.extend(torch.zeros(length, dtype=dtype, device=device) for length in lengths)
+        # Never on the device, where there may be no room for them.
+        buffers.extend(torch.zeros(length, dtype=dtype, device="cpu") for length in lengths)
         parts = {p: value for p, value in held.items() if p in sharded}
         for parameter, whole in shards.whole_values(parts, apart.group if apart is not None else None):
             put(parameter, whole)
         for parameter, value in held.items():
             if parameter not in sharded:
                 put(parameter, value)
-        buffers[:] = [buffer.cpu() for buffer in buffers]
 
     sharded = shards.parameters
     return made, fill

@@ -7,14 +7,51 @@ import hashlib
 import os
 import pickle
 import socket
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from smp_runtime.checkpoint.manifest import FileRecord
 from smp_runtime.errors import CheckpointError
+
+#: What reading a damaged file may raise.
+UNREADABLE = (
+    pickle.UnpicklingError,
+    RuntimeError,
+    EOFError,
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+)
+
+_numpy: Any = getattr(np, "_core", None) or np.core
+#: NumPy's own way of rebuilding arrays and numbers, which only makes data.
+_NUMPY = [
+    np.ndarray,
+    np.dtype,
+    _numpy.multiarray._reconstruct,
+    _numpy.multiarray.scalar,
+    *{type(np.dtype(kind)) for kind in np.typecodes["All"].replace("O", "")},
+]
+
+
+@contextlib.contextmanager
+def arrays_are_safe() -> Iterator[None]:
+    """Inside, ``torch.load(weights_only=True)`` also reads arrays and numbers of NumPy."""
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.add_safe_globals(_NUMPY)
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
 
 
 @contextlib.contextmanager
@@ -85,10 +122,10 @@ class _Hashing:
 
 
 def read_tensors(path: Path, map_location: Any = "cpu") -> Any:
-    """Load a file that only holds tensors and plain objects; an empty file is None.
+    """Load a file that only holds tensors, arrays and plain objects; an empty file is None.
 
     Raises:
-        CheckpointError: it is missing, cut or damaged.
+        CheckpointError: it is missing, cut or damaged, or holds other objects.
     """
     if not path.is_file():
         near = sorted(p.name for p in path.parent.glob("*"))[:20] if path.parent.is_dir() else []
@@ -98,9 +135,24 @@ def read_tensors(path: Path, map_location: Any = "cpu") -> Any:
     if path.stat().st_size == 0:
         return None
     try:
-        return torch.load(path, map_location=map_location, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        # Opened here, because PyTorch reads a path that ends in .safetensors as such a file.
+        with arrays_are_safe(), open(path, "rb") as file:
+            return torch.load(file, map_location=map_location, weights_only=True)
+    except UNREADABLE as error:
+        # A damaged archive is no archive, or has other checksums: this one says what was saved.
+        if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
+            raise CheckpointError(
+                f"{path} holds an object that may run code when it is loaded ({refused_object(error)}); if you trust who "
+                "wrote it, pass pickle_module=pickle, or save plain objects, for example vars(args) instead of args"
+            ) from None
         raise CheckpointError(
-            f"the checkpoint file {path} cannot be read ({str(error).splitlines()[0]}); it was cut, damaged or written "
+            f"the checkpoint file {path} cannot be read ({refused_object(error)}); it was cut, damaged or written "
             "by something else: resume from another tag"
         ) from error
+
+
+def refused_object(error: Exception) -> str:
+    """What PyTorch's safe loader has refused to make, or why it gave up, in one line."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    telling = [line for line in lines if any(word in line for word in ("GLOBAL", "Unsupported", "Can only"))]
+    return ((telling or lines or [""])[0] or type(error).__name__)[:200]

@@ -3,18 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from smp_config import Group
-from smp_runtime.errors import SMPUserError
+from smp_runtime.checkpoint.reader import map_file
+from smp_runtime.copying import unshared
+from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.registry import ParameterRecord
 from smp_runtime.session import Session
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.initialisation import TensorSlice
 from smp_runtime.tensor_parallel.placement import gather_whole, part_of
+
+if TYPE_CHECKING:
+    from smp_runtime.model import DistributedModel
+    from smp_runtime.optimizer import DistributedOptimizer
+
+#: Master weights and loss scale inside a state.
+HALF_KEY = "fp16_states"
+
+
+def read_full_state(file: Path, optimizer: DistributedOptimizer) -> dict[str, Any]:
+    """A file of an optimizer's full state, its tensors still on the disk, after comparing it with ``optimizer``.
+
+    Raises:
+        CheckpointError: it is damaged, or of other parameter groups.
+    """
+    state = map_file(file)
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    if not isinstance(groups, list) or not isinstance(state.get("state"), Mapping):
+        raise CheckpointError(
+            f"{file} holds no state of an optimizer, but a {type(state).__name__} without 'state' and 'param_groups'; save "
+            "optimizer.state_dict(), or pass load_optimizer=False"
+        )
+    there = [len(group["params"]) for group in groups]
+    here = [len(parameters) for parameters in optimizer.original_groups()]
+    if here != there:
+        raise CheckpointError(
+            f"the optimizer state in {file} has {len(there)} groups with {there} parameters, but the optimizer has {here}; "
+            "build it from the same parameter groups as when it was saved, or pass load_optimizer=False"
+        )
+    return dict(state)
+
+
+def load_full_state(model: DistributedModel, optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
+    """Load what :func:`read_full_state` gave, after the weights: what belongs to parameters as soon as these have a place.
+
+    Settings of groups and the loss scale are loaded now, so that what the script sets afterwards stays.
+    """
+    if model.partitioned:
+        optimizer.load_state_dict(state)
+        return
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update(unshared({key: value for key, value in saved.items() if key != "params"}))
+    half = dict(state.get(HALF_KEY) or {})
+    optimizer.load_loss_scale(half.pop("loss_scaler", None))
+
+    def load() -> None:
+        if model.precision.is_half and not optimizer.updates(model):
+            raise CheckpointError(
+                "the state of a resumed optimizer, with the float32 weights, cannot be loaded: the model was partitioned, and the "
+                "optimizer has none of its parameters; create it from model.parameters() of the wrapped model"
+            )
+        groups = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": saved["params"]}
+            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
+        ]
+        optimizer.load_state_dict({**state, "param_groups": groups, **({HALF_KEY: half} if half else {})})
+
+    model.load_when_partitioned(load)
 
 
 def record_of(session: Session, parameter: nn.Parameter) -> ParameterRecord | None:
@@ -41,13 +103,44 @@ def whole_tensor(session: Session, parameter: nn.Parameter, value: Any) -> Any:
 
 
 def whole_values(
-    session: Session, parameters: Sequence[nn.Parameter], state: Mapping[int, Mapping[str, Any]]
+    session: Session,
+    parameters: Sequence[nn.Parameter],
+    state: Mapping[int, Mapping[str, Any]],
+    *,
+    to_first: bool = False,
 ) -> dict[int, dict[str, Any]]:
-    """The state of an optimizer, by the numbers of its parameters, with split tensors whole."""
-    return {
-        number: {key: whole_tensor(session, parameters[number], values[key]) for key in sorted(values)}
-        for number, values in sorted(state.items())
-    }
+    """The state of an optimizer, by the numbers of its parameters, with split tensors whole.
+
+    Args:
+        to_first: only on the first rank of each tensor parallel group, on the CPU; the others get nothing.
+    """
+    whole: dict[int, dict[str, Any]] = {}
+    for number, values in sorted(state.items()):
+        for key in sorted(values):
+            value = whole_tensor(session, parameters[number], values[key])
+            if not to_first:
+                whole.setdefault(number, {})[key] = value
+            elif session.rank_in(Group.TP) == 0:
+                whole.setdefault(number, {})[key] = on_cpu(value)
+    return whole
+
+
+def of_all_stages(session: Session, values: Mapping[Any, Any], *, to_first: bool) -> dict[Any, Any]:
+    """What all stages have together, on the CPU; every rank of a replica calls it.
+
+    Args:
+        to_first: only the first rank of the replica gets it, and ranks without its part of tensors take no part.
+    """
+    if to_first and session.rank_in(Group.TP) != 0:
+        return {}
+    exchange = session.control.gather if to_first else session.control.allgather
+    parts = exchange(tree_map(on_cpu, dict(values)), session.members(Group.PP))
+    return {key: value for part in parts or [] for key, value in part.items()}
+
+
+def on_cpu(leaf: Any) -> Any:
+    """A tensor on the CPU, anything else as it is."""
+    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def own_parts(session: Session, parameters: Sequence[nn.Parameter], state: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,6 +154,20 @@ def own_parts(session: Session, parameters: Sequence[nn.Parameter], state: Mappi
 
     parts = {n: {key: part(n, value) for key, value in values.items()} for n, values in state["state"].items()}
     return {**state, "state": parts}
+
+
+def copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """A state that shares no memory with ``state``, whose tensors may lie in a mapped file or be parts of longer ones.
+
+    Args:
+        device: where the optimizer copies tensors to; those that it moves to another one are copied then.
+    """
+
+    def copy(value: Any) -> Any:
+        stays = isinstance(value, torch.Tensor) and (value.device.type == device.type or value.dim() == 0)
+        return value.clone(memory_format=torch.contiguous_format) if stays else value
+
+    return {**state, "state": tree_map(copy, state["state"])}
 
 
 def names_by_index(session: Session) -> list[dict[int, str]]:

@@ -13,6 +13,7 @@ from smp_runtime.checkpoint.files import write_tensors
 from smp_runtime.checkpoint.loading import Loading
 from smp_runtime.checkpoint.manifest import EXTRA, MODULE, FoundCheckpoint, Manifest, Piece
 from smp_runtime.checkpoint.reader import CheckpointReader
+from smp_runtime.checkpoint.save_id import marked_state
 from smp_runtime.checkpoint.transformers_format import (
     PICKLED,
     SAFETENSORS,
@@ -34,7 +35,13 @@ Translate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 def write_weights(
-    session: Session, model: DistributedModel, state: Mapping[str, Any], file: Path, *, translates: bool
+    session: Session,
+    model: DistributedModel,
+    state: Mapping[str, Any],
+    file: Path,
+    *,
+    translates: bool,
+    save_id: str | None = None,
 ) -> None:
     """Write a whole state, on one rank.
 
@@ -46,21 +53,26 @@ def write_weights(
         state: from ``model.state_dict()``.
         file: its folder exists.
         translates: to the names that the models had before they were distributed.
+        save_id: of the save, put into every file.
 
     Raises:
         SMPUserError: the format does not have a type.
     """
-    translated = session.module_manager.translated if translates else dict
+
+    def translated(whole: Mapping[str, Any]) -> Mapping[str, Any]:
+        return session.module_manager.translated(whole, model.module) if translates else whole
+
     # Gathered from several ranks, the names of a tied weight do not share memory any more.
     first_of = {name: record.name for record in model.registry for name in record.names}
     if not is_transformers_name(file.name):
         whole = translated({name: state.get(first_of.get(name, name), value) for name, value in state.items()})
         on_cpu = {id(v): v.detach().cpu() for v in whole.values() if isinstance(v, torch.Tensor)}  # tied ones stay one
-        write_tensors({name: on_cpu.get(id(value), value) for name, value in whole.items()}, file)
+        made = {name: on_cpu.get(id(value), value) for name, value in whole.items()}
+        write_tensors(marked_state(made, save_id), file)
         return
     once = translated({name: value for name, value in state.items() if first_of.get(name, name) == name})
     tensors = each_once({name: value for name, value in once.items() if isinstance(value, torch.Tensor)})
-    write_transformers(file, tensors, config_of(model.module) if translates else None)
+    write_transformers(file, tensors, config_of(model.module) if translates else None, save_id=save_id)
     if file.name == PICKLED and weights_of(file.parent) != file and (file.parent / SAFETENSORS).exists():
         logger.warning(
             "%s was saved, but Transformers takes %s from the same folder first; save into a folder of its own",

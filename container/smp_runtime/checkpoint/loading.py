@@ -15,6 +15,7 @@ from smp_runtime.checkpoint.manifest import EXTRA, MODULE, PARTITION, FoundCheck
 from smp_runtime.checkpoint.naming import Names, Traced, read_into
 from smp_runtime.checkpoint.reader import CheckpointReader
 from smp_runtime.checkpoint.regions import Region
+from smp_runtime.copying import unshared
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.pipeline.assignment import Assignment
 from smp_runtime.session import Session
@@ -36,7 +37,6 @@ class Loading:
         optimizer: to load into; None leaves its state alone.
         strict: whether both must have the same names.
         states: whether the optimizer's own state is loaded, or only float32 weights and the loss scale.
-        reader: of the tensors; default: of the checkpoint's files.
         reader: of the checkpoint's tensors; default: one of its folder.
 
     Raises:
@@ -248,7 +248,7 @@ class Loading:
         settings = self.reader.settings()
         if self._states and settings is not None:
             for group, saved in zip(optimizer.param_groups, settings, strict=True):
-                group.update({key: value for key, value in saved.items() if key != "params"})
+                group.update(unshared({key: value for key, value in saved.items() if key != "params"}))
         for file in sorted(self.manifest.files):
             if file.startswith("fp16_states_"):
                 optimizer.load_loss_scale(self.reader.content(file).get("loss_scaler"))
@@ -258,6 +258,8 @@ class Loading:
     def load_tensors(self) -> None:
         """Fill this rank's weights, masters, buffers and optimizer state from the files, tensor by tensor."""
         reader = self.reader
+        if self._model.shards is not None:
+            self._model.shards.release()
         for holding in (*weights(self._model), *masters(self._model)):
             if holding.name in self._of:
                 read_into(holding.tensor, holding.region, self._of[holding.name], reader, reader.weight_key)
@@ -267,7 +269,7 @@ class Loading:
         for name, module in extras(self._model):
             value = reader.extra(name)
             if value is not None:
-                module.set_extra_state(value)
+                module.set_extra_state(unshared(value))
         if self._states and self._optimizer is not None:
             for entry in updated(self._model, self._optimizer):
                 self._load_state(self._optimizer, entry)
@@ -310,7 +312,7 @@ def _always(key: str) -> Callable[[str], str]:
 def _own(value: Any, updated: torch.Tensor, on_device: bool) -> Any:
     """An object of the optimizer's state, apart from the file; counters stay on the CPU unless a kernel reads them."""
     if not isinstance(value, torch.Tensor):
-        return value
+        return unshared(value)
     return value.to(updated.device, copy=True) if on_device or value.dim() > 0 else value.clone()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,6 +32,8 @@ MASTER = "master"
 EXTRA = "extra"
 
 _CHUNK = 1 << 20
+#: A checkpoint that one of the same tag takes the place of: ``.100_partial.old``, ``.100_partial.2.old``, …
+_FORMER = re.compile(rf"\.(.+{PARTIAL})(?:\.\d+)?\.old")
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ class Manifest:
         optimizer: None when the checkpoint has none.
         translations: Hugging Face models that were distributed, by their name in ``smp.nn.huggingface``: their
             parameters have the names of the distributed modules.
+        save: the same on every host, and other for every save: tells apart what was saved under one tag.
     """
 
     tag: str
@@ -153,6 +157,7 @@ class Manifest:
     pieces: dict[str, dict[str, dict[str, Piece]]] = field(default_factory=dict)
     optimizer: OptimizerRecord | None = None
     translations: list[str] = field(default_factory=list)
+    save: str = ""
 
     # -- JSON ------------------------------------------------------------------------------------------------------
 
@@ -160,6 +165,7 @@ class Manifest:
         """The text of ``manifest.json``."""
         data = {
             "format": FORMAT,
+            "save": self.save,
             **{key: getattr(self, key) for key in ("tag", "saved", "library", "topology", "precision", "translations")},
             "files": {name: asdict(record) for name, record in self.files.items()},
             "parameters": {name: asdict(record) for name, record in self.parameters.items()},
@@ -198,6 +204,7 @@ class Manifest:
                     }
                     for file, keys in data["pieces"].items()
                 },
+                save=str(data.get("save", "")),
             )
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise ValueError(f"it lacks what a manifest has ({error!r})") from error
@@ -316,6 +323,16 @@ class FoundCheckpoint:
         """Whether all files are there with the lengths that were saved."""
         return not self.problems
 
+    @property
+    def save(self) -> str | None:
+        """Which save it is, on any host; None without a readable manifest."""
+        return None if self.manifest is None else self.manifest.save or str(self.manifest.saved)
+
+    @property
+    def is_former(self) -> bool:
+        """Whether another one has, or was to have, its name."""
+        return self.folder.name.startswith(".")
+
 
 def inspect_folder(folder: Path, name: str | None = None) -> FoundCheckpoint:
     """A checkpoint folder with its manifest, or with what is wrong with it."""
@@ -327,19 +344,33 @@ def inspect_folder(folder: Path, name: str | None = None) -> FoundCheckpoint:
     return FoundCheckpoint(name, folder, manifest, tuple(missing_files(folder, manifest)))
 
 
-def checkpoints_in(path: Path) -> list[FoundCheckpoint]:
+def checkpoints_in(path: Path, formers: bool = False) -> list[FoundCheckpoint]:
     """All partial checkpoints under a path, whole or not, the newest first.
 
     A job that was killed while it replaced a checkpoint by one of the same tag leaves the former under a hidden name,
     which counts.
+
+    Args:
+        formers: whether those count, too, whose name another one has by now.
     """
     if not path.is_dir():
         return []
-    folders = {p.name: p for p in path.iterdir() if p.is_dir() and p.name.endswith(PARTIAL) and p.name[0] != "."}
-    for hidden in path.glob(f".*{PARTIAL}.old"):
-        folders.setdefault(hidden.name[1 : -len(".old")], hidden)
-    found = [inspect_folder(folder, name) for name, folder in folders.items()]
-    return sorted(found, key=lambda c: (c.manifest.saved if c.manifest else 0.0, c.name), reverse=True)
+    folders = {p: p.name for p in path.iterdir() if p.is_dir() and p.name.endswith(PARTIAL) and p.name[0] != "."}
+    folders |= {p: name for p in path.glob(".*.old") if p.is_dir() and (name := name_of_former(p)) is not None}
+    found = [inspect_folder(folder, name) for folder, name in folders.items()]
+    found.sort(key=lambda c: (c.manifest.saved if c.manifest else 0.0, c.name), reverse=True)
+    if formers:
+        return found
+    shown: dict[str, FoundCheckpoint] = {}
+    for each in sorted(found, key=lambda c: c.is_former):
+        shown.setdefault(each.name, each)
+    return [each for each in found if shown[each.name] is each]
+
+
+def name_of_former(folder: Path) -> str | None:
+    """The name that a hidden folder had before another checkpoint took it; None for any other folder."""
+    match = _FORMER.fullmatch(folder.name)
+    return match[1] if match else None
 
 
 def whole_checkpoints(path: Path) -> list[FoundCheckpoint]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from smp_runtime.checkpoint.files import UNREADABLE, refused_object
 from smp_runtime.checkpoint.manifest import EXTRA, MASTER, MODULE, Manifest, Piece, TensorRecord
 from smp_runtime.checkpoint.regions import Region, copy_common
 from smp_runtime.errors import CheckpointError
@@ -219,8 +219,8 @@ def map_file(path: Path) -> Any:
     """
     try:
         return torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(
-            f"the checkpoint file {path} cannot be read ({str(error).splitlines()[0]}); it was cut, damaged or written "
+            f"the checkpoint file {path} cannot be read ({refused_object(error)}); it was cut, damaged or written "
             "by something else: resume from another tag"
         ) from error

@@ -43,7 +43,10 @@ def as_it_is(value: torch.Tensor) -> torch.Tensor:
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], make: Callable[[torch.Tensor], torch.Tensor] = as_it_is
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    make: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write ``tensors`` as one file that appears whole.
 
@@ -51,11 +54,12 @@ def write_safetensors(
         path: of the file; its folder exists.
         tensors: by name.
         make: gives the values of a tensor that may have none yet; called for one after the other.
+        metadata: put into the file's header.
 
     Raises:
         SMPUserError: a type that the format does not have.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # Transformers asks for it
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # Transformers asks for it
     end = 0
     # Longer types first, so that each lies where a mapped file can be used without copying.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))

@@ -149,16 +149,23 @@ class Saver:
             if session.rank == 0:
                 content = user_content()
         except Exception as error:  # whatever it is, the other ranks wait to be told
-            problem = problem or f"{type(error).__name__}: {error}"
+            problem = problem or _words(error)
         transaction = FolderTransaction(session, final, problem)
         if transaction.hosts is not None:  # the same file on every host
             content = session.control.broadcast(content, list(range(session.control.size)))
         exchange: Exchange | None = None
         if in_background:
             exchange = background_exchange(session.control, transaction.token)
+            if not all(session.control.allgather(exchange is not None, list(range(session.control.size)))):
+                exchange = None  # all ranks must use the same
             if exchange is None and session.rank == 0:
                 logger.warning("async_save needs a newer PyTorch: this checkpoint is saved at once")
-        described = describe(session, tag, model, optimizer) if session.rank == 0 else None
+        # Apart from what follows, where ranks may wait for each other.
+        described, undescribed = None, None
+        try:
+            described = describe(session, tag, model, optimizer) if session.rank == 0 else None
+        except Exception as error:  # whatever it is, the other ranks wait to be told
+            undescribed = _words(error)
         report, jobs, first = Report(), dict[str, Callable[[], Any]](), None
         try:
             apart = Apart(self._copied, self._sharding_group(model)) if exchange is not None else None
@@ -167,13 +174,15 @@ class Saver:
             first = made.first
             jobs = self._jobs(made, model, content, transaction, snapshot=exchange is not None)
         except Exception as error:  # whatever it is, the other ranks wait to be told
-            report.failure = f"{type(error).__name__}: {error}"
+            report.failure = _words(error)
+        report.failure = undescribed or report.failure
+        together = session.cfg.sharded_data_parallel_degree > 1
         if exchange is None:
-            _complete(transaction, report, first, jobs, described, ControlExchange(session.control), keep)
+            _complete(transaction, report, first, jobs, described, ControlExchange(session.control), keep, together)
             return
         self._thread = threading.Thread(
             target=self._in_background,
-            args=(transaction, report, first, jobs, described, exchange, keep),
+            args=(transaction, report, first, jobs, described, exchange, keep, together),
             name="smp-checkpoint",
             daemon=True,  # the session waits for it when it closes, in time and in good order
         )
@@ -230,6 +239,10 @@ class Saver:
         return buffer
 
 
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 def _given(value: Any) -> Callable[[], Any]:
     return lambda: value
 
@@ -249,22 +262,40 @@ def _complete(
     described: Described | None,
     exchange: Exchange,
     keep: int | None,
+    together: bool,
 ) -> None:
-    """Write this rank's files, and commit with all ranks."""
+    """Write this rank's files, and commit with all ranks.
+
+    Args:
+        together: whether some rank has a ``first``: then none calls its own unless all can.
+    """
+    goes_on = report.failure is None
+    if together:
+        failures = exchange.gather(report.failure)
+        goes_on = exchange.broadcast(failures is not None and not any(failures))
     try:
-        if first is not None:
+        if goes_on and first is not None:
             first()
-        for name, make in jobs.items():
-            if report.failure is None:
-                report.files[name] = write_recorded(make(), transaction.writing / name)
+        for name, make in jobs.items() if goes_on else ():
+            report.files[name] = write_recorded(make(), transaction.writing / name)
     except Exception as error:  # whatever it is, the other ranks wait to be told
-        report.failure = f"{type(error).__name__}: {error}"
+        report.failure = _words(error)
     reports = exchange.gather(report)
-    verdict: str | CheckpointError | None = None
-    if reports is not None and described is not None:
-        broken = [(rank, found.failure) for rank, found in enumerate(reports) if found.failure]
-        verdict = not_saved(transaction.final, broken) if broken else merge(described, reports).to_json()
+    verdict = None if reports is None else _verdict(transaction, described, reports)
     transaction.commit(exchange, verdict, keep)
+
+
+def _verdict(
+    transaction: FolderTransaction, described: Described | None, reports: list[Report]
+) -> str | CheckpointError:
+    """The manifest's text, or why there is none; never raises, since the other ranks wait for it."""
+    broken = [(rank, report.failure) for rank, report in enumerate(reports) if report.failure]
+    try:
+        if described is not None and not broken:
+            return merge(described, reports, transaction.token).to_json()
+    except Exception as error:
+        broken = [(0, _words(error))]
+    return not_saved(transaction.final, broken)
 
 
 def describe(session: Session, tag: str, model: DistributedModel, optimizer: DistributedOptimizer | None) -> Described:
@@ -289,8 +320,12 @@ def describe(session: Session, tag: str, model: DistributedModel, optimizer: Dis
     )
 
 
-def merge(described: Described, reports: list[Report]) -> Manifest:
-    """One manifest from what all ranks have written; the first of several copies of a file counts."""
+def merge(described: Described, reports: list[Report], save: str) -> Manifest:
+    """One manifest from what all ranks have written; the first of several copies of a file counts.
+
+    Args:
+        save: the same on every host, and other for every save.
+    """
     manifest = Manifest(
         described.tag,
         time.time(),
@@ -299,6 +334,7 @@ def merge(described: Described, reports: list[Report]) -> Manifest:
         described.precision,
         optimizer=described.optimizer,
         translations=described.translations,
+        save=save,
     )
     for report in reports:
         for name, record in report.files.items():

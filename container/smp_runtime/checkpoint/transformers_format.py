@@ -13,6 +13,7 @@ import torch
 
 from smp_runtime.checkpoint.files import write_tensors, write_text
 from smp_runtime.checkpoint.safetensors_file import as_it_is, size_of, write_safetensors
+from smp_runtime.checkpoint.save_id import SAVE_ID, id_of_state, marked_state
 from smp_runtime.errors import CheckpointError
 
 SAFETENSORS = "model.safetensors"
@@ -80,6 +81,26 @@ def read_weights(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     return weights
 
 
+def save_ids(path: Path) -> dict[str, str | None]:
+    """Of every file of weights that :func:`read_weights` reads, the id of the save that wrote it, by its path."""
+    found = weights_of(path)
+    if found is None:
+        return {}
+    files = [found]
+    if found.name.endswith(INDEX):
+        files = [found.with_name(name) for name in sorted(set(_weight_map(found).values()))]
+    ids: dict[str, str | None] = {}
+    for file in files:
+        if file.name.endswith(".safetensors"):
+            from safetensors import safe_open
+
+            with safe_open(file, "pt", device="cpu") as opened:
+                ids[str(file)] = (opened.metadata() or {}).get(SAVE_ID)
+        else:
+            ids[str(file)] = id_of_state(_unpickled(file, "cpu"))
+    return ids
+
+
 def _weight_map(index: Path) -> dict[str, str]:
     try:
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -101,19 +122,23 @@ def _read_file(file: Path, map_location: Any) -> dict[str, Any]:
         except (SafetensorError, OSError) as error:
             raise _damaged(file, error) from error
         return {name: value.to(map_location) for name, value in weights.items()}
-    try:
-        try:
-            state = torch.load(file, map_location=map_location, weights_only=True, mmap=True)
-        except RuntimeError:  # the format before PyTorch 1.6 cannot be mapped
-            state = torch.load(file, map_location=map_location, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        raise _damaged(file, error) from error
+    state = _unpickled(file, map_location)
     if not isinstance(state, Mapping):
         raise CheckpointError(
             f"{file} holds a {type(state).__name__}; a full checkpoint is a dictionary of tensors by name: save "
             "model.state_dict()"
         )
     return dict(state)
+
+
+def _unpickled(file: Path, map_location: Any) -> Any:
+    try:
+        try:
+            return torch.load(file, map_location=map_location, weights_only=True, mmap=True)
+        except RuntimeError:  # the format before PyTorch 1.6 cannot be mapped
+            return torch.load(file, map_location=map_location, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise _damaged(file, error) from error
 
 
 def _damaged(file: Path, error: Exception) -> CheckpointError:
@@ -132,6 +157,7 @@ def write_transformers(
     config: Mapping[str, Any] | None = None,
     largest_file: int = LARGEST_FILE,
     make: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
+    save_id: str | None = None,
 ) -> list[Path]:
     """Write ``weights`` under Transformers' names, and ``config.json`` beside them.
 
@@ -142,6 +168,7 @@ def write_transformers(
         config: of the model, as a dictionary.
         largest_file: in bytes; a tensor that is larger has a file of its own.
         make: gives the values of a tensor that may have none yet; for safetensors one after the other.
+        save_id: put into every file.
 
     Returns:
         The files of weights.
@@ -157,9 +184,10 @@ def write_transformers(
     for name, shard in zip(names, shards, strict=True):
         target = file.with_name(name)
         if ending == "safetensors":
-            write_safetensors(target, shard, make)
+            write_safetensors(target, shard, make, {SAVE_ID: save_id} if save_id is not None else None)
         else:
-            write_tensors({key: make(value).detach().cpu() for key, value in shard.items()}, target)
+            made = {key: make(value).detach().cpu() for key, value in shard.items()}
+            write_tensors(made if save_id is None else marked_state(made, save_id), target)
     written = [file.with_name(name) for name in names]
     if len(shards) > 1:
         weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}

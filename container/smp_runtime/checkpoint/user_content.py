@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from smp_runtime.checkpoint.files import UNREADABLE, arrays_are_safe, refused_object
 from smp_runtime.errors import CheckpointError, SMPUserError
-
-_numpy: Any = getattr(np, "_core", None) or np.core
-#: NumPy's own way of rebuilding arrays and numbers, which only makes data.
-_NUMPY = [
-    np.ndarray,
-    np.dtype,
-    _numpy.multiarray._reconstruct,
-    _numpy.multiarray.scalar,
-    *{type(np.dtype(kind)) for kind in np.typecodes["All"].replace("O", "")},
-]
-
-
-@contextlib.contextmanager
-def _arrays_are_safe() -> Iterator[None]:
-    before = torch.serialization.get_safe_globals()
-    torch.serialization.add_safe_globals(_NUMPY)
-    try:
-        yield
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
 
 
 def to_bytes(content: Any, *, trusted: bool = False) -> bytes:
@@ -58,11 +35,11 @@ def to_bytes(content: Any, *, trusted: bool = False) -> bytes:
         return buffer.getvalue()
     buffer.seek(0)
     try:
-        with _arrays_are_safe():
+        with arrays_are_safe():
             torch.load(buffer, weights_only=True)
     except pickle.UnpicklingError as error:
         raise SMPUserError(
-            f"user_content holds an object that could not be loaded back safely ({_what(error)}); keep to dictionaries, "
+            f"user_content holds an object that could not be loaded back safely ({refused_object(error)}); keep to dictionaries, "
             "lists, numbers, strings, tensors and arrays, for example vars(args) instead of args, or pass "
             "trust_user_content=True to save_checkpoint and to resume_from_checkpoint"
         ) from None
@@ -82,20 +59,15 @@ def read(path: Path, *, trusted: bool = False) -> Any:
         return None
     try:
         # Opened here, because PyTorch reads a path that ends in .safetensors as such a file, and tags may.
-        with _arrays_are_safe(), open(path, "rb") as file:
+        with arrays_are_safe(), open(path, "rb") as file:
             return torch.load(file, map_location="cpu", weights_only=not trusted)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} holds an object that may run code when it is loaded ({_what(error)}); if you trust who wrote it, pass "
-            "trust_user_content=True to resume_from_checkpoint"
+            f"{path} holds an object that may run code when it is loaded ({refused_object(error)}); if you trust who wrote "
+            "it, pass trust_user_content=True to resume_from_checkpoint"
         ) from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(
-            f"the checkpoint file {path} cannot be read ({str(error).splitlines()[0]}); it was cut, damaged or written "
+            f"the checkpoint file {path} cannot be read ({refused_object(error)}); it was cut, damaged or written "
             "by something else: resume from another tag"
         ) from error
-
-
-def _what(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
-    return (lines or str(error).splitlines())[0][:200]

@@ -205,6 +205,14 @@ class ControlPlane:
                 self.send(gathered, rank, channel)
         return gathered
 
+    def gather(self, payload: Any, ranks: Sequence[int]) -> list[Any] | None:
+        """Every member's object on the first member, None on the others; all members call it."""
+        leader = ranks[0]
+        if self.rank != leader:
+            self.send(payload, leader, RUNTIME_CHANNEL)
+            return None
+        return [payload if rank == leader else self.receive(rank, RUNTIME_CHANNEL) for rank in ranks]
+
     def broadcast(self, payload: Any, ranks: Sequence[int]) -> Any:
         """The first member's object on every member; all members call it."""
         return self.allgather(payload, ranks)[0]

@@ -150,14 +150,17 @@ class ShardedState:
     # -- the full state --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def gather_whole(self, values: Mapping[nn.Parameter, torch.Tensor]) -> dict[nn.Parameter, torch.Tensor]:
+    def gather_whole(
+        self, values: Mapping[nn.Parameter, torch.Tensor], *, keep: bool = True
+    ) -> dict[nn.Parameter, torch.Tensor]:
         """Whole tensors from pieces; every rank of the group calls it.
 
         Args:
             values: by parameter, a tensor of the shape of this rank's piece; parameters without one are left out.
+            keep: False on a rank that only takes part; it gets nothing.
 
         Returns:
-            By parameter, the tensor of the parameter's shape, for every parameter that any rank has a value for.
+            By parameter, the tensor of the parameter's shape on the CPU, for every parameter that any rank has a value for.
         """
         mine = {self._where[parameter] for parameter in values}
         known = set().union(*self._control.allgather(mine, self._ranks))
@@ -178,9 +181,10 @@ class ShardedState:
                     part = shard[fragment.offset : fragment.offset + fragment.stop - fragment.start]
                     part.copy_(values[parameter].reshape(-1))
             self._collectives.all_gather(flat, shard.clone(), self._group).wait()
-            for index in wanted:
+            for index in wanted if keep else ():
                 parameter, offset = unit.parameters[index], unit.bucket.offsets[index]
-                whole[parameter] = flat[offset : offset + parameter.numel()].view(parameter.shape).clone()
+                part = flat[offset : offset + parameter.numel()].view(parameter.shape)
+                whole[parameter] = part.to("cpu", copy=True)
         return whole
 
     def gather_names(self, names: set[str]) -> list[set[str]]:
