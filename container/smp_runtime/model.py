@@ -280,8 +280,14 @@ class DistributedModel(SavedModel):
         evaluates = self._session.microbatch is None and not (self.training and torch.is_grad_enabled())
         if evaluates:
             self._open_window()
-        with self.shards.forward():
-            yield
+        try:
+            with self.shards.forward():
+                yield
+        except BaseException:
+            if evaluates:  # forget its order, and let go of what it had gathered
+                self.shards.abandon_window()
+                self._open_window()
+            raise
         if evaluates:
             self.shards.finish_window(reduces=False)
             self._open_window()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from smp_config import Group
 from smp_runtime import session as sessions
-from smp_runtime.checkpoint.full_optimizer import own_parts, whole_tensor, whole_values
+from smp_runtime.checkpoint.full_optimizer import HALF_KEY, copied, of_all_stages, own_parts, whole_values
 from smp_runtime.errors import SMPUserError
 from smp_runtime.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
 from smp_runtime.optimizer_state import load_state, whole_state
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 PARTIAL_KEY = "_smp_is_partial"
 #: Marks a state that holds this rank's shard only.
 SHARD_KEY = "_smp_is_shard"
-#: Master weights and loss scale inside a state.
-HALF_KEY = "fp16_states"
 
-#: Optimizers whose update of one element depends on others of the same tensor, which may lie on another rank.
-_NEED_WHOLE_TENSORS = ("LBFGS", "Adafactor", "Muon")
+logger = logging.getLogger("smp")
+
+#: In names of optimizers whose update of one element depends on others of its tensor, which may lie on another rank.
+_NEED_WHOLE_TENSORS = ("adafactor", "came", "lamb", "lars", "lbfgs", "muon", "novograd", "shampoo", "soap")
 
 
 class DistributedOptimizer(ShardingAttributes, torch.optim.Optimizer):
@@ -139,12 +139,7 @@ class DistributedOptimizer(ShardingAttributes, torch.optim.Optimizer):
                 "optimizer with several parameter groups"
             )
         if model.sharded_state is not None:
-            kind = type(self.optimizer).__name__
-            if kind in _NEED_WHOLE_TENSORS:
-                raise SMPUserError(
-                    f"{kind} looks at whole tensors, but with {'shard_optimizer_state' if model.shards is None else 'sharding'} a "
-                    "rank updates parts of them; use an element-wise optimizer such as AdamW, or turn it off"
-                )
+            self._check_kind("shard_optimizer_state" if model.shards is None else "sharding")
             if hasattr(self.optimizer, "use_shards"):
                 self.optimizer.use_shards(
                     model.sharded_state.sum_over_shards, len(model.sharded_state.pieces), self._session.device
@@ -153,6 +148,26 @@ class DistributedOptimizer(ShardingAttributes, torch.optim.Optimizer):
         self._originals: list[list[nn.Parameter]] = []
         for group in self.optimizer.param_groups:
             self._replace(group)
+
+    def _check_kind(self, why: str) -> None:
+        """Refuse an optimizer that is known to need whole tensors, and warn of one that is not known."""
+        kind = type(self.optimizer)
+        if hasattr(self.optimizer, "use_shards"):
+            return
+        if any(word in base.__name__.lower() for base in kind.__mro__ for word in _NEED_WHOLE_TENSORS):
+            raise SMPUserError(
+                f"{kind.__name__} looks at whole tensors, but with {why} a rank updates parts of them; use an element-wise "
+                "optimizer such as AdamW, or smp.optimizers.FusedLAMB or FusedNovoGrad, or turn it off"
+            )
+        home = (getattr(kind.step, "__module__", None) or "").partition(".")[0]
+        if home not in ("torch", "smp_runtime") and self._session.rank == 0:
+            logger.warning(
+                "with %s a rank updates parts of tensors: %s of %s trains rightly only if its update of every element depends on "
+                "that element alone (no norm, no matrix of a whole tensor); if not, use AdamW or smp.optimizers.FusedLAMB",
+                why,
+                kind.__name__,
+                kind.__module__,
+            )
 
     def updates(self, model: DistributedModel) -> bool:
         """Whether this optimizer updates pieces of ``model``."""
@@ -332,29 +347,43 @@ class DistributedOptimizer(ShardingAttributes, torch.optim.Optimizer):
         With sharded state it is gathered over the data parallel group, with tensor and pipeline parallelism over the
         ranks of a replica, so every rank of these groups calls it.
         """
-        state = self.optimizer.state_dict() if self._model is None else self._stage_state()
-        if self._session.size(Group.TP) > 1:
-            state = {**state, "state": whole_values(self._session, self._parameters(), state["state"])}
-        if self._session.size(Group.PP) == 1 or self._model is None:
+        return self._gathered_state(to_first=False)
+
+    def _gathered_state(self, *, to_first: bool) -> dict[str, Any]:
+        """:meth:`state_dict` on every rank, or on the first rank of the job and nothing of worth elsewhere."""
+        session, keeps = self._session, not to_first or self._session.rank_in(Group.RDP) == 0
+        state = self.optimizer.state_dict() if self._model is None else self._stage_state(keep=keeps)
+        if not keeps:
+            return {}
+        if session.size(Group.TP) > 1:
+            state = {**state, "state": whole_values(session, self._parameters(), state["state"], to_first=to_first)}
+        if session.size(Group.PP) == 1 or self._model is None:
             return state
-        parts = self._session.control.allgather(tree_map(_on_cpu, state["state"]), self._session.members(Group.PP))
-        merged = {number: values for part in parts for number, values in part.items()}
+        merged = of_all_stages(session, state["state"], to_first=to_first)
         return {**state, "state": {number: state["state"].get(number, merged[number]) for number in sorted(merged)}}
 
-    def full_state_dict(self) -> dict[str, Any]:
+    def full_state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:
         """:meth:`state_dict`, and under ``fp16_states`` the whole float32 weights and the loss scale in half precision.
 
-        Every rank of a replica and of its data parallel group calls it.
+        Every rank of the job calls it.
+
+        Args:
+            gather_to_rank0: only the first rank of the job gets it; the others take part, and get ``{}``.
         """
-        state, half = self.state_dict(), self.fp16_states()
-        if self._model is None or not half:
-            return state
+        session, to_first = self._session, gather_to_rank0
+        first = session.rank == 0 or not to_first
+        keeps = not to_first or session.rank_in(Group.RDP) == 0
+        state, half = self._gathered_state(to_first=to_first), self._half_states(keep=keeps)
+        if self._model is None or not half or not keeps:
+            return state if first else {}
+        names = sorted(half["masters"])
         records = {record.name: record for record in self._model.registry}
-        masters = {n: whole_tensor(self._session, records[n].parameter, v) for n, v in sorted(half["masters"].items())}
-        if self._session.size(Group.PP) > 1:
-            parts = self._session.control.allgather(tree_map(_on_cpu, masters), self._session.members(Group.PP))
-            masters = {name: value for part in parts for name, value in part.items()}
-        return {**state, HALF_KEY: {**half, "masters": masters}}
+        values = {number: {"master": half["masters"][name]} for number, name in enumerate(names)}
+        whole = whole_values(session, [records[name].parameter for name in names], values, to_first=to_first)
+        masters = {names[number]: found["master"] for number, found in whole.items()}
+        if session.size(Group.PP) > 1:
+            masters = of_all_stages(session, masters, to_first=to_first)
+        return {**state, HALF_KEY: {**half, "masters": masters}} if first else {}
 
     def _parameters(self) -> list[nn.Parameter]:
         """The model's parameters by their number in a state."""
@@ -366,10 +395,11 @@ class DistributedOptimizer(ShardingAttributes, torch.optim.Optimizer):
             return {**self.optimizer.state_dict(), PARTIAL_KEY: True}
         return {**self._stage_state(), PARTIAL_KEY: True}
 
-    def _stage_state(self) -> dict[str, Any]:
+    def _stage_state(self, *, keep: bool = True) -> dict[str, Any]:
         if self._model is None:
             raise AssertionError("no model is bound")
-        return whole_state(self.optimizer, self._originals, self._model.pieces or {}, self._model.sharded_state)
+        gatherer, pieces = self._model.sharded_state, self._model.pieces or {}
+        return whole_state(self.optimizer, self._originals, pieces, gatherer, keep=keep)
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """The state of this rank's stage, marked by the key ``_smp_is_partial``.
@@ -390,7 +420,7 @@ class DistributedOptimizer(ShardingAttributes, torch.optim.Optimizer):
         if self._session.size(Group.TP) > 1 and SHARD_KEY not in state_dict:
             state = own_parts(self._session, self._parameters(), state)
         if self._model is None or SHARD_KEY in state_dict:
-            self.optimizer.load_state_dict(state)
+            self.optimizer.load_state_dict(copied(state, self._session.device))
         else:
             load_state(self.optimizer, self._originals, self._model.pieces or {}, state)
 
@@ -399,11 +429,14 @@ class DistributedOptimizer(ShardingAttributes, torch.optim.Optimizer):
 
         With sharded state they are gathered, so every rank of the data parallel group calls it.
         """
+        return self._half_states(keep=True)
+
+    def _half_states(self, *, keep: bool) -> dict[str, Any]:
         if self._model is None or not self._model.precision.is_half:
             return {}
         masters = {piece.parameter: piece.optimized.detach() for piece in self._pieces}
         if self._model.sharded_state is not None:
-            masters = self._model.sharded_state.gather_whole(masters)
+            masters = self._model.sharded_state.gather_whole(masters, keep=keep)
         names = {self._model.registry.record_of(parameter).name: value for parameter, value in masters.items()}
         scaler = {"loss_scaler": self.loss_scaler.state_dict()} if self._session.cfg.fp16 else {}
         return {"masters": names, **scaler}
@@ -413,6 +446,7 @@ class DistributedOptimizer(ShardingAttributes, torch.optim.Optimizer):
         """Continue from saved master weights and loss scale."""
         if not states:
             return
+        self.load_loss_scale(states.get("loss_scaler"))
         if self._model is None or not self._model.precision.is_half:
             for model in self._session.models:  # in full precision they are the weights
                 model.load_state_dict(states["masters"], strict=False)
@@ -424,7 +458,6 @@ class DistributedOptimizer(ShardingAttributes, torch.optim.Optimizer):
                 continue
             master = part_of(record, master)
             piece.optimized.copy_(master.reshape(-1)[piece.start : piece.stop].view(piece.optimized.shape))
-        self.load_loss_scale(states.get("loss_scaler"))
 
     def load_loss_scale(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a saved loss scale; it only means something to fp16, and one that the script fixed stays."""
@@ -452,10 +485,6 @@ class DistributedOptimizer(ShardingAttributes, torch.optim.Optimizer):
         if name.startswith("_") or name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
-
-
-def _on_cpu(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _is_shaped(value: Any, parameter: nn.Parameter) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 
@@ -10,7 +11,9 @@ import torch
 from checkpointed import HIDDEN, Layer, Net, same, train
 
 import smdistributed.modelparallel.torch as smp
+from smp_runtime.activations.offloading import Offloader
 from smp_runtime.activations.state import Activations
+from smp_runtime.errors import SMPUserError
 
 LAYERS, BATCH, SEQ = 6, 4, 5
 
@@ -161,3 +164,75 @@ def test_a_warning_where_nothing_is_checkpointed(at, caplog, monkeypatch):
         caplog.clear()
         at(1, 2)
         assert not any("no module is checkpointed" in message for message in caplog.messages)
+
+
+class _Copies:
+    """A device whose copies run apart: nothing is complete before ``end`` says so."""
+
+    def __init__(self, monkeypatch):
+        self.done = False
+        real = torch.empty_like
+        monkeypatch.setattr(torch, "empty_like", lambda tensor, **_: real(tensor))  # no pinned memory, no GPU
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self)
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "Event", lambda: self)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+        self.offloader = Offloader(1, torch.device("cpu"), lambda: (None, None, None))
+        self.offloader.out_stream = self.offloader.in_stream = self
+
+    def query(self):
+        return self.done
+
+    def ignore(self, *_):
+        pass
+
+    wait_stream = wait_event = record = synchronize = ignore
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    return _Copies(monkeypatch)
+
+
+def _computed():
+    return torch.ones(3, requires_grad=True) * 2
+
+
+def test_what_comes_back_before_it_was_seen_to_have_left_is_unchanged(copies):
+    source = _computed()
+    stored = copies.offloader.store(source)
+    stored.leave()
+    stored.load()
+    copies.done = True
+    copies.offloader._check_leaving()
+    assert torch.equal(stored.take("region"), source)
+    with torch.no_grad():
+        source.add_(1)  # backward has it already
+    copies.offloader.begin_step()
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_change_in_place_while_it_leaves_is_seen(copies, comes_back):
+    source = _computed()
+    stored = copies.offloader.store(source)
+    stored.leave()
+    with torch.no_grad():
+        source.add_(1)
+    if comes_back:
+        stored.load()
+    goes_on = functools.partial(stored.take, "region") if comes_back else copies.offloader.begin_step
+    with pytest.raises(SMPUserError, match="was changed in place 1 times"):
+        goes_on()
+
+
+def test_a_source_that_has_changed_since_its_copy_came_back_is_kept_anew():
+    offloader = Offloader(1, torch.device("cpu"), lambda: (None, None, None))
+    source = _computed()
+    stored = offloader.store(source)
+    stored.leave()
+    stored.load()
+    assert offloader.store(source) is stored
+    for _ in range(2):
+        with torch.no_grad():
+            source.add_(1)
+        assert torch.equal(offloader.store(source).take("region"), source)

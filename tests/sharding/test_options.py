@@ -165,6 +165,85 @@ def test_what_is_needed_at_once_but_does_not_fit_is_named(ranks):
         assert "at once, but sdp_max_live_parameters is 72; set it to at least 144" in said
 
 
+def _said(of):
+    """What this rank's library warns of while ``of`` runs."""
+    import logging
+
+    said, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("smp").addHandler(handler)
+    try:
+        of()
+    finally:
+        logging.getLogger("smp").removeHandler(handler)
+    return said
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_autocast_is_warned_of_once_where_it_copies_weights(ranks, half):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+
+        model = smp.DistributedModel(Blocks())
+
+        def train():
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(torch.ones(2, 8)).float().mean()
+                loss.backward()
+
+        return [sentence for sentence in _said(train) if "autocast" in sentence]
+
+    first, second = ranks(run, 2, config=settings(Blocks(), 2, bf16=half))
+    assert second == []
+    assert len(first) == (not half)
+    assert all("use 'bf16: true'" in sentence for sentence in first)
+
+
+def test_optimizers_that_look_at_whole_tensors_are_refused_and_unknown_ones_warned_of(ranks):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+
+        class Lamb(torch.optim.SGD):
+            pass
+
+        class LayeredLARS(torch.optim.SGD):
+            pass
+
+        class Inherits(Lamb):
+            pass
+
+        class Mine(torch.optim.SGD):
+            def step(self, closure=None):
+                return super().step(closure)
+
+        class Renamed(torch.optim.SGD):
+            pass
+
+        class MyFusedLAMB(smp.optimizers.FusedLAMB):
+            pass
+
+        said = {}
+        for kind in (Lamb, LayeredLARS, Inherits, torch.optim.LBFGS, Mine, Renamed, MyFusedLAMB, torch.optim.AdamW):
+            model = smp.DistributedModel(Blocks())
+
+            def wrap(kind=kind, model=model):
+                smp.DistributedOptimizer(kind(model.parameters(), lr=0.1))
+
+            try:
+                said[kind.__name__] = _said(wrap)
+            except smp.exceptions.SMPUserError as error:
+                said[kind.__name__] = str(error)
+        return said
+
+    said = ranks(run, 2, config=settings(Blocks(), 2))[0]
+    for name in ("Lamb", "LayeredLARS", "Inherits", "LBFGS"):
+        assert f"{name} looks at whole tensors, but with sharding" in said[name]
+    assert len(said["Mine"]) == 1
+    assert "Mine" in said["Mine"][0]
+    assert said["Renamed"] == said["MyFusedLAMB"] == said["AdamW"] == []
+
+
 @pytest.mark.parametrize(
     ("parameters", "world", "said"),
     [

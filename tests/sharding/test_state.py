@@ -105,6 +105,24 @@ def test_attributes_that_scripts_read(ranks):
     assert sum(ranks(run, 2, config=config)) == sum(p.numel() for p in TiedNet().parameters())
 
 
+def test_the_state_of_the_module_inside_is_refused_where_it_would_be_nan(ranks):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+
+        model = smp.DistributedModel(TiedNet())
+        for module in (model.module, model.module.shared):
+            with pytest.raises(smp.exceptions.SMPUserError, match=r"holds 1/2 .* call model.state_dict\(\)"):
+                module.state_dict()
+        assert all(value.isfinite().all() for value in model.state_dict().values())
+        with pytest.raises(smp.exceptions.SMPUserError):
+            model.module.state_dict()
+        names = list(model.module.state_dict(keep_vars=True))
+        assert names == list(model.state_dict()) == list(TiedNet().state_dict())
+        assert list(model.local_state_dict()) == [*names, "_smp_is_partial"]
+
+    ranks(run, 2, config=settings(TiedNet(), 2))
+
+
 class Reinitialised(Blocks):
     """Like most models: every weight is drawn when its layer is made, and again at the end."""
 

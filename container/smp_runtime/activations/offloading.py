@@ -67,7 +67,7 @@ class Offloader:
         #: Uses whose backward pass has not begun, in the order of their forward passes.
         self._live: dict[Key, weakref.ref[Use]] = {}
         self._by_tensor: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[_Movable]]] = {}
-        self._leaving: list[tuple[_Movable, torch.Tensor, Any]] = []
+        self._leaving: list[_Leaving] = []
         is_gpu = device.type == "cuda"
         self.out_stream = torch.cuda.Stream(device) if is_gpu else None
         self.in_stream = torch.cuda.Stream(device) if is_gpu else None
@@ -162,7 +162,7 @@ class Offloader:
             event = torch.cuda.Event()
             event.record(stream)
         # Kept until it is read, so that nobody gets its memory and a change in place can be seen.
-        self._leaving.append((stored, tensor, event))
+        self._leaving.append(_Leaving(stored, tensor, tensor._version, event))
         return host, event
 
     def copied_in(self, stored: Stored, host: torch.Tensor, complete: Any) -> tuple[torch.Tensor, Any]:
@@ -181,14 +181,34 @@ class Offloader:
 
     def _check_leaving(self, *, wait: bool = False) -> None:
         remaining = []
-        for stored, tensor, event in self._leaving:
+        for leaving in self._leaving:
             if wait:
-                event.synchronize()
-            if wait or event.query():
-                stored.check(tensor)
+                leaving.event.synchronize()
+            if wait or leaving.event.query():
+                leaving.check()
             else:
-                remaining.append((stored, tensor, event))
+                remaining.append(leaving)
         self._leaving = remaining
+
+    def taken(self, stored: _Movable) -> None:
+        """The computing stream waits for the copy that came back, so what left is read: changes are harmless now."""
+        for leaving in self._leaving:
+            if leaving.stored is stored:
+                leaving.check()
+        self._leaving = [leaving for leaving in self._leaving if leaving.stored is not stored]
+
+
+@dataclass
+class _Leaving:
+    """A tensor that is being copied out, and its version when the copy began: its keeper may have another by now."""
+
+    stored: _Movable
+    tensor: torch.Tensor
+    version: int
+    event: Any
+
+    def check(self) -> None:
+        self.stored.check(self.tensor, since=self.version)
 
 
 class _Movable(Stored):
@@ -197,13 +217,15 @@ class _Movable(Stored):
     def __init__(self, tensor: torch.Tensor, offloader: Offloader) -> None:
         super().__init__(tensor)
         self._offloader = offloader
+        # Stays that of the source when ``tensor`` is a copy that came back.
+        self._source_version = tensor._version
         self._host: torch.Tensor | None = None
         self._event: Any = None
         offloader.count(self.bytes)
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether this is the tensor as it is now."""
-        return self._version == tensor._version
+        return self._source_version == tensor._version
 
     def leave(self) -> None:
         """Give the memory on the device back."""
@@ -229,6 +251,7 @@ class _Movable(Stored):
             stream = torch.cuda.current_stream(self._offloader.device)
             stream.wait_event(self._event)
             self.tensor.record_stream(stream)
+            self._offloader.taken(self)
         return super().take(label)
 
     def __del__(self) -> None:

@@ -32,16 +32,17 @@ class Stored:
         self.check(self.tensor, label)
         return self.tensor
 
-    def check(self, tensor: torch.Tensor, label: str = "") -> None:
-        """Make sure that nobody has changed ``tensor`` since it was kept.
+    def check(self, tensor: torch.Tensor, label: str = "", since: int | None = None) -> None:
+        """Make sure that nobody has changed ``tensor`` since it was kept, or since its version was ``since``.
 
         Raises:
             SMPUserError: somebody has.
         """
-        if self._version >= 0 and tensor._version != self._version:
+        version = self._version if since is None else since
+        if version >= 0 and tensor._version != version:
             where = f" {label!r}" if label else ""
             raise SMPUserError(
                 f"an argument of shape {list(tensor.shape)} of the checkpointed region{where} was changed in place "
-                f"{tensor._version - self._version} times after the region began, and backward runs the region again from it; "
+                f"{tensor._version - version} times after the region began, and backward runs the region again from it; "
                 "change a copy (x = x + y instead of x += y)"
             )

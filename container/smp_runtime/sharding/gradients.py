@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from smp_runtime.comm.collectives import Collectives, Work
+from smp_runtime.sharding.trace import GatherTrace, refuse_unequal
 from smp_runtime.sharding.units import ShardedUnit
 
 #: Below this many elements, units share a collective: latency outweighs what an earlier start wins.
@@ -75,6 +76,9 @@ class ShardedGradients:
         inside: the sharding group.
         across: ranks with the same shard in all sharding groups; None if there is one group.
         everyone: all ranks that hold the same parameters; None if it is this one alone.
+        position: this rank's among them.
+        sharing: the sharding groups among them, as lists of such positions.
+        gathers: what this rank has gathered.
         replicas: how many ranks the gradients are averaged over.
         shard_of: by position in the sharding group, the number of that rank's shard.
         collectives: the seam.
@@ -90,6 +94,9 @@ class ShardedGradients:
         across: dist.ProcessGroup | None,
         everyone: dist.ProcessGroup,
         *,
+        position: int,
+        sharing: Sequence[Sequence[int]],
+        gathers: GatherTrace,
         replicas: int,
         shard_of: Sequence[int],
         collectives: Collectives,
@@ -101,17 +108,23 @@ class ShardedGradients:
         self._across = across
         self._everyone = everyone
         self._scale = 1.0 / replicas
+        self._gathers = gathers
         self._rows = [list(shard_of).index(number) for number in range(len(shard_of))]
         self._collectives = collectives
         self._bucket_elements = bucket_elements
         self._dtype = dtype
-        self._group_of: dict[int, list[ShardedUnit]] = {}
+        self._position = position
+        self._sharing = [list(positions) for positions in sharing]
+        self._groups: list[list[ShardedUnit]] = []
+        self._group_of: dict[int, int] = {}
         self._divide(list(reversed(self._units)))
+        self._order_is_fixed = False
         self._filling: dict[int, _Filling] = {}
         self._travelling: _Travelling | None = None
-        self._completed: list[ShardedUnit] = []
-        self._order_is_fixed = False
-        self._expected: dict[int, set[int]] = {id(unit): set(range(len(unit.parameters))) for unit in self._units}
+        #: Units that backward has reached, and passed, and whose groups have not been sent since.
+        self._reached: set[int] = set()
+        self._passed: set[int] = set()
+        self._is_amid = False
         self._begin_of: dict[int, int] = {}
         self._lengths: dict[torch.dtype, int] = {}
         for unit in self._units:
@@ -133,41 +146,70 @@ class ShardedGradients:
 
     # -- while backward runs ---------------------------------------------------------------------------------------
 
+    # What is sent when must be the same on all ranks of a sharding group, though not all need use the same parameters:
+    # a collective that comes earlier on one rank than a gather, and later on another, can stop both. So it follows from
+    # which modules backward reaches and passes, never from which gradients come.
+
     @torch.no_grad()
     def arrived(self, unit: ShardedUnit, index: int, parameter: torch.Tensor) -> bool:
-        """Backward has added to a parameter's gradient, which is taken; returns whether the unit has all it expects."""
+        """Backward has added to a parameter's gradient, which is taken; returns whether all of the unit's have come."""
         if parameter.grad is None:
             return False
         gradient = parameter.grad
         parameter.grad = None
-        self.touched = True
+        self._fix_order()
+        self.touched = self._is_amid = True
         self._used[self._first_number[id(unit)] + index] = True
-        filling = self._filling_of(unit)
+        filling = self._filling_of(self._group_of[id(unit)])
         filling.add(unit, index, gradient.to_dense() if gradient.is_sparse else gradient, self._scale)
-        if not self._expected[id(unit)] <= filling.arrived[id(unit)]:
-            return False
-        if not self._order_is_fixed and unit not in self._completed:
-            self._completed.append(unit)
-        if all(self._expected[id(other)] <= filling.arrived[id(other)] for other in filling.units):
-            self._launch(filling)
-        return True
+        unit.came.add(index)
+        return len(unit.came) == len(unit.parameters)
 
-    def _filling_of(self, unit: ShardedUnit) -> _Filling:
-        group = self._group_of[id(unit)]
-        key = id(group[0])
-        if key not in self._filling:
+    def reach(self, unit: ShardedUnit) -> None:
+        """Backward has reached a call that uses the unit."""
+        if id(unit) not in self._group_of:  # frozen
+            return
+        self._fix_order()
+        self._is_amid = True
+        self._reached.add(id(unit))
+        self._passed.discard(id(unit))
+
+    def leave(self, unit: ShardedUnit) -> None:
+        """Backward has passed all calls that use the unit."""
+        if id(unit) not in self._reached:
+            return
+        self._passed.add(id(unit))
+        number = self._group_of[id(unit)]
+        if all(id(other) in self._passed for other in self._groups[number] if other.called):
+            self._launch(number)
+
+    def end(self, units: Sequence[ShardedUnit]) -> None:
+        """A backward pass has ended that reached these units."""
+        for number in sorted({self._group_of[id(unit)] for unit in units if id(unit) in self._reached}):
+            self._launch(number)
+        self._reached.difference_update(id(unit) for unit in units)
+
+    def _filling_of(self, number: int) -> _Filling:
+        if number not in self._filling:
+            group = self._groups[number]
             elements = sum(other.filled for other in group)
             if self._travelling is not None:
                 # On its way a bucket is there twice: as sent, and as it comes in.
                 under_way = 2 * sum(other.filled for other in self._travelling.filling.units)
                 if elements + under_way > self._bucket_elements:
                     self._land()
-            self._filling[key] = _Filling(group, self._dtype or unit.dtype, self._rows)
-        return self._filling[key]
+            self._filling[number] = _Filling(group, self._dtype or group[0].dtype, self._rows)
+        return self._filling[number]
 
-    def _launch(self, filling: _Filling) -> None:
+    @torch.no_grad()
+    def _launch(self, number: int) -> None:
+        """Send a group's gradients; zeros if none came on this rank."""
         self._land()
-        del self._filling[id(filling.units[0])]
+        filling = self._filling_of(number)
+        del self._filling[number]
+        passed = self._passed.intersection(id(unit) for unit in filling.units)
+        self._reached -= passed
+        self._passed -= passed
         shards, columns = filling.buffer.shape
         width = max(1, self._bucket_elements // shards)
         works = []
@@ -210,16 +252,14 @@ class ShardedGradients:
 
     @torch.no_grad()
     def finish_window(self, *, reduces: bool) -> None:
-        """Send what is left; with ``reduces`` also average over the sharding groups, ready for the update."""
-        for unit in list(reversed(self._units)):
-            filling = self._filling.get(id(self._group_of[id(unit)][0]))
-            if filling is not None:
-                self._launch(filling)
+        """A window has ended; with ``reduces`` send what is left and average over the sharding groups, for the update."""
+        self._is_amid = False
         self._land()
-        if self.touched:
-            self._learn()
-        if not reduces or not self._sums:
+        if not reduces or not self._units:
             return
+        for number in self._exchange():
+            self._launch(number)
+        self._land()
         for kind, flat in self._sums.items():
             if self._across is not None:
                 for part in flat.split(self._bucket_elements):
@@ -230,19 +270,40 @@ class ShardedGradients:
                 self._ready[kind] = flat
         self._sums = {}
         self._summed = set()
-        flags = self._used.to(device=self._units[0].device, dtype=torch.float32)
-        self._collectives.all_reduce(flags, self._everyone).wait()
-        self._used_anywhere |= (flags > 0).cpu()
+
+    def _exchange(self) -> list[int]:
+        """Agree on which parameters were used; returns the groups that some rank has something left of.
+
+        Raises:
+            SMPUserError: on all ranks: those of a sharding group have not gathered the same units in the same order.
+        """
+        used, groups, replicas = len(self._used), len(self._groups), sum(map(len, self._sharing))
+        news = torch.zeros(used + groups + replicas)
+        news[:used] = self._used
+        news[used : used + groups] = torch.tensor([float(number in self._filling) for number in range(groups)])
+        news[used + groups + self._position] = float(self._gathers.digest)
+        self._gathers.forget()
+        news = news.to(self._units[0].device)
+        self._collectives.all_reduce(news, self._everyone).wait()
+        news = news.cpu()
+        self._used_anywhere |= news[:used] > 0
         self._used.zero_()
+        refuse_unequal(self._sharing, [int(digest) for digest in news[used + groups :]])
+        return [number for number in range(groups) if news[used + number] > 0]
 
     def begin_window(self) -> None:
-        """Forget what arrived for a window that was abandoned."""
-        self._filling = {}
+        """Forget what arrived for a window that was abandoned; what is left of one that ended waits for the update."""
+        if self._is_amid:
+            self._filling = {}
+        self._is_amid = False
+        self._reached.clear()
+        self._passed.clear()
         self._land()
         self.touched = False
 
     def clear(self) -> None:
         """Forget all gradients."""
+        self._filling = {}
         self._ready = {}
         self._sums = {}
         self._summed = set()
@@ -264,16 +325,12 @@ class ShardedGradients:
 
     # -- order -----------------------------------------------------------------------------------------------------
 
-    def _learn(self) -> None:
-        """Which parameters get gradients, and in which order their units are complete."""
-        for unit in self._units:
-            first = self._first_number[id(unit)]
-            used = {index for index in range(len(unit.parameters)) if bool(self._used[first + index])}
-            self._expected[id(unit)] = used or set(range(len(unit.parameters)))
+    def _fix_order(self) -> None:
+        """Units that forward used last are the first to be complete; it uses the same ones on all ranks."""
         if not self._order_is_fixed:
             self._order_is_fixed = True
-            rest = [unit for unit in reversed(self._units) if unit not in self._completed]
-            self._divide(self._completed + rest)
+            numbers = {id(unit): number for number, unit in enumerate(self._units)}
+            self._divide(sorted(self._units, key=lambda u: (u.called, numbers[id(u)]), reverse=True))
 
     def _divide(self, order: Sequence[ShardedUnit]) -> None:
         """Let small neighbours share a collective."""
@@ -286,7 +343,8 @@ class ShardedGradients:
                 last.append(unit)
             else:
                 groups.append([unit])
-        self._group_of = {id(unit): group for group in groups for unit in group}
+        self._groups = groups
+        self._group_of = {id(unit): number for number, group in enumerate(groups) for unit in group}
 
 
 class _Done:

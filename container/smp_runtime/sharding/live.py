@@ -9,6 +9,7 @@ import torch
 from smp_runtime.errors import SMPUserError
 from smp_runtime.sharding.gathering import Gathering
 from smp_runtime.sharding.order import NeedOrder
+from smp_runtime.sharding.trace import GatherTrace
 from smp_runtime.sharding.units import ShardedUnit
 
 #: Units that are fetched ahead of their use.
@@ -29,6 +30,7 @@ class LiveParameters:
         elements: gathered now or under way.
         peak: the greatest value of ``elements`` so far.
         gathers: number of gathers so far.
+        trace: tells whether all ranks have gathered the same units.
     """
 
     def __init__(self, units: Sequence[ShardedUnit], gathering: Gathering, most: int) -> None:
@@ -40,6 +42,7 @@ class LiveParameters:
         self.elements = 0
         self.peak = 0
         self.gathers = 0
+        self.trace = GatherTrace()
         self._gathered: dict[int, ShardedUnit] = {}  # by number, in the order of gathering
 
     # -- use -------------------------------------------------------------------------------------------------------
@@ -71,10 +74,9 @@ class LiveParameters:
         """Free the unit's whole, if there is one."""
         if unit.work is not None:
             self._finish(unit)
-        if unit.ready:
+        if self._gathered.pop(self._numbers[id(unit)], None) is not None:  # not if it was filled to be loaded into
             unit.detach()
             self.elements -= unit.filled
-            self._gathered.pop(self._numbers[id(unit)], None)
 
     def free_all(self) -> None:
         """Nothing is used any more: after a window, or after an error."""
@@ -85,6 +87,8 @@ class LiveParameters:
             unit.open_uses.clear()
             unit.quiet = False
             unit.forward_uses = 0
+            unit.came.clear()
+            unit.called = 0
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -95,6 +99,7 @@ class LiveParameters:
         self.elements += unit.filled
         self.peak = max(self.peak, self.elements)
         self.gathers += 1
+        self.trace.note(self._numbers[id(unit)])
 
     def _finish(self, unit: ShardedUnit) -> None:
         work, unit.work = unit.work, None

@@ -28,7 +28,9 @@ from smp_runtime.sharding.hosts import make_gathering
 from smp_runtime.sharding.live import LiveParameters
 from smp_runtime.sharding.options import ShardingOptions
 from smp_runtime.sharding.plan import is_sharded, plan_units
+from smp_runtime.sharding.reading import AutocastWarning, StateReads
 from smp_runtime.sharding.registered import registered_parameters
+from smp_runtime.sharding.trace import sharing_positions
 from smp_runtime.sharding.units import ShardedUnit
 from smp_runtime.sharding.uses import ModuleUses
 
@@ -96,6 +98,9 @@ class ShardedParameters:
             self._group,
             session.groups.group(Group.REPLICA) if session.size(Group.REPLICA) > 1 else None,
             session.groups.group(Group.RDP),
+            position=session.rank_in(Group.RDP),
+            sharing=sharing_positions(session),
+            gathers=self.live.trace,
             replicas=session.size(Group.RDP),
             shard_of=gathering.shard_of,
             collectives=collectives,
@@ -110,12 +115,14 @@ class ShardedParameters:
                     self.pieces[parameter] = self._piece(unit, index, master)
             self._take_values([p for p in unit.parameters if id(p) not in deferred])
             unit.detach()
-        self.uses = ModuleUses(module, self.units, self.live)
+        self.uses = ModuleUses(module, self.units, self.live, self.gradients)
         for part in module.modules():
             for parameter in registered_parameters(part):
                 self.uses.register(part, parameter)
         self._watch_gradients()
         self._follow_writes(module)
+        self._reads = StateReads(module, self.uses, degree)
+        self._autocast = AutocastWarning(self.units, session.device, speaks=session.rank == 0)
         mark_parameters(self.units)
 
     # -- pieces ----------------------------------------------------------------------------------------------------
@@ -208,6 +215,7 @@ class ShardedParameters:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Around a call of the model, or of a part of it."""
+        self._autocast.check()
         with self.uses.watch_saved():
             yield
 
@@ -253,7 +261,13 @@ class ShardedParameters:
     # -- for the optimizer -----------------------------------------------------------------------------------------
 
     def gather_parameters(self) -> None:
-        """After an update; parameters are gathered when they are needed."""
+        """After an update; parameters are gathered when they are needed, those that were left gathered too."""
+        self.release()
+
+    def release(self) -> None:
+        """Shards change, or are about to: what a forward pass without backward has left gathered is let go."""
+        for unit in self.units:
+            self.live.free(unit)
 
     def clear_gradients(self) -> None:
         """Forget the gradients of this rank's shards."""
@@ -286,29 +300,36 @@ class ShardedParameters:
                 self.live.free(unit)
 
     @torch.no_grad()
-    def whole_parameters(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Every sharded parameter with its whole value on the CPU, unit by unit; every rank of the group iterates."""
+    def whole_parameters(self, *, keep: bool = True) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Every sharded parameter with its whole value on the CPU, unit by unit; every rank of the group iterates.
+
+        One that does not ``keep`` them only takes part, and gets nothing.
+        """
         for unit in self.units:
             with self.gathered(unit) as parameters:
-                values = [parameter.detach().to("cpu", copy=True) for parameter in parameters]
-            yield from zip(unit.parameters, values, strict=True)
+                values = [parameter.detach().to("cpu", copy=True) for parameter in parameters if keep]
+            if keep:
+                yield from zip(unit.parameters, values, strict=True)
 
     @torch.no_grad()
-    def gather_whole(self, values: Mapping[nn.Parameter, torch.Tensor]) -> dict[nn.Parameter, torch.Tensor]:
+    def gather_whole(
+        self, values: Mapping[nn.Parameter, torch.Tensor], *, keep: bool = True
+    ) -> dict[nn.Parameter, torch.Tensor]:
         """Whole tensors from pieces; every rank of the group calls it.
 
         Args:
             values: by parameter, a tensor of the shape of this rank's piece; parameters without one are left out.
+            keep: False on a rank that only takes part; it gets nothing.
 
         Returns:
-            By parameter, the tensor of the parameter's shape, for every parameter that any rank has a value for.
+            By parameter, the tensor of the parameter's shape on the CPU, for every parameter that any rank has a value for.
         """
         mine = {self._numbers[p]: v.dtype for p, v in values.items() if p in self._where}
         everyone = self._session.control.allgather(mine, self._ranks)
         known: dict[int, torch.dtype] = {}
         for theirs in everyone:
             known.update(theirs)
-        whole = {p: v.detach().clone() for p, v in values.items() if p not in self._where}
+        whole = {p: v.detach().to("cpu", copy=True) for p, v in values.items() if keep and p not in self._where}
         for unit in self.units:
             wanted = [index for index, p in enumerate(unit.parameters) if self._numbers[p] in known]
             if not wanted:
@@ -321,11 +342,13 @@ class ShardedParameters:
                     unit.slice_of(shard, fragment).copy_(value.view(unit.slice_of(shard, fragment).shape))
             rows = torch.empty(len(self._ranks), unit.shard_elements, dtype=dtype, device=unit.device)
             self._session.collectives.all_gather(rows.view(-1), shard, self._group).wait()
+            if not keep:
+                continue
             order = sorted(range(len(self._ranks)), key=self._shard_of.__getitem__)
             flat = (rows if order == sorted(order) else rows[order]).view(-1)
             views = unit.views_of(flat)
             for index in wanted:
-                whole[unit.parameters[index]] = views[index].clone()
+                whole[unit.parameters[index]] = views[index].to("cpu", copy=True)
         return whole
 
     @torch.no_grad()
@@ -386,6 +409,8 @@ class ShardedParameters:
 
             def before(*_: Any, units: list[ShardedUnit] = units) -> None:
                 for unit in units:
+                    if (me := weak()) is not None:  # a forward pass without backward leaves some gathered or under way
+                        me.live.free(unit)
                     if not unit.ready:
                         unit.fill_from_shard()
 
@@ -407,9 +432,15 @@ class ShardedParameters:
                 if piece is not None:
                     piece.refresh()
 
-    def complete(self, state: dict[str, Any], names_of: Callable[[nn.Parameter], Sequence[str]], prefix: str) -> None:
-        """Put whole values into a ``state_dict``, on the CPU; every rank of the group calls it."""
-        for parameter, value in self.whole_parameters():
+    def reading_state(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, ``state_dict`` of the module is allowed: :meth:`complete` puts the values into it."""
+        return self._reads.allowed()
+
+    def complete(
+        self, state: dict[str, Any], names_of: Callable[[nn.Parameter], Sequence[str]], prefix: str, keep: bool = True
+    ) -> None:
+        """Put whole values into a ``state_dict``, on the CPU, if ``keep``; every rank of the group calls it."""
+        for parameter, value in self.whole_parameters(keep=keep):
             for name in names_of(parameter):
                 if prefix + name in state:
                     state[prefix + name] = value

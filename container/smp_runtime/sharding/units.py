@@ -21,12 +21,16 @@ class Use:
         inputs: input tensors whose gradients are still to come; 0 once backward has passed.
         began: whether backward has reached the call.
         saves_before: the count of the unit's saves when the call began.
+        start: when the call began, in ticks.
+        end: when it ended.
     """
 
     saved: bool | None = None
     inputs: int = 0
     began: bool = False
     saves_before: int = 0
+    start: int = 0
+    end: int = 0
 
 
 class ShardedUnit:
@@ -54,6 +58,9 @@ class ShardedUnit:
         open_uses: calls whose backward has begun and not ended.
         quiet: backward has passed the calls, but not all gradients have come.
         saves: how often autograd has saved a view of the parameters.
+        came: numbers of the parameters whose gradients have come in this backward pass.
+        called: when the unit was first called in this window, in ticks; 0 if it was not.
+        uses_per_pass: calls that the last backward pass over the unit reached; 0 before the first one.
     """
 
     def __init__(
@@ -97,6 +104,9 @@ class ShardedUnit:
         self.quiet = False
         self.saves = 0
         self.forward_uses = 0
+        self.came: set[int] = set()
+        self.called = 0
+        self.uses_per_pass = 0
 
     @property
     def full(self) -> torch.Tensor:

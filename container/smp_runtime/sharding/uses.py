@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp_runtime.sharding.gradients import ShardedGradients
 from smp_runtime.sharding.live import LiveParameters
 from smp_runtime.sharding.units import ShardedUnit, Use
 
@@ -24,6 +25,17 @@ class _Call:
     inputs: Any
     units: list[ShardedUnit]
     uses: list[Use]
+    start: int
+
+
+@dataclasses.dataclass
+class _Pass:
+    """A backward pass that is running: uses that it has reached and not passed, and how many more of each unit it will."""
+
+    open: list[tuple[ShardedUnit, Use]] = dataclasses.field(default_factory=list)
+    reached: dict[int, ShardedUnit] = dataclasses.field(default_factory=dict)
+    counts: dict[int, int] = dataclasses.field(default_factory=dict)
+    left: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 class _Calls(threading.local):
@@ -43,16 +55,23 @@ class ModuleUses:
     * Backward: when the gradient of a module's output is there, its units are needed again, unless autograd has
       saved nothing of them. What backward unpacks is gathered in any case.
     * A trained unit is let go when all its gradients have come, a frozen one or one that several calls share when
-      the gradients of the call's inputs have.
+      the gradients of the call's inputs have. Not all ranks use the same parameters of a unit, but all must let go of
+      it before it is needed again: at the latest when backward reaches what was called before it, or ends.
 
     Args:
         module: the model.
         units: of its parameters.
         live: gathers and frees.
+        gradients: sends the gradients of what backward has passed.
     """
 
-    def __init__(self, module: nn.Module, units: Sequence[ShardedUnit], live: LiveParameters) -> None:
+    def __init__(
+        self, module: nn.Module, units: Sequence[ShardedUnit], live: LiveParameters, gradients: ShardedGradients
+    ) -> None:
         self._live = live
+        self._gradients = gradients
+        self._clock = 0
+        self._passes: dict[int, _Pass] = {}
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
         self._by_storage = {unit.storage_key: unit for unit in units}
         self._calls = _Calls()
@@ -88,6 +107,7 @@ class ModuleUses:
     def reset(self) -> None:
         """Forget calls that an error has ended."""
         self._calls.running.clear()
+        self._passes.clear()
 
     def units_held_by(self, module: nn.Module) -> list[ShardedUnit]:
         found: list[ShardedUnit] = []
@@ -102,15 +122,18 @@ class ModuleUses:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         units = list(self._registered.get(id(module), ()))
         uses: list[Use] = []
-        self._calls.running.append(_Call(module, (args, kwargs), units, uses))
+        self._clock += 1
+        call = _Call(module, (args, kwargs), units, uses, self._clock)
+        self._calls.running.append(call)
         for unit in units:
-            uses.append(self._enter(unit))
+            uses.append(self._enter(unit, call))
 
-    def _enter(self, unit: ShardedUnit) -> Use:
+    def _enter(self, unit: ShardedUnit, call: _Call) -> Use:
         if unit.calls == 0:
             self._live.need(unit)
         unit.calls += 1
-        use = Use()
+        unit.called = unit.called or call.start
+        use = Use(start=call.start)
         # Inside somebody else's saved tensor hooks (checkpointing has some) nobody tells what is saved.
         use.saved = False if self._watches() else None
         use.saves_before = unit.saves
@@ -126,7 +149,9 @@ class ModuleUses:
         call = self._calls.running.pop()
         if call.module is not module:
             raise AssertionError("module calls ended in another order than they began")
+        self._clock += 1
         for unit, use in zip(call.units, call.uses, strict=False):
+            use.end = self._clock
             if use.saved is not None:
                 use.saved = unit.saves != use.saves_before
         if call.units and torch.is_grad_enabled():
@@ -145,7 +170,7 @@ class ModuleUses:
         call = self._calls.running[-1]
         if unit is None or (unit.ready and unit.calls) or unit in call.units:
             return
-        call.uses.append(self._enter(unit))
+        call.uses.append(self._enter(unit, call))
         call.units.append(unit)
 
     # -- backward --------------------------------------------------------------------------------------------------
@@ -177,6 +202,8 @@ class ModuleUses:
                     use.inputs -= 1
                     if use.inputs <= 0:
                         me._backward_passed(unit, use)
+                    else:
+                        me._backward_passes(unit, use)
 
         for use in uses:
             use.inputs = len(tensors)
@@ -187,10 +214,17 @@ class ModuleUses:
         if use.began:
             return
         use.began = True
+        self._reach(unit, use)
         unit.open_uses.add(use)
         unit.quiet = False
         if use.saved is not False:
             self._live.need(unit)
+
+    def _backward_passes(self, unit: ShardedUnit, use: Use) -> None:
+        """One input's gradient has come; another's, if calls share that input, comes only after backward of all."""
+        # What was seen to be saved is gathered again when it is unpacked, so room may be made of the unit meanwhile.
+        if use in unit.open_uses and all(other.saved is not None for other in unit.open_uses):
+            unit.quiet = True
 
     def _backward_passed(self, unit: ShardedUnit, use: Use) -> None:
         if use not in unit.open_uses:
@@ -200,10 +234,59 @@ class ModuleUses:
             unit.quiet = True
             return
         unit.open_uses.discard(use)
+        unit.quiet = unit.quiet and bool(unit.open_uses)
         self._live.done(unit)
+
+    def _reach(self, unit: ShardedUnit, use: Use) -> None:
+        """Backward has reached a use, so it has passed all that were called after the use had ended."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._passes:
+            weak = weakref.ref(self)
+
+            def backward_ends() -> None:
+                if (me := weak()) is not None:
+                    me._end_pass(task)
+
+            self._passes[task] = _Pass()
+            torch.autograd.Variable._execution_engine.queue_callback(backward_ends)
+        now = self._passes[task]
+        for other in [other for other in now.open if other[1].start > use.end]:
+            self._leave(now, *other)
+        if id(unit) not in now.reached:
+            now.reached[id(unit)] = unit
+            now.left[id(unit)] = unit.uses_per_pass or unit.forward_uses or 1
+        now.counts[id(unit)] = now.counts.get(id(unit), 0) + 1
+        now.open.append((unit, use))
+        self._gradients.reach(unit)
+
+    def _leave(self, now: _Pass, unit: ShardedUnit, use: Use) -> None:
+        """Backward has passed a use: nothing that it runs from now on reads the weights for it."""
+        now.open.remove((unit, use))
+        now.left[id(unit)] -= 1
+        if now.left[id(unit)] > 0:
+            return
+        if use in unit.open_uses:
+            self.gradients_complete(unit)
+        self._gradients.leave(unit)
+
+    def _end_pass(self, task: int) -> None:
+        """Backward has ended: whatever it reached, it has passed."""
+        now = self._passes.pop(task, None)
+        if now is None:  # abandoned
+            return
+        for unit, use in now.open:
+            if use in unit.open_uses:
+                unit.open_uses.discard(use)
+                if not unit.open_uses:
+                    self.gradients_complete(unit)
+        for key, unit in now.reached.items():
+            unit.uses_per_pass = now.counts[key]
+            unit.came.clear()
+        self._gradients.end(list(now.reached.values()))
 
     def gradients_complete(self, unit: ShardedUnit) -> None:
         """All gradients of a unit have come, so backward has passed all its uses."""
+        unit.came.clear()
         unit.open_uses.clear()
         unit.quiet = False
         unit.forward_uses = 0

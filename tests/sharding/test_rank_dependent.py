@@ -1,0 +1,148 @@
+"""Ranks whose batches use other parameters of the same modules, and ranks whose losses use other modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sharded import settings
+from torch import nn
+
+WIDTH, LAYERS, STEPS, WORLD = 8, 3, 4, 2
+#: By step, whether a rank's batch has images.
+PATTERNS = {
+    "first window": lambda step, rank: step > 0 or rank == 1,
+    "later windows": lambda step, rank: step == 0 or rank == 0,
+    "appears late": lambda step, rank: step > 1 and rank == 1,
+    "alternating": lambda step, rank: step % WORLD == rank,
+}
+
+
+class Layer(nn.Module):
+    """A block with a token, and a projection, that only images need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.token = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.projection = nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x: torch.Tensor, images: bool) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        if images:
+            hidden = hidden * self.token + x @ self.projection
+        return x + self.second(hidden)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor, images: bool) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x, images and number == 1)
+        return self.last(x)
+
+
+def _inputs(step, number, rank, microbatches):
+    return torch.randn(
+        2 * microbatches, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * number + rank)
+    )
+
+
+def _train(uses, microbatches, passes):
+    import smdistributed.modelparallel.torch as smp
+
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Net(), backward_passes_per_step=passes)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step(non_split_inputs=["images"])
+    def step(x, images):
+        model.backward(model(x, images).square().mean() / passes)
+
+    for index in range(STEPS):
+        optimizer.zero_grad()
+        for number in range(passes):
+            images = uses(index, smp.rank()) and number == 0
+            step(_inputs(index, number, smp.rank(), microbatches), images)
+        optimizer.step()
+    return model.state_dict()
+
+
+def _alone(uses, microbatches, passes):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(STEPS):
+        optimizer.zero_grad()
+        for number in range(passes):
+            for rank in range(WORLD):
+                images = uses(index, rank) and number == 0
+                loss = model(_inputs(index, number, rank, microbatches), images).square().mean()
+                (loss / passes / WORLD).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(("bucket", "microbatches", "passes"), [(5e8, 1, 1), (1, 1, 1), (5e8, 2, 2), (1, 2, 2)])
+def test_parameters_that_only_some_ranks_use(ranks, bucket, microbatches, passes):
+    """With the smallest bucket every unit has collectives of its own."""
+    config = settings(Net(), WORLD, microbatches=microbatches, sdp_reduce_bucket_size=int(bucket))
+
+    def run():
+        return {name: _train(uses, microbatches, passes) for name, uses in PATTERNS.items()}
+
+    for found in ranks(run, WORLD, config=config):
+        for name, uses in PATTERNS.items():
+            for key, value in _alone(uses, microbatches, passes).items():
+                torch.testing.assert_close(found[name][key], value, atol=1e-5, rtol=1e-5, msg=f"{name}: {key}")
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        x = torch.tanh(self.body(x))
+        return [torch.tanh(self.a(x)), torch.tanh(self.b(x))]
+
+
+def test_a_loss_that_reaches_other_modules_on_other_ranks_is_refused_on_all(ranks):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+        from smp_runtime.errors import SMPUserError
+
+        model = smp.DistributedModel(TwoHeads())
+        with pytest.raises(SMPUserError, match=r"ranks \[1\] have gathered other.*add 0 \* other.sum"):
+            model(torch.ones(2, WIDTH))[smp.rank()].sum().backward()
+
+    ranks(run, WORLD, config=settings(TwoHeads(), WORLD))
+
+
+def test_a_loss_that_depends_on_all_outputs_is_accepted(ranks):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+
+        torch.manual_seed(0)
+        model = smp.DistributedModel(TwoHeads())
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            outputs = model(torch.ones(2, WIDTH))
+            (outputs[smp.rank()].sum() + 0 * outputs[1 - smp.rank()].sum()).backward()
+            optimizer.step()
+        return model.state_dict()
+
+    torch.manual_seed(0)
+    alone = TwoHeads()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (sum(output.sum() for output in alone(torch.ones(2, WIDTH))) / 2).backward()
+        optimizer.step()
+    for state in ranks(run, WORLD, config=settings(TwoHeads(), WORLD)):
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-5, rtol=1e-5)
