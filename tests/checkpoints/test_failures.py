@@ -198,7 +198,7 @@ def test_whatever_fails_on_one_rank_is_told_before_ranks_wait_for_each_other(ran
 def test_resuming_that_fails_on_one_rank_is_told_to_all(ranks, tmp_path):
     def run(path):
         import smdistributed.modelparallel.torch as smp
-        from smp_runtime.checkpoint import finding
+        from smp_runtime.checkpoint import finding, random_states, user_content
 
         model = _model()
         smp.save_checkpoint(path, tag="a", model=model)
@@ -207,6 +207,13 @@ def test_resuming_that_fails_on_one_rank_is_told_to_all(ranks, tmp_path):
             pytest.raises(RuntimeError if smp.rank() == 1 else CheckpointError, match="broken"),
         ):
             smp.resume_from_checkpoint(path)
+        # While the files are read: the other rank must not wait for one that has left.
+        for owner, name in ((user_content, "read"), (random_states, "restore")):
+            with (
+                _fails(owner, name, 1),
+                pytest.raises(RuntimeError if smp.rank() == 1 else CheckpointError, match="broken"),
+            ):
+                smp.resume_from_checkpoint(path)
         with _fails(finding, "checkpoints_in", 1), pytest.raises(CheckpointError, match="rank 1 .*broken"):
             smp.resume_from_checkpoint(path)
         smp.resume_from_checkpoint(path)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,25 +187,31 @@ def resume_from_checkpoint(
             "load_optimizer=False",
             found.folder,
         )
-    failure, content = None, None
-    try:
+    content: Any = None
+    with _raised_on_all(session):
         content = user_contents.read(found.folder / USER_CONTENT, trusted=trust_user_content)
-    except CheckpointError as error:
-        failure = str(error)
-    _raise_first(session, failure)
     plan.adopt_partition()
-    try:
+    with _raised_on_all(session):
         random_state = plan.reader.content(random_states.file_name(session.rank))
         plan.load()
         random_states.restore(session, random_state, plan.same_topology)
-    except CheckpointError as error:
-        failure = str(error)
-    _raise_first(session, failure)
     return content
 
 
-def _raise_first(session: Session, failure: str | None) -> None:
-    """Raise on every rank what any rank has met; every rank calls it."""
-    for why in session.control.allgather(failure, session.topology.group_of(Group.WORLD, session.rank)):
+@contextlib.contextmanager
+def _raised_on_all(session: Session) -> Iterator[None]:
+    """What any rank meets inside is raised on every rank at the end; every rank enters."""
+    failure: str | None = None
+    other: Exception | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        failure = str(error)
+    except Exception as error:  # whatever it is, the other ranks wait to be told
+        failure, other = f"rank {session.rank} could not resume: {type(error).__name__}: {error}", error
+    everyone = session.control.allgather(failure, session.topology.group_of(Group.WORLD, session.rank))
+    if other is not None:
+        raise other
+    for why in everyone:
         if why:
             raise CheckpointError(why)
