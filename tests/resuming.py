@@ -145,6 +145,13 @@ class Training:
         self.scheduler.load_state_dict(content["scheduler"])
         return content["step"]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Copies of all that a checkpoint brings back: of the model, and of the optimizer's state."""
+        state = [*self.model.module.state_dict().values()]
+        for values in self.optimizer.state.values():
+            state += values.values()
+        return [value.clone() for value in state]
+
 
 def train_and_save(path: str, tag: str, first: int, last: int) -> list[float]:
     """A job that trains and saves once."""

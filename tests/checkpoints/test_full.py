@@ -18,18 +18,11 @@ def run(solo):
     return run
 
 
-def _everything(run):
-    state = [*run.model.module.state_dict().values()]
-    for values in run.optimizer.state.values():
-        state += values.values()
-    return [value.clone() for value in state]
-
-
 def _refused(run, path, tag, match):
-    before = _everything(run)
+    before = run.tensors()
     with pytest.raises(CheckpointError, match=match):
         run.resume(str(path), tag, partial=False)
-    assert all(torch.equal(a, b) for a, b in zip(before, _everything(run), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, run.tensors(), strict=True))
 
 
 def test_float32_weights_and_loss_scale_arrive_in_a_pipeline_before_the_first_step(ranks, tmp_path):

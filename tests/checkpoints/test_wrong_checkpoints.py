@@ -29,19 +29,12 @@ def two(solo, tmp_path):
     return run
 
 
-def _everything(run):
-    state = [*run.model.module.state_dict().values()]
-    for values in run.optimizer.state.values():
-        state += values.values()
-    return [value.clone() for value in state]
-
-
 def _refused(run, path, match, **options):
     """Resuming says why not, and has loaded nothing."""
-    before = _everything(run)
+    before = run.tensors()
     with pytest.raises(CheckpointError, match=match) as caught:
         run.resume(str(path), **options)
-    assert all(torch.equal(a, b) for a, b in zip(before, _everything(run), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, run.tensors(), strict=True))
     return str(caught.value)
 
 
@@ -237,10 +230,10 @@ def test_user_content_is_data_unless_it_is_trusted(two, tmp_path, capsys):
         smp.save_checkpoint(str(tmp_path), tag="4", user_content=np.array([_Anything()], dtype=object))
     smp.save_checkpoint(str(tmp_path), tag="4", user_content=[_Anything()], trust_user_content=True)
     capsys.readouterr()
-    before = _everything(two)
+    before = two.tensors()
     with pytest.raises(CheckpointError, match="may run code.*trust_user_content=True"):
         smp.resume_from_checkpoint(str(tmp_path))
-    assert all(torch.equal(a, b) for a, b in zip(before, _everything(two), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, two.tensors(), strict=True))
     assert "code ran" not in capsys.readouterr().out
     smp.resume_from_checkpoint(str(tmp_path), trust_user_content=True)
     assert "code ran" in capsys.readouterr().out

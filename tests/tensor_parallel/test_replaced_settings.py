@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
+from listening import heard
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.errors import SMPUserError
 
 CONFIG = {"tensor_parallel_degree": 2, "ddp": True}
-
-
-def _heard(function):
-    found = []
-    listener = logging.Handler()
-    listener.emit = lambda record: found.append(record.getMessage()) if record.levelno >= logging.WARNING else None
-    logging.getLogger("smp").addHandler(listener)
-    try:
-        return function(), found
-    finally:
-        logging.getLogger("smp").removeHandler(listener)
 
 
 def _gpt2(**settings):
@@ -55,7 +43,7 @@ def test_a_tie_by_module_reference_is_left_alone(solo):
     inside = _gpt2()
     net = _marked(_Around(inside, "emb", inside.transformer.wte))
     smp.set_tensor_parallelism(net.emb, False)
-    model, warnings = _heard(lambda: smp.DistributedModel(net))
+    model, warnings = heard(lambda: smp.DistributedModel(net))
     assert type(model.module.inside).__name__ == "GPT2LMHeadModel"
     assert model.module.emb is model.module.inside.transformer.wte
     assert warnings == [
@@ -68,7 +56,7 @@ def test_a_module_that_is_met_twice_and_cannot_be_replaced_is_told_once(solo):
     solo({})
     odd = nn.Embedding(4, 4, max_norm=1.0)
     both = nn.Sequential(odd, nn.Sequential(odd))
-    model, warnings = _heard(lambda: smp.DistributedModel(_marked(both, distribute_embedding=True)))
+    model, warnings = heard(lambda: smp.DistributedModel(_marked(both, distribute_embedding=True)))
     assert model.module[0] is model.module[1][0] is odd
     assert len(warnings) == 1
 
@@ -81,7 +69,7 @@ def test_single_frozen_parameters_stay_frozen(solo):
     net = nn.Sequential(nn.Embedding(4, 6), nn.Linear(6, 4), nn.Linear(4, 4))
     net[1].bias.requires_grad_(False)
     net[2].weight.requires_grad_(False)
-    model, warnings = _heard(lambda: smp.DistributedModel(_marked(net, distribute_embedding=True)))
+    model, warnings = heard(lambda: smp.DistributedModel(_marked(net, distribute_embedding=True)))
     assert type(model.module[1]).__name__ == "DistributedLinear"
     assert {name for name, p in model.named_parameters() if not p.requires_grad} == {"1.bias", "2.weight"}
     assert not warnings
@@ -92,7 +80,7 @@ def _frozen_gpt2():
     net.transformer.wte.requires_grad_(False)
     net.transformer.h[1].requires_grad_(False)
     net.transformer.h[0].attn.c_attn.weight.requires_grad_(False)
-    model, warnings = _heard(lambda: smp.DistributedModel(_marked(net)))
+    model, warnings = heard(lambda: smp.DistributedModel(_marked(net)))
     ids = torch.arange(8).reshape(2, 4) + smp.tp_rank()
     model(input_ids=ids, labels=ids).loss.backward()
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
@@ -121,7 +109,7 @@ def test_hooks_and_parameters_that_are_lost_are_told(solo):
 
     net = _marked(nn.Sequential(nn.Linear(4, 4), Own()))
     net[0].register_forward_hook(lambda *_: None)
-    _, warnings = _heard(lambda: smp.DistributedModel(net))
+    _, warnings = heard(lambda: smp.DistributedModel(net))
     assert len(warnings) == 2, warnings
     assert warnings[0].startswith("0 (Linear) is distributed, but hooks were registered on 'Linear'")
     assert warnings[1].startswith("1 (Own) is distributed, but it has no parameter for 'scale'")
@@ -148,7 +136,7 @@ def test_gradient_checkpointing_before_and_after_wrapping(solo):
 
     before = _gpt2()
     before.gradient_checkpointing_enable({"preserve_rng_state": False})
-    model, warnings = _heard(lambda: smp.DistributedModel(_marked(before)))
+    model, warnings = heard(lambda: smp.DistributedModel(_marked(before)))
     assert not warnings
     assert runs(model, input_ids=ids, labels=ids) == 4
     model.module.gradient_checkpointing_disable()

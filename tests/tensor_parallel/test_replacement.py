@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
+from listening import heard
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -62,17 +61,6 @@ class Net(nn.Module):
         return self.tied(x) + self.odd(x[..., :15]).sum()
 
 
-def _heard(function):
-    found = []
-    listener = logging.Handler()
-    listener.emit = lambda record: found.append(record.getMessage()) if record.levelno >= logging.WARNING else None
-    logging.getLogger("smp").addHandler(listener)
-    try:
-        return function(), found
-    finally:
-        logging.getLogger("smp").removeHandler(listener)
-
-
 def _register():
     smp.tp_register_with_module(Block, smp.nn.DistributedTransformerLayer, _block_init, _block_forward, _block_return)
 
@@ -86,7 +74,7 @@ def _replaced_and_left():
     torch.manual_seed(0)
     alone = Net()
     smp.set_tensor_parallelism(alone, False)
-    model, warnings = _heard(lambda: smp.DistributedModel(Net()))
+    model, warnings = heard(lambda: smp.DistributedModel(Net()))
     kinds = {name: type(part).__name__ for name, part in model.module.named_children()}
     state = alone.state_dict()
     state = {name.replace("block.layer.", "block."): value for name, value in state.items() if ".inner." not in name}
@@ -133,7 +121,7 @@ def _indivisible():
     _register()
     torch.manual_seed(0)
     alone = Block(16, heads=3)
-    model, warnings = _heard(lambda: smp.DistributedModel(nn.Sequential(_made(lambda: Block(16, heads=3)))))
+    model, warnings = heard(lambda: smp.DistributedModel(nn.Sequential(_made(lambda: Block(16, heads=3)))))
     model.load_state_dict({f"0.{name}": value for name, value in alone.state_dict().items()})
     x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(smp.tp_rank()))  # a batch of its own on each rank
     found, expected = model(x)["hidden"], alone(x)["hidden"]

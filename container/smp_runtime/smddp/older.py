@@ -12,18 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import (
-    ReduceOp,
-    all_gather,
-    all_reduce,
-    all_to_all_single,
-    barrier,
-    broadcast,
-    get_rank,
-    get_world_size,
-    is_initialized,
-    reduce,
-)
 from torch.nn.parallel import DistributedDataParallel as _TorchDistributedDataParallel
 
 from smp_runtime.errors import SMPUserError
@@ -102,21 +90,3 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             bucket_cap_mb=bucket_cap_mb,
             **more,
         )
-
-
-__all__ = [
-    "DistributedDataParallel",
-    "ReduceOp",
-    "all_gather",
-    "all_reduce",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "get_local_rank",
-    "get_rank",
-    "get_world_size",
-    "init_process_group",
-    "is_available",
-    "is_initialized",
-    "reduce",
-]
