@@ -4,8 +4,9 @@
     python benchmarks/pipeline.py --case torch --rounds 20
 
 ``sleep``: a chain of four stages whose modules sleep 20 ms forward and 40 ms backward, 8 microbatches: makespan ÷
-(m + p − 1)(f + b), the closed form of 1F1B and GPipe. ``torch``: a GPT (8 layers, hidden 256, split equally by both) on
-2 ranks with 4 microbatches, in turns with torch.distributed.pipelining's Schedule1F1B. ``alone``: the same GPT with its
+(m + p − 1)(f + b), the closed form of 1F1B and GPipe; each rank is bound to one processor, as ``mpirun --bind-to core``
+does. ``sleep-torch``: the same chain in torch.distributed.pipelining's Schedule1F1B. ``torch``: a GPT (8 layers, hidden
+256, split equally by both) on 2 ranks with 4 microbatches, in turns with Schedule1F1B. ``alone``: the same GPT with its
 tied output layer, partitioned automatically, in turns with one process with one thread. ``gpt2``: the same against one
 process with Transformers' GPT-2 as it comes (GPT2LMHeadModel of the same size, no dropout, no cache). Bytes are counted
 at the transport and divided by what must cross the boundary. All ranks are on this machine and read one clock: a step
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -39,6 +41,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
             "active_microbatches": 8,
         },
     ),
+    "sleep-torch": (4, {"partitions": 4, "microbatches": 8, "auto_partition": False, "default_partition": 0}),
     "torch": (2, {"partitions": 2, "microbatches": 4}),
     "alone": (2, {"partitions": 2, "microbatches": 4, "memory_weight": 0.0}),
     "gpt2": (2, {"partitions": 2, "microbatches": 4, "memory_weight": 0.0}),
@@ -101,31 +104,41 @@ def sleepers(smp: Any, stages: int) -> Any:
     return Chain()
 
 
-def run_sleep(smp: Any, rounds: int) -> dict[str, Any]:
+def run_sleep(smp: Any, rounds: int, case: str) -> dict[str, Any]:
     """Makespan of the chain ÷ closed form."""
     import torch
 
+    processors = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {processors[smp.rank() % len(processors)]})
     stages, count = smp.pp_size(), smp.state.cfg.microbatches
-    model = smp.DistributedModel(sleepers(smp, stages))
-    inputs = torch.ones(count, 4)
+    chain, inputs, found = sleepers(smp, stages), torch.ones(count, 4), {}
+    if case == "sleep-torch":
+        run = _torch_chain(smp, chain.links[smp.pp_rank()], inputs)
+    else:
+        model = smp.DistributedModel(chain)
 
-    @smp.step
-    def step(x):
-        loss = model(x).sum()
-        model.backward(loss)
-        return loss
+        @smp.step
+        def step(x):
+            loss = model(x).sum()
+            model.backward(loss)
+            return loss
+
+        def run() -> None:
+            step(inputs)
 
     for _ in range(10):  # recorded, planned, and planned again
-        step(inputs)
-    spans = [_timed(lambda: step(inputs), smp) for _ in range(rounds)]
+        run()
+    spans = [_timed(run, smp) for _ in range(rounds)]
     closed = (count + stages - 1) * (FORWARD + BACKWARD)
     ratios = [span / closed for span in spans]
+    if case != "sleep-torch":
+        found["most_in_flight"] = smp.allgather(model.pipeline.server.most_in_flight, smp.PP_GROUP)
+        found["active_microbatches"] = smp.state.cfg.active_microbatches
     return {
         "closed_form_ms": round(1e3 * closed, 1),
         "makespan_over_closed_form": round(statistics.median(ratios), 4),
         "best": round(min(ratios), 4),
-        "most_in_flight": smp.allgather(model.pipeline.server.most_in_flight, smp.PP_GROUP),
-        "active_microbatches": smp.state.cfg.active_microbatches,
+        **found,
     }
 
 
@@ -183,6 +196,25 @@ def run_gpt(smp: Any, rounds: int, batch: int, case: str) -> dict[str, Any]:
         "ratio_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]],
         "bytes_over_bound": round(sum(smp.allgather(crossed, smp.PP_GROUP)) / bound, 3),
     }
+
+
+def _torch_chain(smp: Any, link: Any, inputs: Any) -> Callable[[], None]:
+    import torch
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank, last = smp.pp_rank(), smp.pp_size() - 1
+    stage = PipelineStage(link, rank, last + 1, torch.device("cpu"), group=smp.get_pp_process_group())
+    schedule = Schedule1F1B(stage, len(inputs), loss_fn=lambda output, _: output.sum())
+
+    def run() -> None:
+        if rank == 0:
+            schedule.step(inputs)
+        elif rank == last:
+            schedule.step(target=inputs, losses=[])
+        else:
+            schedule.step()
+
+    return run
 
 
 def _torch_pipeline(smp: Any, whole: Any, loss_of: Callable[..., Any], inputs: Any, targets: Any) -> Callable[[], None]:
@@ -262,7 +294,7 @@ def run_rank(case: str, rounds: int, batch: int) -> None:
     import smdistributed.modelparallel.torch as smp
 
     smp.init(CASES[case][1])
-    found = run_sleep(smp, rounds) if case.startswith("sleep") else run_gpt(smp, rounds, batch, case)
+    found = run_sleep(smp, rounds, case) if case.startswith("sleep") else run_gpt(smp, rounds, batch, case)
     if smp.rank() == 0:
         print(json.dumps({"case": case, "ranks": smp.size(), **found}), flush=True)
     smp.barrier()

@@ -2,13 +2,15 @@
 
     python benchmarks/smddp.py                    # 2 hosts × 2 ranks and 2 × 4; as root, on Linux
     python benchmarks/smddp.py --ranks-per-host 2 --rounds 5
+    python benchmarks/smddp.py --delay-ms 0       # the kernel's queue alone: no delay, and no relay
 
-Two network namespaces are the hosts; 1 Gbit/s goes between them each way. Times are those of the slowest rank, in turns
-A B A B …, and the ratio is the median of those of neighbours. Bytes are what the link's interface received, headers
-included, divided by the least that has to come to one host: (n−g)/n · S for an all-gather of S bytes over n ranks, g on
-each host. The plain backend is gloo: its own all-gather (a ring), and for the training the one that the library uses with
-it, with ``sdp_hierarchical_allgather`` off and on. The link and the CPU are simulated: nothing here is claimed of NCCL,
-EFA or GPUs.
+Two network namespaces are the hosts; 1 Gbit/s goes between them each way and takes 1 ms more, on a wire that a process of
+its own carries (``wire.py``; it takes a part of a CPU, the same for all sides). What one TCP connection gets of each link
+is measured and printed first. Times are those of the slowest rank, in turns A B A B …, and the ratio is the median of those
+of neighbours. Bytes are what came over the link, headers included (``namespaces.received``), divided by the least that has
+to come to one host: (n−g)/n · S for an all-gather of S bytes over n ranks, g on each host. The plain backend is gloo: its
+own all-gather (a ring), and for the training the one that the library uses with it, with ``sdp_hierarchical_allgather`` off
+and on. The link and the CPU are simulated: nothing here is claimed of NCCL, EFA or GPUs.
 """
 
 from __future__ import annotations
@@ -26,18 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from launching import print_machine
-from namespaces import run_ranks_on, two_hosts, why_not
+from namespaces import DELAY, measure, received, run_ranks_on, two_hosts, why_not
 
 MIB = 2**20
 #: MiB of the whole, and how often each side gathers it in one round.
 SIZES = {1: 20, 4: 10, 16: 4, 64: 2}
-
-
-def received() -> int:
-    """Bytes that have come to this rank's host over the link."""
-    interface = os.environ["GLOO_SOCKET_IFNAME"]
-    lines = Path("/proc/self/net/dev").read_text().splitlines()
-    return int(next(line for line in lines if line.strip().startswith(interface + ":")).split(":")[1].split()[0])
 
 
 def slowest(run: Callable[[], Any], group: Any = None) -> float:
@@ -217,6 +212,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks-per-host", type=int, action="append", help="default: 2 and 4")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument(
+        "--delay-ms", type=float, default=1e3 * DELAY, help="each way; default: %(default)g; 0: no relay"
+    )
     parser.add_argument("--only", choices=["gather", "train"], help="default: both")
     parser.add_argument("--rank-of", choices=["gather", "train"], help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -231,19 +229,19 @@ def main() -> None:
             _meet_at_a_store()
             train_rank(args.rounds)
         return
-    if (reason := why_not()) is not None:
+    if (reason := why_not(args.delay_ms / 1e3)) is not None:
         print(f"skipped: {reason}")
         return
     print_machine()
     for per_host in args.ranks_per_host or [2, 4]:
-        for what in [args.only] if args.only else ["gather", "train"]:
-            with two_hosts() as link, tempfile.TemporaryDirectory() as folder:
-                if what == (args.only or "gather"):
-                    print(f"\n2 hosts × {per_host} ranks; {link.describe()}")
-                words = [__file__, "--rank-of", what, "--rounds", str(args.rounds)]
-                meeting = {"SMP_MEET": f"file://{folder}/meet", "SMP_RANKS_PER_HOST": str(per_host)}
-                sys.stdout.write(run_ranks_on(link, per_host, words, meeting))
-                sys.stdout.flush()
+        with two_hosts(delay=args.delay_ms / 1e3) as link:
+            print(f"\n2 hosts × {per_host} ranks; {link.describe()}\nmeasured: {measure(link).describe()}", flush=True)
+            for what in [args.only] if args.only else ["gather", "train"]:
+                with tempfile.TemporaryDirectory() as folder:
+                    words = [__file__, "--rank-of", what, "--rounds", str(args.rounds)]
+                    meeting = {"SMP_MEET": f"file://{folder}/meet", "SMP_RANKS_PER_HOST": str(per_host)}
+                    print(run_ranks_on(link, per_host, words, meeting), end="", flush=True)
+            print(f"the link: {link.faults()}")
 
 
 if __name__ == "__main__":

@@ -148,14 +148,18 @@ def evaluation_step(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) 
 
 
 def this_ranks_share(size: int, args: argparse.Namespace) -> slice:
-    """This rank's samples of a global batch of ``size``."""
-    per_rank = size // smp.dp_size()
-    return slice(smp.dp_rank() * per_rank, (smp.dp_rank() + 1) * per_rank)
+    """This rank's samples of a global batch of ``size``; a common batch belongs to a whole tensor parallel group."""
+    common = smp.state.cfg.prescaled_batch
+    rank, replicas = (smp.rdp_rank(), smp.rdp_size()) if common else (smp.dp_rank(), smp.dp_size())
+    per_rank = size // replicas
+    return slice(rank * per_rank, (rank + 1) * per_rank)
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, corpus: Corpus, args: argparse.Namespace, device: torch.device) -> float:
-    """Held-out loss in nats per byte, the mean over all data parallel ranks."""
+def evaluate(model: nn.Module, corpus: Corpus, args: argparse.Namespace, device: torch.device) -> float | None:
+    """Held-out loss in nats per byte, the mean over all data parallel ranks; None when no batches are held out."""
+    if args.eval_batches < 1:
+        return None
     model.eval()
     losses = []
     for index in range(args.eval_batches):
@@ -165,6 +169,10 @@ def evaluate(model: nn.Module, corpus: Corpus, args: argparse.Namespace, device:
     model.train()
     everyone = smp.allgather(sum(losses) / len(losses), smp.DP_GROUP)
     return sum(everyone) / len(everyone)
+
+
+def shown(val_loss: float | None) -> str:
+    return "none" if val_loss is None else f"{val_loss:.4f}"
 
 
 @torch.no_grad()
@@ -217,7 +225,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=20, help="steps of linear warm-up")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
     parser.add_argument("--eval_interval", type=int, default=100, help="steps between evaluations; 0: only at the end")
-    parser.add_argument("--eval_batches", type=int, default=4)
+    parser.add_argument("--eval_batches", type=int, default=4, help="held-out batches per evaluation; 0: none")
     parser.add_argument("--checkpoint_interval", type=int, default=100, help="steps between checkpoints; 0: none")
     parser.add_argument("--kept_checkpoints", type=int, default=2)
     parser.add_argument("--sample_bytes", type=int, default=300)
@@ -289,8 +297,7 @@ def main() -> int:
         share = this_ranks_share(args.batch_size, args)
         optimizer.zero_grad()
         loss = train_step(model, ids[share].to(device), targets[share].to(device))
-        if optimizer.clip_master_grads(args.clip) < 0:  # all gradients are whole on this rank
-            torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.clip_master_grads(args.clip)
         optimizer.step()
         if not optimizer.overflow:
             scheduler.step()
@@ -300,9 +307,10 @@ def main() -> int:
         done = step + 1
         if args.eval_interval and done % args.eval_interval == 0 and done < args.steps:
             val_loss = evaluate(model, corpus, args, device)
-            smp.state.progress.note_eval_loss(val_loss)
+            if val_loss is not None:
+                smp.state.progress.note_eval_loss(val_loss)
             if smp.rank() == 0:
-                print(f"step {done}: train_loss={float(loss.reduce_mean()):.4f} val_loss={val_loss:.4f}", flush=True)
+                print(f"step {done}: train_loss={float(loss.reduce_mean()):.4f} val_loss={shown(val_loss)}", flush=True)
         if stop.agreed():
             save(done)
             if smp.rank() == 0:
@@ -317,7 +325,7 @@ def main() -> int:
         whole = GPT(config)
         whole.load_state_dict(weights)
         write_model(args, config, whole, val_loss, losses)
-        print(f"step {args.steps}: val_loss={val_loss:.4f}", flush=True)
+        print(f"step {args.steps}: val_loss={shown(val_loss)}", flush=True)
         if args.sample_bytes:
             print("--- sample ---\n" + sample_text(whole.to(device), "def ", args.sample_bytes, device, args.seed))
             print("--- end of sample ---", flush=True)
@@ -325,7 +333,9 @@ def main() -> int:
     return 0
 
 
-def write_model(args: argparse.Namespace, config: GPTConfig, model: GPT, val_loss: float, losses: list[float]) -> None:
+def write_model(
+    args: argparse.Namespace, config: GPTConfig, model: GPT, val_loss: float | None, losses: list[float]
+) -> None:
     """Weights for plain ``torch.load``, the shape to build the model with, and what was reached."""
     args.model_dir.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.float().cpu() for name, tensor in model.state_dict().items()}

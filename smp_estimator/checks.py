@@ -93,14 +93,26 @@ def check_environment(environment: Mapping[str, Any] | None) -> None:
         steps_to_keep(environment)
 
 
-def check_code(entry_point: Any, source_dir: Any, dependencies: Iterable[Any]) -> None:
+#: Endings of scripts that the launcher starts.
+_SCRIPTS = (".py", ".sh")
+
+
+def check_code(entry_point: Any, source_dir: Any, dependencies: Iterable[Any], *, own_launcher: bool = False) -> None:
     """Check that the script and what is shipped with it exist.
+
+    Args:
+        own_launcher: this package starts the script, which it does for Python and shell scripts only.
 
     Raises:
         ConfigError: with the path that was tried and similar file names.
     """
-    if _is_pipeline_variable(entry_point) or _is_pipeline_variable(source_dir) or is_s3_uri(source_dir):
-        return
+    if not (_is_pipeline_variable(entry_point) or _is_pipeline_variable(source_dir) or is_s3_uri(source_dir)):
+        _check_files(entry_point, source_dir, dependencies)
+    if own_launcher and entry_point and not _is_pipeline_variable(entry_point):
+        _require_suffix(entry_point)
+
+
+def _check_files(entry_point: Any, source_dir: Any, dependencies: Iterable[Any]) -> None:
     if source_dir:
         directory = Path(source_dir).expanduser().absolute()
         require_existing(directory, f"source_dir={str(source_dir)!r}")
@@ -116,6 +128,15 @@ def check_code(entry_point: Any, source_dir: Any, dependencies: Iterable[Any]) -
         _require_script(Path(entry_point).expanduser().absolute(), entry_point, "the working directory")
     for dependency in dependencies:
         require_existing(Path(dependency).expanduser().absolute(), f"the dependency {str(dependency)!r}")
+
+
+def _require_suffix(entry_point: str) -> None:
+    path = Path(entry_point)
+    if path.suffix not in _SCRIPTS:
+        raise ConfigError(
+            f"entry_point is {entry_point!r}, whose ending is {path.suffix or 'empty'!r}; the job starts .py files with Python "
+            f"and .sh files with bash: rename it, for example to {path.stem + '.py'!r}"
+        )
 
 
 def _require_inside(entry_point: str, directory: Path) -> None:
@@ -141,9 +162,7 @@ def _require_script(path: Path, given: str, relative_to: str) -> None:
             "directory as source_dir"
         )
     folder = path.parent
-    scripts = sorted(
-        entry.name for entry in (folder.iterdir() if folder.is_dir() else ()) if entry.suffix in (".py", ".sh")
-    )
+    scripts = sorted(entry.name for entry in (folder.iterdir() if folder.is_dir() else ()) if entry.suffix in _SCRIPTS)
     hint = suggest(path.name, scripts)
     if folder.is_dir():
         listed = f"{folder} holds {', '.join(scripts[:8])}" if scripts else f"{folder} holds no scripts"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,10 +16,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from smp_config import ConfigError, ModelParallelParameters, Topology
+from smp_config import ConfigError, Topology
 from smp_config.instances import GIB, instance
+from smp_config.parameters import KEYS
 from smp_estimator.cli_checkpoint import checkpoint
 from smp_estimator.cli_timeline import timeline
+from smp_estimator.local.uris import address_of
 
 LOCAL_TYPES = ("local", "local_gpu")
 
@@ -97,17 +100,18 @@ def validate(file: Any, instance_type: str | None, instance_count: int | None) -
     found = _literal(file.read(), str(getattr(file, "name", "FILE")))
     if not isinstance(found, dict):
         raise ConfigError(f"the file holds a {type(found).__name__}; a distribution is a dictionary")
-    where = found if "distribution" in found else {}
-    distribution = where.get("distribution", found)
-    kind = instance_type or where.get("instance_type") or "ml.p4d.24xlarge"
-    hosts = instance_count or where.get("instance_count") or 1
+    distribution, said_type, said_count = _parted(found)
+    kind = instance_type or said_type or "ml.p4d.24xlarge"
+    hosts = instance_count or said_count or 1
     known = instance(kind)
-    if isinstance(distribution, dict) and set(distribution) & set(ModelParallelParameters.model_fields):
+    if set(distribution) & KEYS:
         distribution = {
             "smdistributed": {"modelparallel": {"enabled": True, "parameters": distribution}},
             "mpi": {"enabled": True, "processes_per_host": known.gpus if known else 1},
         }
     settings, said = _checked(distribution, kind, hosts)
+    if known is None and kind not in LOCAL_TYPES:
+        said.append(f"no instance type {kind} is known here, so nothing that depends on its GPUs was checked")
     console = _console()
     per_host = settings.mpi.processes_per_host if settings.mpi else None
     if settings.model_parallel is not None and per_host is not None:
@@ -117,6 +121,33 @@ def validate(file: Any, instance_type: str | None, instance_count: int | None) -
         console.print(f"[green]valid[/green] on {hosts} × {kind}")
     for warning in said:
         console.print(f"[yellow]warning[/yellow] {escape(warning)}")
+
+
+def _parted(found: dict[str, Any]) -> tuple[dict[str, Any], str | None, int | None]:
+    """The distribution (or parameters) of a file, and the instances that it names.
+
+    Raises:
+        ConfigError: a value of another type.
+    """
+    kind, hosts = found.get("instance_type"), found.get("instance_count")
+    if not isinstance(kind, str | None):
+        raise ConfigError(
+            f"instance_type is {kind!r}, a {type(kind).__name__}; it names one type of instance: write "
+            '"instance_type": "ml.p4d.24xlarge"'
+        )
+    if hosts is not None and (isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1):
+        raise ConfigError(
+            f"instance_count is {hosts!r}, a {type(hosts).__name__}; it is a number of instances: write "
+            '"instance_count": 1 or more, without quotes'
+        )
+    rest = {name: value for name, value in found.items() if name not in ("instance_type", "instance_count")}
+    distribution = rest.get("distribution", rest)
+    if not isinstance(distribution, dict):
+        raise ConfigError(
+            f"distribution is {distribution!r}; strategies are read from its keys: write a dictionary such as "
+            '{"smdistributed": {"modelparallel": {"enabled": true}}, "mpi": {"enabled": true, "processes_per_host": 8}}'
+        )
+    return distribution, kind, hosts
 
 
 def _checked(distribution: Any, kind: str, hosts: int) -> tuple[Any, list[str]]:
@@ -178,11 +209,16 @@ def _job(model: str, gpu_memory: float | None, given: dict[str, Any]) -> dict[st
     found: Any = model
     if model.lstrip().startswith("{"):
         fields = _dictionary(model, "MODEL")
-        unknown = set(fields) - set(ModelShape.__dataclass_fields__)
+        unknown = set(fields) - set(ModelShape.__dataclass_fields__) | {"weights"} & set(fields)
         needed = {"layers", "hidden", "heads", "vocabulary", "sequence"} - set(fields)
         if unknown or needed:
+            wrong = [
+                f"{word} {', '.join(sorted(names))}"
+                for word, names in (("lacks", needed), ("has unknown", unknown))
+                if names
+            ]
             raise ConfigError(
-                f"the shape given as MODEL lacks {sorted(needed) or 'nothing'} and has unknown {sorted(unknown) or 'nothing'}; "
+                f"the shape given as MODEL {' and '.join(wrong)}; "
                 'write for example {"layers": 48, "hidden": 1600, "heads": 25, "vocabulary": 50257, "sequence": 1024}'
             )
         found = ModelShape(**fields)
@@ -191,7 +227,12 @@ def _job(model: str, gpu_memory: float | None, given: dict[str, Any]) -> dict[st
             found = float(model.lower().replace("b", "e9"))
         except ValueError:
             pass  # the name of a shape
-    memory = None if gpu_memory is None else round(gpu_memory * GIB)
+    if gpu_memory is not None and not 0 < gpu_memory < math.inf:
+        raise ConfigError(
+            f"--gpu-memory is {gpu_memory:g}; it is the memory of one GPU in GiB: give more than 0, or leave it out for the "
+            "catalogue's"
+        )
+    memory = None if gpu_memory is None else math.ceil(gpu_memory * GIB)
     return {"model": found, "gpu_memory_bytes": memory, **given}
 
 
@@ -312,7 +353,7 @@ def run(
             raise ConfigError(
                 f"--channel {name} is {folder!r}, which is no directory ({Path(folder).absolute()}): correct it"
             )
-        channels[name] = Path(folder).absolute().as_uri()
+        channels[name] = address_of(folder)
     settings: dict[str, Any] = {
         "entry_point": str(path.relative_to(Path(source_dir).absolute())) if source_dir else str(path),
         "instance_type": "local",
@@ -328,7 +369,7 @@ def run(
     if source_dir:
         settings["source_dir"] = str(Path(source_dir).absolute())
     if output:
-        settings["output_path"] = Path(output).absolute().as_uri()
+        settings["output_path"] = address_of(output)
 
     from smp_estimator import SMPEstimator
 

@@ -57,7 +57,9 @@ def _with_path(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--tensors", is_flag=True, help="List parameters and buffers too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(path: str, tag: str | None, tensors: bool, as_json: bool) -> None:
-    """Show the checkpoints in PATH: which is the newest, whether they are whole, what they hold.
+    """Show the checkpoints in PATH: which is the newest, whether all of their files are there, what they hold.
+
+    The files' sizes are compared with those that were saved; what is in them is not read: verify does that.
 
     PATH is a folder of checkpoints, one of them (TAG_partial), or a folder above, such as a job's output.
     """
@@ -77,12 +79,17 @@ def inspect(path: str, tag: str | None, tensors: bool, as_json: bool) -> None:
         return
     console = _console()
     console.print(_list_of(parent, found, newest))
+    console.print(
+        f"complete: all files are there in their size. What is in them was not read: "
+        f"smp-estimator checkpoint verify {escape(path)}",
+        soft_wrap=True,
+    )
     for each in found:
         for problem in each.problems:
-            console.print(f"[yellow]not whole[/yellow] {escape(each.name)}: {escape(problem)}", soft_wrap=True)
+            console.print(f"[yellow]not complete[/yellow] {escape(each.name)}: {escape(problem)}", soft_wrap=True)
     if newest is not None and newest not in {c.name for c in found if c.is_whole}:
         console.print(
-            f"[yellow]warning[/yellow] the file newest names {escape(newest)}, which is not whole or not here"
+            f"[yellow]warning[/yellow] the file newest names {escape(newest)}, which is not complete or not here"
         )
     if chosen is None or chosen.manifest is None:
         return
@@ -94,22 +101,22 @@ def inspect(path: str, tag: str | None, tensors: bool, as_json: bool) -> None:
 
 def _list_of(parent: Path, found: list[FoundCheckpoint], newest: str | None) -> Table:
     table = Table(title=f"checkpoints in {parent}", title_justify="left")
-    for column in ("name", "saved", "whole", "topology", "precision"):
+    for column in ("name", "saved", "complete", "topology", "precision"):
         table.add_column(column, overflow="fold")
     table.add_column("parameters", justify="right")
     table.add_column("size", justify="right")
     for each in found:
         manifest = each.manifest
         name = f"[bold]{escape(each.name)}[/bold] (newest)" if each.name == newest else escape(each.name)
-        whole = "[green]yes[/green]" if each.is_whole else "[red]no[/red]"
+        complete = "[green]yes[/green]" if each.is_whole else "[red]no[/red]"
         if manifest is None:
-            table.add_row(name, "", whole, "", "", "", "")
+            table.add_row(name, "", complete, "", "", "", "")
             continue
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved)) if manifest.saved else ""
         table.add_row(
             name,
             saved,
-            whole,
+            complete,
             _topology(manifest),
             manifest.precision,
             f"{_elements(manifest):,}",
@@ -172,7 +179,7 @@ def _as_json(found: FoundCheckpoint, *, tensors: bool) -> dict[str, Any]:
     about: dict[str, Any] = {
         "name": found.name,
         "folder": str(found.folder),
-        "whole": found.is_whole,
+        "complete": found.is_whole,
         "problems": list(found.problems),
     }
     manifest = found.manifest
@@ -288,13 +295,13 @@ def convert(
                 raise AssertionError("a whole checkpoint has a manifest")
             source = conversion.assembled(chosen.folder, chosen.manifest, config, dtype)
             click.echo(f"from {chosen.folder}")
-        files = conversion.write(source, target, form, dtype=dtype, largest_file=size)
+        files, count = conversion.write(source, target, form, dtype=dtype, largest_file=size)
     except OSError as error:
         raise ConfigError(f"{error.filename or out} cannot be written or read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(str(error)) from None
     written = sum(file.stat().st_size for file in files)
-    click.echo(f"{len(source.tensors)} tensors, {_size(written)}: {', '.join(str(file) for file in files)}")
+    click.echo(f"{count} tensors, {_size(written)}: {', '.join(str(file) for file in files)}")
 
 
 # -- PATH --------------------------------------------------------------------------------------------------------------

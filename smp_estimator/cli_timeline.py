@@ -18,7 +18,12 @@ _CLOCK_TOLERANCE = 0.01
 
 @click.command()
 @click.argument("job_output")
-@click.option("--step", "number", type=int, help="Show, trace and draw this step; default: draw the newest, trace all.")
+@click.option(
+    "--step",
+    "number",
+    type=int,
+    help="Show, trace and draw this step; default: draw the newest training step, trace all.",
+)
 @click.option("--trace", type=click.Path(dir_okay=False), help="Write a trace for ui.perfetto.dev or chrome://tracing.")
 @click.option("--picture", type=click.Path(dir_okay=False), help="Draw one step; .png, .svg or .pdf.")
 def timeline(job_output: str, number: int | None, trace: str | None, picture: str | None) -> None:
@@ -39,7 +44,12 @@ def timeline(job_output: str, number: int | None, trace: str | None, picture: st
         console.print(step_table(found))
     console.print(rank_table(step))
     expected = f"{step.expected_idle:.1%} for {step.stages} equal stages and {step.microbatches} microbatches"
-    console.print(f"step {step.number}: {step.idle:.1%} idle; (p − 1)/(m + p − 1) = {expected}")
+    console.print(f"{step.title}: {step.idle:.1%} idle; (p − 1)/(m + p − 1) = {expected}")
+    if number is None and step is not found.steps[-1]:
+        newest = found.steps[-1]
+        console.print(
+            f"{step.title} is the newest training step; the newest of all is {newest.title}: --step {newest.number}"
+        )
     if found.missing:
         ranks = ", ".join(map(str, found.missing[:16]))
         console.print(

@@ -57,8 +57,17 @@ def is_ours(distribution: Mapping[str, Any] | None, *, process_mode: bool = Fals
 
 def is_model_parallel(distribution: Any) -> bool:
     """Whether ``distribution`` turns the model parallel library on, whatever else is right or wrong with it."""
+    return _turns_on(distribution, "modelparallel")
+
+
+def is_data_parallel(distribution: Any) -> bool:
+    """The same of the data parallel library."""
+    return _turns_on(distribution, "dataparallel")
+
+
+def _turns_on(distribution: Any, library: str) -> bool:
     libraries = distribution.get("smdistributed") if isinstance(distribution, Mapping) else None
-    part = libraries.get("modelparallel") if isinstance(libraries, Mapping) else None
+    part = libraries.get(library) if isinstance(libraries, Mapping) else None
     return isinstance(part, Mapping) and part.get("enabled") is True
 
 
@@ -342,6 +351,7 @@ __all__ = [
     "from_hyperparameters",
     "group_names",
     "hyperparameters",
+    "is_data_parallel",
     "is_model_parallel",
     "is_ours",
     "is_variable",

@@ -18,7 +18,7 @@ from smp_estimator.cloud.metrics import metric_definitions
 from smp_estimator.local.client import ProcessClient
 from smp_estimator.local.code import CodeSource
 from smp_estimator.local.containers import failing_rank_told
-from smp_estimator.local.session import ProcessSession, shows_training
+from smp_estimator.local.session import ProcessSession, session_of, shows_training
 from smp_estimator.local.training_job import ProcessTrainingJob
 from smp_estimator.local.uris import is_s3_uri
 from smp_estimator.planned import Planned
@@ -93,6 +93,8 @@ class TrainsWithSMP(Planned, _SDK):
         self._recipe = sdk.get("training_recipe") is not None
         self._process_mode = _wants_processes(image_uri, sdk)
         self._ship_runtime = False
+        #: The environment of the last request with the variables of custom_mpi_options, and these alone.
+        self._mirrored: tuple[Any, dict[str, str]] = (None, {})
         #: An S3 address that holds the runtime already, from the job that was attached to.
         self._shipped_source: str | None = None
 
@@ -111,7 +113,7 @@ class TrainsWithSMP(Planned, _SDK):
                 # A copy: the SDK writes its own entries into the dictionary it is given.
                 hyperparameters=dict(hyperparameters or {}),
                 image_uri=image_uri,
-                distribution=None if ours else distribution,
+                distribution=None if ours and not self._sdk_checks(distribution, image_uri, sdk) else distribution,
                 **sdk,
             )
         if self._process_mode:
@@ -128,6 +130,11 @@ class TrainsWithSMP(Planned, _SDK):
     def _sdk_class(cls) -> Any:
         """The SDK's class behind this one."""
         raise NotImplementedError
+
+    def _sdk_checks(self, distribution: Any, image_uri: Any, sdk: dict[str, Any]) -> bool:
+        """Whether a job needs what only some stock images and instances have, which the SDK knows."""
+        stock = not self._process_mode and not image_uri and sdk.get("instance_type") not in _LOCAL_TYPES
+        return stock and strategies.is_data_parallel(distribution) and not _attaching.get()
 
     def _choose_image(self, sdk: dict[str, Any]) -> None:
         """Fill in the versions of the stock image that a job without ``image_uri`` runs in."""
@@ -201,7 +208,7 @@ class TrainsWithSMP(Planned, _SDK):
             instance_type=self._carried_instance_type(),
             hosts=self._host_count(),
             process_mode=self._process_mode,
-            environment=self.environment,
+            environment=self._own_environment(),
             say=self._say_once,
         )
         for sentence in strategies.stock_image_conflicts(settings) if self._ships() else ():
@@ -212,7 +219,8 @@ class TrainsWithSMP(Planned, _SDK):
         """The script and what is shipped with it exist, and the runtime can be put beside it."""
         if self.git_config or self._recipe:
             return
-        checks.check_code(self.entry_point, self.source_dir, self.dependencies)
+        ours = self._process_mode or strategies.is_model_parallel(self.distribution)
+        checks.check_code(self.entry_point, self.source_dir, self.dependencies, own_launcher=ours)
         remote = is_s3_uri(self.source_dir) or is_pipeline_variable(self.source_dir)
         if self._ships() and remote and not self._has_runtime(self.source_dir):
             raise ConfigError(
@@ -258,24 +266,6 @@ class TrainsWithSMP(Planned, _SDK):
                 places[name] = getattr(self, name)
         for sentence in advice.other_regions(places, self.sagemaker_session):
             self._say_once(sentence)
-
-    def _carried_instance_type(self) -> str | None:
-        if is_pipeline_variable(self.instance_type):
-            return None
-        return self.instance_type or self._training_group_value("instance_type")
-
-    def _host_count(self) -> int | None:
-        count = self.instance_count or self._training_group_value("instance_count")
-        return count if isinstance(count, int) else None
-
-    def _training_group_value(self, name: str) -> Any:
-        """An attribute of the instance group that trains, in a heterogeneous cluster."""
-        chosen = self.distribution.get("instance_groups") or []
-        for group in self.instance_groups or ():
-            if group.instance_group_name in chosen:
-                value = getattr(group, name)
-                return None if is_pipeline_variable(value) else value
-        return None
 
     # -- what is sent --------------------------------------------------------------------------------------
 
@@ -396,8 +386,11 @@ class TrainsWithSMP(Planned, _SDK):
         if not self._process_mode:
             settings = self._check_settings()
             self._check_code()
+            given = self.environment = self._own_environment()
             if settings is not None:
-                self.environment = strategies.mirrored_environment(settings, self.environment) or self.environment
+                merged = strategies.mirrored_environment(settings, given)
+                self.environment = merged or given
+                self._mirrored = merged, {name: merged[name] for name in merged if name not in (given or {})}
             super()._prepare_for_training(job_name=job_name)
             return
         self._current_job_name = self._get_or_create_name(job_name)
@@ -407,7 +400,7 @@ class TrainsWithSMP(Planned, _SDK):
             entry_point, source_dir, dependencies = (
                 cloned[name] for name in ("entry_point", "source_dir", "dependencies")
             )
-            checks.check_code(entry_point, source_dir, dependencies)
+            checks.check_code(entry_point, source_dir, dependencies, own_launcher=True)
         code = CodeSource(entry_point, source_dir or None, tuple(map(str, dependencies or ())))
         self.sagemaker_session.sagemaker_client.expect_code(self._current_job_name, code)
         self.uploaded_code = UploadedCode(s3_prefix=code.uri, script_name=code.program)
@@ -415,6 +408,13 @@ class TrainsWithSMP(Planned, _SDK):
         self._prepare_rules()
         self.debugger_rule_configs, self.profiler_rule_configs = [], []
         self.collection_configs = set()
+
+    def _own_environment(self) -> Any:
+        """``environment`` as the user gave it, who may have changed custom_mpi_options since the last request."""
+        sent, added = self._mirrored
+        if self.environment is not sent or not added:
+            return self.environment
+        return {name: value for name, value in sent.items() if (name, value) not in added.items()}
 
     # -- the model -----------------------------------------------------------------------------------------
 
@@ -441,8 +441,8 @@ class TrainsWithSMP(Planned, _SDK):
     @classmethod
     def attach(cls, training_job_name: str, sagemaker_session: Any = None, model_channel_name: str = "model") -> Any:
         """Make an estimator for a job that exists; one that runs on this machine is found by its name alone."""
-        if sagemaker_session is None and ProcessClient.knows(training_job_name):
-            sagemaker_session = ProcessSession()
+        if sagemaker_session is None:
+            sagemaker_session = session_of(training_job_name)
         token = _attaching.set(True)
         try:
             estimator: Any = super().attach(training_job_name, sagemaker_session, model_channel_name)

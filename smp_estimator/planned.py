@@ -1,10 +1,11 @@
-"""``estimator.plan()`` and ``estimator.suggest()``: the planning arithmetic with an estimator's own settings."""
+"""An estimator's cluster, and ``plan()`` and ``suggest()``: the planning arithmetic with its own settings."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError, JobSettings
+from smp_estimator.variables import is_variable
 
 if TYPE_CHECKING:
     from smp_estimator.planning import Plan, Suggestion
@@ -15,7 +16,9 @@ class Planned:
 
     instance_type: Any
     instance_count: Any
+    instance_groups: Any
     environment: Any
+    distribution: Any
 
     def _check_settings(self) -> JobSettings | None:
         raise NotImplementedError
@@ -61,6 +64,24 @@ class Planned:
         from smp_estimator import planning
 
         return planning.suggest(model, *self._cluster(), batch=batch, environment=self.environment, **workload)
+
+    def _carried_instance_type(self) -> str | None:
+        if is_variable(self.instance_type):
+            return None
+        return self.instance_type or self._training_group_value("instance_type")
+
+    def _host_count(self) -> int | None:
+        count = self.instance_count or self._training_group_value("instance_count")
+        return count if isinstance(count, int) else None
+
+    def _training_group_value(self, name: str) -> Any:
+        """An attribute of the instance group that trains, in a heterogeneous cluster."""
+        chosen = self.distribution.get("instance_groups") or []
+        for group in self.instance_groups or ():
+            if group.instance_group_name in chosen:
+                value = getattr(group, name)
+                return None if is_variable(value) else value
+        return None
 
     def _cluster(self) -> tuple[str, int]:
         if not isinstance(self.instance_type, str) or not isinstance(self.instance_count, int):

@@ -66,13 +66,13 @@ with credentials_when_used():
     from sagemaker.inputs import FileSystemInput, TrainingInput
     from sagemaker.instance_group import InstanceGroup
     from sagemaker.local import LocalSession
-    from sagemaker.local.data import get_data_source_instance
     from sagemaker.local.image import _SageMakerContainer as LocalContainers
     from sagemaker.local.local_session import LocalSagemakerClient, LocalSagemakerRuntimeClient
     from sagemaker.pytorch import PyTorch
     from sagemaker.session import _check_job_status as check_job_status
     from sagemaker.utils import (
         custom_extractall_tarfile,
+        download_folder,
         secondary_training_status_changed,
         secondary_training_status_message,
     )
@@ -99,7 +99,7 @@ __all__ = [
     "config_for_framework",
     "credentials_when_used",
     "custom_extractall_tarfile",
-    "get_data_source_instance",
+    "download_folder",
     "git_utils",
     "is_pipeline_variable",
     "load_local_mode_config",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -118,10 +120,22 @@ def mirrored_environment(settings: JobSettings, environment: Mapping[str, Any] |
 
 
 def stock_image_conflicts(settings: JobSettings) -> list[str]:
-    """Sentences about options that the launcher of a stock image sets too; mpirun would not start."""
+    """Sentences about options that the launcher of a stock image sets too; mpirun would not start.
+
+    Raises:
+        ConfigError: an option that this launcher, which splits at blanks and knows no quotes, would tear apart.
+    """
     if settings.mpi is None:
         return []
-    given = parse_mpi_options(" ".join(_without_repetition(settings.mpi.custom_mpi_options)))
+    given = parse_mpi_options(_without_repetition(settings.mpi.custom_mpi_options))
+    for option in given:
+        if any(_needs_quotes(word) for word in option.arguments()):
+            way = f"environment={{{option.key!r}: {option.value!r}}}" if option.name == "x" else "image_uri"
+            raise ConfigError(
+                f"custom_mpi_options has {option}, and the stock image's launcher splits at every blank and keeps quotes, so "
+                f"mpirun would get {str(option).split()[-1]!r} as a word of its own; give {way} instead"
+                + ("" if option.name == "x" else ", an image with a launcher of your own")
+            )
     return [
         f"custom_mpi_options has '{option}', and the stock image's launcher sets {option.key} itself; Open MPI 4.1 does not "
         "start when a parameter is listed twice: remove it, or give image_uri, an image with a launcher of your own"
@@ -150,39 +164,49 @@ def _added_options(instance_type: str | None, custom: str, environment: Mapping[
     ]
     mirrored = {name: value for name, value in environment.items() if _is_mirrored(name) and isinstance(value, str)}
     added += [
-        MpiOption("x", name, value) for name, value in sorted(mirrored.items()) if ("x", name) not in given
-    ]  # fmt: skip
+        MpiOption("x", name, value)
+        for name, value in sorted(mirrored.items())
+        if ("x", name) not in given and not _needs_quotes(value)
+    ]
     return added
 
 
 def _joined(options: Sequence[MpiOption], custom: str) -> str:
-    """The platform splits at blanks, so nothing is quoted; the user's own text stays as it is written.
+    """The stock images' launcher splits at blanks, so nothing is quoted that need not be.
 
-    All but one thing: the option that every launcher sets itself is taken out, since mpirun 4.1 refuses to start when a
-    parameter of ``--mca`` is listed twice, even with one value.
+    The option that every launcher sets itself is taken out, since mpirun 4.1 refuses to start when a parameter of
+    ``--mca`` is listed twice, even with one value.
     """
-    words = [*(word for option in options for word in option.arguments()), *_without_repetition(custom)]
-    return " ".join(words)
+    return " ".join([*(word for option in options for word in option.arguments()), _without_repetition(custom)]).strip()
 
 
-def _without_repetition(custom: str) -> list[str]:
-    words, (_, name, value) = custom.split(), DEFAULT_MPI_OPTIONS.split()
+def _without_repetition(custom: str) -> str:
+    words, (_, name, value) = _words(custom), DEFAULT_MPI_OPTIONS.split()
     at = 0
     while at < len(words):
         if words[at] in ("--mca", "-mca") and words[at + 1 : at + 3] == [name, value]:
             del words[at : at + 3]
         else:
             at += 1
-    return words
+    return " ".join(words)
 
 
 def _without(text: str, defaults: Sequence[MpiOption]) -> str:
-    words = text.split()
+    words = _words(text)
     for option in defaults:
         expected = option.arguments()
         if words[: len(expected)] == expected:
             del words[: len(expected)]
     return " ".join(words)
+
+
+def _words(text: str) -> list[str]:
+    """The words of a command line, in quotes only where they need them."""
+    return [shlex.quote(word) if _needs_quotes(word) else word for word in shlex.split(text)]
+
+
+def _needs_quotes(word: str) -> bool:
+    return not word or re.search(r"[\s'\"\\]", word) is not None
 
 
 def _is_mirrored(name: str) -> bool:

@@ -129,8 +129,7 @@ def staged(
 
 def replayed(model: Any) -> bool:
     """Whether the last step followed a planned order to its end."""
-    pipeline = model.pipeline
-    return pipeline._begin is not None and pipeline._begin.replays and not pipeline._diverged
+    return bool(model.pipeline.replayed)
 
 
 def compare(

@@ -55,7 +55,8 @@ FLOORS = [
     ("session", "optimizer_state"),
     ("data_parallel", "sharding", "activations", "checkpoint", "tensor_parallel", "nn"),
     ("replicated_model",),
-    ("staged_model", "model_state"),
+    ("staged_model", "model_state", "stepped_model"),
+    ("norms", "master_gradients", "saved_optimizer"),
     ("model", "optimizer", "step", "creation", "amp"),
 ]
 

@@ -30,7 +30,10 @@ class FailureRecord(BaseModel):
 
     @classmethod
     def of(cls, rank: int, host: str, error: BaseException, traceback: str) -> FailureRecord:
-        """A record of ``error``, raised now on ``rank``."""
+        """A record of ``error``, raised now on ``rank``, unless it stands for that of another rank, whose record it has."""
+        told = getattr(error, "failure", None)
+        if isinstance(told, cls):
+            return told
         return cls(
             rank=rank,
             host=host,

@@ -7,7 +7,7 @@ variables for the ranks as ``-x NAME=VALUE``. All three become :class:`MpiOption
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from smp_config.errors import ConfigError
@@ -17,6 +17,9 @@ _PARAMETER_OPTIONS = frozenset({"mca", "gmca", "pmixmca", "gpmixmca", "prtemca",
 
 #: The option that hands a variable to the ranks.
 _VARIABLE_OPTION = "x"
+
+#: A variable that the training toolkit takes as an option of mpirun's, as published examples write it.
+_TOOLKIT_VARIABLE = "NCCL_DEBUG"
 
 #: Options that take no word. Whatever is neither here nor above takes the next word when that is not an option.
 _FLAGS = frozenset(
@@ -79,6 +82,21 @@ _RESERVED = {
     ),
     **dict.fromkeys(("app", "wdir", "wd"), "entry_point and source_dir"),
 }
+
+#: What would put something else before the lines of the ranks than their number, or take the lines elsewhere.
+_OUTPUT_OPTIONS = frozenset(
+    [
+        "merge-stderr-to-stdout",
+        "output-directory",
+        "output-filename",
+        "output-proctable",
+        "timestamp-output",
+        "xml",
+        "xml-file",
+        "xterm",
+    ]
+)
+_OUTPUT_PARAMETERS = frozenset(["orte_timestamp_output", "orte_output_filename", "orte_xml_output", "orte_xml_file"])
 
 
 @dataclass(frozen=True)
@@ -155,8 +173,9 @@ def parse_mpi_options(text: str) -> list[MpiOption]:
         The options in their order, repetitions included.
 
     Raises:
-        ConfigError: an open quote, a word that belongs to no option, a missing value, or an option that the
-            job's own settings decide (the number of processes, the hosts, the program).
+        ConfigError: an open quote, a word that belongs to no option, a missing value, an option that the
+            job's own settings decide (the number of processes, the hosts, the program), or one that marks or moves
+            the output, which the launcher reads.
     """
     try:
         words = shlex.split(text or "")
@@ -173,8 +192,20 @@ def parse_mpi_options(text: str) -> list[MpiOption]:
                 f"custom_mpi_options contains '{option}'; the job starts its processes from its own settings and two "
                 f"answers cannot both hold; remove the option and set {_RESERVED[option.name]} instead"
             )
+        if _changes_output(option):
+            raise ConfigError(
+                f"custom_mpi_options contains '{option}', which changes how mpirun hands on what the ranks print; the "
+                "launcher reads there which rank a line is from, and without it neither progress nor failures nor a "
+                "request to stop would work; remove the option: the job's log has the lines of all ranks"
+            )
         options.append(option)
     return options
+
+
+def _changes_output(option: MpiOption) -> bool:
+    if option.name == "output":
+        return option.value != "tag"
+    return option.name in _OUTPUT_OPTIONS or (option.name in _PARAMETER_OPTIONS and option.key in _OUTPUT_PARAMETERS)
 
 
 def merge(defaults: Iterable[MpiOption], custom: Iterable[MpiOption]) -> MergedOptions:
@@ -214,7 +245,7 @@ def variables(options: Iterable[MpiOption]) -> dict[str, str]:
     return {o.key: o.value for o in options if o.name == _VARIABLE_OPTION and o.value is not None}
 
 
-def _one(words: Sequence[str], at: int) -> tuple[MpiOption, int]:
+def _one(words: list[str], at: int) -> tuple[MpiOption, int]:
     """The option that starts at ``words[at]``, and the index behind it."""
     word = words[at]
     name = word.lstrip("-")
@@ -226,21 +257,31 @@ def _one(words: Sequence[str], at: int) -> tuple[MpiOption, int]:
             "that holds spaces"
         )
     at += 1
+    name, equals, value = name.partition("=")
+    if equals and (name == _VARIABLE_OPTION or name in _PARAMETER_OPTIONS):
+        words.insert(at, value)  # mpirun would take the sign for a part of what follows
     if name in _PARAMETER_OPTIONS:
         if len(words) < at + 2:
             raise ConfigError(
                 f"'{word}' in custom_mpi_options needs a parameter and a value, and {len(words) - at} of the two "
-                f"follow; write for example '{word} btl_tcp_if_include eth0'"
+                f"follow; write for example '--{name} btl_tcp_if_include eth0'"
             )
         return MpiOption(name, words[at], words[at + 1]), at + 2
     if name == _VARIABLE_OPTION:
-        if len(words) <= at or words[at].startswith(("-", "=")):
+        if len(words) <= at or words[at][:1] in ("", "-", "="):
             raise ConfigError(
                 "'-x' in custom_mpi_options needs a variable, and none follows; write '-x NAME=VALUE' or '-x NAME'"
             )
         variable, equals, value = words[at].partition("=")
         return MpiOption(name, variable, value if equals else None), at + 1
-    name, equals, value = name.partition("=")
+    if name == _TOOLKIT_VARIABLE:
+        if not equals:
+            if len(words) <= at or words[at].startswith("-"):
+                raise ConfigError(
+                    f"'{word}' in custom_mpi_options needs a value, and none follows; write '-x {name}=INFO'"
+                )
+            value, at = words[at], at + 1
+        return MpiOption(_VARIABLE_OPTION, name, value), at
     if equals:
         return MpiOption(name, "", value), at
     if name in _FLAGS or len(words) <= at or words[at].startswith("-"):

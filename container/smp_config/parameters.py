@@ -7,6 +7,7 @@ hyperparameter ``mp_parameters`` are the same class, so what the client accepted
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ from pydantic import (
 )
 
 from smp_config.errors import ConfigError, suggest
+from smp_config.in_flight import default_active
 from smp_config.topology import Topology
 
 
@@ -28,7 +30,7 @@ def _whole_number(value: Any) -> Any:
     """Accept 8 and 5e8, refuse True, "8" and 0.5: pydantic alone would take some of them silently."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"must be a whole number, got {value!r} ({type(value).__name__})")
-    if value != int(value):
+    if not math.isfinite(value) or value != int(value):
         raise ValueError(f"must be a whole number, got {value!r}")
     return int(value)
 
@@ -154,7 +156,7 @@ class ModelParallelParameters(BaseModel):
         if not isinstance(data, Mapping):
             raise ValueError(f"the parameters must be a dictionary, got {type(data).__name__}")
         given = dict(data)
-        for old, new in (("partitions", "pipeline_parallel_degree"), ("_prescaled_batch", "prescaled_batch")):
+        for old, new in _OLD_NAMES.items():
             if old not in given:
                 continue
             value = given.pop(old)
@@ -246,7 +248,7 @@ class ModelParallelParameters(BaseModel):
     def _resolved_defaults(self) -> ModelParallelParameters:
         # Written past pydantic so that a default stays out of model_fields_set, hence out of mp_parameters.
         resolved = {
-            "active_microbatches": self.active_microbatches or self.pipeline_parallel_degree + 2,
+            "active_microbatches": self.active_microbatches or default_active(self.pipeline_parallel_degree),
             "memory_weight": (0.2 if self.optimize == "speed" else 0.8)
             if self.memory_weight is None
             else self.memory_weight,
@@ -330,9 +332,14 @@ class ModelParallelParameters(BaseModel):
         return {**given, "partitions": degree, "pipeline_parallel_degree": degree}
 
 
+_OLD_NAMES = {"partitions": "pipeline_parallel_degree", "_prescaled_batch": "prescaled_batch"}
+
 _KNOWN_KEYS = set(ModelParallelParameters.model_fields) | {
     field.alias for field in ModelParallelParameters.model_fields.values() if field.alias
 }
+
+#: Every key that ``mp_parameters`` may have, old names included.
+KEYS = frozenset(_KNOWN_KEYS | set(_OLD_NAMES))
 
 
 def _readable(error: ValidationError) -> str:

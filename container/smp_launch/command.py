@@ -14,6 +14,7 @@ from pathlib import Path
 from smp_config.mpi_options import MergedOptions, MpiOption, merge
 from smp_launch.errors import LaunchError
 from smp_launch.hosts import Layout
+from smp_launch.network import LOOPBACK
 
 #: Names an mpirun to use instead of the one found.
 MPIRUN_VARIABLE = "SMP_LAUNCH_MPIRUN"
@@ -55,6 +56,23 @@ _OUTER_MPI = (
     "PRTE_LAUNCHED",
 )
 
+#: What batch systems leave in the environment of an allocation. mpirun would take its hosts and its way to start
+#: processes from there: SLURM, PBS and Torque, LSF, Cobalt, LoadLeveler, Cray's ALPS and PALS, Flux.
+_SCHEDULERS = (
+    "SLURM_",
+    "SLURMD_",
+    "PBS_",
+    "LSB_",
+    "COBALT_",
+    "LOADL",
+    "ALPS_",
+    "BASIL_",
+    "PALS_",
+    "FLUX_",
+)
+#: Those of Grid Engine have names that others use too; without this one mpirun does not look at them.
+_GRID_ENGINE = "PE_HOSTFILE"
+
 
 @dataclass(frozen=True)
 class Dialect:
@@ -93,7 +111,7 @@ DIALECTS: Mapping[int, Dialect] = {
         tags="fragments",
         one_machine=(
             MpiOption("mca", "btl", "self,vader"),
-            MpiOption("mca", "oob_tcp_if_include", "lo"),
+            MpiOption("mca", "oob_tcp_if_include", LOOPBACK),
         ),
         session_dir=("mca", "orte_tmpdir_base"),
         memory_dir="btl_vader_backing_directory",
@@ -264,3 +282,15 @@ def as_root(environ: Mapping[str, str]) -> dict[str, str]:
             kept[f"{prefix}_ALLOW_RUN_AS_ROOT"] = "1"
             kept[f"{prefix}_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     return kept
+
+
+def without_scheduler(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for mpirun without the marks of a batch system's allocation: the job has hosts of its own.
+
+    Folders for temporary files (``SLURM_TMPDIR`` and the like) stay.
+    """
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.endswith("_TMPDIR") or not (name.startswith(_SCHEDULERS) or name == _GRID_ENGINE)
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,11 @@ _UNDERSTOOD = re.compile(
     r"|has exited due to process rank|exiting improperly"
 )
 _CHATTER = re.compile(r"mpirun: Forwarding signal \d+ to job$")
+
+#: Seconds and lines after which what follows a rule is shown all the same: mpirun writes its messages at once, and the
+#: longest has some 50 lines.
+_HOLD_SECONDS = 1.0
+_HOLD_LINES = 100
 
 #: Signals that are never the consequence of another rank's end. (mpirun itself ends the others with SIGTERM and
 #: SIGKILL, but reports only the first process that ended.)
@@ -64,12 +70,20 @@ class FailureCollector:
 
     Args:
         host_of: gives the host's name of a rank.
+        mpirun: whether mpirun runs the ranks; without it every line is the script's own.
     """
 
     host_of: Callable[[int], str]
+    mpirun: bool = True
     records: list[FailureRecord] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
     _block: list[str] | None = None
+    _release_at: float = float("inf")
+
+    @property
+    def release_at(self) -> float:
+        """When :meth:`release` is due, in seconds of ``time.monotonic()``; infinity when nothing is held back."""
+        return self._release_at
 
     @property
     def failing(self) -> bool:
@@ -81,25 +95,38 @@ class FailureCollector:
 
         Returns:
             The lines to show for it: none for failure records and for mpirun's messages that are told better
-            later; several where a block of mpirun's had been held back until its end.
+            later; several where a block of mpirun's had been held back until its end, for about a second at most.
         """
         record = parse_failure(line.text)
         if record is not None:
             self.records.append(record)
             return []
-        if line.rank is not None:
+        if line.rank is not None or not self.mpirun:
             return [line.text]
         if _CHATTER.search(line.text):
             return []
-        if _RULE.match(line.text):
-            if self._block is None:
-                self._block = [line.text]
-                return []
-            return self._end_block([*self._block, line.text])
-        if self._block is not None:
-            self._block.append(line.text)
+        if self._block is None:
+            if not _RULE.match(line.text):
+                return [line.text]
+            self._hold(line.text)
             return []
-        return [line.text]
+        if not _RULE.match(line.text):
+            self._block.append(line.text)
+            return self.release() if len(self._block) > _HOLD_LINES else []
+        if len(self._block) == 1:
+            # Nothing between them, so they end one message and begin another; the first was on its own.
+            self._hold(line.text)
+            return [line.text]
+        return self._end_block([*self._block, line.text])
+
+    def release(self) -> list[str]:
+        """The lines held back so far, as no end of their block came; to be called at :attr:`release_at`."""
+        block, self._block, self._release_at = self._block or [], None, float("inf")
+        self._note(block)
+        return block
+
+    def _hold(self, text: str) -> None:
+        self._block, self._release_at = [text], time.monotonic() + _HOLD_SECONDS
 
     def read_reports(self, folder: Path) -> None:
         """Add the records that ranks left in ``folder``; they replace the same ranks' lines, which may be cut."""
@@ -117,12 +144,15 @@ class FailureCollector:
         return self._end_block(self._block) if self._block else []
 
     def _end_block(self, block: list[str]) -> list[str]:
-        self._block = None
+        self._block, self._release_at = None, float("inf")
+        return [] if _UNDERSTOOD.search(self._note(block)) else block
+
+    def _note(self, block: list[str]) -> str:
         inner = [text for text in block if not _RULE.match(text)]
         message = " ".join(" ".join(inner).split())
         if message:
             self.messages.append(message)
-        return [] if _UNDERSTOOD.search(message) else block
+        return message
 
     def first_cause(
         self,

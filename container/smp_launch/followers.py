@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,15 @@ DEFAULT_PATIENCE = 600.0
 #: Seconds between two attempts to reach a host.
 _RETRY_AFTER = 0.2
 
+#: Seconds for a connection to end whose output has ended, so that its reason is known.
+_END_PATIENCE = 0.2
+
+_READ_BYTES = 1 << 16
+
+#: Of a line without an end, and of what a host said, in the error.
+_KEPT_BYTES = 1024
+_SHOWN_CHARACTERS = 200
+
 #: Seconds for the hosts to hear the last word.
 _LAST_WORD_PATIENCE = 5.0
 
@@ -41,6 +51,8 @@ class _Connection:
     ready: bool = False
     retry_at: float = 0.0
     last_error: str = "no attempt yet"
+    _heard: bytes = b""
+    _said: bool = False
 
     def start(self, client: Client) -> IO[bytes]:
         """Begin an attempt; what is returned becomes readable with its answer."""
@@ -54,18 +66,41 @@ class _Connection:
         self.process = process
         if process.stdout is None:
             raise AssertionError("the connection has no output")
+        self._heard, self._said = b"", False
         return process.stdout
 
-    def hear(self) -> None:
-        """Handle the host's answer, or the end of the attempt."""
+    def hear(self) -> bool:
+        """Take in what the host says, which may begin with words that are not ours, such as a banner; never waits.
+
+        Returns:
+            Whether there is nothing more to hear: the host is ready, or :meth:`retry` is due.
+        """
         process = self.process
-        if process is None or process.stdout is None or process.stderr is None:
-            return
-        if process.stdout.readline().strip() == READY.encode():
+        if process is None or process.stdout is None:
+            return True
+        data = os.read(process.stdout.fileno(), _READ_BYTES)
+        *lines, rest = (self._heard + data).split(b"\n")
+        self._heard = rest[-_KEPT_BYTES:]
+        if any(line.strip() == READY.encode() for line in lines):
             self.ready = True
-            return
-        said = process.stderr.read().decode("utf-8", "replace").strip()
-        self.last_error = said.splitlines()[-1] if said else "it ended the connection without a word"
+        elif said := _last_line(rest) or _last_line(b"\n".join(lines)):
+            self._said = True
+            self.last_error = f"it said {said!r}, but not that it is ready"
+        return self.ready or not data
+
+    def retry(self) -> None:
+        """End an attempt that failed."""
+        process = self.process
+        if process is not None and process.stderr is not None:
+            try:
+                process.wait(_END_PATIENCE)
+            except subprocess.TimeoutExpired:
+                pass
+            self._kill(process)
+            if said := _last_line(_available(process.stderr)):
+                self.last_error = said
+            elif not self._said:
+                self.last_error = "it ended the connection without a word"
         self.close()
         self.retry_at = time.monotonic() + _RETRY_AFTER
 
@@ -79,9 +114,31 @@ class _Connection:
                     pipe.close()
                 except OSError:
                     pass
-        if process.poll() is None:
-            process.kill()
+        self._kill(process)
+
+    @staticmethod
+    def _kill(process: subprocess.Popen[bytes]) -> None:
+        """With helpers of its own, which would keep its output open; it leads their group until it is waited for."""
+        if process.returncode is None:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except OSError:
+                process.kill()
         process.wait()
+
+
+def _available(pipe: IO[bytes]) -> bytes:
+    """What can be read now."""
+    os.set_blocking(pipe.fileno(), False)
+    try:
+        return os.read(pipe.fileno(), _READ_BYTES)
+    except BlockingIOError:
+        return b""
+
+
+def _last_line(data: bytes) -> str:
+    lines = data.decode("utf-8", "replace").strip().splitlines()
+    return lines[-1][:_SHOWN_CHARACTERS] if lines else ""
 
 
 @dataclass
@@ -130,8 +187,10 @@ class Followers:
                 waits = [c.retry_at - now for c in missing if c.process is None]
                 for key, _ in selector.select(max(0.0, min([deadline - now, *waits]))):
                     if key.data is not None:
-                        selector.unregister(key.fileobj)
-                        key.data.hear()
+                        if key.data.hear():
+                            selector.unregister(key.fileobj)
+                            if not key.data.ready:
+                                key.data.retry()
                     elif names := stop.read():
                         raise Stopped(names[0])
 

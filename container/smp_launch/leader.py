@@ -13,7 +13,7 @@ from pathlib import Path
 from smp_config.buffers import BufferSizes
 from smp_config.job import JobSettings
 from smp_config.mpi_options import MergedOptions, MpiOption, parse_mpi_options, variables
-from smp_launch.command import OpenMpi, PrivateDirs, as_root, mpi_options, mpirun_command
+from smp_launch.command import OpenMpi, PrivateDirs, as_root, mpi_options, mpirun_command, without_scheduler
 from smp_launch.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
 from smp_launch.failure import REPORT_VARIABLE, Cause, FailureCollector
 from smp_launch.followers import Followers
@@ -24,7 +24,16 @@ from smp_launch.scratch import private_dir
 from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
 from smp_launch.ssh import Client
 from smp_launch.status import STATUS_VARIABLE, LeaderStatus
-from smp_launch.supervise import GRACE_VARIABLE, Outcome, Supervisor, grace_seconds, say, show
+from smp_launch.supervise import (
+    FAILURE_PATIENCE,
+    FAILURE_PATIENCE_ALONE,
+    GRACE_VARIABLE,
+    Outcome,
+    Supervisor,
+    grace_seconds,
+    say,
+    show,
+)
 
 #: Exit codes for a stop that the script did not turn into a success, as a shell has them.
 _STOP_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129}
@@ -94,6 +103,8 @@ class Job:
         """What mpirun and the ranks inherit: the user's variables, ``announced``, and what the wrapper needs to know."""
         own = (LIFELINE_VARIABLE, GRACE_VARIABLE, STATUS_VARIABLE)
         inherited = {name: value for name, value in as_root(environ).items() if name not in own}
+        if self.mpi is not None:
+            inherited = without_scheduler(inherited)
         return {
             **inherited,
             **announced,
@@ -118,11 +129,11 @@ class Job:
     def describe(self) -> str:
         """One line for the log: hosts, processes, program."""
         layout = self.layout
-        threads = layout.threads_per_rank(cpu_count())
+        threads = os.environ.get("OMP_NUM_THREADS") or str(layout.threads_per_rank(cpu_count()))
         words = " ".join([self.entry_point, *self.training.user_arguments()])
         shown = words if len(words) <= _SHOWN_CHARACTERS else words[: _SHOWN_CHARACTERS - 1] + "…"
         by = f"{layout.kind.value}, {self.mpi}" if self.mpi else "no mpirun"
-        each = f"{threads} thread{'s' * (threads > 1)} each"
+        each = f"{threads} thread{'s' * (threads != '1')} each"
         return f"{layout.describe()} ({by}; {each}) run {shown}"
 
 
@@ -169,11 +180,12 @@ def run_job(
         say(warning)
     for default, custom in job.options(PrivateDirs()).replaced:
         say(f"custom_mpi_options: '{custom}' instead of '{default}'")
-    collector = FailureCollector(job.layout.host_of)
+    collector = FailureCollector(job.layout.host_of, mpirun=job.mpi is not None)
     supervisor = Supervisor(
         stop,
-        collector.take,
-        lambda: collector.failing or bool(others and others.followers.lost()),
+        collector,
+        lambda: bool(others and others.followers.lost()),
+        FAILURE_PATIENCE if job.mpi else FAILURE_PATIENCE_ALONE,
         ranks=job.layout.world_size,
         local=job.layout.one_machine,
         grace=grace_seconds(environ),

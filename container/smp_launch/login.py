@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from smp_launch.command import as_root
+from smp_launch.command import as_root, without_scheduler
 from smp_launch.environment import HOST_VARIABLE
 from smp_launch.status import LeaderStatus, StatusDir
 
@@ -40,7 +40,8 @@ def main(arguments: Sequence[str]) -> int:
         print("there is no shell to log in to on a host of a running job", file=sys.stderr)
         return 1
     os.chdir("/")
-    os.execve("/bin/bash", ["bash", "-c", wanted], {**as_root(environment_of(int(pid))), HOST_VARIABLE: host})
+    environ = without_scheduler(as_root(environment_of(int(pid))))
+    os.execve("/bin/bash", ["bash", "-c", wanted], {**environ, HOST_VARIABLE: host})
 
 
 def follow(status_dir: StatusDir) -> int:

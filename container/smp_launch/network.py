@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from smp_config.instances import instance
 
 #: Shared memory for each rank, in bytes, below which NCCL or data loader workers are likely to fail.
 SHARED_MEMORY_PER_RANK = 128 * 2**20
+
+#: The interface that reaches this machine only.
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 _MIB = 2**20
 
@@ -43,7 +47,9 @@ def usable_interface(interface: str, one_machine: bool, known: Path = Path("/sys
         one_machine: whether all ranks run on this machine.
         known: where the system lists its interfaces.
     """
-    return "lo" if one_machine and known.is_dir() and not (known / interface).exists() else interface
+    if one_machine and (interface == "lo" or (known.is_dir() and not (known / interface).exists())):
+        return LOOPBACK
+    return interface
 
 
 def shared_memory_warning(ranks: int, folder: Path = Path("/dev/shm")) -> str | None:

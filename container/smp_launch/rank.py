@@ -7,27 +7,23 @@ line why the script failed before it ends the process, which makes mpirun end al
 from __future__ import annotations
 
 import builtins
-import fcntl
 import io
 import os
 import signal
 import subprocess
 import sys
-import termios
 import threading
-import time
-import traceback
 import types
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn, cast
+from typing import IO, Any, cast
 
-from smp_config.failure import FailureRecord, format_failure
+from smp_launch import ending
 from smp_launch.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
-from smp_launch.failure import REPORT_SUFFIX, REPORT_VARIABLE
 from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
 from smp_launch.network import network_defaults, usable_interface
 from smp_launch.output import STARTED_PREFIX
+from smp_launch.processes import adopt_orphans
 from smp_launch.tree import BASE_VARIABLE, Tree
 
 #: Where the launchers that we know say which rank this is.
@@ -38,13 +34,6 @@ _LOCALHOST = "127.0.0.1"
 #: Holds the entry point by which PyTorch registers the backend ``smddp`` when it is imported.
 _DISCOVERY = Path(__file__).parent / "discovery"
 
-#: Seconds for mpirun to read a failing rank's last words, and then to pass them on.
-_READ_PATIENCE = 1.0
-_PASS_ON_SECONDS = 0.1
-
-#: Of a failing script's message, in the failure line; the log has it whole.
-_MESSAGE_BYTES = 1600
-
 
 def main(arguments: Sequence[str]) -> int:
     """Run the script of this rank.
@@ -53,14 +42,16 @@ def main(arguments: Sequence[str]) -> int:
         arguments: ``["--", script, *words]``.
 
     Returns:
-        The exit code 0; a failing script ends the process instead.
+        The exit code; where mpirun runs the ranks, a failing script ends the process instead.
     """
     words = list(arguments)
     if words[:1] == ["--"]:
         words = words[1:]
-    rank, host = 0, ""
+    rank, host, alone = 0, "", False
+    failed: BaseException  # kept to the end: what its frames hold may take its time, or hang, when it is released
     try:
         layout = Layout.from_environment(os.environ)
+        alone = layout.kind is Kind.SCRIPT
         rank = _rank_of(layout, os.environ)
         host = layout.host_of(rank)
         tree = _prepare(layout, rank, os.environ)
@@ -74,17 +65,27 @@ def main(arguments: Sequence[str]) -> int:
             _whole_lines()
             _run_python(script, words[1:], tree.code_dir)
     except SystemExit as error:
-        if error.code not in (None, 0):
-            if isinstance(error.code, str):
-                print(error.code, file=sys.stderr)
-            _end(rank, host, error, error.code if isinstance(error.code, int) else 1)
+        if error.code in (None, 0):
+            return 0
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        failed, code = error, error.code if isinstance(error.code, int) else 1
+        ending.tell(rank, host, error)
     except _ShellError as error:
-        _end(rank, host, error, error.code)
+        failed, code = error, error.code
+        ending.tell(rank, host, error, "ScriptError")
     except BaseException as error:
+        failed, code = error, 1
         _strip_own_frames(error)
-        sys.excepthook(type(error), error, error.__traceback__)
-        _end(rank, host, error, 1)
-    return 0
+        # Before the script's hook sees it, which may abort the job.
+        ending.tell(rank, host, error)
+        ending.show(error)
+    else:
+        return 0
+    code = code if 0 < code < 256 else 1
+    if not alone:
+        ending.abort(code, failed)
+    return code
 
 
 def rank_variables(layout: Layout, rank: int, interface: str, cores: int) -> dict[str, str]:
@@ -260,7 +261,16 @@ def _run_python(script: Path, words: list[str], code_dir: Path) -> None:
 
 
 def _run_shell(rank: int, script: Path, words: list[str]) -> None:
-    """Run the script with bash; a stop reaches bash and everything it started, and all may finish."""
+    """Run the script with bash; a stop reaches bash and everything it started, and all may finish.
+
+    mpirun forwards SIGUSR2 to the whole process group, and it would end whatever does not expect it. So bash and its
+    children begin with SIGUSR2 ignored. Blocked would be worse: it would stay pending, and a program that wants the
+    signal and sets a handler would never get it.
+
+    A bash without a trap for SIGTERM dies at once; the programs that it ran may still save, and how they end is how
+    the script ended.
+    """
+    adopt_orphans()
     stopping = False
 
     def pass_on(number: int, frame: object) -> None:
@@ -271,11 +281,27 @@ def _run_shell(rank: int, script: Path, words: list[str]) -> None:
 
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.signal(signal.SIGUSR2, pass_on)
-    _announce(rank)
-    code = subprocess.call(["bash", str(script), *words], restore_signals=True)
+    process = subprocess.Popen(["bash", str(script), *words], preexec_fn=_ignore_stop_signal)
+    _announce(rank)  # now that there is somebody to pass a stop on to
+    code = process.wait()
+    if stopping and code == -signal.SIGTERM and set(_rest()) - {code} == {0}:
+        return
     if code:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         raise _ShellError(f"{script.name} {how}; its last words are in the log", abs(code))
+
+
+def _rest() -> Iterator[int]:
+    """The exit codes of all processes that bash left behind, as they end."""
+    while True:
+        try:
+            yield os.waitstatus_to_exitcode(os.wait()[1])
+        except ChildProcessError:
+            return
+
+
+def _ignore_stop_signal() -> None:
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 class _ShellError(RuntimeError):
@@ -293,64 +319,6 @@ def _strip_own_frames(error: BaseException) -> None:
         trace = trace.tb_next
     if trace is not None or isinstance(error, SyntaxError):
         error.__traceback__ = trace
-
-
-def _cut(message: str) -> str:
-    """At most ``_MESSAGE_BYTES``, so that the line has room for the traceback too."""
-    raw = message.encode("utf-8", "replace")
-    return message if len(raw) <= _MESSAGE_BYTES else raw[:_MESSAGE_BYTES].decode("utf-8", "ignore") + "…"
-
-
-def _end(rank: int, host: str, error: BaseException, code: int) -> NoReturn:
-    """Tell the launcher why, and end at once; mpirun then ends all other ranks.
-
-    Not through ``MPI_Abort``, which can hang while another thread of this rank is inside MPI.
-    """
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            pass
-    record = FailureRecord.of(rank, host, error, text)
-    record = record.model_copy(update={"message": _cut(record.message)})
-    if type(error) is _ShellError:
-        record = record.model_copy(update={"error_type": "ScriptError", "traceback": ""})
-    try:
-        _leave_report(record)
-        # One write of less than a pipe's atomic size, so that no other line can get between.
-        os.write(2, (format_failure(record) + "\n").encode())
-        _wait_until_read(2)
-    finally:
-        os._exit(code if 0 < code < 256 else 1)
-
-
-def _leave_report(record: FailureRecord) -> None:
-    """Where the launcher runs on this machine, the record also goes into its folder, whole."""
-    folder = os.environ.get(REPORT_VARIABLE)
-    if not folder:
-        return
-    try:
-        temporary = Path(folder, f".{record.rank}")
-        temporary.write_text(record.model_dump_json(), encoding="utf-8")
-        temporary.rename(Path(folder, f"{record.rank}{REPORT_SUFFIX}"))
-    except OSError:
-        pass
-
-
-def _wait_until_read(descriptor: int) -> None:
-    """Open MPI 5 drops what it has not passed on when a rank ends badly; give it the time."""
-    unread = bytearray(4)
-    deadline = time.monotonic() + _READ_PATIENCE
-    while time.monotonic() < deadline:
-        try:
-            fcntl.ioctl(descriptor, termios.FIONREAD, unread)
-        except OSError:
-            break  # neither pipe nor terminal
-        if not any(unread):
-            break
-        time.sleep(0.005)
-    time.sleep(_PASS_ON_SECONDS)
 
 
 if __name__ == "__main__":

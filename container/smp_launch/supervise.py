@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import select
 import selectors
 import signal
 import subprocess
@@ -13,7 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import IO
 
-from smp_launch.output import STARTED_PREFIX, Line, LineAssembler
+from smp_launch.ending import EXIT_SECONDS
+from smp_launch.failure import FailureCollector
+from smp_launch.output import STARTED_PREFIX, LineAssembler
 from smp_launch.processes import adopt_orphans, descendants, kill_descendants, reap, watch_end
 from smp_launch.signals import StopRequests
 
@@ -23,13 +27,25 @@ GRACE_VARIABLE = "SMP_LAUNCH_GRACE_SECONDS"
 #: The platform kills 120 s after SIGTERM; the rest is for the launcher to end well.
 DEFAULT_GRACE = 110.0
 
-#: Seconds that mpirun has to end after a rank failed; 4.1 needs 2.4 when the others ignore SIGTERM.
-FAILURE_PATIENCE = 3.5
+#: Seconds that mpirun has to tell how the ranks ended; 4.1 needs 2.4 when some ignore SIGTERM.
+_MPIRUN_PATIENCE = 3.5
+
+#: Seconds that a job has to end after a rank failed: first the rank itself, then the others.
+FAILURE_PATIENCE = EXIT_SECONDS + _MPIRUN_PATIENCE
+
+#: The same where the script runs alone, so that its own end keeps nobody waiting.
+FAILURE_PATIENCE_ALONE = 15.0
+
+#: Seconds for a reader that takes nothing to take something, where writing does not block.
+_READER_PATIENCE = 10.0
 
 #: Seconds for output that is still in pipes after the program has ended, and for mpirun after the last rank's end.
 _DRAIN_PATIENCE = 1.0
 
 _READ_BYTES = 1 << 16
+
+#: Wherever it stands: an option of mpirun may have put a mark of its own before it.
+_STARTED = re.compile(re.escape(STARTED_PREFIX) + r"(\d+) (\d+)")
 
 
 @dataclass
@@ -55,8 +71,9 @@ class Supervisor:
 
     Args:
         stop: where requests to stop come from.
-        listen: gets every line and gives the lines to show.
-        failing: tells whether a rank is known to have failed.
+        collector: hears every line, says which to show, and knows whether a rank has failed.
+        failing: tells whether something else failed that must end the job.
+        failure_patience: seconds that the job has to end after a failure.
         ranks: how many ranks announce themselves.
         local: whether all of them run on this machine.
         grace: seconds between a request to stop and the end of all patience.
@@ -65,8 +82,9 @@ class Supervisor:
     """
 
     stop: StopRequests
-    listen: Callable[[Line], list[str]]
-    failing: Callable[[], bool]
+    collector: FailureCollector
+    failing: Callable[[], bool] = lambda: False
+    failure_patience: float = FAILURE_PATIENCE
     ranks: int = 1
     local: bool = True
     grace: float = DEFAULT_GRACE
@@ -124,12 +142,14 @@ class Supervisor:
             if not gone and self._process.poll() is not None:
                 gone = True
                 self._expect(_DRAIN_PATIENCE, "kept the output open after the job's end")
-            for key, _ in self._selector.select(self._time_left()):
+            for key, _ in self._selector.select(self._until(min(self._deadline, self.collector.release_at))):
                 key.data()
-            if not self._failure_seen and self.failing():
+            if time.monotonic() >= self.collector.release_at:
+                show(self.collector.release(), 2)
+            if not self._failure_seen and (self.collector.failing or self.failing()):
                 self._failure_seen = True
-                self._expect(FAILURE_PATIENCE, "did not end after a rank had failed")
-            if self._time_left() == 0.0:
+                self._expect(self.failure_patience, "did not end after a rank had failed")
+            if self._until(self._deadline) == 0.0:
                 if gone and not descendants(apart=self.apart):
                     return  # nobody is left who could write
                 self._on_overdue()
@@ -138,31 +158,29 @@ class Supervisor:
         data = os.read(pipe.fileno(), _READ_BYTES)
         shown: list[str] = []
         for line in assembler.feed(data) if data else assembler.finish():
-            if line.text.startswith(STARTED_PREFIX):
-                self._on_rank_start(line.text.removeprefix(STARTED_PREFIX))
+            if started := _STARTED.search(line.text):
+                self._on_rank_start(int(started[1]), int(started[2]))
             else:
-                shown += self.listen(line)
+                shown += self.collector.take(line)
         show(shown, descriptor)
         if not data:
             self._selector.unregister(pipe)
             pipe.close()
             self._open_pipes -= 1
 
-    def _on_rank_start(self, announced: str) -> None:
-        """``announced`` is the rank and its process id."""
+    def _on_rank_start(self, rank: int, pid: int) -> None:
         self._started += 1
         if self._outcome.stopped_by:
             self._send_stop()
-        rank, _, pid = announced.partition(" ")
-        if not self.local or not rank.isdigit() or not pid.isdigit():
+        if not self.local:
             return
         try:
-            watched = watch_end(int(pid))
+            watched = watch_end(pid)
         except ProcessLookupError:
-            self._on_rank_end(int(rank), None)
+            self._on_rank_end(rank, None)
             return
         if watched is not None:
-            on_end = partial(self._on_rank_end, int(rank), watched)
+            on_end = partial(self._on_rank_end, rank, watched)
             self._selector.register(watched, selectors.EVENT_READ, on_end)
 
     def _on_rank_end(self, rank: int, watched: int | None) -> None:
@@ -212,7 +230,7 @@ class Supervisor:
             # The ranks are gone; mpirun, which may wait for children of theirs, still has to tell how they ended.
             self._orphans_ended = True
             kill_descendants(spare=self._process.pid, apart=self.apart)
-            self._deadline = time.monotonic() + FAILURE_PATIENCE
+            self._deadline = time.monotonic() + _MPIRUN_PATIENCE
             return
         if running:
             self._outcome.overdue = self._outcome.overdue or self._why
@@ -225,20 +243,29 @@ class Supervisor:
         if deadline < self._deadline:
             self._deadline, self._why = deadline, why
 
-    def _time_left(self) -> float | None:
-        return None if self._deadline == float("inf") else max(0.0, self._deadline - time.monotonic())
+    def _until(self, moment: float) -> float | None:
+        return None if moment == float("inf") else max(0.0, moment - time.monotonic())
 
 
-def show(texts: Sequence[str], descriptor: int) -> None:
-    """Write whole lines at once; a reader that is gone is no reason to fail."""
+def show(texts: Sequence[str], descriptor: int, patience: float = _READER_PATIENCE) -> None:
+    """Write whole lines at once; a reader that is gone is no reason to fail.
+
+    Args:
+        patience: seconds to wait for a slow reader that does not block us: whoever shares the pipe made it so.
+    """
     if not texts:
         return
-    data = ("\n".join(texts) + "\n").encode("utf-8", "replace")
-    try:
-        while data:
-            data = data[os.write(descriptor, data) :]
-    except OSError:
-        pass
+    left = memoryview(("\n".join(texts) + "\n").encode("utf-8", "replace"))
+    while left:
+        try:
+            left = left[os.write(descriptor, left) :]
+        except BlockingIOError:
+            writable = select.poll()
+            writable.register(descriptor, select.POLLOUT)
+            if not writable.poll(patience * 1000):
+                return
+        except OSError:
+            return
 
 
 def say(text: str) -> None:

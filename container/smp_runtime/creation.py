@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from smp_runtime import session as sessions
-from smp_runtime.deferred import Deferral
+from smp_runtime.deferred import deferring
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensor_parallel import scopes
 
@@ -20,14 +20,9 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     """Create a model without memory for its parameters; ``smp.DistributedModel`` computes them, with the same values.
 
     Operations on tensors inside are recorded and run later, so the model's constructor must not read values
-    (``item()``, ``if tensor: …``).
+    (``item()``, ``if tensor: …``). Inside another such context it changes nothing.
     """
-    if not enabled:
-        yield
-        return
-    deferral = Deferral()
-    sessions.current().deferrals.append(deferral)
-    with deferral:
+    with deferring(sessions.current().deferrals) if enabled else contextlib.nullcontext():
         yield
 
 

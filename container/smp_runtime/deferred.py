@@ -7,14 +7,19 @@ random numbers of the time of creation, so the parameters are bit for bit those 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_map
 
 from smp_runtime.errors import SMPUserError
@@ -38,6 +43,22 @@ class Deferral(TorchDispatchMode):
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._owned: set[int] = set()
         self._random_state: torch.Tensor | None = None
+
+    @classmethod
+    def current(cls) -> Deferral | None:
+        """The deferral that the caller runs in, or None."""
+        return next((mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, cls)), None)
+
+    def later(self, function: Callable[..., Any], *args: Any) -> None:
+        """Let the replay call ``function(*args)`` at this place among the random numbers.
+
+        Args:
+            function: if the first of its arguments is a tensor made in this context, it writes all of it without looking
+                at what was there; of its other arguments only whole tensors, not what holds them, become real.
+        """
+        with _disable_current_modes():
+            args = tree_map(self._alias, args)
+        self._record.append((function, args, {}, args[0] if args and isinstance(args[0], torch.Tensor) else None))
 
     def __enter__(self) -> Deferral:
         if self._random_state is None:
@@ -142,6 +163,8 @@ class Deferral(TorchDispatchMode):
                     continue
                 real_args, real_kwargs = tree_map(value_of, (args, kwargs))
                 results = func(*real_args, **real_kwargs)
+                if results is None:  # it wrote what it was given
+                    results = real_args[: len(_tensors(outputs))]
                 for meta, result in zip(_tensors(outputs), _tensors(results), strict=True):
                     real.setdefault(_storage(meta), result)
                 del real_args, real_kwargs, results
@@ -175,6 +198,17 @@ class Deferral(TorchDispatchMode):
         if isinstance(leaf, torch.Tensor) and leaf.device == _META:
             self._owned.add(_storage(leaf))
         return leaf
+
+
+@contextlib.contextmanager
+def deferring(deferrals: list[Deferral]) -> Iterator[None]:
+    """Defer what is created inside, and put the record into the list; inside another deferral that one goes on."""
+    if Deferral.current() is not None:
+        yield
+        return
+    deferrals.append(Deferral())
+    with deferrals[-1]:
+        yield
 
 
 #: A parameter as it was recorded, and the one of the module that waits for its values.

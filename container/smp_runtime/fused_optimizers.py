@@ -1,53 +1,58 @@
 """``smp.optimizers``: the optimizers that scripts know from apex, in plain PyTorch operations.
 
-LAMB and NovoGrad look at the norm of each whole parameter and, in LAMB, of the whole gradient. With sharded state a
-rank holds parts of parameters, so :meth:`use_shards` gives them the sum over all ranks.
+LAMB and NovoGrad look at the norm of each whole parameter and, in LAMB, of the whole gradient. Where ranks hold parts of
+parameters or of the model, ``use_norms`` gives them the norms over all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from smp_runtime.errors import SMPUserError
 
-#: Sums a vector over the ranks of a sharding group.
-SumOverShards = Callable[[torch.Tensor], torch.Tensor]
-
 #: Set by the sharding on what is updated: the number of the parameter among all that are sharded together.
 NUMBER_ATTRIBUTE = "smp_parameter_number"
+
+#: Pairs of a parameter and a tensor of its shape.
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Norms(Protocol):
+    """Squared norms of whole tensors, of which a rank has parts; all ranks that have one call it together."""
+
+    def squares(self, tensors: Pairs, known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of each whole tensor; ``known`` are all parameters of the optimizer."""
+        ...
+
+    def total_square(self, tensors: Pairs, known: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Of all whole tensors together, those of other stages too."""
+        ...
 
 
 class _NormedOptimizer(torch.optim.Optimizer):
     """Knows the norms of whole parameters, whatever part of them is here."""
 
-    _sum_over_shards: SumOverShards | None = None
-    _count = 0
-    _device = torch.device("cpu")
+    _norms: Norms | None = None
 
-    def use_shards(self, sum_over_shards: SumOverShards, count: int, device: torch.device) -> None:
-        """From now on parameters are parts; ``count`` parameters are sharded together, on ``device``."""
-        self._sum_over_shards = sum_over_shards
-        self._count = count
-        self._device = device
+    def use_norms(self, norms: Norms) -> None:
+        """From now on parameters may be parts, and other ranks have the rest."""
+        self._norms = norms
 
-    def _squares(self, tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    def _squares(self, tensors: Pairs) -> list[torch.Tensor]:
         """The squared norm of the whole that each tensor is a part of.
 
         Args:
             tensors: pairs of a parameter and the tensor of its shape whose norm is wanted.
         """
-        local = [tensor.float().square().sum() for _, tensor in tensors]
-        if self._sum_over_shards is None:
-            return local
-        vector = torch.zeros(self._count, device=self._device)
-        numbers = [getattr(parameter, NUMBER_ATTRIBUTE) for parameter, _ in tensors]
-        for number, square in zip(numbers, local, strict=True):
-            vector[number] = square
-        self._sum_over_shards(vector)
-        return [vector[number] for number in numbers]
+        if self._norms is None:
+            return [tensor.float().square().sum() for _, tensor in tensors]
+        return self._norms.squares(tensors, self._known())
+
+    def _known(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _trained(self, group: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The group's parameters that have a gradient, with it."""
@@ -205,15 +210,11 @@ class FusedLAMB(_NormedOptimizer):
             parameter.sub_(update * (lr * ratio))
         return loss
 
-    def _total_norm(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
-        if self._sum_over_shards is None:
+    def _total_norm(self, pairs: Pairs) -> torch.Tensor | None:
+        if self._norms is None:
             return torch.stack(self._squares(pairs)).sum().sqrt() if pairs else None
-        # Another rank may hold gradients where this one holds none, so every rank takes part. By parameter, since the
-        # sum counts those that every rank holds whole once.
-        squares = torch.zeros(self._count, device=self._device)
-        for parameter, gradient in pairs:
-            squares[getattr(parameter, NUMBER_ATTRIBUTE)] = gradient.float().square().sum()
-        return self._sum_over_shards(squares).sum().sqrt()
+        # Another rank may hold gradients where this one holds none, so every rank takes part.
+        return self._norms.total_square(pairs, self._known()).sqrt()
 
 
 class FusedNovoGrad(_NormedOptimizer):

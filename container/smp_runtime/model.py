@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,15 +22,15 @@ from smp_runtime.data_parallel.reducers import Reducer, make_reducer, sharing_gr
 from smp_runtime.data_parallel.transports import HookTransport
 from smp_runtime.deferred import materialize
 from smp_runtime.errors import SMPUserError
-from smp_runtime.model_state import SavedModel
 from smp_runtime.pieces import Piece, bare_piece, whole_piece
 from smp_runtime.pipeline.assignment import Assignment
 from smp_runtime.pipeline.engine import Pipeline
-from smp_runtime.precision import Precision
+from smp_runtime.precision import Precision, is_rotary
 from smp_runtime.registry import ParameterRegistry
 from smp_runtime.sharding.optimizer_state import ShardedState
 from smp_runtime.sharding.placing import create_shards, make_stand_ins
 from smp_runtime.sharding.sharded_parameters import ShardedParameters
+from smp_runtime.stepped_model import SteppedModel
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.placement import place
 from smp_runtime.tensor_parallel.replacement import distribute
@@ -39,7 +38,7 @@ from smp_runtime.tensor_parallel.replacement import distribute
 logger = logging.getLogger("smp")
 
 
-class DistributedModel(SavedModel):
+class DistributedModel(SteppedModel):
     """Trains ``module`` over all processes of the job; gradients are averaged once per step.
 
     The module moves to this rank's device, and its parameters and buffers become those of the first data parallel
@@ -98,7 +97,10 @@ class DistributedModel(SavedModel):
         self._in_backward = False
         self._joined: JoinedModel | None = None
         self._closing_is_queued = False
+        self._agreement = None
+        self._accumulation = None
         self._loads = 0
+        self._is_away = False
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
 
@@ -182,6 +184,7 @@ class DistributedModel(SavedModel):
             elsewhere = {r.parameter: None for r in self.registry if id(r.parameter) not in local}
             self.pieces = {**(self.pieces or {}), **elsewhere}
         if replicated:
+            self._watch_backward(trained)
             self._reducer = make_reducer(
                 self.registry,
                 [parameter for parameter in trained if parameter not in in_shards],
@@ -194,10 +197,9 @@ class DistributedModel(SavedModel):
                 transport=self.sharded_state if isinstance(self.sharded_state, ShardedState) else None,
             )
             self._open_window()
-            self._watch_backward_outside_steps(trained)
             if self._comm_hook is not None:
                 self._use_comm_hook(*self._comm_hook)
-        if options.fp16 or (self._averages_microbatches and options.microbatches > 1):
+        if options.fp16 or options.microbatches > 1:
             self._scale_foreign_gradients(trained)
         if self._stage_of is None:
             self._follow_loads()
@@ -233,44 +235,6 @@ class DistributedModel(SavedModel):
         with self._shards_in_use():
             return self.precision.leave(self.module(*self.precision.enter(args), **self.precision.enter(kwargs)))
 
-    def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
-        """Backward from ``tensors``, as ``torch.autograd.backward``; inside a step, of one microbatch.
-
-        Gradients are averaged over the microbatches unless ``average_grads_across_microbatches=False``.
-
-        Raises:
-            SMPUserError: an output that is not a scalar, without its gradient in ``grad_tensors``.
-        """
-        if self._session.is_tracing:
-            return
-        if self.pipeline is not None and self._session.microbatch is None:
-            raise SMPUserError(
-                "model.backward was called outside a step, but with pipeline parallelism gradients flow over several ranks; call "
-                "it in the function decorated with smp.step, right after the loss"
-            )
-        outputs = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
-        gradients = [None] * len(outputs) if given is None else list(given)
-        scale = self._gradient_scale()
-        for index, (output, gradient) in enumerate(zip(outputs, gradients, strict=True)):
-            if gradient is None and output.numel() != 1:
-                raise SMPUserError(
-                    f"backward got an output of shape {list(output.shape)} without a gradient; reduce it to a scalar "
-                    "loss, or pass its gradient in grad_tensors"
-                )
-            if scale != 1.0:
-                seed = torch.ones_like(output) if gradient is None else gradient
-                gradients[index] = seed * scale
-        if self.pipeline is not None:
-            with self.pipeline.backward():
-                torch.autograd.backward(outputs, gradients)
-            return
-        self._in_backward = True
-        try:
-            torch.autograd.backward(outputs, gradients)
-        finally:
-            self._in_backward = False
-
     @contextlib.contextmanager
     def _shards_in_use(self) -> Iterator[None]:
         """Around the module's forward: parameters are gathered as they are used."""
@@ -292,17 +256,6 @@ class DistributedModel(SavedModel):
             self.shards.finish_window(reduces=False)
             self._open_window()
 
-    def _is_in_backward(self) -> bool:
-        """Whether the gradients that come now are already scaled by :meth:`backward`."""
-        return self._in_backward or (self.pipeline is not None and self.pipeline.is_in_model_backward)
-
-    def _gradient_scale(self) -> float:
-        """What a loss is multiplied with: the loss scale of fp16, and one over the microbatches that are averaged."""
-        optimizer = self._session.optimizer
-        scale = optimizer.loss_scale if optimizer is not None else 1.0
-        inside = self._session.microbatch is not None
-        return scale / self._session.cfg.microbatches if inside and self._averages_microbatches else scale
-
     def _shard_state(
         self, trained: list[nn.Parameter], masters: Mapping[nn.Parameter, torch.Tensor], unit_bytes: int
     ) -> ShardedState:
@@ -319,78 +272,6 @@ class DistributedModel(SavedModel):
             reduce_dtype=self.precision.reduce,
         )
 
-    def _scale_foreign_gradients(self, trained: Sequence[nn.Parameter]) -> None:
-        """``loss.backward()`` inside a step, instead of ``model.backward(loss)``, averages over microbatches too."""
-
-        weak = weakref.ref(self)
-
-        def scaled(gradient: torch.Tensor) -> torch.Tensor | None:
-            model = weak()
-            scale = 1.0 if model is None or model._is_in_backward() else model._gradient_scale()
-            return None if scale == 1.0 else gradient * scale
-
-        for parameter in trained:
-            parameter.register_hook(scaled)
-
-    # -- the step --------------------------------------------------------------------------------------------------
-
-    def begin_step(self) -> None:
-        """A step-decorated function begins."""
-        Activations.here().begin_step(self.module, self.pipeline)
-        if self.training and torch.is_grad_enabled():
-            self._begin_training_pass()
-        self._open_window()
-
-    def finish_step(self) -> bool:
-        """All microbatches are done: reduce gradients, run the hooks; returns whether backward ran."""
-        trained = True if self._reducer is None else self._reducer.touched or (self.shards or self._reducer).touched
-        if self._reducer is not None:
-            if trained:
-                self._finish_pass()
-            self._open_window()
-        for hook in list(self._post_step_hooks.values()):
-            hook(self, self._session.optimizer)
-        return trained and torch.is_grad_enabled()
-
-    def abandon_step(self) -> None:
-        """A microbatch raised: its gradients are not reduced."""
-        self._open_window()
-
-    def _open_window(self) -> None:
-        """Gradients that come from now on belong to the next pass, which reduces if it completes a group of passes."""
-        if self._reducer is not None:
-            self._reducer.begin_window(reduces=(self._passes + 1) % self._passes_per_reduction == 0)
-        if self.shards is not None:
-            self.shards.begin_window("train" if self.training and torch.is_grad_enabled() else "evaluate")
-
-    def _finish_pass(self) -> None:
-        """Backward has run: gradients are summed, and ready for the update if this completes a group of passes."""
-        self._passes += 1
-        if self._reducer is not None:
-            self._reducer.finish_window()
-        if self.shards is not None:
-            self.shards.finish_window(reduces=self._passes % self._passes_per_reduction == 0)
-
-    def _close_window(self) -> None:
-        """A backward pass outside a step has ended."""
-        self._closing_is_queued = False
-        if self._reducer is not None:
-            self._finish_pass()
-            self._open_window()
-
-    def _watch_backward_outside_steps(self, trained: Sequence[nn.Parameter]) -> None:
-        """``loss.backward()`` without a step is a window of its own, closed when the backward pass ends."""
-        weak = weakref.ref(self)
-
-        def gradient_comes(_: torch.Tensor) -> None:
-            model = weak()
-            if model is not None and model._session.microbatch is None and not model._closing_is_queued:
-                model._closing_is_queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(model._close_window)
-
-        for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(gradient_comes)
-
     # -- like any module -------------------------------------------------------------------------------------------
 
     def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
@@ -406,6 +287,21 @@ class DistributedModel(SavedModel):
             )
         return super().to(dtype=dtype)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DistributedModel:
+        """What ``to``, ``half`` and the like do to every tensor; in half precision training rotary frequencies are not cast."""
+        if not self.precision.is_half:
+            return super()._apply(fn, recurse)
+        kept = [
+            (owner, name, buffer)
+            for owner in self.module.modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+            if is_rotary(name)
+        ]
+        super()._apply(fn, recurse)
+        for owner, name, buffer in kept:
+            setattr(owner, name, buffer.to(getattr(owner, name).device))
+        return self
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, also those that were reduced to their owner already."""
         super().zero_grad(set_to_none)
@@ -415,12 +311,35 @@ class DistributedModel(SavedModel):
             self.sharded_state.clear_gradients()
 
     def cpu(self) -> DistributedModel:
-        """Move the full model to CPU memory."""
+        """Move the full model to CPU memory, to be saved or evaluated; before it is partitioned it stays where it is.
+
+        Training on a GPU goes on after :meth:`cuda`, but not in half precision or with sharded optimizer state, where
+        the weights have left the memory that is updated.
+
+        Raises:
+            SMPUserError: this rank holds a part of the model only: pipeline, tensor or sharded data parallelism.
+        """
+        if not self.partitioned:
+            return self
+        reasons = {
+            "pipeline parallelism": self.pipeline is not None,
+            "tensor parallelism": any(True for _ in self.distributed_modules()),
+            "sharded data parallelism": self.shards is not None,
+        }
+        if why := [reason for reason, holds in reasons.items() if holds]:
+            raise SMPUserError(
+                f"model.cpu() moves the full model, but with {' and '.join(why)} rank {self._session.rank} holds a part; call "
+                "model.state_dict() on every rank, which gives the full state, and load it into an unwrapped model on the CPU"
+            )
+        self._is_away = self._session.device.type != "cpu"
         return super().to("cpu")
 
     def cuda(self, device: Any = None) -> DistributedModel:
-        """Ignored: the model is on this rank's device already."""
-        return self
+        """Ignored: the model is on this rank's device already, unless :meth:`cpu` has moved it."""
+        if not self._is_away or self.pieces is not None:
+            return self
+        self._is_away = False
+        return super().to(self._session.device)
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 
@@ -456,17 +375,6 @@ class DistributedModel(SavedModel):
         handle = RemovableHandle(self._post_step_hooks)
         self._post_step_hooks[handle.id] = hook
         return handle
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate gradients without reducing them; for loops without ``smp.step``."""
-        before, self._passes_per_reduction = (self._passes_per_reduction, self._passes), 2**62
-        self._open_window()
-        try:
-            yield
-        finally:
-            self._passes_per_reduction, self._passes = before
-            self._open_window()
 
 
 def _check_arguments(

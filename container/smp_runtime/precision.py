@@ -12,13 +12,25 @@ from torch import nn
 
 from smp_config import ModelParallelParameters
 
+#: How Transformers' models call the frequencies of rotary embeddings, with or without the kind of layer before it.
+_ROTARY = "inv_freq"
+
+
+def is_rotary(name: str) -> bool:
+    """Whether a buffer holds rotary frequencies, which stay in float32 (``inv_freq``, ``original_inv_freq``, …).
+
+    A rounded frequency turns the further from the right angle, the later the position. Modules compute the angles from
+    these in float32, and cast what comes of it; buffers that meet activations directly, as masks do, must have their type.
+    """
+    return name.endswith(_ROTARY)
+
 
 @dataclass(frozen=True)
 class Precision:
     """The types of a training run.
 
     Attributes:
-        compute: of parameters, buffers and activations; None leaves the model as it is.
+        compute: of parameters, activations, and buffers other than rotary frequencies; None leaves the model as it is.
         reduce: in which gradients are summed over ranks; None means in their own type. bfloat16 has eight bits of
             mantissa, too few to add many gradients, so they are summed in float32.
     """
@@ -46,6 +58,8 @@ class Precision:
     ) -> dict[nn.Parameter, torch.Tensor]:
         """Cast the floating point parameters and buffers that the modules hold directly, in place; not those of ``skip``.
 
+        Rotary frequencies are left alone.
+
         Returns:
             The float32 weights that were cast, from which training continues; by parameter, tied ones once.
         """
@@ -60,7 +74,7 @@ class Precision:
                 parameter.data = parameter.data.to(self.compute)
         for owner in owners:
             for name, buffer in owner.named_buffers(recurse=False):
-                if buffer.is_floating_point():
+                if buffer.is_floating_point() and not is_rotary(name):
                     setattr(owner, name, buffer.to(self.compute))
         return masters
 

@@ -38,6 +38,7 @@ class ReplicatedModel(WrappedNames):
     _frozen: list[nn.Parameter]
     _broadcasts_buffers: bool
     _loads: int
+    _is_away: bool
     _passes: int
 
     def _open_window(self) -> None:
@@ -45,6 +46,16 @@ class ReplicatedModel(WrappedNames):
 
     def _begin_training_pass(self) -> None:
         """What all data parallel ranks do together before a training step."""
+        if self._is_away:
+            goes_on = (
+                "call model.cuda() first"
+                if self.pieces is None
+                else "its weights have left those that the optimizer updates"
+            )
+            raise SMPUserError(
+                f"model.cpu() has moved the model to the CPU, but this rank trains on {self._session.device}; {goes_on}, or save "
+                "model.state_dict() without moving the model"
+            )
         for parameter in self._frozen:
             if parameter.requires_grad:
                 name = self.registry.record_of(parameter).name

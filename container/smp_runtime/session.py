@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import threading
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -79,7 +80,7 @@ class Session:
         self.local_rank, self.local_size, hosts, instance_type = self._agree(control, parameters)
         self.device = choose_device(self.local_rank)
         backend = choose_backend(parameters, self.device, hosts, instance_type)
-        self.groups = ProcessGroups(control, self.topology, backend, parameters.ddp_port)
+        self.groups = ProcessGroups(control, self.topology, backend, parameters.ddp_port, self.device)
         self.collectives: Collectives = collectives or collectives_of(backend)
         self.messages = Messages(control, self.topology)
         #: Stages that the script has set by hand.
@@ -87,8 +88,11 @@ class Session:
             parameters.pipeline_parallel_degree, parameters.default_partition or 0, automatic=parameters.auto_partition
         )
         self.progress = ProgressReporter.from_environment(enabled=self.rank == 0, device=self.device)
-        # Of the calling thread: tasks of a pipeline run on threads of their own, several microbatches at once.
-        self._here = threading.local()
+        # Tasks of a pipeline run on threads of their own, several microbatches at once. Without one a microbatch is the
+        # whole rank's: autograd runs the hooks of a GPU's backward pass on a thread of its own.
+        self._here: Any = threading.local() if self.size(Group.PP) > 1 else types.SimpleNamespace()
+        #: What the backward pass that runs has multiplied its losses with.
+        self.seed_scale = 1.0
         #: Whether the step that runs only traces the model, to partition it.
         self.is_tracing = False
         self.step_count = 0
@@ -115,7 +119,7 @@ class Session:
 
     @property
     def microbatch(self) -> int | None:
-        """The microbatch that runs on the calling thread; None outside a step."""
+        """The microbatch that runs, with pipeline parallelism on the calling thread; None outside a step."""
         return getattr(self._here, "microbatch", None)
 
     @microbatch.setter

@@ -120,9 +120,11 @@ class StepFunction:
             return pipeline.run_step(kind, microbatches)
         returned = []
         try:
-            for index, microbatch in enumerate(microbatches):
-                session.microbatch = index
-                returned.append(microbatch())
+            # Backward on the calling thread, as in a pipeline: recomputation finds there what forward has left.
+            with torch.autograd.set_multithreading_enabled(False):
+                for index, microbatch in enumerate(microbatches):
+                    session.microbatch = index
+                    returned.append(microbatch())
         finally:
             session.microbatch = None
         return returned

@@ -19,6 +19,7 @@ from smp_estimator.sdk import FileSystemInput, TrainingInput
 from smp_estimator.variables import is_variable
 
 _JOB_NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
+_BASE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9-]*")
 _VARIABLE_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
@@ -35,6 +36,8 @@ def check_request(estimator: Any, say: Callable[[str], None]) -> None:
     model = _model(estimator.sagemaker_session)
     _check_hyperparameters(estimator._hyperparameters, model)
     _check_environment(estimator.environment, model)
+    if not estimator.sagemaker_session.local_mode:
+        _check_places(estimator)
     _check_spot(estimator, say)
     _check_keep_alive(estimator, model, say)
 
@@ -139,6 +142,24 @@ def _check_environment(environment: Mapping[str, Any] | None, model: ServiceMode
                 f"environment variable {name!r} has {len(value)} characters, and the service takes 512; put it into a file in "
                 "source_dir"
             )
+
+
+def _check_places(estimator: Any) -> None:
+    """Names and addresses that only the service reads."""
+    for name in ("output_path", "checkpoint_s3_uri", "code_location"):
+        value = getattr(estimator, name, None)
+        if value and not is_variable(value) and not is_s3_uri(value):
+            raise ConfigError(
+                f"{name} is {str(value)!r}, which is no s3:// address; the job runs in the cloud, where this machine's folders are "
+                f"not: write {name}='s3://bucket/prefix'"
+            )
+    base = estimator.base_job_name
+    if isinstance(base, str) and not is_variable(base) and not _BASE_NAME.fullmatch(base):
+        fitting = re.sub(r"[^a-zA-Z0-9]+", "-", base).strip("-") or "training"
+        raise ConfigError(
+            f"base_job_name is {base!r}; job names begin with it, and the service takes letters, digits and hyphens only, a "
+            f"letter or digit first: write base_job_name={fitting!r}"
+        )
 
 
 def _check_spot(estimator: Any, say: Callable[[str], None]) -> None:

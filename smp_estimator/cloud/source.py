@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from smp_config import ConfigError
-from smp_estimator.cloud import entry
+from smp_estimator.cloud import entry, requirements
 from smp_estimator.cloud.wheel import build_wheel, travelling_requirements
 
 #: What the platform starts; it prepares the runtime and runs the user's script.
@@ -18,8 +18,6 @@ PROGRAM = "smp_entry.py"
 
 #: Hyperparameter that names the user's script; of the platform's prefix, so that scripts never see it as an argument.
 USER_PROGRAM = entry.USER_PROGRAM
-
-_HEADING = "# what the model parallel runtime needs"
 
 
 @contextmanager
@@ -31,7 +29,7 @@ def with_runtime(entry_point: str, source_dir: str | None) -> Iterator[Path]:
         source_dir: a local directory, or None.
 
     Raises:
-        ConfigError: the user has a file of one of our names.
+        ConfigError: the user has a file of one of our names, or requirements that contradict ours.
     """
     folder = Path(tempfile.mkdtemp(prefix="smp-source-"))
     try:
@@ -61,8 +59,7 @@ def program_of(entry_point: str, source_dir: str | None) -> str:
 
 def _add_requirements(path: Path) -> None:
     """Append ours to the user's; the platform installs the file before it starts the program."""
-    given = path.read_text(encoding="utf-8").rstrip("\n") if path.exists() else ""
+    text = requirements.combined(path, travelling_requirements())
     if path.is_symlink():
         path.unlink()
-    lines = [*([given, ""] if given else []), _HEADING, *travelling_requirements(), ""]
-    path.write_text("\n".join(lines), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from smp_estimator.local.copying import copy_folder, is_left_out
 from smp_estimator.local.uris import bucket_and_key, is_s3_uri, path_of
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ def deliver(
             session.upload_file(pack(directories, f"{name}.tar.gz", staging), target)
         else:
             for relative, path in merged_files(directories).items():
-                if path.is_file():
+                if not is_left_out(path) and path.is_file():
                     session.upload_file(str(path), target + relative)
     return target
 
@@ -132,29 +133,31 @@ def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
         target = os.readlink(path)
         leaves = os.path.isabs(target) or os.path.normpath(os.path.join(os.path.dirname(name), target)).startswith("..")
         if leaves:
-            if not path.exists():
-                logger.warning("the link %s points to nothing and is left out of the archive", path)
-                return
-            archive.add(path.resolve(), arcname=name, filter=neutral)
+            if not is_left_out(path):
+                archive.add(path.resolve(), arcname=name, filter=neutral)
             return
     archive.add(path, arcname=name, recursive=False, filter=neutral)
 
 
 def _copy_plain(directories: Sequence[Path], target: Path) -> None:
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=_made(target.parent)))
-    for relative, path in merged_files(directories).items():
-        (partial / relative).parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            (partial / relative).mkdir(exist_ok=True)
+    try:
+        for relative, path in merged_files(directories).items():
+            if is_left_out(path):
+                continue
+            (partial / relative).parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                copy_folder(path, partial / relative)  # an empty folder, or a link to any
+            else:
+                shutil.copy2(path, partial / relative)
+        os.chmod(partial, 0o755)
+        if target.exists():
+            # The folder may be the user's own and hold other things: files are replaced, nothing is removed.
+            shutil.copytree(partial, target, dirs_exist_ok=True)
         else:
-            shutil.copy2(path, partial / relative)
-    os.chmod(partial, 0o755)
-    if target.exists():
-        # The folder may be the user's own and hold other things: files are replaced, nothing is removed.
-        shutil.copytree(partial, target, dirs_exist_ok=True)
-        shutil.rmtree(partial)
-    else:
-        os.replace(partial, target)
+            os.replace(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _made(folder: Path) -> Path:

@@ -23,16 +23,21 @@ class Channel:
     uri: str
     config: dict[str, str] = field(default_factory=dict)
 
-    def link(self, directory: Path, session: Any) -> None:
-        """Make ``directory / name``: a link to a local directory, a folder with a link to a local file, or a download.
+    def link(self, directory: Path, downloads: Path, session: Any) -> None:
+        """Make ``directory / name``: a link to a local directory or a download, or a folder with a link to a local file.
 
         Args:
             directory: ``input/data`` of one host.
+            downloads: where the job's hosts share what is fetched from S3 for it.
             session: gives the S3 access of the SDK.
         """
         target = directory / self.name
         if is_s3_uri(self.uri):
-            target.symlink_to(session.downloaded(self.uri), target_is_directory=True)
+            copy = downloads / self.name
+            if not copy.exists():
+                copy.mkdir(parents=True)
+                session.download(self.uri, copy)
+            target.symlink_to(copy, target_is_directory=True)
             return
         source = path_of(self.uri)
         if source.is_dir():

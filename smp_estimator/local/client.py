@@ -41,6 +41,10 @@ _IGNORED = {
 }
 
 
+class NotOnThisMachine(AttributeError, ConfigError):
+    """A call of the service that training on this machine does not have; also what ``hasattr()`` and ``getattr()`` expect."""
+
+
 class ProcessClient(LocalSagemakerClient):
     """``boto3.client("sagemaker")`` for training jobs that are processes of this machine.
 
@@ -54,6 +58,20 @@ class ProcessClient(LocalSagemakerClient):
     def __init__(self, sagemaker_session: ProcessSession) -> None:
         super().__init__(sagemaker_session)
         self._expected_code: dict[str, code.CodeSource] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Every other call of the service.
+
+        Raises:
+            NotOnThisMachine: always.
+        """
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise NotOnThisMachine(
+            f"{name} is a call of the SageMaker service, and this estimator's session runs single training jobs as processes "
+            "of this machine: tuning, processing and other features of the service are not there; call fit() for each job (a "
+            "search over hyperparameters is a loop over it), or give a sagemaker.Session() and a cloud instance_type"
+        )
 
     def expect_code(self, job_name: str, source: code.CodeSource) -> None:
         """Say what the job of this name will run; without it the ``file://`` submit directory is linked."""

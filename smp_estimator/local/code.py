@@ -6,11 +6,12 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smp_config import ConfigError
+from smp_estimator.local.copying import copy_folder
 from smp_estimator.local.uris import bucket_and_key, is_s3_uri
 
 _NEVER_SHIPPED = ("__pycache__", ".git", ".ipynb_checkpoints")
@@ -47,6 +48,9 @@ class CodeSource:
         Args:
             target: a directory that does not exist yet, directly inside the job's root.
             session: gives the S3 access of the SDK.
+
+        Raises:
+            ConfigError: naming a file that cannot be copied.
         """
         if is_s3_uri(self.source_dir):
             target.mkdir(parents=True)
@@ -66,12 +70,17 @@ class CodeSource:
 
 def _copy(source: Path, target: Path, job_root: Path) -> None:
     """Copy a directory; the folder that holds the jobs may lie inside it and is left out."""
-    skipped = {job_root.resolve(), job_root.resolve().parent}
-
-    def ignore(directory: str, names: list[str]) -> Iterable[str]:
-        return {n for n in names if n in _NEVER_SHIPPED or (Path(directory) / n).resolve() in skipped}
-
-    shutil.copytree(source, target, ignore=ignore, ignore_dangling_symlinks=True, dirs_exist_ok=True)
+    skipped = {os.path.realpath(job_root), os.path.realpath(job_root.parent)}
+    try:
+        copy_folder(source, target, lambda path: path.name in _NEVER_SHIPPED or os.path.realpath(path) in skipped)
+    except shutil.Error as error:
+        failed = error.args[0]
+        path, _, reason = failed[0]
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        raise ConfigError(
+            f"{path}{more} could not be copied: {reason}; all of {source} is shipped to the job: make the file readable, or "
+            "keep it outside the directory"
+        ) from None
 
 
 def _unpack(uri: str, target: Path, session: Any) -> None:

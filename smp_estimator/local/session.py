@@ -22,7 +22,7 @@ from smp_estimator.sdk import (
     LocalSagemakerRuntimeClient,
     LocalSession,
     UnexpectedStatusException,
-    get_data_source_instance,
+    download_folder,
     load_local_mode_config,
     load_sagemaker_config,
     validate_sagemaker_config,
@@ -35,6 +35,10 @@ _LOG_TYPES = ("All", "None", "Training", "Rules")
 
 #: The SDK insists on a region; without an account none is meant.
 _FALLBACK_REGION = "us-east-1"
+
+
+#: Names that the SDK makes for jobs on this machine, from the image that stands for it.
+_JOBS_BEGIN_WITH = "smp-process-"
 
 
 class ProcessSession(LocalSession):
@@ -93,7 +97,6 @@ class ProcessSession(LocalSession):
         self.keep = keep
         self.stop_grace_seconds = stop_grace_seconds
         self.launcher = tuple(launcher or DEFAULT_LAUNCHER)
-        self._downloads: dict[str, str] = {}
         self._s3: dict[str, Any] = {}
         super().__init__(
             boto_session=boto_session,
@@ -151,21 +154,20 @@ class ProcessSession(LocalSession):
         if value is not None:
             self._s3[kind] = value
 
-    def downloaded(self, uri: str) -> str:
-        """The local copy of an ``s3://`` prefix, fetched once by the SDK's own data source.
+    def download(self, uri: str, folder: Path) -> None:
+        """Fetch what an ``s3://`` prefix holds now into an empty folder, as the SDK's own data source does.
 
         Raises:
             ConfigError: AWS refuses, or there are no credentials.
         """
-        if uri not in self._downloads:
-            try:
-                self._downloads[uri] = get_data_source_instance(uri, self).get_root_dir()
-            except (BotoCoreError, ClientError) as error:
-                raise ConfigError(
-                    f"{uri} could not be downloaded: {error}; an s3:// address needs AWS credentials that may read it: "
-                    "configure them, or give a local directory as 'file:///the/directory'"
-                ) from error
-        return self._downloads[uri]
+        bucket, _, prefix = uri.removeprefix("s3://").partition("/")  # with its last slash, which excludes "prefix2/"
+        try:
+            download_folder(bucket, prefix, str(folder), self)
+        except (BotoCoreError, ClientError) as error:
+            raise ConfigError(
+                f"{uri} could not be downloaded: {error}; an s3:// address needs AWS credentials that may read it: "
+                "configure them, or give a local directory as 'file:///the/directory'"
+            ) from error
 
     def upload_file(self, path: str, uri: str) -> None:
         """Put one file at an ``s3://`` address."""
@@ -255,6 +257,25 @@ class ProcessSession(LocalSession):
             raise
 
 
+def session_of(job_name: str) -> ProcessSession | None:
+    """A session for a job that is known by its name alone; None leaves the search to the service.
+
+    Raises:
+        ConfigError: the job ran on this machine, but is not one of this interpreter's; or it can be nowhere.
+    """
+    if ProcessClient.knows(job_name):
+        return ProcessSession()
+    here = job_name.startswith(_JOBS_BEGIN_WITH)
+    if not here and boto3.Session().region_name is not None:
+        return None
+    raise ConfigError(
+        f"no training job {job_name!r} was started by this interpreter, which knows its own jobs on this machine only"
+        + ("; " if here else ", and no AWS region is configured in which to look for it; ")
+        + "log and model of an earlier job lie in its folder: read them there, or fit() again with the same checkpoint_s3_uri; "
+        "for a job in the cloud give sagemaker_session=sagemaker.Session()"
+    )
+
+
 def shows_training(log_type: str | bool | Iterable[str]) -> bool:
     """Whether the SDK's ``logs=`` argument asks for the log of the training itself.
 
@@ -293,4 +314,4 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-__all__ = ["ProcessSession", "shows_training"]
+__all__ = ["ProcessSession", "session_of", "shows_training"]

@@ -78,6 +78,11 @@ class JobTree:
         """Where the leader's bootstrap tells the others how it ended."""
         return self.root / "status"
 
+    @property
+    def downloads(self) -> Path:
+        """What channels from S3 held when the job began; the hosts share it."""
+        return self.root / "downloads"
+
     def build(
         self,
         *,
@@ -108,7 +113,7 @@ class JobTree:
             else:
                 tree.checkpoints.symlink_to(checkpoints, target_is_directory=True)
             for channel in channels:
-                channel.link(data, session)
+                channel.link(data, self.downloads, session)
             own = {**hyperparameters, "sagemaker_submit_directory": json.dumps(str(tree.code))}
             _write(config / "hyperparameters.json", own)
             _write(config / "inputdataconfig.json", {channel.name: channel.config for channel in channels})
@@ -120,6 +125,7 @@ class JobTree:
             shutil.rmtree(self.root / tree.host, ignore_errors=True)
         shutil.rmtree(self.code, ignore_errors=True)
         shutil.rmtree(self.status, ignore_errors=True)
+        shutil.rmtree(self.downloads, ignore_errors=True)
 
     def _resources(self, host: str, instance_type: str) -> dict[str, Any]:
         group = "homogeneousCluster"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
-from urllib.parse import unquote, urlparse
+from urllib.parse import unquote
 
 from smp_config import ConfigError
 
@@ -19,19 +21,31 @@ def is_s3_uri(uri: object) -> bool:
 def path_of(uri: str) -> Path:
     """The absolute path of a ``file://`` address; ``file://data`` is relative to the working directory.
 
-    A percent-encoded path is decoded only when the path as written does not exist, since the SDK takes it literally.
+    A percent-encoded path is decoded, as ``Path.as_uri()`` writes it, unless it (or an encoded folder in it) exists as it
+    is written, since the SDK takes it literally.
     """
-    parsed = urlparse(uri, allow_fragments=False)
-    written = parsed.netloc + parsed.path + (f"?{parsed.query}" if parsed.query else "")
+    written = uri.removeprefix("file://")
     path = Path(written).expanduser().absolute()
-    decoded = Path(unquote(written)).expanduser().absolute()
-    return decoded if decoded != path and decoded.exists() and not path.exists() else path
+    if path.exists() or "%" not in written or re.search(r"%(?![0-9A-Fa-f]{2})", written):
+        return path
+    try:
+        decoded = Path(unquote(written, errors="strict")).expanduser().absolute()
+    except UnicodeDecodeError:
+        return path
+    literally = any("%" in folder.name and folder.exists() for folder in path.parents)
+    return path if literally and not decoded.exists() else decoded
+
+
+def address_of(path: str | os.PathLike[str]) -> str:
+    """The ``file://`` address of a path, plain where :func:`path_of` reads it as it is written."""
+    path = Path(path).absolute()
+    return f"file://{path}" if path_of(f"file://{path}") == path else path.as_uri()
 
 
 def bucket_and_key(uri: str) -> tuple[str, str]:
     """``s3://bucket/some/key`` → ``("bucket", "some/key")``."""
-    parsed = urlparse(uri, allow_fragments=False)
-    return parsed.netloc, parsed.path.strip("/")
+    bucket, _, key = uri.removeprefix("s3://").partition("/")
+    return bucket, key.strip("/")
 
 
 def require_address(value: object, what: str) -> str:

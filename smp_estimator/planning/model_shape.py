@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -69,6 +70,16 @@ class ModelShape:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(
                     f"{name} is {value!r}; the shape of a model is counted in whole elements: give {name}=1 or more"
+                )
+        if isinstance(self.feed_forward, bool) or not isinstance(self.feed_forward, int) or self.feed_forward < 0:
+            raise ConfigError(
+                f"feed_forward is {self.feed_forward!r}; it is the width inside the MLP, in whole elements: give for example "
+                f"feed_forward={4 * self.hidden}, or 0, which means 4 × hidden {self.hidden}"
+            )
+        for name in ("tied_embeddings", "learned_positions", "gated", "biases"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}; the shape has it or not: write {name}=True or False (in JSON true, false)"
                 )
         if not self.weights and self.hidden % self.heads:
             fitting = [h for h in range(1, self.hidden + 1) if self.hidden % h == 0 and h <= 2 * self.heads]
@@ -141,7 +152,7 @@ class ModelShape:
         Raises:
             ConfigError: fewer than a million parameters, or no shape within 25 % of the count.
         """
-        if isinstance(count, bool) or not isinstance(count, int | float) or count < 1e6:
+        if isinstance(count, bool) or not isinstance(count, int | float) or not 1e6 <= count < math.inf:
             raise ConfigError(
                 f"the model has {count!r} parameters; a shape can be chosen from a million parameters on: give the "
                 "count in units, for example 20e9, or the shape itself"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from smp_config import ConfigError
+from smp_config.in_flight import default_active, in_flight_counts
 
 
 def idle_fraction(stages: int, microbatches: int) -> float:
@@ -17,8 +18,9 @@ def idle_fraction(stages: int, microbatches: int) -> float:
 def in_flight(schedule: str, stage: int, stages: int, microbatches: int, active: int | None = None) -> int:
     """Microbatches whose activations a stage holds at once.
 
-    All forwards first ("simple"): all m. Backward first ("interleaved", 1F1B): min(m, p − i) at stage i counted from 0
-    (Narayanan et al. 2019, PipeDream), and never more than ``active`` (``active_microbatches``).
+    All forwards first ("simple"): all of a wave, which has ``active`` of the m microbatches. Backward first
+    ("interleaved", 1F1B): min(m, p − i) at stage i counted from 0 (Narayanan et al. 2019, PipeDream). Never more than
+    ``active`` (``active_microbatches``; None: its default).
 
     Raises:
         ConfigError: a stage that does not exist, or an unknown schedule.
@@ -30,11 +32,10 @@ def in_flight(schedule: str, stage: int, stages: int, microbatches: int, active:
         )
     if schedule == "_only_forward":
         return 1
-    if schedule == "simple":
-        return microbatches
-    if schedule != "interleaved":
+    if schedule not in ("interleaved", "simple"):
         raise ConfigError(f"pipeline is {schedule!r}; schedules are 'interleaved' and 'simple': use one of them")
-    return min(microbatches, stages - stage, active or microbatches)
+    most = default_active(stages) if active is None else active
+    return in_flight_counts(stages, microbatches, most, backward_first=schedule == "interleaved")[stage]
 
 
 def layers_of_stage(layers: int, stages: int, stage: int) -> range:

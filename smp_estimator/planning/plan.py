@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import io
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -307,6 +308,14 @@ def request_for(
             f"processes_per_host is {processes_per_host}, but {have} and each process needs its own; set it to "
             f"{known.gpus if known else 1}"
         )
+    if gpu_memory_bytes is None:
+        gpu_memory_bytes = known.gpu_memory_bytes if known else None
+    elif isinstance(gpu_memory_bytes, bool) or not 0 < gpu_memory_bytes < math.inf:
+        otherwise = f"the catalogue's {known.gpu_memory_bytes}" if known else "a plan without a verdict"
+        raise ConfigError(
+            f"the memory of a GPU is {gpu_memory_bytes} bytes; the plan is compared with what a GPU has: give more than 0, "
+            f"or leave it out for {otherwise}"
+        )
     if not isinstance(parameters, ModelParallelParameters):
         parameters = ModelParallelParameters.from_mp_parameters({"ddp": True} if parameters is None else parameters)
     return Request(
@@ -316,7 +325,7 @@ def request_for(
         processes_per_host=processes_per_host,
         parameters=parameters,
         workload=workload,
-        gpu_memory_bytes=gpu_memory_bytes or (known.gpu_memory_bytes if known else None),
+        gpu_memory_bytes=gpu_memory_bytes,
         environment=tuple(sorted((environment or {}).items())),
     )
 

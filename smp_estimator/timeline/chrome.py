@@ -47,7 +47,7 @@ def _names(rank: RankStep) -> Iterator[dict[str, Any]]:
 
 def _events(step: Step, rank: RankStep, origin: float) -> Iterator[dict[str, Any]]:
     yield {
-        "name": f"step {step.number}",
+        "name": step.title,
         "cat": "step",
         "ph": "X",
         "pid": rank.rank,

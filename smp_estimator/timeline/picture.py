@@ -75,7 +75,7 @@ def save_picture(step: Step, path: str | Path) -> Path:
 def title(step: Step) -> str:
     """``step 12: 311 ms, 23.1 % idle ((p − 1)/(m + p − 1) = 20.0 % for 2 stages, 4 microbatches)``."""
     return (
-        f"step {step.number}: {step.makespan * 1e3:.3g} ms, {step.idle:.1%} idle ((p − 1)/(m + p − 1) = {step.expected_idle:.1%} "
+        f"{step.title}: {step.makespan * 1e3:.3g} ms, {step.idle:.1%} idle ((p − 1)/(m + p − 1) = {step.expected_idle:.1%} "
         f"for {step.stages} stages, {step.microbatches} microbatches)"
     )
 

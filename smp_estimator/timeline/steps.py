@@ -72,6 +72,16 @@ class Step:
         """Seconds from the first block to the last of the slowest pipeline."""
         return max(stop - start for start, stop in self._windows.values())
 
+    @property
+    def trains(self) -> bool:
+        """Whether there was a backward pass; without one it is an evaluation."""
+        return any(block.kind == "B" for rank in self.ranks for block in rank.blocks)
+
+    @property
+    def title(self) -> str:
+        """``step 12``, or ``step 12 (evaluation)``."""
+        return f"step {self.number}" if self.trains else f"step {self.number} (evaluation)"
+
     def idle_of(self, rank: RankStep) -> float:
         """Part of its pipeline's time in which a rank did not compute."""
         start, stop = self._windows.get(rank.replica, (0.0, 0.0))
@@ -148,13 +158,13 @@ class JobTimeline:
         )
 
     def step(self, number: int | None = None) -> Step:
-        """The step of this number; without one the newest.
+        """The step of this number; without one the newest training step, or the newest where there is none.
 
         Raises:
             ConfigError: it was not recorded.
         """
         if number is None:
-            return self.steps[-1]
+            return next((step for step in reversed(self.steps) if step.trains), self.steps[-1])
         for step in self.steps:
             if step.number == number:
                 return step

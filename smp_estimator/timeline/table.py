@@ -17,6 +17,7 @@ def step_table(timeline: JobTimeline) -> Table:
         title=f"{len(timeline.steps)} steps of {timeline.job or 'a job without a name'}", title_justify="left"
     )
     table.add_column("step", justify="right")
+    table.add_column("kind")
     table.add_column("micro-\nbatches", justify="right")
     table.add_column("makespan\nms", justify="right")
     for name in [f"rank {rank}\nidle" for rank in timeline.ranks] if listed else ["least\nidle", "most\nidle"]:
@@ -27,6 +28,7 @@ def step_table(timeline: JobTimeline) -> Table:
         idle = [step.idle_of(rank) for rank in step.ranks]
         table.add_row(
             str(step.number),
+            "training" if step.trains else "evaluation",
             str(step.microbatches),
             _milliseconds(step.makespan),
             *map(_percent, idle if listed else (min(idle), max(idle))),
@@ -38,7 +40,7 @@ def step_table(timeline: JobTimeline) -> Table:
 
 def rank_table(step: Step) -> Table:
     """One row per rank of a step: what it was busy with, and how long it waited."""
-    table = Table(title=f"step {step.number}, {_milliseconds(step.makespan)} ms", title_justify="left")
+    table = Table(title=f"{step.title}, {_milliseconds(step.makespan)} ms", title_justify="left")
     table.add_column("rank", justify="right")
     table.add_column("stage", justify="right")
     table.add_column("host")

@@ -15,7 +15,10 @@ SHARDED = {
 }
 
 
-def _train(tensor_parallel, strategy):
+PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2}
+
+
+def _train(tensor_parallel, strategy, late=False):
     import smdistributed.modelparallel.torch as smp
 
     def make():
@@ -28,8 +31,11 @@ def _train(tensor_parallel, strategy):
     def prepare(model):
         if tensor_parallel:
             assert type(model.layers[0].widen).__name__ == "DistributedLinear"
-        if strategy is not None:
-            smp.set_activation_checkpointing(model.layers, strategy=strategy)
+        set_it = lambda *_: smp.set_activation_checkpointing(model.layers, strategy=strategy)  # noqa: E731
+        if late:
+            once = model.register_post_step_hook(lambda *_: (once.remove(), set_it()))
+        elif strategy is not None:
+            set_it()
 
     return train(make, prepare)
 
@@ -49,3 +55,13 @@ def test_tensor_parallelism(ranks, strategy):
     marked = ranks(_train, 2, True, strategy, config=config, timeout=TIMEOUT)
     same(marked, plain)
     assert all(a["runs"] == 2 * b["runs"] for a, b in zip(marked, plain, strict=True))
+
+
+@pytest.mark.parametrize("config", [SHARDED, PIPELINE], ids=["sharded", "pipeline"])
+@pytest.mark.parametrize("strategy", ["each", "group_2"])
+def test_a_call_after_the_first_step_counts_from_then_on(ranks, config, strategy):
+    plain = ranks(_train, 2, False, None, config=config, timeout=TIMEOUT)
+    late = ranks(_train, 2, False, strategy, True, config=config, timeout=TIMEOUT)
+    same(late, plain)
+    # Of three steps the last two run everything twice.
+    assert 3 * sum(a["runs"] for a in late) == 5 * sum(b["runs"] for b in plain)

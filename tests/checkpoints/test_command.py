@@ -123,18 +123,31 @@ def test_the_path_may_be_above_or_the_checkpoint_itself(saved):
     assert "two_partial" in call("inspect", f"file://{folder}")
 
 
-def test_an_unfinished_and_a_cut_folder_are_shown_as_not_whole(saved):
+def test_an_unfinished_and_a_cut_folder_are_shown_as_not_complete(saved):
     folder, _ = saved
     (folder / "two_partial" / "manifest.json").unlink()
     file = folder / "one_partial" / "model_0.pt"
     file.write_bytes(file.read_bytes()[:-1])
     said = call("inspect", folder)
-    assert "not whole two_partial" in said
+    assert "not complete two_partial" in said
     assert "has no manifest.json" in said
     assert "model_0.pt has" in said
-    assert "the file newest names two_partial, which is not whole" in said
+    assert "the file newest names two_partial, which is not complete" in said
     assert json.loads(call("inspect", folder, "--json"))["resumes"] is None
     assert "no whole checkpoint to convert" in call("convert", folder, folder / "out.pt", "--to", "full", code=1)
+
+
+def test_inspect_says_that_it_does_not_read_what_verify_finds(saved):
+    folder, _ = saved
+    file = folder / "two_partial" / "model_0.pt"
+    content = bytearray(file.read_bytes())
+    content[200:208] = bytes(byte ^ 255 for byte in content[200:208])
+    file.write_bytes(content)
+    said = call("inspect", folder)
+    assert "whole" not in said
+    assert f"What is in them was not read: smp-estimator checkpoint verify {folder}" in said
+    assert [c["complete"] for c in json.loads(call("inspect", folder, "--json"))["checkpoints"]] == [True, True]
+    assert "broken two_partial" in call("verify", folder, code=1)
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["verify"], ["convert", "--to", "full"]])
@@ -316,7 +329,7 @@ def test_any_topology_becomes_one_state(ranks, tmp_path, topology):
     states = ranks(_save, world, str(tmp_path / "checkpoints"), ["a", "b"], config=config)
     expected = states[0]
     call("verify", tmp_path / "checkpoints")
-    assert "tensors" in call("convert", tmp_path, tmp_path / "full.pt", "--to", "full")
+    assert f" {len(expected)} tensors, " in call("convert", tmp_path, tmp_path / "full.pt", "--to", "full")
     whole = torch.load(tmp_path / "full.pt", weights_only=True)
     assert whole.keys() == expected.keys()
     for name, value in expected.items():
@@ -384,8 +397,9 @@ def test_a_distributed_model_becomes_one_of_transformers(ranks, tmp_path, family
         config={"tensor_parallel_degree": 2, "ddp": True},
     )
     call("verify", tmp_path / "checkpoints")
-    call("convert", tmp_path, tmp_path / "hf", "--to", "transformers", "--largest-file", "20KB")
-    assert (tmp_path / "hf" / "model.safetensors.index.json").exists()
+    said = call("convert", tmp_path, tmp_path / "hf", "--to", "transformers", "--largest-file", "20KB")
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert f" {len(index['weight_map'])} tensors, " in said
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     with torch.no_grad():
         found = model(input_ids=torch.arange(2 * SEQ).view(2, SEQ)).logits

@@ -204,3 +204,37 @@ def test_names_that_older_helper_scripts_read(solo):
             assert by_id[id(parameter)] == indices[name]
     state = run.optimizer.save_optimizer_backcompat(gather_if_shard=True)
     run.optimizer.load_optimizer_backcompat(state)
+
+
+def _bare_gpt2(path, distributed, loads):
+    import transformers as hf
+
+    import smdistributed.modelparallel.torch as smp
+
+    torch.manual_seed(3 if loads else 4)
+    with smp.tensor_parallelism(distributed):
+        module = hf.GPT2Model(hf.GPT2Config(n_embd=16, n_head=2, n_layer=2, n_positions=8, vocab_size=12))
+    model = smp.DistributedModel(module.eval())
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    if loads:
+        smp.resume_from_checkpoint(path)
+    ids = torch.arange(12).view(2, 6) % 12
+    loss = model(ids).last_hidden_state[..., :3].square().mean()
+    model.backward(loss)
+    optimizer.step()
+    if not loads:
+        smp.save_checkpoint(path, tag="1")
+    with torch.no_grad():
+        return model(ids).last_hidden_state, float(loss.detach())
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_distributed_model_without_a_head_and_its_original_load_each_other(ranks, tmp_path, first):
+    config = {"tensor_parallel_degree": 2, "ddp": True}
+    path = str(tmp_path / "checkpoints")
+    setups = {True: (2, config), False: (1, {})}
+    world, config = setups[first]
+    states = ranks(_bare_gpt2, world, path, first, False, config=config, timeout=100)
+    world, config = setups[not first]
+    again = ranks(_bare_gpt2, world, path, not first, True, config=config, timeout=100)
+    assert again[0][1] == pytest.approx(float(states[0][0][..., :3].square().mean()), rel=1e-4)

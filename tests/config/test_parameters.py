@@ -15,6 +15,12 @@ def parse(**parameters):
     return ModelParallelParameters.from_mp_parameters(parameters)
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_numbers_without_end_are_refused(value):
+    with pytest.raises(ConfigError, match="microbatches must be a whole number"):
+        parse(microbatches=value)
+
+
 DOCUMENTED_DEFAULTS = {
     "pipeline_parallel_degree": 1,
     "partitions": 1,

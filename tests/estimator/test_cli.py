@@ -22,6 +22,9 @@ GOOD = {
 }
 
 
+SHAPE = '{"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 100, "sequence": 16, %s}'
+
+
 def call(*arguments: str, code: int = 0, **more: Any) -> Result:
     result = CliRunner().invoke(main, list(arguments), **more)
     assert result.exit_code == code, result.output + repr(result.exception)
@@ -55,7 +58,14 @@ def test_validate_reads_files_with_their_cluster(tmp_path: Path) -> None:
     assert "valid on 2 × ml.p3.16xlarge: 16 processes" in flat(call("validate", str(file)))
 
 
+def test_validate_says_that_it_does_not_know_an_instance() -> None:
+    said = flat(call("validate", "-", "--instance-type", "ml.p9.large", input='{"ddp": True}'))
+    assert "warning no instance type ml.p9.large is known here" in said
+
+
 def test_validate_reads_parameters_alone() -> None:
+    old = '{"partitions": 2, "instance_type": "ml.p3.16xlarge"}'
+    assert "on 1 × ml.p3.16xlarge: 8 processes = pipeline 2" in flat(call("validate", "-", input=old))
     text = '{"ddp": True, "sharded_data_parallel_degree": 8, "fp16": True}'
     assert "sharded over 8" in flat(call("validate", "-", input=text))
 
@@ -70,6 +80,10 @@ def test_validate_reads_parameters_alone() -> None:
         ('{"smdistributd": {}}', "did you mean 'smdistributed'"),
         (json.dumps({**GOOD, "mpi": {"enabled": True, "processes_per_host": 16}}), "has 8 GPUs"),
         (json.dumps({"smdistributed": GOOD["smdistributed"]}), "mpi is missing"),
+        ('{"distribution": null}', "distribution is None; strategies are read from its keys"),
+        (json.dumps({"distribution": GOOD, "instance_count": "2"}), "instance_count is '2', a str"),
+        (json.dumps({"distribution": GOOD, "instance_type": ["a"]}), "instance_type is ['a'], a list"),
+        ('{"ddp": true, "microbatches": 1e400}', "microbatches must be a whole number, got inf"),
     ],
 )
 def test_validate_refuses(text: str, said: str) -> None:
@@ -124,7 +138,7 @@ def test_plan_takes_shapes_and_other_devices() -> None:
     said = flat(call("plan", shape, "--instance-type", "local", "--processes", "2", "--gpu-memory", "1"))
     assert "2 layers × 64" in said
     assert "of 1.1 (" in said
-    assert "lacks ['sequence']" in flat(call("plan", shape.replace(', "sequence": 16', ""), code=1))
+    assert "lacks sequence;" in flat(call("plan", shape.replace(', "sequence": 16', ""), code=1))
 
 
 @pytest.mark.parametrize(
@@ -134,6 +148,14 @@ def test_plan_takes_shapes_and_other_devices() -> None:
         (["gpt2", "--parameters", "nowhere.json"], "no such file"),
         (["gpt2", "--parameters", '{"ddp": tru}'], "neither JSON"),
         (["gpt2", "--instance-type", "ml.p9.xlarge"], "give processes_per_host"),
+        (["nan"], "the model has nan parameters"),
+        (["inf"], "the model has inf parameters"),
+        (["gpt2", "--gpu-memory", "0"], "--gpu-memory is 0; it is the memory of one GPU in GiB: give more than 0"),
+        (["gpt2", "--gpu-memory", "-1"], "--gpu-memory is -1;"),
+        (["gpt2", "--gpu-memory", "inf"], "--gpu-memory is inf;"),
+        ([SHAPE % '"feed_forward": "x"'], "feed_forward is 'x'; it is the width inside the MLP"),
+        ([SHAPE % '"gated": "no"'], "gated is 'no'; the shape has it or not"),
+        ([SHAPE % '"weights": [1]'], "given as MODEL has unknown weights"),
     ],
 )
 def test_plan_refuses(arguments: list[str], said: str) -> None:
@@ -205,8 +227,18 @@ def test_run_hands_everything_on(fake: type[Fake], script: Path, tmp_path: Path)
     assert fake.made["distribution"]["mpi"] == {"enabled": True, "processes_per_host": 2}
     model = fake.made["distribution"]["smdistributed"]["modelparallel"]
     assert model == {"enabled": True, "parameters": {"ddp": True, "microbatches": 2}}
-    assert fake.made["output_path"] == (tmp_path / "out").as_uri()
-    assert fake.fitted == {"train": data.as_uri()}
+    assert fake.made["output_path"] == f"file://{tmp_path / 'out'}"
+    assert fake.fitted == {"train": f"file://{data}"}
+
+
+def test_run_reads_its_own_addresses(fake: type[Fake], script: Path, tmp_path: Path) -> None:
+    from smp_estimator.local.uris import path_of
+
+    for name in ("my out", "my%20out", "100% é", "a#b?c"):
+        call("run", str(script / "train.py"), "--output", str(tmp_path / name))
+        assert path_of(fake.made["output_path"]) == tmp_path / name
+        (tmp_path / name).mkdir()
+        assert path_of(fake.made["output_path"]) == tmp_path / name
 
 
 def test_run_shows_the_failure_and_fails(fake: type[Fake], script: Path) -> None:

@@ -99,6 +99,25 @@ def test_variables_of_the_collectives_go_both_ways(cloud: Cloud, script: Path) -
         assert cloud.requests[-1]["Environment"] == sent
 
 
+def test_a_variable_may_change_between_two_jobs(cloud: Cloud, script: Path) -> None:
+    distribution = model_parallel(8, ddp=True)
+    environment = {"MINE": "2"}
+    job = cloud.estimator(script, distribution=distribution, environment=environment)
+    for size in ("16384", "8192"):
+        distribution["mpi"]["custom_mpi_options"] = f"-x SMDDP_AG_SORT_BUFFER_SIZE_BYTES={size}"
+        job.fit(wait=False)
+        assert cloud.requests[-1]["Environment"] == {"MINE": "2", "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": size}
+    del distribution["mpi"]["custom_mpi_options"]
+    job.fit(wait=False)
+    assert cloud.requests[-1]["Environment"] == {"MINE": "2"}
+    job.environment = {"SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "8192"}  # the user's own, which stays
+    job.fit(wait=False)
+    assert cloud.requests[-1]["Environment"] == {"SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "8192"}
+    distribution["mpi"]["custom_mpi_options"] = "-x SMDDP_AG_SORT_BUFFER_SIZE_BYTES=16384"
+    with pytest.raises(ConfigError, match="both reach the ranks"):
+        job.fit(wait=False)
+
+
 @pytest.mark.parametrize("options", ["", "-verbose -x A=1", f"{VADER} -x NCCL_PROTO=simple -x B=2"])
 def test_attach_restores_the_distribution(cloud: Cloud, script: Path, options: str) -> None:
     distribution = model_parallel(8, pipeline_parallel_degree=2, partitions=2, ddp=True, microbatches=4)
@@ -359,3 +378,9 @@ def test_s3_input_and_output_of_a_process_job(cloud: Cloud, script: Path, tmp_pa
     assert job.model_data == f"s3://bucket/models/{name}/model.tar.gz"
     assert s3.head_object(Bucket="bucket", Key=f"models/{name}/model.tar.gz")["ContentLength"] > 100
     assert (tmp_path / name / "algo-1/opt/ml/input/data/train/part/a.txt").read_text() == "a"
+    s3.put_object(Bucket="bucket", Key="data/part/a.txt", Body=b"b")
+    job.fit({"train": "s3://bucket/data"}, logs=False)
+    second = session.job(job.latest_training_job.name).tree
+    assert (second.hosts[0].base / "input/data/train/part/a.txt").read_text() == "b", "the data had changed"
+    second.remove_workspace()
+    assert sorted(path.name for path in second.root.iterdir()) == ["job.log"]

@@ -47,6 +47,43 @@ def test_what_is_sent_reads_back(distribution: dict[str, Any]) -> None:
     assert strategies.hyperparameters(again) == strategies.hyperparameters(settings)
 
 
+def with_options(text: str) -> Any:
+    distribution = model_parallel(2, ddp=True)
+    distribution["mpi"]["custom_mpi_options"] = text
+    return read(distribution)
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ('-x "A=1   2" --map-by  socket', "-x 'A=1   2' --map-by socket"),
+        ("-x 'A=1' -x B=\"2\"", "-x A=1 -x B=2"),
+        (
+            "-x 'A=--mca btl_vader_single_copy_mechanism none' --mca btl_vader_single_copy_mechanism none",
+            "-x 'A=--mca btl_vader_single_copy_mechanism none'",
+        ),
+    ],
+)
+def test_options_are_sent_as_mpirun_reads_them(given: str, sent: str) -> None:
+    carried = strategies.hyperparameters(with_options(given))
+    assert carried["sagemaker_mpi_custom_mpi_options"] == sent
+    assert strategies.from_hyperparameters(carried)["mpi"]["custom_mpi_options"] == sent
+
+
+def test_a_stock_image_tears_quoted_options() -> None:
+    assert strategies.stock_image_conflicts(with_options("-x 'A=1' -verbose")) == []
+    with pytest.raises(
+        ConfigError, match=r"splits at every blank.*\"Tree'\" as a word.*environment=\{'A': 'Ring Tree'\}"
+    ):
+        strategies.stock_image_conflicts(with_options('-x "A=Ring Tree"'))
+    with pytest.raises(ConfigError, match="give image_uri instead"):
+        strategies.stock_image_conflicts(with_options("--mca rmaps 'my map'"))
+    with pytest.raises(ConfigError, match="splits at every blank"):
+        strategies.stock_image_conflicts(with_options("""-x "A='b'" """))
+    mirrored = strategies.hyperparameters(with_options(""), {"SMDDP_LOG": "a b"})
+    assert mirrored["sagemaker_mpi_custom_mpi_options"] == "", "the environment carries it"
+
+
 def test_parameters_may_be_a_file(tmp_path: Path) -> None:
     path = tmp_path / "parameters.json"
     path.write_text(json.dumps({"pipeline_parallel_degree": 2, "microbatches": 2}))

@@ -31,6 +31,24 @@ def test_a_suggestion_for_the_same_cluster():
     assert suggestion.plan.total_bytes < 8 * 2**30
 
 
+def test_a_simple_pipeline_holds_one_wave():
+    """As the runtime: waves of active_microbatches, two more than stages unless given."""
+    held = {
+        active: _estimator(pipeline_parallel_degree=4, microbatches=16, pipeline="simple", **given)
+        .plan("gpt2", batch=16, gpu_memory_bytes=8 * 2**30)
+        .worst.activations.kept
+        for active, given in ((6, {}), (3, {"active_microbatches": 3}), (16, {"active_microbatches": 99}))
+    }
+    assert held[6] == 2 * held[3]
+    assert held[16] * 3 == held[3] * 16
+
+
+@pytest.mark.parametrize("size", [0, -1, float("nan")])
+def test_a_gpu_without_memory(size):
+    with pytest.raises(ConfigError, match=r"the memory of a GPU is .* give more than 0, or leave it out"):
+        _estimator().plan("gpt2", gpu_memory_bytes=size)
+
+
 def test_a_cluster_that_is_not_known_yet():
     estimator = _estimator()
     estimator.instance_count = None

@@ -14,6 +14,8 @@ import pytest
 from botocore.exceptions import ClientError
 from estimator.fakes import FAKE_BOOTSTRAP, model_parallel
 
+from smp_config import ConfigError
+
 Make = Callable[..., Any]
 
 
@@ -185,6 +187,32 @@ def test_attach(make: Make) -> None:
     assert "mp_parameters" not in attached._hyperparameters
     with pytest.raises(ClientError, match="not found"):
         estimator.sagemaker_session.describe_training_job("no-such-job")
+
+
+def test_attach_to_a_job_of_an_earlier_interpreter() -> None:
+    from smp_estimator import SMPEstimator
+
+    with pytest.raises(
+        ConfigError, match=r"no training job 'smp-process-2020' was .* its own jobs on this machine only"
+    ):
+        SMPEstimator.attach("smp-process-2020")
+    with pytest.raises(ConfigError, match=r"'mine' .* no AWS region is configured .* give sagemaker_session"):
+        SMPEstimator.attach("mine")
+
+
+def test_what_the_service_alone_can_do(make: Make) -> None:
+    from sagemaker.parameter import IntegerParameter
+    from sagemaker.tuner import HyperparameterTuner
+
+    metric = [{"Name": "loss", "Regex": "x"}]
+    tuner = HyperparameterTuner(make(), "loss", {"x": IntegerParameter(1, 2)}, metric_definitions=metric)
+    with pytest.raises(ConfigError, match=r"create_hyper_parameter_tuning_job is a call of the SageMaker service"):
+        tuner.fit()
+    client = make().sagemaker_session.sagemaker_client
+    assert not hasattr(client, "meta")
+    assert not hasattr(client, "_private")
+    with pytest.raises(ConfigError, match="create_auto_ml_job is a call of"):
+        client.create_auto_ml_job()
 
 
 def test_uncompressed_model(make: Make, tmp_path: Path) -> None:

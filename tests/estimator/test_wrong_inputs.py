@@ -43,6 +43,12 @@ WRONG: dict[str, tuple[Callable[[Make], Any], str, str, str]] = {
         r"the job runs one script",
         r"name the file, and give the directory as source_dir",
     ),
+    "entry point that is no script": (
+        fit(entry_point="notes.txt"),
+        r"entry_point is 'notes\.txt', whose ending is '\.txt'",
+        r"the job starts \.py files with Python and \.sh files with bash",
+        r"rename it, for example to 'notes\.py'",
+    ),
     "entry point outside source_dir": (
         fit(entry_point="../train.py"),
         r"entry_point '\.\./train\.py' is /.*/train\.py, outside source_dir",
@@ -277,6 +283,7 @@ def _pipe() -> Any:
 @pytest.mark.parametrize("name", WRONG)
 def test_three_parts(name: str, make: Make, tmp_path: Path) -> None:
     act, wrong, how, change = WRONG[name]
+    (tmp_path / "scripts" / "notes.txt").write_text("")
     with pytest.raises(ConfigError) as caught:
         act(make)
     message = str(caught.value)

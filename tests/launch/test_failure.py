@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from smp_config.failure import FailureRecord, format_failure
@@ -157,3 +159,34 @@ def test_the_file_is_written_whole_and_once(tmp_path):
     assert not write_failure(path, Cause("second"))
     assert path.read_text() == "first\n\ndetail\n"
     assert [p.name for p in path.parent.iterdir()] == ["failure"]
+
+
+def test_without_mpirun_every_line_is_the_script_s_own():
+    lines = ["epoch 1", RULE, "epoch 2", "MPI_ABORT was invoked", RULE, "mpirun: Forwarding signal 12 to job"]
+    collector = FailureCollector(str, mpirun=False)
+    for text in lines:
+        assert collector.take(Line(text)) == [text]
+    assert not collector.failing
+
+
+def test_a_rule_without_its_pair_withholds_nothing_for_long():
+    collector = FailureCollector(str)
+    assert collector.release_at == float("inf")
+    assert collector.take(Line(RULE)) == collector.take(Line("word")) == []
+    assert time.monotonic() < collector.release_at < time.monotonic() + 2
+    assert collector.release() == [RULE, "word"]
+    assert collector.release_at == float("inf")
+    assert collector.take(Line("more")) == ["more"]
+    assert "word" in collector.first_cause(1).headline
+
+
+def test_a_rule_without_its_pair_withholds_few_lines():
+    collector = FailureCollector(str)
+    shown = [text for word in [RULE, *map(str, range(500))] for text in collector.take(Line(word))]
+    assert shown == [RULE, *map(str, range(500))]
+
+
+def test_a_rule_without_its_pair_does_not_hide_the_next_message():
+    collector, shown = hear(f"{RULE}\n{KILLED_5}\nepoch 2")
+    assert shown == [RULE, "epoch 2"]
+    assert collector.first_cause(137).headline.startswith("rank 1 (algo-2): was killed by signal 9")

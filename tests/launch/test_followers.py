@@ -118,3 +118,24 @@ def test_a_port_that_is_none(given):
     assert port({}) == "22"
     with pytest.raises(LaunchError, match="use a number from 1 to 65535"):
         port({PORT_VARIABLE: given})
+
+
+@pytest.mark.parametrize("banner", ["echo 'Welcome to the host'", "printf 'Last login\\r\\n\\n'; sleep 0.3; echo"])
+def test_a_banner_before_the_answer_is_passed_over(client, stop, banner):
+    with Followers.reach(["algo-2"], client(banner), stop, {PATIENCE_VARIABLE: "30"}) as followers:
+        assert followers.lost() == []
+
+
+def test_a_host_that_begins_to_speak_and_falls_silent_ends_the_patience(client, stop):
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match=r"within 0.5 s \(algo-2: it said 'Enter pass', but not that it is ready\)"):
+        Followers.reach(["algo-2"], client("printf 'Enter pass'; exec sleep 20"), stop, {PATIENCE_VARIABLE: "0.5"})
+    assert time.monotonic() - began < 10
+
+
+def test_a_helper_that_holds_the_messages_does_not_hold_the_leader(client, stop):
+    began = time.monotonic()
+    proxy = client("echo 'proxy: no route' >&2; sleep 20 >/dev/null & exit 255")
+    with pytest.raises(LaunchError, match=r"algo-2: proxy: no route"):
+        Followers.reach(["algo-2"], proxy, stop, {PATIENCE_VARIABLE: "0.5"})
+    assert time.monotonic() - began < 10

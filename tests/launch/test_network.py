@@ -53,3 +53,9 @@ def test_an_interface_that_is_missing_matters_only_between_machines(tmp_path):
     assert usable_interface("eth1", True, tmp_path) == "lo"
     assert usable_interface("eth1", False, tmp_path) == "eth1"
     assert usable_interface("eth1", True, tmp_path / "missing") == "eth1"
+
+
+def test_loopback_is_called_as_the_system_calls_it(monkeypatch, tmp_path):
+    monkeypatch.setattr("smp_launch.network.LOOPBACK", "lo0")
+    assert usable_interface("lo", True, tmp_path / "missing") == "lo0"
+    assert usable_interface("eth0", False, tmp_path / "missing") == "eth0"

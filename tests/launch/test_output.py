@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
+
 import pytest
 
 from smp_launch.output import Line, LineAssembler
+from smp_launch.supervise import show
 
 #: What Open MPI 4.1 writes when rank 1 speaks in the middle of rank 0's line.
 FRAGMENTS = (
@@ -63,3 +68,33 @@ def test_a_line_without_end_does_not_fill_the_memory():
     lines = [line for _ in range(40) for line in assembler.feed(b"x" * 65536)]
     assert sum(len(line.text) for line in lines + assembler.finish()) == 40 * 65536
     assert len(lines) == 2
+
+
+@pytest.fixture
+def pipe():
+    ends = os.pipe()
+    os.set_blocking(ends[1], False)
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def test_a_slow_reader_of_a_pipe_that_does_not_block_gets_everything(pipe):
+    got = bytearray()
+
+    def read():
+        time.sleep(0.2)
+        while not got.endswith(b"end\n"):
+            got.extend(os.read(pipe[0], 4096))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    show(["x" * 500_000, "end"], pipe[1])
+    reader.join(20)
+    assert len(got) == 500_005
+
+
+def test_a_reader_that_takes_nothing_does_not_hold_the_job(pipe):
+    began = time.monotonic()
+    show(["x" * 500_000], pipe[1], patience=0.3)
+    assert 0.2 < time.monotonic() - began < 10

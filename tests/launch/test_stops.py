@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -296,3 +297,44 @@ def test_a_stop_while_the_ranks_start_reaches_them(launcher):
     running.process.send_signal(signal.SIGTERM)
     running.wait()
     assert "stopped by SIGTERM" in job.failure() or running.process.returncode == 0
+
+
+@pytest.mark.parametrize("processes", [2, None])
+def test_a_shell_script_may_save_and_end_well(launcher, processes):
+    job = launcher.job(
+        """
+        trap 'sleep 0.3; echo "saved $SMP_RANK"; exit 0' TERM
+        echo ready
+        sleep 60
+        """,
+        processes=processes,
+        entry_point="run.sh",
+    )
+    running = launcher.start(job)
+    running.wait_for("ready", processes or 1)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.wait() == 0, running.log
+    assert sum(line.startswith("saved") for line in running.log) == (processes or 1)
+
+
+@pytest.mark.parametrize("processes", [2, None])
+def test_a_program_of_a_shell_script_may_save_and_end_well(launcher, processes):
+    """Bash itself dies of the signal, and no rank ends another's time to save."""
+    job = launcher.job(f"{sys.executable} save.py\necho not reached", processes=processes, entry_point="run.sh")
+    slowly = SAVES.replace("time.sleep(0.5)", 'time.sleep(0.2 + int(os.environ["SMP_RANK"]))')
+    (job.tree() / "code" / "save.py").write_text(slowly.replace('print("ready")', 'print("ready", flush=True)'))
+    running = launcher.start(job)
+    running.wait_for("ready", processes or 1)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.wait() == 0, running.log
+    assert sum(line.startswith("saved") for line in running.log) == (processes or 1)
+    assert "not reached" not in running.log
+
+
+def test_a_shell_script_without_anybody_who_saves_is_told_as_stopped(launcher):
+    job = launcher.job("echo ready\nsleep 60", entry_point="run.sh")
+    running = launcher.start(job)
+    running.wait_for("ready", 2)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.wait() == 143
+    assert "run.sh was killed by SIGTERM" in job.failure()

@@ -334,3 +334,223 @@ def test_a_stage_without_modules_takes_part(ranks):
     assert losses == theirs
     assert losses[-1] < losses[0]
     assert (here, there) == (4, 0)
+
+
+def _shape_mismatch():
+    """A loss that fails in the step function, which runs on the last rank; what its exception would tell the launcher."""
+    import traceback
+
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    smp.set_partition(net[0], 0)
+    model = smp.DistributedModel(net)
+    criterion = nn.CrossEntropyLoss()
+
+    @smp.step(non_split_inputs=["y"])
+    def train(x, y):
+        logits = model(x)
+        loss = criterion(logits, y)
+        model.backward(loss)
+        return loss
+
+    train(torch.ones(8, 4), torch.zeros(4, dtype=torch.long))
+    try:
+        train(torch.ones(8, 4), torch.zeros(3, dtype=torch.long))
+    except Exception as error:
+        failure = getattr(error, "failure", None)
+        told = failure.model_dump() if failure is not None else {}
+        return type(error).__name__, str(error), told, "".join(traceback.format_exception(error))
+    return None
+
+
+def test_ranks_that_only_heard_of_an_error_carry_the_one_that_was_raised(ranks):
+    settings = {"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 1}
+    heard, raised = ranks(_shape_mismatch, 2, config=settings, env={"SMP_HOST": "algo-7"}, timeout=100)
+    message = "Expected input batch_size (4) to match target batch_size (3)."
+    assert raised[:2] == ("ValueError", message)
+    assert heard[0] == "StageError"
+    failure = heard[2]
+    assert (failure["rank"], failure["host"]) == (1, "algo-7")
+    assert (failure["error_type"], failure["message"]) == ("ValueError", message)
+    assert failure["when"] > 0
+    for text in (failure["traceback"], raised[3]):
+        lines = [line.strip() for line in text.splitlines()]
+        assert "loss = criterion(logits, y)" in lines
+        assert any("cross_entropy" in line for line in lines)
+        assert lines[-1] == f"ValueError: {message}"
+        # From the script's line to the error there is nothing of ours.
+        below = lines[lines.index("loss = criterion(logits, y)") :]
+        assert not any("smp_runtime" in line for line in below)
+    assert "smp_runtime" not in failure["traceback"]
+    assert len(failure["traceback"]) < 3000
+
+
+def test_a_failure_record_of_an_error_that_another_rank_raised_is_that_ranks():
+    from smp_config.failure import FailureRecord
+    from smp_runtime.pipeline.failures import STEP_FUNCTION, error_of, message_of
+
+    try:
+        raise ValueError("no \udc80 good")
+    except ValueError as error:
+        told = message_of(error, STEP_FUNCTION, 1, 5)
+    record = FailureRecord.of(0, "algo-1", error_of(told), "a traceback of rank 0")
+    assert (record.rank, record.error_type, record.message) == (5, "ValueError", "no \\udc80 good")
+    assert 'raise ValueError("no' in record.traceback
+
+
+def test_an_error_that_we_raise_ourselves_says_where():
+    from smp_runtime.errors import SMPRuntimeError
+    from smp_runtime.pipeline.failures import traceback_of, without_own_frames
+    from smp_runtime.pipeline.timeline import estimate_offset
+
+    try:
+        estimate_offset([])
+    except SMPRuntimeError as error:
+        assert "in estimate_offset" in traceback_of(error)
+        assert without_own_frames(error.__traceback__).tb_next.tb_frame.f_code.co_name == "estimate_offset"
+
+
+def _leaves(who, after):
+    """Train; one rank goes ``after`` so many steps, as if its script had ended. What the others see."""
+    import time
+
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    for stage in range(1, smp.pp_size()):
+        smp.set_partition(net[stage], stage)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def train(x):
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    seen = []
+    for number in range(after + 2):
+        if number >= after and smp.rank() == who:
+            break
+        began = time.monotonic()
+        try:
+            train(torch.ones(2, 4))
+        except Exception as error:
+            seen.append((number, type(error).__name__, str(error), time.monotonic() - began))
+    return seen
+
+
+@pytest.mark.parametrize(("world", "who"), [(2, 0), (2, 1), (3, 2)])
+@pytest.mark.parametrize("after", [1, 5])
+def test_a_rank_that_ends_its_script_early_ends_the_steps_of_the_others_at_once(ranks, world, who, after):
+    settings = {"partitions": world, "auto_partition": False, "default_partition": 0}
+    # Rank 0 is the root stage.
+    found = ranks(_leaves, world, who, after, config=settings, timeout=50)
+    assert found[who] == []
+    for rank, seen in enumerate(found):
+        if rank == who:
+            continue
+        assert [number for number, *_ in seen] == [after, after + 1]
+        for _, kind, text, seconds in seen:
+            assert kind == "StageError"
+            assert "has ended its script" in text
+            assert seconds < 20
+        assert f"rank {who} (pipeline stage {who}) has ended its script or called smp.shutdown()" in seen[0][2]
+        assert "same number of steps" in seen[0][2]
+
+
+def _comes_late():
+    """A stage without work enters the last step when the others have long left it, and the job."""
+    import time
+
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    smp.set_partition(net[0], 1)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def train(x):
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for number in range(10):
+        if number == 9 and smp.rank() == 0:
+            time.sleep(2.0)
+        losses.append(float(train(torch.ones(2, 4)).reduce_mean()))
+    return losses, model.pipeline.replayed
+
+
+def test_leaving_after_the_last_step_is_no_error_for_a_stage_that_is_late(ranks):
+    settings = {"partitions": 3, "auto_partition": False, "default_partition": 2}
+    results = ranks(_comes_late, 3, config=settings, timeout=60)
+    assert [result == results[0] for result in results] == [True] * 3
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+
+smp.init()
+torch.manual_seed(0)
+model = smp.DistributedModel(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)))
+smp.set_partition(model.module, 1)
+smp.set_partition(model.module[0], 0)
+criterion = nn.CrossEntropyLoss()
+
+
+@smp.step(non_split_inputs=["y"])
+def train_step(x, y):
+    logits = model(x)
+    loss = criterion(logits, y)
+    model.backward(loss)
+    return loss
+
+
+for number in range(3):
+    train_step(torch.ones(256, 8), torch.zeros(120 if number == 2 else 128, dtype=torch.long))
+"""
+
+
+@pytest.mark.job
+@pytest.mark.timeout(120)
+def test_fit_tells_the_rank_that_raised_and_the_lines_of_the_script(tmp_path):
+    from smp_estimator import SMPEstimator
+
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").write_text(SCRIPT)
+    parameters = {"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 1}
+    job = SMPEstimator(
+        entry_point="train.py",
+        source_dir=str(tmp_path / "src"),
+        instance_type="local",
+        output_path=f"file://{tmp_path / 'out'}",
+        distribution={
+            "smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}},
+            "mpi": {"enabled": True, "processes_per_host": 2},
+        },
+    )
+    message = "ValueError: Expected input batch_size (128) to match target batch_size (120)."
+    with pytest.raises(Exception, match=r"rank 1 \(algo-1\): ValueError") as caught:
+        job.fit(logs=False)
+    failure = job.sagemaker_session.job(job._current_job_name).tree.root
+    (written,) = [path.read_text() for path in failure.rglob("output/failure")]
+    assert written.startswith(f"rank 1 (algo-1): {message}\n")
+    for text in (str(caught.value), written):
+        lines = [line.strip() for line in text.splitlines()]
+        assert "loss = criterion(logits, y)" in lines
+        assert message in lines
+        assert "rank 0" not in text

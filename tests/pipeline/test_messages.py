@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 
 import pytest
@@ -13,6 +14,7 @@ def _counted(steps):
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp
+    from smp_runtime.pipeline.protocol import named
 
     class Net(nn.Module):
         def __init__(self):
@@ -41,7 +43,8 @@ def _counted(steps):
     send = transport.send
 
     def counting(stage, head, *args, **kwargs):
-        counts.append(type(head.message).__name__)
+        _, message, _ = head
+        counts.append(type(message and named(message)).__name__)
         send(stage, head, *args, **kwargs)
 
     transport.send = counting
@@ -63,3 +66,30 @@ def test_a_known_step_asks_for_nothing(ranks, stages):
         "Back": each_microbatch,
         "Value": 2 * each_microbatch,
     }
+
+
+def test_messages_are_the_same_after_their_way():
+    import torch
+
+    from smp_runtime.pipeline import protocol
+    from smp_runtime.pipeline.protocol import Back, Call, Done, Meta, Modes, Reply, Slot, Value, named, plain
+
+    name = ("A", 1, (0, 2), 0)
+    slots = (Slot(name, 0, Meta((2, 3), torch.bfloat16, "cpu", True), True), None)
+    modes = Modes(True, (("cpu", True, torch.bfloat16),))
+    messages = [
+        Call(1, (0, 2), "layers.1", b"head", True, slots, modes, 3, False, b"digest", ((0, 1),), (name,)),
+        Back(1, (0, 2), slots, True, True, None, (), ()),
+        Reply("F", 1, (0, 2), b"head", slots, (True, False)),
+        Value((name,)),
+        Done("B", 1, (0, 2)),
+    ]
+    kinds = set(protocol._KINDS) - {type(message) for message in messages}
+    messages += [kind(*range(len(kind._fields))) for kind in kinds]  # without slots or modes
+    for message in messages:
+        came = named(pickle.loads(pickle.dumps(plain(message))))
+        assert came == message
+        assert type(came) is type(message)
+        if "slots" in message._fields:
+            assert type(came.slots[0]) is Slot
+            assert type(came.slots[0].meta) is Meta

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from smp_config.in_flight import in_flight_counts
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pipeline.costs import CostModel, CostSettings, balance, in_flight_counts
+from smp_runtime.pipeline.costs import CostModel, CostSettings, balance
 from smp_runtime.pipeline.partition import partition
 from smp_runtime.pipeline.report import describe
 from smp_runtime.pipeline.segments import best_cuts

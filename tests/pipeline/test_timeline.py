@@ -170,6 +170,23 @@ def test_the_switch(tmp_path: Path) -> None:
         asked(SMP_TIMELINE="on")
 
 
+def test_without_a_folder_nothing_is_written_where_the_script_happens_to_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Alone:
+        rank, size = 0, 1
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.getLogger("smp"), "propagate", True)
+    with caplog.at_level(logging.WARNING, "smp"):
+        recorder: Any = recorder_of_job(0, Alone(), environ={"SMP_TIMELINE": "1"})  # type: ignore[arg-type]
+    record(recorder, 1, 2)
+    recorder.close()
+    assert list(tmp_path.iterdir()) == []
+    assert "SM_OUTPUT_DATA_DIR is not set" in caplog.text
+    assert [step.number for step in recorder.timeline().steps] == [2]
+
+
 # -- one clock -----------------------------------------------------------------------------------------------
 
 
@@ -290,6 +307,124 @@ def test_real_ranks(ranks: Any, tmp_path: Path, pretend_hosts: bool) -> None:
     # One machine: the true offset is 0, known without measuring, and found within its error with it.
     assert abs(second.offset) <= second.offset_error
     assert (second.offset_error > 0) == pretend_hosts
+
+
+def _trained() -> list[bool]:
+    """Training steps and then evaluations, whose parts take some time each; the root stage is the last."""
+    import time
+
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.004)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.006)
+            return gradient
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Slow.apply(self.last(self.first(x)))
+
+    net = Net()
+    smp.set_partition(net.first, 0)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def train(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).sum()
+        model.backward(loss)
+        time.sleep(0.002)
+        return loss
+
+    @smp.step
+    def evaluate(x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum()
+
+    replayed = []
+    for _ in range(6):
+        train(torch.ones(6, 4))
+        replayed.append(model.pipeline.replayed)
+    with torch.no_grad():
+        for _ in range(2):
+            evaluate(torch.ones(6, 4))
+    return replayed
+
+
+def test_the_root_stage_shows_what_it_computes_forward_and_backward(ranks: Any, tmp_path: Path) -> None:
+    from smp_estimator.timeline import read_timeline
+
+    settings = {"partitions": 2, "microbatches": 3, "auto_partition": False, "default_partition": 1}
+    environ = {"SMP_TIMELINE": "8", "SM_OUTPUT_DATA_DIR": str(tmp_path)}
+    replayed = ranks(_trained, 2, config=settings, env=environ, timeout=60)
+    assert replayed[0][-1], "an order is followed in the end"
+    found = read_timeline(str(tmp_path))
+    assert [step.number for step in found.steps] == list(range(1, 9))
+    assert [step.trains for step in found.steps] == [True] * 6 + [False] * 2
+    assert found.step().number == 6, "the newest training step"
+    for step in found.steps:
+        other, root = step.ranks
+        assert {block.path for block in other.blocks} == {"first"}
+        assert {block.path for block in root.blocks} == {""}
+        assert root.busy_seconds() == pytest.approx(sum(block.stop - block.start for block in root.blocks)), (
+            "no overlap"
+        )
+        names = {block.name for block in root.blocks}
+        assert root.busy_seconds("F") >= 3 * 0.004
+        if not step.trains:
+            assert names == {f"F{number} (model)" for number in range(3)}
+            continue
+        assert root.busy_seconds("B") >= 3 * 0.006
+        assert root.busy_seconds("S") >= 3 * 0.002
+        assert names == {
+            *(f"{kind}{number} (model)" for kind in "FB" for number in range(3)),
+            *(f"S{number} step function" for number in range(3)),
+        }
+        for number in range(3):
+            kinds = [block.kind for block in root.blocks if block.microbatch == number]
+            assert "".join(sorted(kinds, key="FBS".index)) == "".join(kinds)
+
+
+def test_the_newest_training_step_is_shown_and_evaluations_are_called_so(tmp_path: Path) -> None:
+    import json
+
+    from click.testing import CliRunner
+
+    from smp_estimator.cli import main
+
+    def said(*arguments: str) -> str:
+        result = CliRunner().invoke(main, ["timeline", str(tmp_path), *arguments])
+        assert result.exit_code == 0, result.output
+        return " ".join(result.output.split())
+
+    recorder = Recorder(0, 0)
+    for number, kinds in ((1, "FB"), (2, "FB"), (3, "F"), (4, "F")):
+        recorder.begin_step(number)
+        for kind in kinds:
+            start = time.perf_counter()
+            recorder.add(f"{kind}0 (model)", kind, 0, "", start, start + 0.01)  # type: ignore[arg-type]
+        recorder.end_step()
+    recorder.write(tmp_path)
+    text = said("--trace", str(tmp_path / "trace"))
+    assert "step 2 is the newest training step; the newest of all is step 4 (evaluation): --step 4" in text
+    assert (text.count("│ training │"), text.count("│ evaluation │")) == (2, 2)
+    assert "step 2: 0.0% idle" in text
+    events = json.loads((tmp_path / "trace").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "step"]
+    assert names == ["step 1", "step 2", "step 3 (evaluation)", "step 4 (evaluation)"]
+    assert "step 4 (evaluation): 0.0% idle" in said("--step", "4")
+    assert "newest training" not in said("--step", "4")
 
 
 def test_this_machine_says_who_it_is() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -100,16 +101,31 @@ def test_every_dtype_and_shape_arrives(ranks, grouped):
     assert ranks(exchange, 2, grouped) == [[], []]
 
 
-def chatter(count: int, delayed: bool, grouped: bool) -> dict[str, Any]:
+def chatter(count: int, delayed: bool, grouped: bool, network: bool) -> dict[str, Any]:
+    from unittest import mock
+
+    from smp_runtime.pipeline import connections
     from smp_runtime.pipeline.lanes import directed_groups
 
+    with mock.patch.object(connections, "own_address", _other_address) if network else contextlib.nullcontext():
+        return _chatter(count, delayed, directed_groups([range(3)], "gloo") if grouped else None, network)
+
+
+def _other_address() -> str:
+    """Each rank as if it were on a host of its own."""
+    return f"127.0.0.{2 + int(os.environ['RANK'])}"
+
+
+def _chatter(count: int, delayed: bool, make_group: Any, network: bool) -> dict[str, Any]:
     drawn = random.Random(os.getpid())
     world = 3
     box = Box(
         world,
         delay=(lambda: drawn.random() * 0.002) if delayed else None,
-        make_group=directed_groups([range(world)], "gloo") if grouped else None,
+        make_group=make_group,
     )
+    families = {peer.connection.family for peer in box.transport._peers.values()}
+    assert families == {socket.AF_INET if network else socket.AF_UNIX}
     others = [stage for stage in range(world) if stage != box.stage]
 
     def contents(sender: int, number: int) -> list[torch.Tensor]:
@@ -137,10 +153,12 @@ def chatter(count: int, delayed: bool, grouped: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("delayed", "grouped"), [(False, False), (True, False), (True, True)], ids=["prompt", "delayed", "collective"]
+    ("delayed", "grouped", "network"),
+    [(False, False, False), (False, False, True), (True, False, False), (True, True, False)],
+    ids=["prompt", "network", "delayed", "collective"],
 )
-def test_messages_of_a_pair_keep_their_order(ranks, delayed, grouped):
-    for result in ranks(chatter, 3, 200 if not grouped else 60, delayed, grouped):
+def test_messages_of_a_pair_keep_their_order(ranks, delayed, grouped, network):
+    for result in ranks(chatter, 3, 200 if not grouped else 60, delayed, grouped, network):
         assert result["wrong"] == []
 
 
@@ -309,12 +327,15 @@ class Intruded:
     def allgather(self, payload: Any, ranks: Sequence[int]) -> list[Any]:
         everyone = self._control.allgather(payload, ranks)
         if self.rank == max(ranks):
-            for host, port, _ in everyone[:-1]:
+            for host, port, name, _ in everyone[:-1]:
                 claim = b"x" * 32 + self.rank.to_bytes(4, "big")  # a member's place, without the secret
                 for words in (b"", b"GET / HTTP/1.0\r\n\r\n", claim, b"y" * 1000):
-                    stranger = socket.create_connection((host, port), timeout=PATIENCE)
-                    stranger.sendall(words)
-                    self.strangers.append(stranger)
+                    for family, place in ((socket.AF_INET, (host, port)), (socket.AF_UNIX, name)):
+                        stranger = socket.socket(family)
+                        stranger.settimeout(PATIENCE)
+                        stranger.connect(place)
+                        stranger.sendall(words)
+                        self.strangers.append(stranger)
         return everyone
 
     def __getattr__(self, name: str) -> Any:
@@ -342,7 +363,7 @@ def intruded() -> Any:
 def test_strangers_are_refused(ranks):
     results = ranks(intruded, 3)
     assert [senders for senders, _ in results] == [[(0, 0), (1, 1), (2, 2)]] * 3
-    assert results[2][1] == 8
+    assert results[2][1] == 16
 
 
 def failing_callback() -> Any:

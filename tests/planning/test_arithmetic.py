@@ -93,7 +93,7 @@ def test_in_flight() -> None:
     assert [in_flight("interleaved", stage, 4, 8) for stage in range(4)] == [4, 3, 2, 1]
     assert [in_flight("interleaved", stage, 4, 2) for stage in range(4)] == [2, 2, 2, 1]
     assert [in_flight("interleaved", stage, 4, 8, active=2) for stage in range(4)] == [2, 2, 2, 1]
-    assert [in_flight("simple", stage, 4, 8, active=2) for stage in range(4)] == [8, 8, 8, 8]
+    assert [in_flight("simple", stage, 4, 8, active=2) for stage in range(4)] == [2, 2, 2, 2]
     assert in_flight("_only_forward", 0, 4, 8) == 1
     with pytest.raises(ConfigError, match="stages 0 to 3"):
         in_flight("simple", 4, 4, 8)

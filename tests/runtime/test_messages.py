@@ -129,3 +129,16 @@ def test_strategies_that_are_not_there_are_named(solo):
 
     with pytest.raises(ConfigError, match="sharded_data_parallel_degree is 2"):
         solo({"sharded_data_parallel_degree": 2, "ddp": True})
+
+
+def test_a_script_out_of_step_gets_no_message_of_the_runtime(ranks):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+        from smp_runtime.errors import DeadlineError
+
+        control = smp.init().control
+        for call in (lambda: smp.allgather("user", smp.WORLD), smp.barrier):
+            with pytest.raises(DeadlineError):
+                call() if smp.rank() == 0 else control.allgather("runtime", [0, 1])
+
+    ranks(run, 2, env={"SMP_TIMEOUT_SECONDS": "1"})

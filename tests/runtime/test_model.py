@@ -82,6 +82,56 @@ def test_moving_is_the_wrappers_work(model):
     assert model.cpu() is model
 
 
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"pipeline_parallel_degree": 2}, "pipeline parallelism"),
+        ({"tensor_parallel_degree": 2}, "tensor parallelism"),
+        ({"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}, "sharded data parallelism"),
+    ],
+)
+def test_a_part_of_a_model_is_not_moved_to_the_cpu(ranks, config, why):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+        from smp_runtime.errors import SMPUserError
+
+        with smp.tensor_parallelism(smp.tp_size() > 1):
+            module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        model = smp.DistributedModel(module)
+
+        @smp.step
+        def step(x):
+            model.backward(model(x).sum())
+
+        assert model.partitioned or model.cpu() is model
+        step(torch.ones(2, 4))
+        with pytest.raises(SMPUserError) as caught:
+            model.cpu()
+        full = model.state_dict()
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).load_state_dict(full)
+        return str(caught.value)
+
+    for says in ranks(run, 2, config={"ddp": True, **config}):
+        assert why in says
+        assert "model.state_dict()" in says
+
+
+@pytest.mark.parametrize(("config", "returns"), [({}, True), ({"bf16": True}, False)])
+def test_a_model_on_the_cpu_does_not_train_on_the_device(solo, config, returns):
+    session = solo(config)
+    model = smp.DistributedModel(nn.Linear(2, 1))
+    assert model.cpu() is model
+    model(torch.ones(1, 2)).sum().backward()  # this rank's device is the CPU
+    session.device = torch.device("meta")
+    model.cpu()
+    with pytest.raises(SMPUserError, match="moved the model to the CPU, but this rank trains on meta"):
+        model(torch.ones(1, 2))
+    model.eval()
+    assert model(torch.ones(1, 2)).shape == (1, 1)
+    model.cuda()
+    assert model.module.weight.is_meta is returns
+
+
 def test_hooks(model):
     called = []
     handle = model.register_post_partition_hook(lambda m, o: called.append(("partition", m is model, o)))

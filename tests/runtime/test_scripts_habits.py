@@ -62,6 +62,31 @@ def test_a_state_that_one_rank_loaded_reaches_the_others_by_the_next_step(ranks)
     ranks(run, 2, config={"ddp": True})
 
 
+@pytest.mark.parametrize("config", [{}, {"pipeline_parallel_degree": 2, "microbatches": 2}])
+def test_a_state_that_one_rank_loaded_reaches_the_others_by_the_first_evaluation(ranks, config):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+
+        model = smp.DistributedModel(_linear())
+        model.eval()
+
+        @smp.step
+        def evaluate(x):
+            return model(x).sum()
+
+        if smp.rdp_rank() == 0:
+            model.load_state_dict({name: torch.full_like(v, 1.0) for name, v in _linear().state_dict().items()})
+        with torch.no_grad():
+            found = [float(evaluate(torch.ones(2, 4)).reduce_sum())]
+        if smp.rdp_rank() == 1:  # no replica waits for another one to evaluate, even where gradients are not turned off
+            found.append(float(evaluate(torch.ones(2, 4)).reduce_sum().detach()))
+        return found
+
+    world = 4 if config else 2
+    found = ranks(run, world, config={"ddp": True, **config}, timeout=60)
+    assert sorted(found) == [[42.0]] * (world // 2) + [[42.0, 42.0]] * (world // 2)
+
+
 def test_several_models_keep_their_order_and_discarded_ones_are_freed(ranks):
     def run():
         import smdistributed.modelparallel.torch as smp

@@ -1,4 +1,4 @@
-"""Bytes between two hosts in network namespaces, read off the link's interface, against the least that must come."""
+"""Bytes between two hosts in network namespaces, counted at the link, against the least that must come."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPT = """
 import os, sys, torch, torch.distributed as dist, warnings
 warnings.filterwarnings("ignore")
 sys.path.insert(0, {benchmarks!r})
-from smddp import received
+from namespaces import received
 import smdistributed.dataparallel.torch.torch_smddp
 rank, size, mib = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 2**20
 dist.init_process_group("smddp", init_method={meet!r}, rank=rank, world_size=size)

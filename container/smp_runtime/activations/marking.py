@@ -31,7 +31,8 @@ def set_activation_checkpointing(
 ) -> None:
     """Keep only the inputs of a module for backward, which computes the rest again.
 
-    The module may be part of a model that is wrapped already or will be; call it before the first step. Of an
+    The module may be part of a model that is wrapped already or will be. Call it before the first step: a later call counts
+    from the next step on, but the automatic partition of a pipeline has been decided without it. Of an
     ``nn.Sequential`` or an ``nn.ModuleList`` the children are checkpointed. A checkpointed module inside another one is
     part of that: the outermost counts.
 

@@ -107,8 +107,11 @@ def assembled(folder: Path, manifest: Manifest, config: str | None, dtype: str |
 
 def write(
     source: Weights, target: Path, form: str, *, dtype: str | None = None, largest_file: int = LARGEST_FILE
-) -> list[Path]:
-    """Write ``source`` as ``"transformers"`` (a folder), ``"safetensors"`` or ``"full"`` (a file); returns the files.
+) -> tuple[list[Path], int]:
+    """Write ``source`` as ``"transformers"`` (a folder), ``"safetensors"`` or ``"full"`` (a file).
+
+    Returns:
+        The files of weights, and how many tensors they have; with ``"full"`` one under several names counts under each.
 
     Raises:
         SMPUserError: the model's configuration is not known, or a type that the format does not have.
@@ -129,15 +132,17 @@ def write(
                 f"{target} would have no {CONFIG}: the checkpoint was saved without one, because the wrapped module is no model "
                 "of Transformers; pass --config with the config.json of the model, or use --to safetensors"
             )
-        return write_transformers(target / SAFETENSORS, each_once(translated), source.config, largest_file, make)
+        weights = each_once(translated)
+        return write_transformers(target / SAFETENSORS, weights, source.config, largest_file, make), len(weights)
     if form == "safetensors":
-        return write_transformers(target, each_once(translated), None, 2**62, make)
+        weights = each_once(translated)
+        return write_transformers(target, weights, None, 2**62, make), len(weights)
     whole = {name: make(value) for name, value in translated.items()}
     for name, others in source.aliases.items():
         whole |= {other: whole[name] for other in others if name in whole and other not in whole}
     target.parent.mkdir(parents=True, exist_ok=True)
     write_tensors(whole, target)
-    return [target]
+    return [target], len(whole)
 
 
 def _config(file: str | None, folder: Path) -> dict[str, Any] | None:

@@ -95,11 +95,12 @@ class Names:
         self._found = plain
         if all(any(name in plain for name in names) for names, _ in wanted):
             return
-        theirs = plain
-        for translate in translations_to_theirs(manifest.translations):
-            theirs = dict(translate(theirs))
+        starts = [plain]
+        if manifest.translations:
+            # The names do not tell a model with a tied head from the one inside it: what is wanted does.
+            starts = [*(_under_their_names(plain, manifest, has_heads) for has_heads in (True, False)), plain]
         ours = list(to_ours)
-        for start in (theirs, plain) if manifest.translations else (plain,):
+        for start in starts:
             for last in ((), ours):
                 state = start
                 for translate in last:
@@ -151,6 +152,12 @@ def read_into(
         target.view(-1).copy_(part.reshape(-1)[wanted.first : wanted.last])
 
 
+def _under_their_names(state: dict[str, Any], manifest: Manifest, has_heads: bool) -> dict[str, Any]:
+    for translate in translations_to_theirs(manifest.translations, has_heads=has_heads):
+        state = dict(translate(state))
+    return state
+
+
 # -- which models were distributed -------------------------------------------------------------------------------------
 
 
@@ -161,11 +168,16 @@ def translation_names(functions: Iterable[tuple[Any, Any]]) -> list[str]:
     return [title for title in found if title is not None]
 
 
-def translations_to_theirs(titles: Iterable[str]) -> list[Translate]:
-    """The translations to Hugging Face's names, by their names in the manifest; unknown ones are left out."""
+def translations_to_theirs(titles: Iterable[str], *, has_heads: bool = True) -> list[Translate]:
+    """The translations to Hugging Face's names, by their names in the manifest; unknown ones are left out.
+
+    Args:
+        has_heads: False for causal models that are the ones inside those with a head.
+    """
     titles = list(titles)
     known = _known() if titles else {}
-    return [known[title].to_theirs for title in titles if title in known]
+    found = [known[title] for title in titles if title in known]
+    return [names.to_theirs if has_heads else getattr(names, "headless_to_theirs", names.to_theirs) for names in found]
 
 
 def _known() -> dict[str, Any]:

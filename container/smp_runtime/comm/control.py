@@ -21,9 +21,10 @@ from smp_runtime.errors import DeadlineError, SMPRuntimeError, SMPUserError
 #: Seconds after which a wait for another rank is an error; ``SMP_TIMEOUT_SECONDS`` changes it.
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 
-#: Message channels, so that the runtime's own messages never match a script's.
+#: Message channels, so that the runtime's own messages never match a script's, nor a script's ``allgather`` its ``send``.
 USER_CHANNEL = 1
 RUNTIME_CHANNEL = 2
+USER_COLLECTIVE_CHANNEL = 3
 
 
 def timeout_seconds() -> float:
@@ -217,9 +218,9 @@ class ControlPlane:
         """The first member's object on every member; all members call it."""
         return self.allgather(payload, ranks)[0]
 
-    def barrier(self, ranks: Sequence[int]) -> None:
+    def barrier(self, ranks: Sequence[int], channel: int = RUNTIME_CHANNEL) -> None:
         """Return when every member has arrived."""
-        self.allgather(None, ranks)
+        self.allgather(None, ranks, channel)
 
     def close(self) -> None:
         """Release the carrier; later messages are errors."""

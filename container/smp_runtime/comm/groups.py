@@ -6,6 +6,7 @@ import os
 import socket
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from smp_config import Group, Topology, smddp
@@ -22,12 +23,20 @@ class ProcessGroups:
         topology: whose groups are made.
         backend: ``"gloo"``, ``"cpu:gloo,cuda:nccl"`` or ``"smddp"``.
         port: rendezvous port, or None for a free one that rank 0 picks.
+        device: where this rank computes; what is agreed on between steps lies on the CPU in any case.
 
     Raises:
         SMPRuntimeError: the script started ``torch.distributed`` with another number of processes.
     """
 
-    def __init__(self, control: ControlPlane, topology: Topology, backend: str, port: int | None = None) -> None:
+    def __init__(
+        self,
+        control: ControlPlane,
+        topology: Topology,
+        backend: str,
+        port: int | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self._topology = topology
         self._rank = control.rank
         if backend == smddp.BACKEND:
@@ -46,14 +55,15 @@ class ProcessGroups:
         if world is None:
             raise AssertionError("torch.distributed has no default group after it was started")
         timeout = timedelta(seconds=timeout_seconds())
-        other = backend if backend == smddp.BACKEND and dist.get_backend() != backend else None
+        # A script may have started torch.distributed with another backend: one that serves no CPU tensors, for example.
+        lacks = not serves(dist.get_backend_config(), {"cpu", device.type if device is not None else "cpu"})
+        other = backend if lacks or (backend == smddp.BACKEND and dist.get_backend() != backend) else None
         if other is None:
             self._by_ranks[tuple(range(topology.world_size))] = world
         for kind in Group:
             for ranks in topology.groups(kind):
                 key = tuple(ranks)
                 if key not in self._by_ranks:
-                    # A script may have started torch.distributed with a plain backend.
                     made = dist.new_group(ranks, timeout=timeout, backend=other)
                     self._by_ranks[key] = made  # non-members hold a placeholder they never use
 
@@ -83,3 +93,13 @@ class ProcessGroups:
                 address, agreed = control.broadcast(None, everyone)
                 store = dist.TCPStore(address, agreed, is_master=False, timeout=timeout)
         dist.init_process_group(backend, store=store, rank=control.rank, world_size=control.size, timeout=timeout)
+
+
+def serves(backends: str, devices: set[str]) -> bool:
+    """Whether a process group has a backend for each of the kinds of devices.
+
+    Args:
+        backends: as ``torch.distributed.get_backend_config`` says it, for example ``"cpu:gloo,cuda:nccl"``.
+        devices: kinds, for example ``{"cpu", "cuda"}``.
+    """
+    return devices <= {pair.partition(":")[0] for pair in backends.split(",")}

@@ -6,7 +6,7 @@ import enum
 from typing import Any
 
 from smp_config import Group, Topology
-from smp_runtime.comm.control import ControlPlane
+from smp_runtime.comm.control import USER_COLLECTIVE_CHANNEL, ControlPlane
 from smp_runtime.errors import SMPUserError
 
 
@@ -60,11 +60,11 @@ class Messages:
 
     def allgather(self, obj: Any, group: CommGroup) -> list[Any]:
         """Every member's object in group-rank order; all members call it."""
-        return self._control.allgather(obj, self._members(group))
+        return self._control.allgather(obj, self._members(group), USER_COLLECTIVE_CHANNEL)
 
     def barrier(self, group: CommGroup = CommGroup.WORLD) -> None:
         """Return when every member of this rank's group has called it."""
-        self._control.barrier(self._members(group))
+        self._control.barrier(self._members(group), USER_COLLECTIVE_CHANNEL)
 
     def _members(self, group: CommGroup) -> list[int]:
         if not isinstance(group, CommGroup):

@@ -75,6 +75,7 @@ class GradientReducer:
         self._travels: list[Travel] = []
         self._late = False
         self._reduces = True
+        self._windows = 0  # that were reduced, the same on all ranks
         self._order_is_fixed = buckets is not None
         # Until measured, guess that backward runs in the reverse order of registration.
         self._set_buckets(list(buckets) if buckets is not None else self._buckets_in(list(reversed(range(count)))))
@@ -129,9 +130,10 @@ class GradientReducer:
         self._adopt(results, used)
         for bucket in self._buckets:
             bucket.release()
-        measured = not self._order_is_fixed and self._expected is not None
-        self._expected = list(self._seen)
-        if measured:
+        self._windows += 1
+        if self.touched:  # else this rank has only answered the others, and has learned nothing
+            self._expected = list(self._seen)
+        if self._windows > 1 and not self._order_is_fixed:
             self._adopt_measured_order()
 
     def close(self) -> None:

@@ -109,7 +109,7 @@ class DistributedAttentionLayer(HalfBlock):
         if not self.converts:
             return self._inside(states, cross, mask, positions)
         attended = states if cross is None else cross
-        mask = self.flow.enter_mask(mask, attended, self._scoring.causal)
+        mask = self.flow.enter_mask(mask, attended, self._scoring.causal, positions)
         entered_cross = None if cross is None else self.flow.enter(cross)
         entered = self.flow.enter(states)
         output = self._inside(entered, entered_cross, mask, self.flow.enter_ids(positions, states))

@@ -10,6 +10,7 @@ from smp_config import Group
 from smp_runtime.nn.module import DistributedModule, NotDistributableError
 from smp_runtime.tensor_parallel.collectives import exchanged, gathered, scatter_summed, summed
 from smp_runtime.tensor_parallel.initialisation import Fill
+from smp_runtime.tensor_parallel.masks import agree_on_shape
 
 
 class DistributedEmbedding(DistributedModule):
@@ -59,12 +60,17 @@ class DistributedEmbedding(DistributedModule):
         self.scale_grad_by_freq = scale_grad_by_freq
         self._skip_allgather, self._skip_scatter_and_merge = _skip_allgather, _skip_scatter_and_merge
         self.share_of("embedding_dim", embedding_dim)
-        self.add_split("weight", (num_embeddings, embedding_dim), 1, _rows(initializer_range, padding_idx, _weight))
+        self.add_split("weight", (num_embeddings, embedding_dim), 1, _rows(initializer_range, padding_idx))
+        if _weight is not None:
+            with torch.no_grad():
+                self.weight.copy_(self.tensor_slices["weight"].cut(_weight))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of the ids ``[batch, …]``, ``[batch, …, embedding_dim]``."""
         group = self.tensor_group
         own = group.size > 1 and not group.prescaled
+        if own:
+            agree_on_shape(group, input)
         ids = group.gather(input, 0) if own else input
         mine = F.embedding(ids, self.weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
         if group.size == 1 or self._skip_allgather:
@@ -98,7 +104,7 @@ class VocabularyEmbedding(DistributedModule):
     def __init__(self, vocab_size: int, hidden_size: int, std: float, padding_idx: int | None = None) -> None:
         super().__init__()
         self.vocab_size, self.padding_idx = vocab_size, padding_idx
-        self.add_split("weight", (vocab_size, hidden_size), 0, _rows(std, padding_idx, None))
+        self.add_split("weight", (vocab_size, hidden_size), 0, _rows(std, padding_idx))
         self.start = self.tensor_slices["weight"].start
         self.stop = self.tensor_slices["weight"].stop
         if vocab_size <= self.tensor_slices["weight"].size * (self.tensor_group.size - 1):
@@ -139,19 +145,17 @@ class WholeEmbedding(DistributedModule):
     ) -> None:
         super().__init__()
         self.padding_idx = padding_idx
-        self.add_whole("weight", (num_embeddings, embedding_dim), _rows(std, padding_idx, None), reduction)
+        self.add_whole("weight", (num_embeddings, embedding_dim), _rows(std, padding_idx), reduction)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of the ids ``[batch, seq]``, ``[batch, seq, embedding_dim]``."""
         return F.embedding(input, self.weight, self.padding_idx)
 
 
-def _rows(std: float, padding: int | None, given: torch.Tensor | None) -> Fill:
+def _rows(std: float, padding: int | None) -> Fill:
     def fill(whole: torch.Tensor, generator: torch.Generator) -> None:
         whole.normal_(0.0, std, generator=generator)
         if padding is not None:
             whole[padding].zero_()
-        if given is not None:
-            whole.copy_(given)
 
     return fill

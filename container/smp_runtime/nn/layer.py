@@ -135,8 +135,12 @@ def enter_all(flow: Flow, settings: LayerSettings, inputs: tuple[Any, ...]) -> t
     states = inputs[0]
     if settings.add_cross_attention:
         _, cross, mask, cross_mask, *rest = inputs
-        middle = (flow.enter(cross), flow.enter_mask(mask, states, causal), flow.enter_mask(cross_mask, cross, False))
+        middle = (
+            flow.enter(cross),
+            flow.enter_mask(mask, states, causal, rest[0] if rest else None),
+            flow.enter_mask(cross_mask, cross, False),
+        )
     else:
         _, mask, *rest = inputs
-        middle = (flow.enter_mask(mask, states, causal),)  # type: ignore[assignment]
+        middle = (flow.enter_mask(mask, states, causal, rest[0] if rest else None),)  # type: ignore[assignment]
     return (flow.enter(states), *middle, *(flow.enter_ids(ids, states) for ids in rest))

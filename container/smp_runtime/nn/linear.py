@@ -13,6 +13,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.module import DistributedModule
 from smp_runtime.tensor_parallel.collectives import exchanged, scatter_summed, sliced, summed
 from smp_runtime.tensor_parallel.initialisation import uniform_for
+from smp_runtime.tensor_parallel.masks import agree_on_shape
 
 
 class DistributedLinear(DistributedModule):
@@ -28,6 +29,7 @@ class DistributedLinear(DistributedModule):
 
     Raises:
         IndivisibleError: (a ``ValueError``) the ranks do not divide ``in_features``.
+        SMPUserError: when it is called, the ranks' batches have different shapes.
     """
 
     weight: nn.Parameter
@@ -60,6 +62,7 @@ class DistributedLinear(DistributedModule):
                 "batch: add one with input.unsqueeze(0)"
             )
         else:
+            agree_on_shape(group, input)
             features = exchanged(input, group, split=-1, joined=0)
             output = scatter_summed(F.linear(features, self.weight), group, 0)
         return output if self.bias is None else output + self.bias

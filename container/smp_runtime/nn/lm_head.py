@@ -18,6 +18,7 @@ from smp_runtime.nn.transformer import DistributedTransformer
 from smp_runtime.tensor_parallel import collectives
 from smp_runtime.tensor_parallel.cross_entropy import split_cross_entropy
 from smp_runtime.tensor_parallel.initialisation import constant, normal
+from smp_runtime.tensor_parallel.masks import agree_on_shape
 from smp_runtime.tensor_parallel.random import RandomTracker
 
 #: Targets that do not count.
@@ -142,6 +143,7 @@ class DistributedTransformerLMHead(DistributedModule):
         ids, mask, token_types, positions, *cross, labels = inputs
         if len(cross) == 3:  # the public page names cross_states twice
             cross = cross[1:]
+        self._agree_on_inputs(ids, token_types, labels)
         mask = additive_mask(mask, self.hidden_dtype)
         cross = [cross[0], additive_mask(cross[1], self.hidden_dtype)] if cross else []
         hidden = self.hidden_states(ids, mask, token_types, positions, cross)
@@ -150,6 +152,13 @@ class DistributedTransformerLMHead(DistributedModule):
         if labels is None:
             return self.logits(hidden)
         return self.loss_and_logits(hidden, labels)
+
+    def _agree_on_inputs(
+        self, ids: torch.Tensor, token_types: torch.Tensor | None, labels: torch.Tensor | None
+    ) -> None:
+        """Make sure that the ranks' batches fit together where the vocabulary is shared out; else the transformer asks."""
+        if self.distributes_vocabulary:
+            agree_on_shape(self.tensor_group, ids, token_type_ids=token_types, labels=labels)
 
     @property
     def hidden_dtype(self) -> torch.dtype:

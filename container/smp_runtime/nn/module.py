@@ -74,7 +74,7 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
     def __init__(self) -> None:
         super().__init__()
         self.tensor_group: TensorGroup = current_group()
-        RandomTracker.of(self.tensor_group)
+        RandomTracker.prepare(self.tensor_group)
         self.tensor_slices: dict[str, TensorSlice] = {}
         self.reductions: dict[str, Group] = {}
         self._dtype = torch.float16 if sessions.current().cfg.fp16_params else _creation.dtype

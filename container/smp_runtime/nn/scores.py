@@ -60,7 +60,8 @@ def attend(
         query, key, value = query.float(), key.float(), value.float()
     bias = _bias(query, key.shape[2], mask, scoring)
     # Under autocast the kernel would go back to half precision.
-    wide = torch.autocast(query.device.type, enabled=False) if scoring.in_fp32 else contextlib.nullcontext()
+    leaves = scoring.in_fp32 and not query.is_meta
+    wide = torch.autocast(query.device.type, enabled=False) if leaves else contextlib.nullcontext()
     with wide:
         context = F.scaled_dot_product_attention(
             query,

@@ -1,4 +1,4 @@
-"""A TCP connection between every two ranks of a group, made once and known to be theirs."""
+"""A connection between every two ranks of a group, made once and known to be theirs: TCP, or a UNIX socket inside a host."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import secrets
 import selectors
 import socket
 import struct
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import cast
 
 from smp_runtime.comm.control import ControlPlane
 from smp_runtime.errors import DeadlineError, SMPRuntimeError
@@ -87,16 +89,20 @@ def connect_all(control: ControlPlane, ranks: Sequence[int], seconds: float) -> 
         listener.bind((address, 0))
         listener.listen(len(ranks) + 16)
         port = listener.getsockname()[1]
-        everyone = control.allgather((address, port, secrets.token_bytes(_TOKEN_BYTES)), ranks)
-        token = everyone[0][2]
+        inside = undo.enter_context(_listen_inside(len(ranks) + 16))
+        name = inside.getsockname() if inside.fileno() >= 0 else b""
+        everyone = control.allgather((address, port, name, secrets.token_bytes(_TOKEN_BYTES)), ranks)
+        token = everyone[0][-1]
         made: dict[int, socket.socket] = {}
         # Higher positions call lower ones. A call is complete when it lies in the other's queue, so nobody waits
         # for anybody before all calls are out.
-        for position, (host, its_port, _) in enumerate(everyone[:mine]):
-            connection = _call(host, its_port, position, ranks, deadline)
+        for position, (host, its_port, its_name, _) in enumerate(everyone[:mine]):
+            connection = _call_inside(its_name, deadline) if host == address else None
+            connection = connection or _call(host, its_port, position, ranks, deadline)
             made[position] = undo.enter_context(connection)
             connection.sendall(_HELLO.pack(token, mine))
-        for position, connection in _answer(listener, token, mine, ranks, deadline).items():
+        listeners = [each for each in (listener, inside) if each.fileno() >= 0]
+        for position, connection in _answer(listeners, token, mine, ranks, deadline).items():
             made[position] = undo.enter_context(connection)
             connection.setblocking(True)
             connection.sendall(_HELLO.pack(token, mine))  # fits the empty buffer
@@ -105,8 +111,35 @@ def connect_all(control: ControlPlane, ranks: Sequence[int], seconds: float) -> 
         for connection in made.values():
             _tune(connection)
         listener.close()
+        inside.close()
         undo.pop_all()
         return made
+
+
+def _listen_inside(queue: int) -> socket.socket:
+    """A listener for ranks of the same host, whose messages need not go through its network; closed where there is none."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    if sys.platform != "linux":
+        listener.close()
+        return listener
+    # A name without a file: only processes of this network namespace find it, and it goes away with them.
+    listener.bind(b"\0smp-" + secrets.token_hex(16).encode())
+    listener.listen(queue)
+    return listener
+
+
+def _call_inside(name: bytes, deadline: float) -> socket.socket | None:
+    """Call a rank by the name of its listener; None where nobody answers, as in another network namespace."""
+    if not name:
+        return None
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(max(0.001, deadline - time.monotonic()))
+    try:
+        connection.connect(name)
+    except OSError:
+        connection.close()
+        return None
+    return connection
 
 
 def _call(host: str, port: int, position: int, ranks: Sequence[int], deadline: float) -> socket.socket:
@@ -121,16 +154,17 @@ def _call(host: str, port: int, position: int, ranks: Sequence[int], deadline: f
 
 
 def _answer(
-    listener: socket.socket, token: bytes, mine: int, ranks: Sequence[int], deadline: float
+    listeners: Sequence[socket.socket], token: bytes, mine: int, ranks: Sequence[int], deadline: float
 ) -> dict[int, socket.socket]:
     """Accept a call from every higher position; whoever does not know the token is hung up on."""
     missing = set(range(mine + 1, len(ranks)))
     accepted: dict[int, socket.socket] = {}
     # Callers that have not said who they are yet: a silent one must not keep the others waiting.
     callers: dict[socket.socket, bytes] = {}
-    listener.setblocking(False)
     with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
+        for listener in listeners:
+            listener.setblocking(False)
+            selector.register(listener, selectors.EVENT_READ)
         try:
             while missing:
                 events = selector.select(max(0.0, deadline - time.monotonic()))
@@ -138,14 +172,14 @@ def _answer(
                     _close(accepted.values())
                     raise _late(missing, ranks)
                 for key, _ in events:
-                    if key.fileobj is listener:
+                    caller = cast(socket.socket, key.fileobj)
+                    if caller in listeners:
                         with contextlib.suppress(OSError):  # the caller may have gone again
-                            caller, _ = listener.accept()
+                            caller, _ = caller.accept()
                             caller.setblocking(False)
                             callers[caller] = b""
                             selector.register(caller, selectors.EVENT_READ)
                         continue
-                    caller = key.fileobj  # type: ignore[assignment]
                     piece = _received(caller, _HELLO.size - len(callers[caller]))
                     callers[caller] += piece
                     if piece and len(callers[caller]) < _HELLO.size:
@@ -215,11 +249,12 @@ def _late(missing: set[int], ranks: Sequence[int]) -> DeadlineError:
 
 def _tune(connection: socket.socket) -> None:
     connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         if _most_buffer(option) >= _BUFFER_BYTES:
             # A size below the limit would only replace what the system tunes by itself, so it is all or nothing.

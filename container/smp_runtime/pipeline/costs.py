@@ -191,19 +191,6 @@ def callees(node: ModuleNode) -> list[ModuleNode]:
     return found
 
 
-def in_flight_counts(stages: int, microbatches: int, active: int, *, backward_first: bool) -> tuple[int, ...]:
-    """Microbatches whose activations each stage keeps at once.
-
-    Args:
-        stages: their number.
-        microbatches: in a step.
-        active: most in flight at once.
-        backward_first: the interleaved schedule; otherwise all forward passes come before the backward passes.
-    """
-    most = max(1, min(microbatches, active))
-    return tuple(min(most, stages - stage) if backward_first else most for stage in range(stages))
-
-
 def balance(costs: Sequence[StageCost]) -> float:
     """Greatest ÷ mean cost of a stage; 1 is perfect."""
     total = sum(cost.cost for cost in costs)

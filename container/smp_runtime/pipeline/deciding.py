@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from smp_config import ModelParallelParameters
+from smp_config.in_flight import in_flight_counts
 from smp_runtime.comm.control import ControlPlane
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.pipeline.assignment import Assignment
-from smp_runtime.pipeline.costs import CostSettings, in_flight_counts
+from smp_runtime.pipeline.costs import CostSettings
 from smp_runtime.pipeline.manual import ManualAssignment
 from smp_runtime.pipeline.partition import partition
 from smp_runtime.pipeline.report import describe

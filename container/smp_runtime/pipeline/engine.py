@@ -1,25 +1,22 @@
-"""One rank's pipeline: carries messages between caller, server and values, and frames them into steps."""
+"""One rank's pipeline: puts its parts together and carries messages between them."""
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from smp_runtime.comm.control import ControlPlane, timeout_seconds
-from smp_runtime.errors import DeadlineError
-from smp_runtime.pipeline.failures import STEP_FUNCTION, Alarm
+from smp_runtime.comm.control import ControlPlane
+from smp_runtime.pipeline.failures import STEP_FUNCTION, Alarm, without_own_frames
+from smp_runtime.pipeline.frame import StepFrame
 from smp_runtime.pipeline.gate import StepGate
-from smp_runtime.pipeline.handles import Handle
-from smp_runtime.pipeline.hub import Hub, current_modes, in_modes
+from smp_runtime.pipeline.hub import Hub
 from smp_runtime.pipeline.microbatches import Microbatches
 from smp_runtime.pipeline.plans import Plans
 from smp_runtime.pipeline.protocol import (
@@ -39,18 +36,16 @@ from smp_runtime.pipeline.protocol import (
 )
 from smp_runtime.pipeline.random_state import RandomState
 from smp_runtime.pipeline.remote import RemoteCaller, RemoteEntry
+from smp_runtime.pipeline.root import RootStage
 from smp_runtime.pipeline.schedules import TaskKind
 from smp_runtime.pipeline.server import ModuleServer
 from smp_runtime.pipeline.tasks import Conductor, Task
-from smp_runtime.pipeline.timeline import Recorder
+from smp_runtime.pipeline.timeline import Recorder, Watch
 from smp_runtime.pipeline.transport import Transport
 from smp_runtime.pipeline.values import Values
-from smp_runtime.pipeline.wire import pack, unpack
+from smp_runtime.pipeline.wire import unpack
 
 logger = logging.getLogger("smp")
-
-#: Most seconds without progress, though a task could run, before a replayed order is given up.
-STALL_SECONDS = 10.0
 
 
 class Pipeline:
@@ -93,13 +88,9 @@ class Pipeline:
     ) -> None:
         self.ranks = list(ranks)
         self.root_stage = stage_of("")
-        self.active = active
-        self._forward_first = waits_for_forwards = policy != "interleaved"
-        self._share = share
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._gate = StepGate(self._lock, self._dispatch)
-        self._begins = begins
         stage = self.ranks.index(control.rank)
         self._others = [other for other in range(len(self.ranks)) if other != stage]
         modules = dict(module.named_modules(remove_duplicate=True))
@@ -116,28 +107,40 @@ class Pipeline:
             device=device,
         )
         self._alarm = Alarm(stage, self.ranks, self.conductor, self._changed, lambda: self._gate.is_open, self._send)
-        self._recorder = recorder
-        if recorder is not None:
-            self.conductor.observe = self._observe
+        self._watch = Watch(recorder) if recorder is not None else None
+        if self._watch is not None:
+            self.conductor.observe = self._watch.segment_ended
         self.hub.conductor = self.conductor
         self.hub.values = Values(self._lock, stage, self.conductor, self._send)
         self.caller = RemoteCaller(self.hub)
-        self.server = ModuleServer(self.hub, self._begins)
+        self.server = ModuleServer(self.hub, begins)
         self.plans = Plans(policy, active, share)
-        self._microbatches = Microbatches(active, waits_for_forwards)
-        #: Seconds of the longest step so far that needed no order or kept to it.
-        self._longest_step = 0.0
-        self._begin: Begin | None = None
-        self._end: tuple[End, list[torch.Tensor]] | None = None
-        self._records: dict[int, Record] = {}
-        self._buffers: list[tuple[int, int]] = []
-        self._diverged = False
+        forward_first = policy != "interleaved"
+        self._microbatches = Microbatches(active, waits_for_forwards=forward_first)
+        self._frame = StepFrame(
+            self.hub,
+            self.ranks,
+            self._gate,
+            self._alarm,
+            self.plans,
+            self._microbatches,
+            self._changed,
+            self._leave_order,
+            active=active,
+            forward_first=forward_first,
+            agrees=share is not None,
+            watch=self._watch,
+        )
+        self._root = RootStage(
+            self.hub, self._frame, self.plans, self._microbatches, self._others, begins, share, self._watch
+        )
         self.transport = Transport(
             control,
             ranks,
             device=device,
             on_message=self._gate.receive,
             on_lost=self._alarm.lost_stage,
+            on_left=self._alarm.left_stage,
             delay=delay,
             make_group=make_group,
         )
@@ -159,6 +162,11 @@ class Pipeline:
         task = self.conductor.current
         return task is not None and task.in_model_backward
 
+    @property
+    def replayed(self) -> bool:
+        """Whether the last step followed a planned order to its end."""
+        return self._frame.begun is not None and self._frame.begun.replays and not self._frame.diverged
+
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def run_step(self, kind: StepKind, microbatches: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -176,180 +184,34 @@ class Pipeline:
             DeadlineError: nothing happened for the timeout's length.
         """
         script_state = RandomState.of_now(self.hub.device)
-        began = time.perf_counter()
         try:
-            results = self._run_root(kind, microbatches) if self.is_root else self._serve()
-            if not self._diverged:
-                self._longest_step = max(self._longest_step, time.perf_counter() - began)
+            results = self._root.run(kind, microbatches) if self.is_root else self._serve()
+            self._frame.went_well()
         except BaseException as error:
             self._abort(error)
-            raise
+            raise error.with_traceback(without_own_frames(error.__traceback__))  # noqa: B904
         finally:
-            self._close_step()
+            with self._lock:
+                self._frame.leave()
+                self.server.clear()
             script_state.restore()
             # Every rank draws, so that scripts that draw the same numbers go on doing so.
             torch.empty((), dtype=torch.int64).random_()
         return results
 
-    def _run_root(self, kind: StepKind, microbatches: Sequence[Callable[[], Any]]) -> list[Any]:
-        seed = int(torch.empty((), dtype=torch.int64).random_().item())
-        plan = self.plans.of(kind)
-        modes = current_modes()
-        self._enter_step()
-        begin = Begin(seed, kind, plan.replays, None, plan.is_recorded)
-        self._begin_step(begin._replace(order=plan.order_of(self.stage)))
-        with self._lock:
-            for number, function in enumerate(microbatches):
-                task = Task(
-                    TaskKind.STEP,
-                    number,
-                    (),
-                    STEP_FUNCTION,
-                    functools.partial(self._step_task, function=function, modes=modes),
-                    self.hub.random_state(number, "", 0),
-                    contextvars.copy_context(),
-                )
-                self._microbatches.tasks[number] = task
-            for task in self._microbatches.tasks.values():
-                self.conductor.add(task, (), self.hub.is_there)
-            self.conductor.poke()
-        # The others hear of the step while the first microbatch is under way; what it sends them waits for this.
-        for stage in self._others:
-            self._send(stage, begin._replace(order=plan.order_of(stage)), [])
-        self._wait(lambda: self._microbatches.are_finished, "the microbatches to finish")
-        results = [self._microbatches.results[number] for number in range(len(microbatches))]
-        packed = pack(results, modules=self.hub.paths)
-        diverged = self._diverged if self._share is None else any(self._share(self._diverged))
-        wants = self.plans.wants_record(kind, diverged)
-        for stage in self._others:
-            self._send(stage, End(packed.head, wants), [tensor.detach() for tensor in packed.tensors])
-        if wants:
-            self._wait(lambda: len(self._records) == len(self._others), "the other stages' records")
-            records = [self._own_record(), *self._records.values()]
-            self.plans.learn(kind, records)
-        return results
-
     def _serve(self) -> list[Any]:
-        self._enter_step()
+        frame = self._frame
+        frame.enter()
         self._gate.pass_early()
-        self._wait(lambda: self._end is not None, "the root stage to finish the step")
-        end, tensors = cast(tuple[End, list[torch.Tensor]], self._end)
+        frame.wait(lambda: frame.end is not None, "the root stage to finish the step", lambda: (self.root_stage,))
+        end, tensors = cast(tuple[End, list[torch.Tensor]], frame.end)
         if end.wants_record:
-            self._send(self.root_stage, self._own_record(), [])
+            self._send(self.root_stage, frame.own_record(), [])
         return unpack(end.outputs, tensors, module_of=self.hub.modules.__getitem__)
 
-    def _step_task(self, task: Task, function: Callable[[], Any], modes: Any) -> None:
-        self._begins(task.microbatch)
-        try:
-            with in_modes(modes):
-                returned = function()
-                packed = pack(returned, modules=self.hub.paths)
-                if any(isinstance(tensor, Handle) for tensor in packed.tensors):
-                    plain = [tensor.plain() if isinstance(tensor, Handle) else tensor for tensor in packed.tensors]
-                    returned = unpack(packed.head, plain, module_of=self.hub.modules.__getitem__)
-            self._microbatches.results[task.microbatch] = returned
-        finally:
-            self._begins(None)
-        with self._lock:
-            self._microbatches.reached_backward(task.microbatch)
-            self._open_gates()
-
-    @contextlib.contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self) -> contextlib.AbstractContextManager[None]:
         """Around the backward pass that the script begins with ``model.backward``."""
-        self.enter_backward()
-        task = self.conductor.current
-        if task is None:
-            raise AssertionError("model.backward has checked that a task runs")
-        task.in_model_backward = True
-        try:
-            yield
-        finally:
-            task.in_model_backward = False
-
-    def enter_backward(self) -> None:
-        """The calling task's script begins its backward pass; in the simple schedule it waits for all forward passes."""
-        task = self.conductor.current
-        if task is None or task.kind is not TaskKind.STEP or task.phase is TaskKind.BACKWARD:
-            return
-        with self._lock:
-            task.phase = TaskKind.BACKWARD
-            gate = self._microbatches.reached_backward(task.microbatch)
-            self._open_gates()
-        events: tuple[tuple[Any, ...], ...] = ()
-        if gate is not None and self.conductor.order is None:
-            events = (gate,)
-        self.conductor.wait(task, events, lambda event: event in self._microbatches.open_gates())
-        task.needs = ()
-
-    def _open_gates(self) -> None:
-        for gate in self._microbatches.open_gates():
-            self.conductor.arrived(gate)
-        self.conductor.poke()
-
-    # -- the frame of a step ---------------------------------------------------------------------------------------
-
-    def _enter_step(self) -> None:
-        with self._lock:
-            self._alarm.reset()
-            self._begin = self._end = None
-            self._records = {}
-            self._diverged = False
-            self._microbatches.clear()
-            self.hub.learned = 0
-            self._gate.enter()
-
-    def _begin_step(self, begin: Begin) -> None:
-        """The frame of the step is known."""
-        with self._lock:
-            self._begin = begin
-            self.hub.seed = begin.seed
-            order = self.plans.order(begin)
-            self.conductor.reset(order, forward_first=self._forward_first, records=begin.is_recorded)
-            # Without an order, microbatches run one after the other where their order counts or pipelines must agree on it.
-            one_by_one = order is None and (self._share is not None or self.plans.order_counts(begin.kind))
-            self._microbatches.active = 1 if one_by_one else self.active
-            self._buffers = self.hub.buffer_versions()
-            if self._recorder is not None:
-                self._recorder.begin_step(self._gate.step)
-        self._gate.begin()
-
-    def _own_record(self) -> Record:
-        with self._lock:
-            changed = self.hub.buffer_versions() != self._buffers
-            return Record(list(self.conductor.record), self.hub.learned, changed)
-
-    def _close_step(self) -> None:
-        with self._lock:
-            self._gate.leave()
-            if self._recorder is not None:
-                self._recorder.end_step()
-            self.hub.values.clear()
-            self.server.clear()
-            self.hub.replies.clear()
-            self.hub.opened.clear()
-            self._microbatches.clear()
-
-    def _wait(self, is_true: Callable[[], bool], what: str) -> None:
-        """On the script's own thread: wait for the step to get somewhere, with an eye on failures and stalls."""
-        seconds = timeout_seconds()
-        # Work that the order holds back although nothing else happens for the time of some steps: it does not fit.
-        stall = min(STALL_SECONDS, 1.0 + 3 * self._longest_step)
-        with self._lock:
-            while not is_true():
-                if self._alarm.error is not None:
-                    raise self._alarm.error
-                self._changed.wait(min(1.0, stall))
-                quiet = time.perf_counter() - self.conductor.last_progress
-                if self.conductor.order is not None and self.conductor.is_stalled and quiet > stall:
-                    self._leave_order(f"nothing followed the planned order for {stall:.2g} s")
-                    self.conductor.poke()
-                if quiet > seconds and not self.conductor.is_running:
-                    waiting = ", ".join(str(task) for task in self.conductor.waiting_tasks()) or "none"
-                    raise DeadlineError(
-                        f"pipeline stage {self.stage} (rank {self.ranks[self.stage]}) waited {seconds:.0f} s for {what}; its "
-                        f"waiting tasks: {waiting}; check that every rank runs the same steps, or raise SMP_TIMEOUT_SECONDS"
-                    )
+        return self._root.backward()
 
     # -- tasks -----------------------------------------------------------------------------------------------------
 
@@ -395,14 +257,6 @@ class Pipeline:
         self.hub.values.release(microbatch)
         self.server.release(microbatch)
 
-    def _observe(self, task: Task, start: float, stop: float) -> None:
-        """A segment has ended: into the timeline."""
-        if self._recorder is not None:
-            label = "" if task.kind is TaskKind.STEP else task.label
-            self._recorder.add(
-                f"{task.kind}{task.microbatch} {label}", task.kind.value, task.microbatch, label, start, stop
-            )
-
     # -- failure ---------------------------------------------------------------------------------------------------
 
     def _abort(self, error: BaseException) -> None:
@@ -423,12 +277,13 @@ class Pipeline:
 
     def _follow_no_order(self) -> None:
         self.conductor.order = None
-        self._diverged = True
-        self._open_gates()
+        self._frame.diverged = True
+        self._root.open_gates()
 
     # -- messages --------------------------------------------------------------------------------------------------
 
     def _send(self, stage: int, message: Any, tensors: Sequence[torch.Tensor]) -> None:
+        self._alarm.check_left((stage,))
         self.transport.send(stage, self._gate.stamp(stage, message), tensors)
 
     def _dispatch(self, sender: int, message: Any, tensors: list[torch.Tensor]) -> None:
@@ -442,7 +297,7 @@ class Pipeline:
         hub = self.hub
         match message:
             case Begin():
-                self._begin_step(message)
+                self._frame.begin(message)
             case Value(names):
                 hub.values.put_all(names, tensors)
             case Call():
@@ -469,11 +324,11 @@ class Pipeline:
                     self._release(microbatch)
             case End():
                 with self._lock:
-                    self._end = (message, tensors)
+                    self._frame.end = (message, tensors)
                     self._changed.notify_all()
             case Record():
                 with self._lock:
-                    self._records[sender] = message
+                    self._frame.records[sender] = message
                     self._changed.notify_all()
             case Diverged():
                 with self._lock:
@@ -494,7 +349,7 @@ class Pipeline:
         """Take the pipeline down; modules of other stages cannot be called any more."""
         self.transport.close()
         self.conductor.close()
-        if self._recorder is not None:
-            self._recorder.close()
+        if self._watch is not None:
+            self._watch.close()
         for module in self.hub.modules.values():
             module.__dict__.pop("_call_impl", None)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
 import torch
 
+from smp_config.failure import FailureRecord
 from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.pipeline.protocol import Fail
 from smp_runtime.pipeline.tasks import Conductor
@@ -17,25 +22,88 @@ from smp_runtime.pipeline.tasks import Conductor
 STEP_FUNCTION = "the step function"
 
 
+_PIPELINE = Path(__file__).parent
+_OWN_FOLDERS = frozenset({str(_PIPELINE), str(_PIPELINE.parent)})
+
+
 class StageError(SMPRuntimeError):
-    """An error on another stage of the pipeline, with its rank, module and traceback."""
+    """An error on another stage of the pipeline, with its rank, module and traceback.
+
+    Attributes:
+        failure: the error where it was raised, which is what the job's failure is to say; None when no script raised it.
+    """
+
+    failure: FailureRecord | None = None
 
 
 def message_of(error: BaseException, place: str, stage: int, rank: int) -> Fail:
     """What the other stages are told."""
     where = place if place == STEP_FUNCTION else f"module {place!r}"
-    text = "".join(traceback.format_exception(error))
-    return Fail(stage, rank, where, f"{type(error).__name__}: {error}", text)
+    failure = getattr(error, "failure", None)
+    if not isinstance(failure, FailureRecord):
+        host = os.environ.get("SMP_HOST") or os.environ.get("SM_CURRENT_HOST", "")
+        failure = FailureRecord(
+            rank=rank,
+            host=host,
+            error_type=type(error).__name__,
+            message=_plain(str(error)),
+            traceback=_plain(traceback_of(error)),
+            when=time.time(),
+        )
+    return Fail(stage, rank, where, failure)
 
 
 def error_of(fail: Fail, cause: BaseException | None = None) -> StageError:
     """What a stage raises for an error in a module, its own or another stage's."""
+    failure = fail.failure
     error = StageError(
-        f"pipeline stage {fail.stage} (rank {fail.rank}), {fail.place}: {fail.error}\n\nTraceback of rank {fail.rank}:\n"
-        f"{fail.traceback}"
+        f"pipeline stage {fail.stage} (rank {fail.rank}), {fail.place}: {failure.error_type}: {failure.message}\n\n"
+        f"Traceback of rank {failure.rank}:\n{failure.traceback}"
     )
+    error.failure = failure
     error.__cause__ = cause
     return error
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback as text, without the frames between the script, its modules and PyTorch that are ours."""
+    told = traceback.TracebackException.from_exception(error)
+    chain: list[traceback.TracebackException | None] = [told]
+    seen: set[int] = set()
+    while chain:
+        part = chain.pop()
+        if part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
+        chain += (part.__cause__, part.__context__)
+        kept = _foreign([frame.filename for frame in part.stack])
+        part.stack = traceback.StackSummary.from_list([part.stack[index] for index in kept])
+    return "".join(told.format())
+
+
+def without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """The same traceback without our frames, as :func:`traceback_of` leaves them out."""
+    steps: list[types.TracebackType] = []
+    while trace is not None:
+        steps.append(trace)
+        trace = trace.tb_next
+    made: types.TracebackType | None = None
+    for index in reversed(_foreign([step.tb_frame.f_code.co_filename for step in steps])):
+        step = steps[index]
+        made = types.TracebackType(made, step.tb_frame, step.tb_lasti, step.tb_lineno)
+    return made
+
+
+def _plain(text: str) -> str:
+    """Without what cannot be written as UTF-8, such as halves of characters in a file's name."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _foreign(files: Sequence[str]) -> list[int]:
+    """Positions of the frames that are not ours, and of ours below all others: an error that we raise says where."""
+    ours = [os.path.dirname(file) in _OWN_FOLDERS for file in files]
+    below = len(ours) - ours[::-1].index(False) if False in ours else 0
+    return [index for index, own in enumerate(ours) if not own or index >= below]
 
 
 class Alarm:
@@ -52,6 +120,7 @@ class Alarm:
     Attributes:
         error: what the step is to raise on this rank, or None.
         lost: why a stage cannot be reached any more, or None.
+        left: stages that have left in good order.
     """
 
     def __init__(
@@ -71,6 +140,7 @@ class Alarm:
         self._send = send
         self.error: BaseException | None = None
         self.lost: BaseException | None = None
+        self.left: set[int] = set()
 
     def raised(self, error: BaseException, place: str) -> None:
         """Something on this rank raised, in a module or in :data:`STEP_FUNCTION`."""
@@ -99,6 +169,26 @@ class Alarm:
                 seen = StageError(f"pipeline stage {self._stage} (rank {self._ranks[self._stage]}): {error}")
                 seen.__cause__ = error
                 self._set(seen)
+
+    def left_stage(self, stage: int) -> None:
+        """A stage has ended in good order. After the last step that is as it should be, so it ends no step by itself."""
+        with self._changed:
+            self.left.add(stage)
+            self._changed.notify_all()
+
+    def check_left(self, stages: Collection[int]) -> None:
+        """The step cannot go on without ``stages``.
+
+        Raises:
+            StageError: one of them has left.
+        """
+        if self.left and (gone := self.left.intersection(stages)):
+            stage = min(gone)
+            raise StageError(
+                f"rank {self._ranks[stage]} (pipeline stage {stage}) has ended its script or called smp.shutdown(), but rank "
+                f"{self._ranks[self._stage]} (stage {self._stage}) is in a step that needs it; all ranks must run the same number "
+                "of steps: look for a loop, an exit or a data loader whose length depends on the rank"
+            )
 
     def reset(self) -> None:
         """A step begins.

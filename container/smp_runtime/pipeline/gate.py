@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from smp_runtime.pipeline.protocol import Begin, Done, Fail, Release, Stamped
+from smp_runtime.pipeline.protocol import Begin, Done, Fail, Release, Stamped, named, plain
 
 _Waiting = tuple[int, Stamped, list[torch.Tensor]]
 
@@ -40,9 +40,10 @@ class StepGate:
     def stamp(self, stage: int, message: Any) -> Stamped:
         """A message of this step, to be sent to a stage, with what it is to hear by the way."""
         if not self._news:
-            return Stamped(self.step, message)
+            return self.step, None if message is None else plain(message), ()
         with self._lock:
-            return Stamped(self.step, message, tuple(self._news.pop(stage, ())))
+            news = tuple(plain(each) for each in self._news.pop(stage, ()))
+        return self.step, None if message is None else plain(message), news
 
     def tell_later(self, stage: int, news: Done | Release) -> None:
         """A stage is to hear that something has ended, with the next message or when this rank has nothing to do."""
@@ -80,7 +81,8 @@ class StepGate:
 
     def receive(self, sender: int, stamped: Stamped, tensors: list[torch.Tensor]) -> None:
         """A message has come; called on a receiver's thread."""
-        step, message, news = stamped
+        step, fields, news = stamped
+        message = None if fields is None else named(fields)
         with self._lock:
             if step < self.step or (step == self.step and not self.is_open):
                 return
@@ -88,6 +90,6 @@ class StepGate:
                 self._early.append((sender, stamped, tensors))
                 return
         for each in news:
-            self._deliver(sender, each, [])
+            self._deliver(sender, named(each), [])
         if message is not None:
             self._deliver(sender, message, tensors)

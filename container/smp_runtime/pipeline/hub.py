@@ -94,9 +94,17 @@ def current_modes() -> Modes:
     return Modes(torch.is_grad_enabled(), autocast)
 
 
-@contextlib.contextmanager
-def in_modes(modes: Modes) -> Iterator[None]:
+_NOTHING = contextlib.nullcontext()
+
+
+def in_modes(modes: Modes) -> contextlib.AbstractContextManager[None]:
     """Run with the modes of another thread."""
+    # As a rule they are this thread's already.
+    return _NOTHING if modes == current_modes() else _entered(modes)
+
+
+@contextlib.contextmanager
+def _entered(modes: Modes) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(modes.grad))
         for kind, enabled, dtype in modes.autocast:

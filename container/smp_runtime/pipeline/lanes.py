@@ -7,6 +7,7 @@ Tensors in host memory travel inside the stream itself; those of an accelerator 
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 from collections import deque
@@ -52,9 +53,15 @@ class Announcement(NamedTuple):
             return torch.empty(self.shape, dtype=dtype, device=device)
         return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+
 
 _DTYPES = {name: value for name, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)}
 _DTYPE_NAMES = {value: name for name, value in _DTYPES.items()}
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _CPU = torch.device("cpu")
 
 
@@ -70,13 +77,15 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         SMPUserError: a sparse, quantized or meta tensor, which has no such memory.
     """
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        what = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+    # Small messages are many, and each of these questions costs: not one more than is needed.
+    dtype = tensor.dtype
+    if tensor.layout is not torch.strided or dtype in _QUANTIZED or tensor.is_meta:
+        what = "meta" if tensor.is_meta else "quantized" if dtype in _QUANTIZED else str(tensor.layout)
         raise SMPUserError(
             f"a {what} tensor of shape {tuple(tensor.shape)} cannot travel between stages, because only dense memory "
             "does; convert it first (to_dense(), dequantize(), or make it on a real device)"
         )
-    if tensor.is_conj() or tensor.is_neg():  # flags that stand for a change of the elements
+    if tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):  # flags that stand for a change of the elements
         tensor = tensor.detach().resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() or _fills_memory(tensor) else tensor.detach().clone()
 
@@ -96,9 +105,9 @@ def byte_count(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def bytes_of(tensor: torch.Tensor, *, writable: bool = False) -> memoryview:
-    """The memory of a dense CPU tensor; the caller keeps the tensor alive while it uses the view."""
-    return _view_of_memory(tensor.data_ptr(), byte_count(tensor), _WRITE if writable else _READ)
+def bytes_of(tensor: torch.Tensor, size: int, *, writable: bool = False) -> memoryview:
+    """The memory of a dense CPU tensor of ``size`` bytes; the caller keeps the tensor alive while it uses the view."""
+    return _view_of_memory(tensor.data_ptr(), size, _WRITE if writable else _READ)
 
 
 class Lane(Protocol):
@@ -144,8 +153,8 @@ class InlineLane:
 
     def receive(self, announced: Announcement, read: Reader) -> torch.Tensor:
         tensor = announced.allocate(_CPU)
-        if tensor.numel():
-            read(bytes_of(tensor, writable=True))
+        if size := announced.nbytes:
+            read(bytes_of(tensor, size, writable=True))
         return tensor.to(self._device) if self._staged else tensor
 
     def flush(self, deadline: float) -> None:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from smp_config.failure import FailureRecord
+
 #: Call numbers from the step function down: ``(2, 0)`` is the first remote call inside the third one.
 Path = tuple[int, ...]
 
@@ -182,22 +184,53 @@ class Record(NamedTuple):
 
 
 class Fail(NamedTuple):
-    """An error that ends the step on all stages."""
+    """An error that ends the step on all stages.
+
+    Attributes:
+        place: what raised: a module or the step function.
+        failure: the error itself.
+    """
 
     stage: int
     rank: int
     place: str
-    error: str
-    traceback: str
+    failure: FailureRecord
 
 
-class Stamped(NamedTuple):
-    """A message with the number of its step.
+#: A message with the number of its step and what has ended meanwhile, as it travels: all of it plain tuples, since pickling
+#: named ones costs more than all else in a message. The step; the message, None where it brings only news; the news.
+Stamped = tuple[int, "tuple[Any, ...] | None", tuple[tuple[Any, ...], ...]]
 
-    Attributes:
-        news: what has ended meanwhile; None as a message brings only these.
-    """
+_KINDS: tuple[Any, ...] = (
+    *(Value, Call, Back, Done, Release, Reply, Deliver),
+    *(Begin, Diverged, End, Record, Fail),
+)
+_CODES = {kind: code for code, kind in enumerate(_KINDS)}
+#: Where a message has slots.
+_SLOTS: dict[Any, int] = {kind: kind._fields.index("slots") for kind in (Call, Back, Reply)}
+_MODES = Call._fields.index("modes")
 
-    step: int
-    message: Any
-    news: tuple[Done | Release, ...] = ()
+
+def plain(message: Any) -> tuple[Any, ...]:
+    """A message as plain tuples: the number of its kind, then its fields."""
+    kind = type(message)
+    fields = list(message)
+    if (place := _SLOTS.get(kind)) is not None:
+        fields[place] = tuple(
+            [None if slot is None else (*slot[:2], tuple(slot[2]), slot[3]) for slot in fields[place]]
+        )
+        if kind is Call:
+            fields[_MODES] = tuple(fields[_MODES])
+    return _CODES[kind], *fields
+
+
+def named(fields: tuple[Any, ...]) -> Any:
+    """The message that :func:`plain` made plain."""
+    kind = _KINDS[fields[0]]
+    if (place := _SLOTS.get(kind)) is None:
+        return kind(*fields[1:])
+    values = list(fields[1:])
+    values[place] = tuple([None if s is None else Slot(s[0], s[1], Meta(*s[2]), s[3]) for s in values[place]])
+    if kind is Call:
+        values[_MODES] = Modes(*values[_MODES])
+    return kind(*values)

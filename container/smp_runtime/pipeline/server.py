@@ -187,7 +187,6 @@ class ModuleServer:
                 if isinstance(tensor, Handle) and tensor.fetched is not None and tensor.unchanged() is tensor:
                     given[id(tensor.fetched)] = index
             outputs = [t.unchanged() if isinstance(t, Handle) else t for t in packed.tensors]
-            self._warn_if_written(call, tensors, versions, outputs)
             slots: list[Slot | None] = []
             made_here = []
             for index, output in enumerate(outputs):
@@ -201,6 +200,9 @@ class ModuleServer:
                 else:
                     made_here[-1] = True
                     slots.append(Slot(("F", call.microbatch, call.path, index), hub.stage, meta, False))
+            # First of all, since other stages wait for it; what is checked below ends the step if it is wrong.
+            self._make(task, slots, outputs, made_here)
+            self._warn_if_written(call, tensors, versions, outputs)
         if call.modes.grad:
             with hub.lock:
                 ran = ("f", call.microbatch, call.path)
@@ -221,7 +223,6 @@ class ModuleServer:
                 "something else before, and its caller went on with that; a result whose shape or structure depends on "
                 'values must be waited for: set "fast_mode": False in the parameters, or return tensors of one shape'
             )
-        self._make(task, slots, outputs, made_here)
         if call.wants_reply:
             self._reply(task, "F", packed.head, tuple(slots), touched)
 
@@ -259,6 +260,7 @@ class ModuleServer:
                 slots.append(Slot(gradient.value_name, gradient.owner, Meta.of(gradient), False))
             else:
                 slots.append(Slot(("B", back.microbatch, back.path, index), hub.stage, Meta.of(gradient), False))
+        self._make(task, slots, found, made_here)
         if back.expected is not None:
             given = [slot.name for slot in back.slots if slot is not None]
             if not self._is_as_expected(outcome_of(b"", slots, back.path, given), back.expected):
@@ -266,7 +268,6 @@ class ModuleServer:
                     f"the backward pass of {task.label!r} gave gradients {_describe(slots)}, but passes of the same shape gave "
                     'others before, and its caller went on with those; set "fast_mode": False in the parameters'
                 )
-        self._make(task, slots, found, made_here)
         if back.wants_reply:
             self._reply(task, "B", b"", tuple(slots), ())
 

@@ -20,12 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from smp_config.timeline import Kind, RankTimeline, StepTimeline, StoredAction, steps_to_keep
+from smp_config.timeline import TIMELINE_VARIABLE, Kind, RankTimeline, StepTimeline, StoredAction, steps_to_keep
 from smp_runtime.comm.control import RUNTIME_CHANNEL
 from smp_runtime.errors import SMPRuntimeError
+from smp_runtime.pipeline.schedules import TaskKind
 
 if TYPE_CHECKING:
     from smp_runtime.comm.control import ControlPlane
+    from smp_runtime.pipeline.tasks import Task
 
 logger = logging.getLogger("smp")
 
@@ -258,6 +260,62 @@ class Recorder:
             logger.warning("rank %d: the timeline cannot be written to %s: %s", self.rank, self._folder, error)
 
 
+class Watch:
+    """Turns the segments of a rank's tasks into the blocks of its timeline.
+
+    A segment of a task that another stage asked for is a block of its kind. One of the step function may belong to
+    several: it is forward until the script begins the backward pass, backward during it, the function's own afterwards.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        #: Of the step function's tasks, by microbatch: what they compute now, and where their running segments were cut.
+        self._kinds: dict[int, TaskKind] = {}
+        self._cuts: dict[int, float] = {}
+
+    def begin_step(self, number: int) -> None:
+        """A step begins."""
+        self._kinds.clear()
+        self._cuts.clear()
+        self._recorder.begin_step(number)
+
+    def end_step(self) -> None:
+        """The step has ended."""
+        self._recorder.end_step()
+
+    def close(self) -> None:
+        """The session ends."""
+        self._recorder.close()
+
+    def segment_ended(self, task: Task, start: float, stop: float) -> None:
+        """A task has computed from ``start`` to ``stop``, in seconds of ``time.perf_counter()``."""
+        if task.kind is not TaskKind.STEP:
+            self._add(task.kind, task.microbatch, task.label, start, stop)
+            return
+        kind = self._kinds.get(task.microbatch, TaskKind.FORWARD)
+        self._add(kind, task.microbatch, "", self._cuts.pop(task.microbatch, start), stop)
+
+    def turn(self, task: Task, kind: TaskKind, at_start: bool = False) -> None:
+        """The rest of the step function's running segment is of another kind; called by the task that runs.
+
+        Args:
+            at_start: the segment has only just begun, so that no part of it is of the kind before.
+        """
+        if task.kind is not TaskKind.STEP:
+            return
+        number = task.microbatch
+        before = self._kinds.get(number, TaskKind.FORWARD)
+        self._kinds[number] = kind
+        if not at_start and before is not kind:
+            now = time.perf_counter()
+            self._add(before, number, "", self._cuts.get(number, task.began), now)
+            self._cuts[number] = now
+
+    def _add(self, kind: TaskKind, microbatch: int, path: str, start: float, stop: float) -> None:
+        label = path or ("step function" if kind is TaskKind.STEP else "(model)")
+        self._recorder.add(f"{kind}{microbatch} {label}", kind.value, microbatch, path, start, stop)
+
+
 def recorder_of_job(
     stage: int,
     control: ControlPlane,
@@ -268,7 +326,8 @@ def recorder_of_job(
     """The recorder that the environment asks for; every rank of the job calls it, since they agree on a clock.
 
     Returns:
-        None when ``SMP_TIMELINE`` is not set, or 0.
+        None when ``SMP_TIMELINE`` is not set, or 0. Without ``SM_OUTPUT_DATA_DIR`` one that writes no file, since the
+        working directory may be anybody's.
 
     Raises:
         ConfigError: ``SMP_TIMELINE`` is no number of steps.
@@ -277,11 +336,19 @@ def recorder_of_job(
     keep = steps_to_keep(environ)
     if not keep:
         return None
+    folder = environ.get(_FOLDER_VARIABLE)
+    if not folder and control.rank == 0:
+        logger.warning(
+            "%s is %d, but %s is not set: the timelines have no folder to go to and are not kept; set it to one",
+            TIMELINE_VARIABLE,
+            keep,
+            _FOLDER_VARIABLE,
+        )
     return Recorder(
         stage,
         control.rank,
         keep=keep,
-        folder=Path(environ.get(_FOLDER_VARIABLE) or "."),
+        folder=Path(folder) if folder else None,
         clock=share_clock(control),
         replica=replica,
         host=environ.get("SMP_HOST") or environ.get("SM_CURRENT_HOST") or socket.gethostname(),

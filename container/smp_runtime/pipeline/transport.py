@@ -107,6 +107,8 @@ class Transport:
             sender's own thread for a message to the own stage); must be quick, since it holds up what comes after.
         on_lost: called as ``on_lost(stage, error)`` on the receiver thread, once when the connection to a stage that
             has not closed its transport breaks, and for every exception of ``on_message``.
+        on_left: called as ``on_left(stage)`` on the receiver thread when a stage has closed its transport in good order,
+            after its last message and before sending to it raises.
         make_group: ``make_group((source, destination))``, a process group for tensors of ``device`` from one global
             rank to another, such as :func:`~smp_runtime.pipeline.lanes.directed_groups` returns. None: they travel
             through host memory.
@@ -130,6 +132,7 @@ class Transport:
         device: torch.device,
         on_message: Callable[[int, Any, list[torch.Tensor]], None],
         on_lost: Callable[[int, BaseException], None],
+        on_left: Callable[[int], None] = lambda stage: None,
         make_group: Callable[[tuple[int, int]], dist.ProcessGroup] | None = None,
         consumer: torch.cuda.Stream | None = None,
         delay: Callable[[], float] | None = None,
@@ -139,6 +142,7 @@ class Transport:
         self._device = device
         self._on_message = on_message
         self._on_lost = on_lost
+        self._on_left = on_left
         self._delay = delay
         self._closed = False
         self.bytes_sent = dict.fromkeys(range(len(ranks)), 0)
@@ -188,14 +192,16 @@ class Transport:
             announced.append(tuple(announce(tensor, lane)))
             inline = peer.out[lane].inline(tensor)
             # Memory that was made on the way here belongs to nobody else.
-            ours = not copy or (tensor if inline is None else inline).data_ptr() != given.data_ptr()
+            made = tensor if inline is None else inline
+            ours = not copy or (made is not given and made.data_ptr() != given.data_ptr())
+            count = byte_count(tensor)
             if inline is None:
                 posted.append((peer.out[lane], tensor, not ours))
-            elif inline.numel():
-                pieces.append(bytes_of(inline))
+            elif count:
+                pieces.append(bytes_of(inline, count))
                 lasting.append(ours)
                 alive.append(inline)
-            size += byte_count(tensor)
+            size += count
         body = pickle.dumps((head, announced), protocol=5)
         pieces[0] = memoryview(_FRAME.pack(_MESSAGE, len(body)) + body)
         with peer.order:
@@ -283,6 +289,7 @@ class Transport:
             while True:
                 kind, size = _FRAME.unpack(reader.take(_FRAME.size))
                 if kind == _GOODBYE:
+                    self._on_left(peer.stage)
                     peer.left = True
                     return
                 head, announced = pickle.loads(reader.take(size))

@@ -26,12 +26,12 @@ def make_stand_ins(session: Session, module: nn.Module) -> list[StandIn]:
 
 
 def create_shards(session: Session, module: nn.Module, made: list[StandIn], shards: ShardedParameters) -> None:
-    """Run the creation that was deferred; every rank draws the first replica's numbers and keeps its part."""
+    """Run the creation that was deferred; every rank of a stage draws the numbers of its first one and keeps its part."""
     materialize(
         session.deferrals,
         module,
         session.device,
         replaced=made,
         take=shards.receive,
-        agree=lambda state: session.control.broadcast(state, session.members(Group.RDP)),
+        agree=lambda state: session.control.broadcast(state, session.members(Group.DP)),
     )

@@ -75,6 +75,8 @@ class ModuleUses:
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
         self._by_storage = {unit.storage_key: unit for unit in units}
         self._calls = _Calls()
+        #: Called when a backward pass has reached its first use, before anything is gathered for it.
+        self.backward_begins: Callable[[], None] = lambda: None
         self._registered: dict[int, list[ShardedUnit]] = {}
         whole: dict[int, list[ShardedUnit]] = {}
         for unit in units:
@@ -247,6 +249,7 @@ class ModuleUses:
                 if (me := weak()) is not None:
                     me._end_pass(task)
 
+            self.backward_begins()
             self._passes[task] = _Pass()
             torch.autograd.Variable._execution_engine.queue_callback(backward_ends)
         now = self._passes[task]

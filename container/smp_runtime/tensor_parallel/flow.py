@@ -40,7 +40,9 @@ class Flow(Protocol):
         """The way back; ``like`` is what entered."""
         ...
 
-    def enter_mask(self, mask: torch.Tensor | None, like: torch.Tensor, causal: bool) -> torch.Tensor | None:
+    def enter_mask(
+        self, mask: torch.Tensor | None, like: torch.Tensor, causal: bool, positions: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """An additive mask ``[batch or 1, 1, queries or 1, keys]`` for the whole of what ``like`` is a part of.
 
         With a batch per rank the ranks find out here, or in :meth:`enter` if that is called first, whether their batches
@@ -50,9 +52,10 @@ class Flow(Protocol):
             mask: additive, or boolean with True for a position that takes part.
             like: the activations whose positions are the mask's keys.
             causal: whether attention never looks ahead.
+            positions: what :meth:`enter_ids` will get for the same activations; all ranks have them, or none.
 
         Raises:
-            SMPUserError: batches of different shapes, or a mask of whole numbers.
+            SMPUserError: batches of different shapes, positions on some ranks only, or a mask of whole numbers.
         """
         ...
 
@@ -104,8 +107,10 @@ class _Flow:
         if known != id(hidden):
             agree_on_shape(self._group, hidden)
 
-    def _mask_for_all_batches(self, mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
-        mask = agree_on_mask(self._group, mask, like)
+    def _mask_for_all_batches(
+        self, mask: torch.Tensor | None, like: torch.Tensor, positions: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        mask = agree_on_mask(self._group, mask, like, positions=positions)
         self._agreed = id(like)
         return None if mask is None else self._for_all_batches(mask, like.shape[0])
 
@@ -130,9 +135,11 @@ class ReplicatedFlow(_Flow):
     def leave(self, hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return hidden if self._group.prescaled else collectives.sliced(hidden, self._group, 0)
 
-    def enter_mask(self, mask: torch.Tensor | None, like: torch.Tensor, causal: bool) -> torch.Tensor | None:
+    def enter_mask(
+        self, mask: torch.Tensor | None, like: torch.Tensor, causal: bool, positions: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         mask = additive(mask, like.dtype)
-        return mask if self._group.prescaled else self._mask_for_all_batches(mask, like)
+        return mask if self._group.prescaled else self._mask_for_all_batches(mask, like, positions)
 
     def enter_ids(self, ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
         return ids if ids is None or self._group.prescaled else self._for_all_batches(ids, like.shape[0])
@@ -168,10 +175,12 @@ class SlicedFlow(_Flow):
         whole = collectives.gathered(hidden, self._group, 1, partial=False)
         return whole if whole.shape[1] == like.shape[1] else whole[:, : like.shape[1]]
 
-    def enter_mask(self, mask: torch.Tensor | None, like: torch.Tensor, causal: bool) -> torch.Tensor | None:
+    def enter_mask(
+        self, mask: torch.Tensor | None, like: torch.Tensor, causal: bool, positions: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         mask = additive(mask, like.dtype)
         if not self._group.prescaled:
-            return self._mask_for_all_batches(mask, like)
+            return self._mask_for_all_batches(mask, like, positions)
         missing = self._missing(like.shape[1])
         if mask is None:
             if not missing or causal:  # padding comes last, where causal attention never looks

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from smp_runtime.deferred import Deferral
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.random import draw_seed, mixed
 
@@ -59,7 +60,8 @@ class TensorSlice:
 class _Stream(threading.local):
     """Where the parameters made now get their random numbers from."""
 
-    seed: int | None = None
+    #: A tensor without value where the creation is deferred.
+    seed: int | torch.Tensor | None = None
     count: int = 0
 
 
@@ -75,7 +77,13 @@ def weight_stream(group: TensorGroup) -> Iterator[None]:
     if _stream.seed is not None:
         yield
         return
-    _stream.seed, _stream.count = group.agree(draw_seed()), 0
+    deferral = Deferral.current()
+    if deferral is None:
+        _stream.seed = group.agree(draw_seed())
+    else:
+        _stream.seed = torch.empty((), dtype=torch.int64, device="cpu")
+        deferral.later(_write_seed, _stream.seed, group)
+    _stream.count = 0
     try:
         yield
     finally:
@@ -89,7 +97,7 @@ def make_parameter(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> nn.Parameter:
-    """A parameter with its values: the whole one, or this rank's part of it.
+    """A parameter with its values: the whole one, or this rank's part of it; without them where creation is deferred.
 
     Args:
         shape: of the whole.
@@ -100,14 +108,34 @@ def make_parameter(
     if _stream.seed is None:
         raise AssertionError("parameters of distributed modules are made inside weight_stream")
     _stream.count += 1
-    generator = torch.Generator().manual_seed(mixed(_stream.seed, _stream.count))
+    dtype = dtype or torch.get_default_dtype()
+    deferral = Deferral.current()
+    if deferral is not None:
+        local = torch.empty(shape if where is None else where.local_shape, dtype=dtype, device="cpu")
+        deferral.later(_write, local, _stream.seed, _stream.count, shape, fill, where)
+        return nn.Parameter(local)
     # Past whatever records or redirects the creation of tensors: the part is small and wanted now.
     with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-        whole = torch.empty(shape, dtype=torch.float32, device="cpu")
-        fill(whole, generator)
-        mine = whole if where is None else where.cut(whole)
-        values = mine.to(device=device, dtype=dtype or torch.get_default_dtype(), copy=where is not None)
+        mine = _part(int(_stream.seed), _stream.count, shape, fill, where)
+        values = mine.to(device=device, dtype=dtype, copy=where is not None)
         return nn.Parameter(values.contiguous())
+
+
+def _part(seed: int, number: int, shape: tuple[int, ...], fill: Fill, where: TensorSlice | None) -> torch.Tensor:
+    """What this rank has of the weight ``number`` of a stream, which exists as a whole only inside this call."""
+    whole = torch.empty(shape, dtype=torch.float32, device="cpu")
+    fill(whole, torch.Generator().manual_seed(mixed(seed, number)))
+    return whole if where is None else where.cut(whole)
+
+
+def _write_seed(target: torch.Tensor, group: TensorGroup) -> None:
+    target.fill_(group.agree(draw_seed()))
+
+
+def _write(
+    target: torch.Tensor, seed: torch.Tensor, number: int, shape: tuple[int, ...], fill: Fill, where: TensorSlice | None
+) -> None:
+    target.copy_(_part(int(seed), number, shape, fill, where))
 
 
 def normal(std: float) -> Fill:

@@ -102,7 +102,7 @@ class _Rows(torch.autograd.Function):
 def _cast(*tensors: Any) -> list[Any]:
     """What autocast would do to a linear map's tensors; inside an autograd function it only sees forward."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
     return [tensor if tensor is None else tensor.to(dtype) for tensor in tensors]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,29 +34,36 @@ def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
     return mask.to(dtype).clamp_min(lowest)  # a wider type's lowest number would become infinite
 
 
-def agree_on_shape(group: TensorGroup, tensor: torch.Tensor) -> None:
+def agree_on_shape(group: TensorGroup, tensor: torch.Tensor, **others: torch.Tensor | None) -> None:
     """Find out that the ranks' batches, each of its own, have one shape; all ranks of the group call it.
 
+    Args:
+        others: what must come with the batch on all ranks or on none, by name.
+
     Raises:
-        SMPUserError: they differ in size or length.
+        SMPUserError: they differ in size or length, or in what comes with them.
     """
     if _differ(group):
-        _agreed(group, tensor, None)
+        _agreed(group, tensor, None, others)
 
 
-def agree_on_mask(group: TensorGroup, mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+def agree_on_mask(
+    group: TensorGroup, mask: torch.Tensor | None, like: torch.Tensor, **others: torch.Tensor | None
+) -> torch.Tensor | None:
     """A mask of one shape on all ranks; a rank without one gets zeros if another has one.
 
     Args:
         mask: additive, ``[batch or 1, heads or 1, queries or 1, keys or 1]``, or None.
         like: what it masks, ``[batch, seq, hidden]``.
+        others: what must come with it on all ranks or on none, by name.
 
     Raises:
-        SMPUserError: the ranks' batches differ in size or length, or their masks do not fit each other.
+        SMPUserError: the ranks' batches differ in size or length or in what comes with them, or their masks do not fit each
+            other.
     """
     if not _differ(group):
         return mask
-    shapes = _agreed(group, like, None if mask is None else tuple(mask.shape[1:]))
+    shapes = _agreed(group, like, None if mask is None else tuple(mask.shape[1:]), others)
     present = [shape for shape in shapes if shape is not None]
     if not present:
         return None
@@ -76,16 +84,34 @@ def _differ(group: TensorGroup) -> bool:
     return group.size > 1 and not group.prescaled and not group.is_tracing
 
 
-def _agreed(group: TensorGroup, batch: torch.Tensor, mask: tuple[int, ...] | None) -> list[tuple[int, ...] | None]:
+def _agreed(
+    group: TensorGroup,
+    batch: torch.Tensor,
+    mask: tuple[int, ...] | None,
+    others: Mapping[str, torch.Tensor | None],
+) -> list[tuple[int, ...] | None]:
     """Every rank's ``mask``; over the control plane, so that no device has to be waited for."""
     session = group.session
-    every = session.control.allgather((tuple(batch.shape), mask), session.members(Group.TP))
-    if any(shape != every[0][0] for shape, _ in every):
+    shapes = {name: None if other is None else _whole_shape(other, batch) for name, other in others.items()}
+    every = session.control.allgather((tuple(batch.shape), mask, shapes), session.members(Group.TP))
+    if any(shape != every[0][0] for shape, _, _ in every):
         raise SMPUserError(
-            f"the batches of a tensor parallel group have different shapes, {_listed([shape for shape, _ in every])}, but "
+            f"the batches of a tensor parallel group have different shapes, {_listed([shape for shape, _, _ in every])}, but "
             "distributed layers put them together: pad all to one length and use batches of one size"
         )
-    return [shape for _, shape in every]
+    for name in shapes:
+        found = [theirs[name] for _, _, theirs in every]
+        if any(shape != found[0] for shape in found):
+            raise SMPUserError(
+                f"the ranks of a tensor parallel group have {name} of different shapes, {_listed(found)}, but distributed "
+                "layers put them together: give them on all ranks, of the batch's shape, or on none"
+            )
+    return [shape for _, shape, _ in every]
+
+
+def _whole_shape(other: torch.Tensor, batch: torch.Tensor) -> tuple[int, ...]:
+    """Its shape; one row stands for all of a batch."""
+    return (batch.shape[0], *other.shape[1:]) if other.shape[0] == 1 else tuple(other.shape)
 
 
 def _listed(shapes: list[Any]) -> str:

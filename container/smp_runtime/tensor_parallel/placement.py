@@ -14,6 +14,7 @@ from smp_config import Group
 from smp_runtime import session as sessions
 from smp_runtime.nn.module import DistributedModule
 from smp_runtime.registry import ParameterRecord, ParameterRegistry
+from smp_runtime.tensor_parallel.batches import SameBatch
 from smp_runtime.tensor_parallel.group import TensorGroup, join
 from smp_runtime.tensor_parallel.initialisation import TensorSlice
 
@@ -21,6 +22,7 @@ from smp_runtime.tensor_parallel.initialisation import TensorSlice
 def place(module: nn.Module, registry: ParameterRegistry) -> None:
     """Note axis, slice and whole shape of split parameters, and over which group each one's gradient is averaged."""
     _close_fast_paths(module)
+    watch_batches(module)
     for part in distributed_modules(module):
         for name, parameter in part._parameters.items():
             if parameter is None:
@@ -34,6 +36,15 @@ def place(module: nn.Module, registry: ParameterRegistry) -> None:
                 record.placement = replace(
                     record.placement, tensor_axis=where.dim, tensor_slice=(where.start, where.stop)
                 )
+
+
+def watch_batches(module: nn.Module) -> None:
+    """With a common batch, find out in the first forward passes whether the ranks of a group have it."""
+    if any(isinstance(hook, SameBatch) for hook in module._forward_pre_hooks.values()):
+        return
+    first = next(distributed_modules(module), None)
+    if first is not None and first.tensor_group.size > 1 and first.tensor_group.prescaled:
+        SameBatch(first.tensor_group).watch(module)
 
 
 def _close_fast_paths(module: nn.Module) -> None:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from smp_config import Group
+from smp_runtime.deferred import Deferral
 from smp_runtime.session import Session
 from smp_runtime.tensor_parallel.group import TensorGroup
 
@@ -48,12 +50,24 @@ class RandomTracker:
         """The tracker of a group; all ranks call it together the first time, which distributed modules do."""
         session = group.session
         found = _trackers.get(session)
+        if found is None and group.is_tracing:  # alone, before parameters that are created later have values
+            return cls(0, group.rank, lambda: True)
         if found is None:
             state = torch.get_rng_state()
-            base = group.agree(draw_seed())
+            # Replicas that draw the same weights, or are seeded alike, drop out different elements all the same.
+            base = mixed(group.agree(draw_seed()), session.rank_in(Group.RDP))
             torch.set_rng_state(state)  # a script's own numbers do not depend on which module was the first
             found = _trackers[session] = cls(base, group.rank, lambda: group.is_tracing)
         return found
+
+    @classmethod
+    def prepare(cls, group: TensorGroup) -> None:
+        """Make the tracker of a group, with numbers from this place in a model's creation, also where that is deferred."""
+        deferral = Deferral.current()
+        if deferral is None:
+            cls.of(group)
+        elif group.session not in _trackers:
+            deferral.later(_make_tracker, group)
 
     @contextlib.contextmanager
     def replicated(self, device: torch.device) -> Iterator[None]:
@@ -69,6 +83,9 @@ class RandomTracker:
 
     @contextlib.contextmanager
     def _seeded(self, device: torch.device, stream: int) -> Iterator[None]:
+        if device.type == "meta":  # no values, no random numbers
+            yield
+            return
         seed = mixed(self._base, self._use(), stream)
         generator = (
             torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
@@ -91,6 +108,10 @@ class RandomTracker:
             if len(self._marks) > _REMEMBERED:
                 self._marks.popitem(last=False)
         return self._marks[mark]
+
+
+def _make_tracker(group: TensorGroup) -> None:
+    RandomTracker.of(group)
 
 
 def tracker_state(session: Session, state: dict[str, int] | None = None) -> dict[str, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -9,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from smp_config import Group
+from smp_runtime.deferred import deferring
 from smp_runtime.nn import builtin
 from smp_runtime.nn.module import DistributedModule, NotDistributableError, parameters_in
 from smp_runtime.tensor_parallel.group import TensorGroup
@@ -29,11 +32,15 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
     automatic = _automatic(group)
     candidates = list(_outermost(module, "", automatic))
     if not candidates:
+        _warn_if_useless(module, group)
         return module
+    # The tracing step of a pipeline runs on one device: where parameters have no values yet, new ones have none either.
+    traced_on_meta = group.session.size(Group.PP) > 1 and any(p.is_meta for p in module.parameters())
     uses, paths = _parameter_uses(module), _paths(module)
     made: dict[int, nn.Module] = {}
     seen: set[int] = set()
-    with weight_stream(group):
+    later = deferring(group.session.deferrals) if traced_on_meta else contextlib.nullcontext()
+    with later, weight_stream(group):
         for name, original, how, mark in candidates:
             if id(original) in seen:
                 continue
@@ -48,7 +55,28 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
             replacement = _try(title, original, how, mark, automatic, group)
             if replacement is not None:
                 made[id(original)] = replacement
-    return _put_in_place(module, made)
+    module = _put_in_place(module, made)
+    _warn_if_useless(module, group)
+    return module
+
+
+def _warn_if_useless(module: nn.Module, group: TensorGroup) -> None:
+    """Say that tensor parallelism has nothing to do in a model."""
+    if (
+        group.size == 1
+        or group.session.rank != 0
+        or any(isinstance(part, DistributedModule) for part in module.modules())
+    ):
+        return
+    logger.warning(
+        "tensor_parallel_degree is %d, but no module of the %s is distributed, so each of these %d ranks holds and computes all "
+        "of it: create it inside smp.tensor_parallelism(), or call smp.set_tensor_parallelism on parts of it before "
+        "smp.DistributedModel (nn.Linear and whole Transformers models are supported; tp_register adds others), or set "
+        "tensor_parallel_degree to 1",
+        group.size,
+        type(module).__name__,
+        group.size,
+    )
 
 
 def _automatic(group: TensorGroup) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.huggingface.translation import CausalNames
 from smp_runtime.nn.lm_head import DistributedTransformerLMHead, additive_mask
 from smp_runtime.nn.module import NotDistributableError
-from smp_runtime.tensor_parallel.masks import additive, agree_on_shape
+from smp_runtime.tensor_parallel.masks import additive
 from smp_runtime.tensor_parallel.registration import Arguments, Registration, register
 
 #: Arguments of ``forward`` that ask for what a distributed model does not have.
@@ -49,8 +49,7 @@ class CausalModel(DistributedTransformerLMHead):
         from transformers import modeling_outputs as outputs
 
         ids, mask, token_types, positions, labels = inputs
-        if self.distributes_vocabulary:  # else the transformer asks
-            agree_on_shape(self.tensor_group, ids)
+        self._agree_on_inputs(ids, token_types, labels)
         cross = "AndCrossAttentions" if self.with_cross_outputs else ""
         hidden = self.hidden_states(ids, _additive(mask, self.hidden_dtype), token_types, positions)
         if not self.add_lm_head:

@@ -140,13 +140,21 @@ class CausalNames:
                 that has its original's place in a model with another head counts as one without.
         """
         if heads is None:
-            pattern = re.compile(r"(|.*\.)transformer\.seq_layers\.\d+\..+")
-            places = dict.fromkeys(match[1] for name in state if (match := pattern.fullmatch(name)))
-            heads = {place: self._seems_to_have_a_head(place, state) for place in places}
+            heads = {place: self._seems_to_have_a_head(place, state) for place in self._places(state)}
         result = dict(state)
         for place, has_head in heads.items():
             result = _replaced(result, place, self._one_to_theirs(_below(result, place), has_head))
         return result
+
+    def headless_to_theirs(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A whole state under Hugging Face's names, where no distributed model in it has a head."""
+        return self.to_theirs(state, dict.fromkeys(self._places(state), False))
+
+    @staticmethod
+    def _places(state: Mapping[str, Any]) -> list[str]:
+        """What stands in front of each distributed model."""
+        pattern = re.compile(r"(|.*\.)transformer\.seq_layers\.\d+\..+")
+        return list(dict.fromkeys(match[1] for name in state if (match := pattern.fullmatch(name))))
 
     def part_to_theirs(self, part: Any, state: Mapping[str, Any]) -> dict[str, Any]:
         """The whole state of one distributed model, ``part``."""

@@ -1,0 +1,143 @@
+"""How the process of a failed rank ends: its reason is told first, then what it still holds is saved, in bounded time."""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import gc
+import io
+import os
+import signal
+import sys
+import termios
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from smp_config.failure import FailureRecord, format_failure
+from smp_launch.failure import REPORT_SUFFIX, REPORT_VARIABLE
+
+#: Seconds for exit handlers and open files. Other ranks wait for this one meanwhile, and none of them may hang in it.
+EXIT_SECONDS = 2.0
+
+#: Seconds after which the system ends a rank whose exit handler holds the interpreter's lock.
+_LAST_RESORT_SECONDS = EXIT_SECONDS + 1.0
+
+#: Seconds for mpirun to read a failing rank's last words, and then to pass them on.
+_READ_PATIENCE = 1.0
+_PASS_ON_SECONDS = 0.1
+
+#: Of a failing script's message, in the failure line; the log has it whole.
+_MESSAGE_BYTES = 1600
+
+
+def tell(rank: int, host: str, error: BaseException, name: str | None = None) -> None:
+    """Tell the launcher why the rank fails.
+
+    Args:
+        name: what to call an error that is no exception of the script; it has no traceback then.
+    """
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    _flush_streams()
+    try:
+        record = FailureRecord.of(rank, host, error, text)
+        record = record.model_copy(update={"message": _cut(record.message)})
+        if name is not None:
+            record = record.model_copy(update={"error_type": name, "traceback": ""})
+        _leave_report(record)
+        # One write of less than a pipe's atomic size, so that no other line can get between.
+        os.write(2, (format_failure(record) + "\n").encode())
+    except Exception:
+        traceback.print_exc()
+
+
+def show(error: BaseException) -> None:
+    """Print the traceback as the interpreter would: through the script's hook, and itself where the hook fails."""
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except BaseException as second:
+        print("Error in sys.excepthook:", file=sys.stderr)
+        traceback.print_exception(type(second), second, second.__traceback__)
+        print("\nOriginal exception was:", file=sys.stderr)
+        traceback.print_exception(type(error), error, error.__traceback__)
+
+
+def abort(code: int, failed: BaseException) -> NoReturn:
+    """Run the exit handlers and write out open files for ``EXIT_SECONDS`` at most, and end; mpirun ends all others.
+
+    Not by the interpreter's own exit, which waits for threads and for ``MPI_Finalize``, which waits for all ranks; nor
+    through ``MPI_Abort``, which can hang while another thread of this rank is inside MPI.
+
+    Args:
+        failed: lives on to the very end, with all that its frames hold.
+    """
+    try:
+        watchdog = threading.Timer(EXIT_SECONDS, os._exit, (code,))
+        watchdog.daemon = True
+        watchdog.start()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, _LAST_RESORT_SECONDS)
+        flush_files()  # first, as a handler may hang; and again, as handlers write
+        atexit._run_exitfuncs()
+        flush_files()
+        _flush_streams()
+        _wait_until_read(2)
+    finally:
+        os._exit(code)
+
+
+def flush_files() -> None:
+    """Write out what open files hold back, as their ends would: text first, as it lies above bytes."""
+    found = [o for o in gc.get_objects() if issubclass(type(o), io.IOBase)]
+    for kind in (io.TextIOBase, io.BufferedIOBase):
+        for file in found:
+            if issubclass(type(file), kind):
+                try:
+                    if not file.closed and file.writable():
+                        file.flush()
+                except Exception:
+                    pass  # somebody else's file, which may be in any state
+
+
+def _flush_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            pass
+
+
+def _cut(message: str) -> str:
+    """At most ``_MESSAGE_BYTES``, so that the line has room for the traceback too."""
+    raw = message.encode("utf-8", "replace")
+    return message if len(raw) <= _MESSAGE_BYTES else raw[:_MESSAGE_BYTES].decode("utf-8", "ignore") + "…"
+
+
+def _leave_report(record: FailureRecord) -> None:
+    """Where the launcher runs on this machine, the record also goes into its folder, whole."""
+    folder = os.environ.get(REPORT_VARIABLE)
+    if not folder:
+        return
+    try:
+        temporary = Path(folder, f".{record.rank}.{os.getpid()}")  # ranks that heard of it write it too
+        temporary.write_text(record.model_dump_json(), encoding="utf-8")
+        temporary.rename(Path(folder, f"{record.rank}{REPORT_SUFFIX}"))
+    except OSError:
+        pass
+
+
+def _wait_until_read(descriptor: int) -> None:
+    """Open MPI 5 drops what it has not passed on when a rank ends badly; give it the time."""
+    unread = bytearray(4)
+    deadline = time.monotonic() + _READ_PATIENCE
+    while time.monotonic() < deadline:
+        try:
+            fcntl.ioctl(descriptor, termios.FIONREAD, unread)
+        except OSError:
+            break  # neither pipe nor terminal
+        if not any(unread):
+            break
+        time.sleep(0.005)
+    time.sleep(_PASS_ON_SECONDS)

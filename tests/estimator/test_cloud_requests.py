@@ -1,0 +1,73 @@
+"""What the service, or the job that it has started, would refuse: said by the estimator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from estimator.cloudtools import Cloud, service
+from estimator.fakes import model_parallel
+
+from smp_config import ConfigError
+
+DATA_PARALLEL = {"smdistributed": {"dataparallel": {"enabled": True}}}
+
+
+@pytest.fixture(scope="module")
+def cloud() -> Iterator[Cloud]:
+    with service() as boto:
+        yield Cloud(boto)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"output_path": "/tmp/x"}, r"output_path is '/tmp/x', which is no s3:// address.*output_path='s3://"),
+        ({"checkpoint_s3_uri": "file:///tmp/x"}, "checkpoint_s3_uri is 'file:///tmp/x', which is no s3:// address"),
+        ({"code_location": "bucket/x"}, "code_location is 'bucket/x'"),
+        ({"base_job_name": "my_job name!"}, "base_job_name is 'my_job name!'.* write base_job_name='my-job-name'"),
+    ],
+)
+def test_places_and_names(cloud: Cloud, script: Path, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        cloud.estimator(script, distribution=model_parallel(8, ddp=True), **given)
+    cloud.estimator(script, output_path="s3://bucket/x", base_job_name="my-job")
+
+
+def test_docker_on_this_machine_writes_to_folders(cloud: Cloud, script: Path, tmp_path: Path) -> None:
+    from sagemaker.local import LocalSession
+
+    local = {"instance_type": "local", "instance_count": 1, "sagemaker_session": LocalSession(cloud.boto)}
+    cloud.estimator(script, **local, output_path=f"file://{tmp_path}", distribution=DATA_PARALLEL)
+
+
+def test_a_data_parallel_job_in_a_stock_image_is_the_sdk_s_to_check(cloud: Cloud, script: Path) -> None:
+    stock = {"image_uri": None, "distribution": DATA_PARALLEL, "py_version": "py311"}
+    with pytest.raises(ValueError, match=r"framework_version 2\.5 is not supported by smdataparallel"):
+        cloud.estimator(script, **stock, framework_version="2.5")
+    assert cloud.estimator(script, **{**stock, "py_version": "py310"}, framework_version="2.0.1").hyperparameters()
+    assert cloud.estimator(script, distribution=DATA_PARALLEL).distribution == DATA_PARALLEL
+
+
+def test_a_quoted_option_in_a_stock_image(cloud: Cloud, script: Path) -> None:
+    distribution = model_parallel(8, ddp=True)
+    distribution["mpi"]["custom_mpi_options"] = '-x "NCCL_ALGO=Ring Tree"'
+    assert cloud.estimator(script, distribution=distribution).hyperparameters()
+    with pytest.raises(ConfigError, match="environment={'NCCL_ALGO': 'Ring Tree'}"):
+        cloud.estimator(script, distribution=distribution, image_uri=None)
+
+
+def test_a_script_of_no_known_kind(cloud: Cloud, script: Path) -> None:
+    (script / "train").write_text("#!/bin/sh\n")
+    with pytest.raises(ConfigError, match="entry_point is 'train', whose ending is 'empty'"):
+        cloud.estimator(script, entry_point="train", distribution=model_parallel(8, ddp=True)).fit(wait=False)
+    cloud.estimator(script, entry_point="train").fit(wait=False)  # the platform's own launcher runs any command
+
+
+def test_requirements_that_contradict(cloud: Cloud, script: Path) -> None:
+    (script / "requirements.txt").write_text("pydantic==1.*\n")
+    job = cloud.estimator(script, distribution=model_parallel(8, ddp=True), image_uri=None)
+    with pytest.raises(ConfigError, match="no version of pydantic is both"):
+        job.fit(wait=False)

@@ -1,0 +1,367 @@
+"""Clipping, and optimizers that look at norms, do what they do in one process, wherever the gradients lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from closeness import close
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+from smp_runtime.errors import SMPUserError
+
+STEPS, BATCH = 5, 8
+UNCLIPPED = {"sdp_gradient_clipping": 1e30, "sdp_param_persistence_threshold": 20}
+TENSOR = {"tensor_parallel_degree": 2, "prescaled_batch": True}
+STAGES = {"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0}
+LAYOUTS = {
+    "ddp": (2, {}),
+    "tp": (2, TENSOR),
+    "pp": (2, STAGES),
+    "state": (2, {"shard_optimizer_state": True}),
+    "sharding": (2, {"sharded_data_parallel_degree": 2, **UNCLIPPED}),
+    "tp-state": (4, {"shard_optimizer_state": True, **TENSOR}),
+    "tp-pp": (4, {**STAGES, **TENSOR}),
+    "tp-sharding": (4, {"sharded_data_parallel_degree": 2, **UNCLIPPED, **TENSOR}),
+    "pp-state": (4, {"shard_optimizer_state": True, **STAGES}),
+}
+NORMS = {"2": 2.0, "3": 3.0, "inf": float("inf")}
+
+
+class Net(nn.Module):
+    """A layer that tensor parallel ranks split, between ordinary ones; its halves have gradients of different size."""
+
+    def __init__(self, make_linear=nn.Linear):
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(16)
+        self.between = make_linear(16, 16)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x):  # [batch, 8] -> [batch, 1]
+        x = self.norm(self.first(x))
+        return self.head(torch.tanh(self.between(x * torch.linspace(0.1, 3.0, 16, dtype=x.dtype)) * 0.3))
+
+
+def _reference():
+    torch.manual_seed(0)
+    return Net()
+
+
+def _batch(step):
+    return torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(step))
+
+
+def _loss(outputs):
+    return 10 * (outputs.float() - 1.0).square().mean()
+
+
+def _alone(make, limit=None, norm_type=2.0):
+    model = _reference()
+    optimizer, norms = make(model.parameters()), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        _loss(model(_batch(step))).backward()
+        if limit is not None:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit, norm_type)))
+        optimizer.step()
+    return norms, model.state_dict()
+
+
+def _together(make, limit=None, norm_type=2.0):
+    import smdistributed.modelparallel.torch as smp
+
+    net = Net(smp.nn.DistributedLinear if smp.tp_size() > 1 else nn.Linear)
+    if smp.pp_size() > 1:
+        smp.set_partition(net.between, 1)
+        smp.set_partition(net.head, 1)
+    model = smp.DistributedModel(net, bucket_cap_mb=800 / 2**20)
+    model.load_state_dict(_reference().state_dict())
+    optimizer, norms = smp.DistributedOptimizer(make(model.parameters())), []
+
+    @smp.step
+    def train(x):
+        model.backward(_loss(model(x)))
+
+    replicas = smp.rdp_size() if smp.state.cfg.prescaled_batch else smp.dp_size()
+    mine = smp.rdp_rank() if smp.state.cfg.prescaled_batch else smp.dp_rank()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        train(_batch(step).chunk(replicas)[mine])
+        if limit is not None:
+            norms.append(optimizer.clip_master_grads(limit, norm_type))
+        optimizer.step()
+    return norms, model.state_dict()
+
+
+def _compare(results, expected, tolerance=1e-5):
+    for norms, state in results:
+        assert norms == pytest.approx(expected[0], rel=1e-4)
+        for name, value in expected[1].items():
+            close(state[name].float(), value, name, tolerance)
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_clipping_is_that_of_one_process(ranks, layout, norm_type):
+    def make(parameters):
+        return torch.optim.SGD(parameters, lr=0.05)
+
+    world, config = LAYOUTS[layout]
+    expected = _alone(make, 0.5, NORMS[norm_type])
+    assert min(expected[0]) > 0.5
+    _compare(ranks(_together, world, make, 0.5, NORMS[norm_type], config={"ddp": True, **config}), expected)
+
+
+@pytest.mark.parametrize("kind", ["lamb", "novograd"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_optimizers_that_look_at_norms_are_those_of_one_process(ranks, layout, kind):
+    def make(parameters):
+        import smdistributed.modelparallel.torch as smp
+
+        if kind == "lamb":
+            return smp.optimizers.FusedLAMB(parameters, lr=1e-2, max_grad_norm=0.3)
+        return smp.optimizers.FusedNovoGrad(parameters, lr=1e-2, weight_decay=0.01)
+
+    world, config = LAYOUTS[layout]
+    _compare(ranks(_together, world, make, config={"ddp": True, **config}), _alone(make))
+
+
+def test_a_small_gradient_stays_as_it_is_and_other_norms_are_refused(solo):
+    solo({})
+    model = smp.DistributedModel(nn.Linear(2, 1))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    model(torch.ones(1, 2)).sum().backward()
+    assert optimizer.clip_master_grads(5.0) == pytest.approx(3.0**0.5)
+    assert model.module.weight.grad.tolist() == [[1.0, 1.0]]
+    for norm_type in (0.0, -1.0, float("nan")):
+        with pytest.raises(SMPUserError, match=r"norm_type is .*; gradients .* p-norm.*: use a number above 0"):
+            optimizer.clip_master_grads(1.0, norm_type)
+
+
+@pytest.mark.parametrize("config", [{"shard_optimizer_state": True}, LAYOUTS["sharding"][1], {"bf16": True}])
+def test_a_parameter_outside_the_model_counts_once(ranks, config):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+
+        model, outside = smp.DistributedModel(_reference()), nn.Parameter(torch.ones(2))
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD([*model.parameters(), outside], lr=0.1))
+        outside.grad = torch.tensor([3000.0, 4000.0])
+        return optimizer.clip_master_grads(0.5), outside.grad.tolist()
+
+    for norm, outside in ranks(run, 2, config={"ddp": True, **config}):
+        assert norm == pytest.approx(5000.0)
+        assert outside == pytest.approx([0.3, 0.4])
+
+
+def test_an_overflow_stays_while_other_gradients_come(solo):
+    solo({"fp16": True})
+    model = smp.DistributedModel(nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)]))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), static_loss_scale=4.0)
+    first, second = model.module
+    for layer, value in ((first, float("inf")), (second, 1.0)):
+        model.backward(layer(torch.full((1, 2), value, dtype=torch.float16)).sum())
+        assert optimizer.clip_master_grads(1.0) == float("inf")
+        assert optimizer.overflow
+    optimizer.zero_grad()
+    model.backward(second(torch.ones(1, 2, dtype=torch.float16)).sum())
+    assert optimizer.clip_master_grads(5.0) == pytest.approx(3.0**0.5)
+    assert not optimizer.overflow
+
+
+def _head_alone():
+    net = _reference()
+    for part in (net.first, net.norm, net.between):
+        part.requires_grad_(False)
+    return net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("half", [{}, {"fp16": True}])
+def test_a_frozen_stage_takes_part(ranks, tmp_path, half):
+    def run(path):
+        import smdistributed.modelparallel.torch as smp
+
+        net, inner = _head_alone()
+        for part in (net.first, net.norm, net.between):
+            smp.set_partition(part, 0)
+        smp.set_partition(net.head, 1)
+        model, optimizer = smp.DistributedModel(net), smp.DistributedOptimizer(inner, static_loss_scale=8.0)
+
+        @smp.step
+        def train(x):
+            model.backward(_loss(model(x)))
+
+        norms = []
+        for step in range(2):
+            optimizer.zero_grad()
+            for more in (0, 10):  # the frozen stage gets no gradient, and must notice that the other one does
+                train(_batch(step + more))
+                norms.append(optimizer.clip_master_grads(0.5))
+            optimizer.step()
+        smp.save_checkpoint(path, tag="one", model=model, optimizer=optimizer)
+        smp.resume_from_checkpoint(path, tag="one")
+        return norms, model.state_dict(), len(optimizer.state_dict()["state"]), optimizer.overflow
+
+    model, optimizer = _head_alone()
+    norms = []
+    for step in range(2):
+        optimizer.zero_grad()
+        for more in (0, 10):
+            _loss(model(_batch(step + more))).backward()
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+    config = {"ddp": True, **STAGES, **half}
+    found = ranks(run, 2, str(tmp_path), config=config, env={"SMP_TIMEOUT_SECONDS": "10"}, timeout=40)
+    for mine, state, states, overflow in found:
+        assert mine == pytest.approx(norms, rel=2e-2 if half else 1e-5)
+        assert (states, overflow) == (2, False)
+        for name, value in model.state_dict().items():
+            close(state[name].float(), value, name, 2e-2 if half else 1e-5)
+
+
+def test_two_optimizers_may_have_a_stage_each(ranks):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+
+        net = _reference()
+        smp.set_partition(net.head, 1)
+        model = smp.DistributedModel(net)
+        rest = [p for name, p in net.named_parameters() if not name.startswith("head.")]
+        optimizers = [
+            smp.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
+            for parameters in (rest, net.head.parameters())
+        ]
+
+        @smp.step
+        def train(x):
+            model.backward(_loss(model(x)))
+
+        norms = []
+        for step in range(2):
+            train(_batch(step))
+            for optimizer in optimizers:
+                norms.append(optimizer.clip_master_grads(0.5))
+                optimizer.step()
+                optimizer.zero_grad()
+        return norms, model.state_dict()
+
+    model = _reference()
+    groups = [[p for n, p in model.named_parameters() if n.startswith("head.") is head] for head in (False, True)]
+    norms = []
+    for step in range(2):
+        _loss(model(_batch(step))).backward()
+        for group in groups:
+            norms.append(float(nn.utils.clip_grad_norm_(group, 0.5)))
+            torch.optim.SGD(group, lr=0.1).step()
+        model.zero_grad()
+    found = ranks(run, 2, config={"ddp": True, **STAGES}, env={"SMP_TIMEOUT_SECONDS": "10"}, timeout=40)
+    _compare(found, (norms, model.state_dict()))
+
+
+def _accumulated(limit, scale=1.0, backward_passes=3, clips_each=True):
+    import smdistributed.modelparallel.torch as smp
+
+    net = _reference()
+    if smp.pp_size() > 1:
+        smp.set_partition(net.between, 1)
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=scale)
+    norms = []
+
+    def train(x):
+        model.backward(_loss(model(x)))
+
+    step = smp.step(train) if smp.pp_size() > 1 else train
+    for first in range(2):
+        optimizer.zero_grad()
+        for index in range(backward_passes):
+            step(_batch(10 * first + index).chunk(smp.dp_size())[smp.dp_rank()])
+            if clips_each or index == backward_passes - 1:
+                norms.append(optimizer.clip_master_grads(limit))
+        optimizer.step()
+    return norms, model.state_dict()
+
+
+@pytest.mark.parametrize("limit", [1.0, 1e9])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"bf16": True},
+        {"fp16": True},
+        {"shard_optimizer_state": True},
+        {"bf16": True, "shard_optimizer_state": True},
+        {"sharded_data_parallel_degree": 2, **UNCLIPPED},
+        {"sharded_data_parallel_degree": 2, "fp16": True, **UNCLIPPED},
+        {"fp16": True, **STAGES},
+        {"bf16": True, **STAGES},
+    ],
+    ids=lambda config: "-".join(key for key in config if "16" in key or "_degree" in key or "state" in key) or "plain",
+)
+def test_backward_passes_after_clipping_add_to_what_was_clipped(ranks, config, limit):
+    model, norms = _reference(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for first in range(2):
+        optimizer.zero_grad()
+        for index in range(3):
+            _loss(model(_batch(10 * first + index))).backward()
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit)))
+        optimizer.step()
+    half = "bf16" in config or "fp16" in config
+    for mine, state in ranks(_accumulated, 2, limit, 16.0, config={"ddp": True, **config}):
+        assert mine == pytest.approx(norms, rel=5e-2 if half else 1e-4)
+        for name, value in model.state_dict().items():
+            close(state[name].float(), value, name, (5e-2 if limit == 1.0 else 2e-1) if half else 1e-5)
+
+
+def test_what_cannot_be_told_apart_after_unscaling_is_refused(ranks):
+    """The gradients of a shard are float32 as they are summed: no memory keeps what they were before unscaling."""
+
+    def run():
+        with pytest.raises(SMPUserError, match=r"divided them by the loss scale 16 already; call these once"):
+            _accumulated(1.0, 16.0)
+        return _accumulated(1.0, 16.0, clips_each=False)[0]
+
+    config = {"ddp": True, "fp16": True, "_fp32_grad_accumulation": True, "shard_optimizer_state": True}
+    first, second = ranks(run, 2, config=config)
+    assert first == second
+
+
+def _scaled():
+    import smdistributed.modelparallel.torch as smp
+
+    net = _reference()
+    smp.set_partition(net.between, 1)
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = smp.amp.GradScaler(init_scale=8.0)
+
+    @smp.step
+    def train(x, factor):
+        loss = _loss(model(x)) * factor.mean()
+        model.backward(scaler.scale(loss))
+
+    scales, norms = [], []
+    for step in range(4):
+        optimizer.zero_grad()
+        train(_batch(step), torch.full((BATCH,), float("inf") if step == 2 else 1.0))
+        if step != 2:
+            scaler.unscale_(optimizer)
+            norms.append(optimizer.clip_master_grads(0.5))
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return norms, model.state_dict(), scales
+
+
+def test_a_scaler_works_on_stages_that_never_scale(ranks):
+    model, norms = _reference(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in (0, 1, 3):
+        optimizer.zero_grad()
+        _loss(model(_batch(step))).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+    found = ranks(_scaled, 2, config={"ddp": True, **STAGES}, env={"SMP_TIMEOUT_SECONDS": "10"}, timeout=40)
+    _compare([result[:2] for result in found], (norms, model.state_dict()))
+    assert [scales for *_, scales in found] == [[8.0, 8.0, 4.0, 4.0]] * 2
