@@ -139,6 +139,7 @@ class Pipeline:
             ranks,
             device=device,
             on_message=self._gate.receive,
+            afterthought=self._news_for,
             on_lost=self._alarm.lost_stage,
             on_left=self._alarm.left_stage,
             delay=delay,
@@ -227,10 +228,17 @@ class Pipeline:
         if not task.open:
             self._complete(task)
         message = Value(tuple(task.parcel)) if task.parcel else None
-        if message is None and (task.kind is TaskKind.FORWARD or caller not in self._gate.untold):
+        if message is None:
+            if task.kind is TaskKind.BACKWARD and caller in self._gate.untold:
+                self.transport.nudge(caller)
             return None
         tensors, task.parcel = list(task.parcel.values()), {}
         return functools.partial(self.transport.send, caller, self._gate.stamp(caller, message), tensors)
+
+    def _news_for(self, stage: int) -> Any:
+        """On a sender's thread: what a stage has not heard yet, if nobody has told it meanwhile."""
+        with self._lock:
+            return self._gate.stamp(stage, None) if stage in self._gate.untold else None
 
     def _complete(self, task: Task) -> None:
         """With the lock held: if a task and all that it asked for are done, say so."""

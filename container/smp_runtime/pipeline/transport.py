@@ -52,6 +52,7 @@ class _Peer:
         self.changed = threading.Condition()
         #: Pieces, and what must live as long as they do.
         self.backlog: deque[tuple[list[memoryview], Sequence[torch.Tensor]]] = deque()
+        self.nudged = False  # there is something to tell that can wait
         self.broken: BaseException | None = None  # the connection is lost
         self.left = False  # the other side has said goodbye
         self.closed = False  # this side has
@@ -109,6 +110,8 @@ class Transport:
             has not closed its transport breaks, and for every exception of ``on_message``.
         on_left: called as ``on_left(stage)`` on the receiver thread when a stage has closed its transport in good order,
             after its last message and before sending to it raises.
+        afterthought: called as ``afterthought(stage)`` on a thread of its own after :meth:`nudge`; gives a head to send, or
+            None when there is nothing left to say.
         make_group: ``make_group((source, destination))``, a process group for tensors of ``device`` from one global
             rank to another, such as :func:`~smp_runtime.pipeline.lanes.directed_groups` returns. None: they travel
             through host memory.
@@ -133,6 +136,7 @@ class Transport:
         on_message: Callable[[int, Any, list[torch.Tensor]], None],
         on_lost: Callable[[int, BaseException], None],
         on_left: Callable[[int], None] = lambda stage: None,
+        afterthought: Callable[[int], Any] = lambda stage: None,
         make_group: Callable[[tuple[int, int]], dist.ProcessGroup] | None = None,
         consumer: torch.cuda.Stream | None = None,
         delay: Callable[[], float] | None = None,
@@ -143,6 +147,7 @@ class Transport:
         self._on_message = on_message
         self._on_lost = on_lost
         self._on_left = on_left
+        self._afterthought = afterthought
         self._delay = delay
         self._closed = False
         self.bytes_sent = dict.fromkeys(range(len(ranks)), 0)
@@ -218,6 +223,13 @@ class Transport:
             self.bytes_sent[stage] += len(pieces[0]) + size
             self.messages_sent[stage] += 1
 
+    def nudge(self, stage: int) -> None:
+        """Have the afterthought for a stage sent soon, while the calling thread goes on with what is more urgent."""
+        peer = self._peers[stage]
+        with peer.changed:
+            peer.nudged = True
+            peer.changed.notify_all()
+
     def flush(self, seconds: float) -> None:
         """Return when everything sent so far is out of this process's memory.
 
@@ -265,13 +277,21 @@ class Transport:
         _open_transports.discard(self)
 
     def _work_off(self, peer: _Peer) -> None:
-        """The sender thread: writes what could not be written at once."""
+        """The sender thread: writes what could not be written at once, and what can wait."""
         while True:
             with peer.changed:
-                peer.changed.wait_for(lambda: bool(peer.backlog) or peer.closed or peer.broken is not None)
-                if not peer.backlog:
+                peer.changed.wait_for(
+                    lambda: bool(peer.backlog) or peer.nudged or peer.closed or peer.broken is not None
+                )
+                nudged, peer.nudged = peer.nudged, False
+                if not peer.backlog and (peer.closed or peer.broken is not None):
                     return
-                pieces, _ = peer.backlog[0]
+                pieces = peer.backlog[0][0] if peer.backlog else []
+            if nudged and (head := self._afterthought(peer.stage)) is not None:
+                with contextlib.suppress(SMPRuntimeError):  # nobody is left who could hear it
+                    self.send(peer.stage, head)
+            if not pieces:
+                continue
             try:
                 _write(peer.connection, pieces, 0)
             except OSError as error:
