@@ -165,9 +165,10 @@ class Deferral(TorchDispatchMode):
                 results = func(*real_args, **real_kwargs)
                 if results is None:  # it wrote what it was given
                     results = real_args[: len(_tensors(outputs))]
-                for meta, result in zip(_tensors(outputs), _tensors(results), strict=True):
-                    real.setdefault(_storage(meta), result)
-                del real_args, real_kwargs, results
+                pairs = zip(_tensors(outputs), _tensors(results), strict=True)
+                # No name may hold a tensor until the next operation has made its own.
+                real.update({_storage(meta): result for meta, result in pairs if _storage(meta) not in real})
+                del pairs, real_args, real_kwargs, results
                 for storage, is_overwritten_next in after.items():
                     if is_overwritten_next is None and storage in self._owned:
                         finished(storage, real[storage])

@@ -138,7 +138,7 @@ class DistributedModel(SteppedModel):
         divided = options.sharded_data_parallel_degree > 1
         created_later = make_stand_ins(self._session, module) if divided else []
         if not divided:
-            materialize(self._session.deferrals, module, self._session.device)
+            materialize(self._session.deferrals, module, self._session.device, take=self._created())
         self.registry = ParameterRegistry(module)
         place(module, self.registry)
         if self._stage_of is not None:

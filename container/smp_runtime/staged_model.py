@@ -166,6 +166,19 @@ class StagedModel(ReplicatedModel):
             if id(record.parameter) not in local:
                 _without_storage(record.parameter)
 
+    def _created(self) -> Callable[[nn.Parameter, torch.Tensor], None] | None:
+        """What gives parameters that are created late their values: on a stage, only its own; None where all get them."""
+        if self._stage_of is None:
+            return None
+        local = {id(parameter) for parameter in self.local_parameters()}
+
+        def take(parameter: nn.Parameter, value: torch.Tensor) -> None:
+            parameter.data = value.to(self._session.device) if id(parameter) in local else value
+            if id(parameter) not in local:  # at once, so that the model never exists as a whole
+                _without_storage(parameter)
+
+        return take
+
     def _moved(self, device: torch.device) -> None:
         """Move this rank's part, and all buffers, to its device."""
         if self._stage_of is None:

@@ -77,3 +77,41 @@ def test_a_constructor_that_reads_values_is_told_so(solo):
     with pytest.raises(SMPUserError, match="reads a tensor's value"), smp.delay_param_initialization():
         torch.ones(1).item()
     assert nn.init.normal_ is original
+
+
+def test_a_stage_creates_no_more_than_its_own_part(ranks):
+    """The whole model never exists on a rank of a pipeline, neither when it is built nor when it is partitioned."""
+
+    def run():
+        import smdistributed.modelparallel.torch as smp
+        from live_bytes import LiveBytes
+
+        class Peak(LiveBytes):
+            most = 0
+
+            def _add(self, storage):
+                if storage.device.type != "meta":
+                    super()._add(storage)
+                self.most = max(self.most, self.now)
+
+        with smp.delay_param_initialization():
+            module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+        for index, layer in enumerate(module):
+            smp.set_partition(layer, index // 4)
+        model = smp.DistributedModel(module)
+
+        @smp.step
+        def step(x):
+            loss = model(x).sum()
+            model.backward(loss)
+            return loss
+
+        with Peak() as peak:
+            step(torch.ones(2, 256))
+        own = [p for p in model.local_parameters()]
+        return peak.most / module[0].weight.nbytes, len(own), all(bool(p.abs().sum() > 0) for p in own)
+
+    for most, count, filled in ranks(run, 2, config={"partitions": 2, "microbatches": 2, "ddp": False}):
+        assert count == 4
+        assert filled
+        assert most < 5.5, "its four matrices, the one that is being made, and activations"
