@@ -38,7 +38,7 @@ quickstart: $(VENV)/.installed
 test: test-sdk-floor test-newest
 
 test-newest: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not full" -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -m "not full" -n $(WORKERS) --dist loadfile --durations=25 --durations-min=3
 
 # The notebook side with the oldest SDK that is supported. It wants an older protobuf, and imports pytz unasked.
 $(FLOOR)/.installed: setup.cfg setup.py constraints-cpu.txt
