@@ -411,3 +411,28 @@ def test_what_a_class_does_not_pickle_stays_with_the_caller():
     restore_into(((keeper,), {}), changed)
     assert keeper.count == 5
     assert keeper.lock is lock
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_common_trees_need_no_pickling_and_have_the_same_head(count):
+    from smp_runtime.pipeline import wire
+
+    tensors = [torch.ones(1) for _ in range(max(count, 1))]
+    tree = (tuple(tensors), {}) if count else (tensors[0], None)
+    quick = pack(tree)
+    slow = wire._packed(tree, {}, tree[1], shared=False)
+    assert (quick.head, quick.mutable) == (slow.head, slow.mutable)
+    assert all(a is b for a, b in zip(quick.tensors, slow.tensors, strict=True))
+    other = torch.zeros(2)
+    came, pickled = unpack(quick.head, [other] * len(tensors)), ((other,) * count, {}) if count else (other, None)
+    assert came[1] == pickled[1]
+    assert len(came[0]) == len(pickled[0])
+    assert all(a is b for a, b in zip(came[0] if count else [came[0]], [other] * len(tensors), strict=True))
+
+
+def test_a_tensor_that_is_given_twice_arrives_once():
+    tensor = torch.ones(1)
+    packed = pack(((tensor, tensor), {}))
+    assert len(packed.tensors) == 1
+    (first, second), _ = unpack(packed.head, packed.tensors)
+    assert first is second

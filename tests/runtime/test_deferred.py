@@ -83,8 +83,9 @@ def test_a_stage_creates_no_more_than_its_own_part(ranks):
     """The whole model never exists on a rank of a pipeline, neither when it is built nor when it is partitioned."""
 
     def run():
-        import smdistributed.modelparallel.torch as smp
         from live_bytes import LiveBytes
+
+        import smdistributed.modelparallel.torch as smp
 
         class Peak(LiveBytes):
             most = 0
@@ -108,7 +109,7 @@ def test_a_stage_creates_no_more_than_its_own_part(ranks):
 
         with Peak() as peak:
             step(torch.ones(2, 256))
-        own = [p for p in model.local_parameters()]
+        own = list(model.local_parameters())
         return peak.most / module[0].weight.nbytes, len(own), all(bool(p.abs().sum() > 0) for p in own)
 
     for most, count, filled in ranks(run, 2, config={"partitions": 2, "microbatches": 2, "ddp": False}):

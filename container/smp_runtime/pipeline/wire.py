@@ -46,6 +46,8 @@ def pack(tree: Any, *, modules: Mapping[int, str] | None = None, name: str | Non
     Raises:
         SMPUserError: something in the tree cannot be pickled; the message says where it is.
     """
+    if (common := _common(tree)) is not None:
+        return common
     arguments = tree[1] if _is_call(tree) else None
     try:
         try:
@@ -77,6 +79,8 @@ def unpack(
     Raises:
         SMPRuntimeError: a class or function of the tree does not exist here.
     """
+    if (count := _counts.get(head)) is not None:
+        return (tensors[0], None) if count == 0 else (tuple(tensors), {})
     unpickler = _Unpickler(io.BytesIO(head))
     unpickler.tensors = tensors
     unpickler.module_of = module_of
@@ -198,6 +202,28 @@ def _sort_key(element: Any) -> tuple[str, str]:
     return type(element).__qualname__, repr(element) if plain else ""
 
 
+#: The heads of the trees that are most common, by the number of arguments of a call, 0 for one tensor as a result.
+_heads: dict[int, bytes] = {}
+_counts: dict[bytes, int] = {}
+
+
+def _common(tree: Any) -> Packed | None:
+    """A call with tensors alone, or one tensor as its result, without pickling; the head is what pickling gives."""
+    if type(tree) is not tuple or len(tree) != 2:
+        return None
+    first, second = tree
+    if second is None and isinstance(first, torch.Tensor):
+        count, tensors = 0, [first]
+    elif type(first) is tuple and type(second) is dict and not second and first:
+        count, tensors = len(first), list(first)
+        if not all(isinstance(each, torch.Tensor) for each in tensors) or len({id(each) for each in tensors}) < count:
+            return None
+    else:
+        return None
+    head = _heads.get(count)
+    return None if head is None else Packed(head, tensors, False)
+
+
 def _is_call(tree: Any) -> bool:
     return type(tree) is tuple and len(tree) == 2 and type(tree[0]) is tuple and type(tree[1]) is dict
 
@@ -260,6 +286,13 @@ def _type_name(obj: Any) -> str:
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+for _count in range(5):
+    _tensors = tuple(torch.empty(0) for _ in range(max(_count, 1)))
+    _tree: Any = (_tensors, {}) if _count else (*_tensors, None)
+    _heads[_count] = _packed(_tree, {}, _tree[1], shared=False).head
+_counts.update({head: count for count, head in _heads.items()})
 
 
 def restore_into(original: Any, changed: Any) -> None:
