@@ -117,6 +117,7 @@ def test_killed_notebook(script: Path, tmp_path: Path) -> None:
         gone_within(mark, 8.0)
 
 
+@pytest.mark.full  # what `make quickstart` runs
 def test_quickstart_script(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(REPOSITORY / "examples/quickstart.py"), "--steps", "4", "--megabytes", "0.2"],
