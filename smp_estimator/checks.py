@@ -10,6 +10,7 @@ from typing import Any
 
 from smp_config import ConfigError
 from smp_config.errors import suggest
+from smp_config.job import SCRIPT_SUFFIXES
 from smp_config.timeline import TIMELINE_VARIABLE, steps_to_keep
 from smp_estimator.local.channels import require_existing
 from smp_estimator.local.uris import is_file_uri, is_s3_uri, path_of, require_address
@@ -93,10 +94,6 @@ def check_environment(environment: Mapping[str, Any] | None) -> None:
         steps_to_keep(environment)
 
 
-#: Endings of scripts that the launcher starts.
-_SCRIPTS = (".py", ".sh")
-
-
 def check_code(entry_point: Any, source_dir: Any, dependencies: Iterable[Any], *, own_launcher: bool = False) -> None:
     """Check that the script and what is shipped with it exist.
 
@@ -132,7 +129,7 @@ def _check_files(entry_point: Any, source_dir: Any, dependencies: Iterable[Any])
 
 def _require_suffix(entry_point: str) -> None:
     path = Path(entry_point)
-    if path.suffix not in _SCRIPTS:
+    if path.suffix not in SCRIPT_SUFFIXES:
         raise ConfigError(
             f"entry_point is {entry_point!r}, whose ending is {path.suffix or 'empty'!r}; the job starts .py files with Python "
             f"and .sh files with bash: rename it, for example to {path.stem + '.py'!r}"
@@ -162,7 +159,9 @@ def _require_script(path: Path, given: str, relative_to: str) -> None:
             "directory as source_dir"
         )
     folder = path.parent
-    scripts = sorted(entry.name for entry in (folder.iterdir() if folder.is_dir() else ()) if entry.suffix in _SCRIPTS)
+    scripts = sorted(
+        entry.name for entry in (folder.iterdir() if folder.is_dir() else ()) if entry.suffix in SCRIPT_SUFFIXES
+    )
     hint = suggest(path.name, scripts)
     if folder.is_dir():
         listed = f"{folder} holds {', '.join(scripts[:8])}" if scripts else f"{folder} holds no scripts"

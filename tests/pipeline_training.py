@@ -28,6 +28,19 @@ def flat(outputs: Any) -> list[torch.Tensor]:
     return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
 
+def summing_step(model: Any) -> Any:
+    """A step function of a wrapped model that trains on the sum of its output."""
+    import smdistributed.modelparallel.torch as smp
+
+    @smp.step
+    def train(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    return train
+
+
 @functools.cache
 def alone(
     name: str,

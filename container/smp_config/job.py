@@ -15,6 +15,9 @@ from smp_config.parameters import ModelParallelParameters, Whole
 #: Silences a warning of Open MPI inside containers; harmless when given twice.
 DEFAULT_MPI_OPTIONS = "--mca btl_vader_single_copy_mechanism none"
 
+#: Endings of entry points that the launcher starts: with Python, with bash.
+SCRIPT_SUFFIXES = (".py", ".sh")
+
 MP_PARAMETERS = "mp_parameters"
 MPI_ENABLED = "sagemaker_mpi_enabled"
 MPI_PROCESSES = "sagemaker_mpi_num_of_processes_per_host"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_config.errors import ConfigError, suggest
-from smp_config.job import decoded_hyperparameter
+from smp_config.job import SCRIPT_SUFFIXES, decoded_hyperparameter
 from smp_config.limits import PLATFORM_PREFIX
 from smp_launch.tree import Tree
 
@@ -120,7 +120,7 @@ class TrainingEnvironment:
         """
         name = self.hyperparameters.get("sagemaker_program")
         code = self.tree.code_dir
-        present = sorted(p.relative_to(code).as_posix() for p in code.rglob("*") if p.suffix in (".py", ".sh"))
+        present = sorted(p.relative_to(code).as_posix() for p in code.rglob("*") if p.suffix in SCRIPT_SUFFIXES)
         there = f"{code} holds {', '.join(present[:20]) or 'no .py or .sh file'}"
         if not name or not isinstance(name, str):
             raise ConfigError(
@@ -132,7 +132,7 @@ class TrainingEnvironment:
                 f"the entry point {name!r} does not exist: {there}{suggest(name, present)}; give entry_point a path "
                 "relative to source_dir, of a file that is in it"
             )
-        if Path(name).suffix not in (".py", ".sh"):
+        if Path(name).suffix not in SCRIPT_SUFFIXES:
             raise ConfigError(
                 f"the entry point {name!r} is neither a Python nor a shell script: its ending is "
                 f"{Path(name).suffix or 'empty'!r}, and the launcher starts .py with Python and .sh with bash; rename it"

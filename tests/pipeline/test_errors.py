@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 def _errors(what):
     """A step that fails, between two good ones; returns what the rank saw."""
     import threading
-    import time
 
     import torch
     from pipeline_models import WIDTH, numbers
@@ -242,69 +240,6 @@ def test_without_fast_mode_shapes_may_depend_on_values(ranks):
         assert losses[7] != losses[6] != losses[0]
 
 
-def _dies(folder):
-    import json
-    import os
-    import pathlib
-    import time
-
-    import torch
-    from torch import nn
-
-    import smdistributed.modelparallel.torch as smp
-
-    class Dying(nn.Linear):
-        dies = False
-
-        def forward(self, x):
-            if self.dies:
-                os._exit(3)
-            return super().forward(x)
-
-    net = nn.Sequential(nn.Linear(4, 4), Dying(4, 4), nn.Linear(4, 4))
-    smp.set_partition(net[1], 1)
-    smp.set_partition(net[2], 2)
-    model = smp.DistributedModel(net)
-
-    @smp.step
-    def train(x):
-        loss = model(x).sum()
-        model.backward(loss)
-        return loss
-
-    train(torch.ones(2, 4))
-    net[1].dies = True
-    seen = []
-    for _ in range(2):
-        began = time.monotonic()
-        try:
-            train(torch.ones(2, 4))
-        except Exception as error:
-            seen.append((type(error).__name__, str(error), time.monotonic() - began))
-    pathlib.Path(folder, str(smp.rank())).write_text(json.dumps(seen))
-    smp.barrier()  # nobody else leaves before all have seen it; rank 1 never comes
-
-
-def test_a_rank_that_dies_ends_the_step_of_the_others_at_once(tmp_path):
-    from ranks import RankFailed, RankPool
-
-    pool = RankPool(3)
-    try:
-        settings = {"partitions": 3, "auto_partition": False, "default_partition": 0}
-        with pytest.raises(RankFailed, match="rank 1 of 3 died"):
-            pool.run(_dies, 3, str(tmp_path), config=settings, timeout=100)
-        for rank in ("0", "2"):
-            deadline = time.monotonic() + 30
-            while not (tmp_path / rank).exists() and time.monotonic() < deadline:
-                time.sleep(0.05)
-            (kind, text, seconds), (again, _, _) = json.loads((tmp_path / rank).read_text())
-            assert kind == again == "StageError"
-            assert "stage 1 (rank 1)" in text
-            assert seconds < 20
-    finally:
-        pool.close()
-
-
 def _idle_stage():
     import torch
     from torch import nn
@@ -412,90 +347,6 @@ def test_an_error_that_we_raise_ourselves_says_where():
     except SMPRuntimeError as error:
         assert "in estimate_offset" in traceback_of(error)
         assert without_own_frames(error.__traceback__).tb_next.tb_frame.f_code.co_name == "estimate_offset"
-
-
-def _leaves(who, after):
-    """Train; one rank goes ``after`` so many steps, as if its script had ended. What the others see."""
-    import time
-
-    import torch
-    from torch import nn
-
-    import smdistributed.modelparallel.torch as smp
-
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    for stage in range(1, smp.pp_size()):
-        smp.set_partition(net[stage], stage)
-    model = smp.DistributedModel(net)
-
-    @smp.step
-    def train(x):
-        loss = model(x).sum()
-        model.backward(loss)
-        return loss
-
-    seen = []
-    for number in range(after + 2):
-        if number >= after and smp.rank() == who:
-            break
-        began = time.monotonic()
-        try:
-            train(torch.ones(2, 4))
-        except Exception as error:
-            seen.append((number, type(error).__name__, str(error), time.monotonic() - began))
-    return seen
-
-
-@pytest.mark.parametrize(("world", "who"), [(2, 0), (2, 1), (3, 2)])
-@pytest.mark.parametrize("after", [1, 5])
-def test_a_rank_that_ends_its_script_early_ends_the_steps_of_the_others_at_once(ranks, world, who, after):
-    settings = {"partitions": world, "auto_partition": False, "default_partition": 0}
-    # Rank 0 is the root stage.
-    found = ranks(_leaves, world, who, after, config=settings, timeout=50)
-    assert found[who] == []
-    for rank, seen in enumerate(found):
-        if rank == who:
-            continue
-        assert [number for number, *_ in seen] == [after, after + 1]
-        for _, kind, text, seconds in seen:
-            assert kind == "StageError"
-            assert "has ended its script" in text
-            assert seconds < 20
-        assert f"rank {who} (pipeline stage {who}) has ended its script or called smp.shutdown()" in seen[0][2]
-        assert "same number of steps" in seen[0][2]
-
-
-def _comes_late():
-    """A stage without work enters the last step when the others have long left it, and the job."""
-    import time
-
-    import torch
-    from torch import nn
-
-    import smdistributed.modelparallel.torch as smp
-
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    smp.set_partition(net[0], 1)
-    model = smp.DistributedModel(net)
-
-    @smp.step
-    def train(x):
-        loss = model(x).sum()
-        model.backward(loss)
-        return loss
-
-    losses = []
-    for number in range(10):
-        if number == 9 and smp.rank() == 0:
-            time.sleep(2.0)
-        losses.append(float(train(torch.ones(2, 4)).reduce_mean()))
-    return losses, model.pipeline.replayed
-
-
-def test_leaving_after_the_last_step_is_no_error_for_a_stage_that_is_late(ranks):
-    settings = {"partitions": 3, "auto_partition": False, "default_partition": 2}
-    results = ranks(_comes_late, 3, config=settings, timeout=60)
-    assert [result == results[0] for result in results] == [True] * 3
 
 
 SCRIPT = """

@@ -6,6 +6,7 @@ import pickle
 from collections import Counter
 
 import pytest
+from pipeline_training import summing_step
 
 
 def _counted(steps):
@@ -30,13 +31,7 @@ def _counted(steps):
     for stage, layer in enumerate(net.layers):
         smp.set_partition(layer, stage)
     model = smp.DistributedModel(net)
-
-    @smp.step
-    def train(x):
-        loss = model(x).sum()
-        model.backward(loss)
-        return loss
-
+    train = summing_step(model)
     for _ in range(steps - 1):
         train(torch.ones(4, 4))
     transport, counts = model.pipeline.transport, []

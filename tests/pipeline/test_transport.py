@@ -366,6 +366,24 @@ def test_strangers_are_refused(ranks):
     assert results[2][1] == 16
 
 
+def nudged() -> Any:
+    untold = ["news"]
+    box = Box(2, afterthought=lambda stage: (untold.pop(), stage) if untold else None)
+    other = 1 - box.stage
+    box.transport.nudge(other)
+    news = box.get()[:2]
+    box.control.barrier(range(2))
+    box.transport.nudge(other)  # all is said, so nothing comes of it
+    box.send(other, "last")
+    last = box.get()[:2]
+    box.finish(2)
+    return news, last
+
+
+def test_what_can_wait_is_sent_without_a_message_of_its_caller(ranks):
+    assert ranks(nudged, 2) == [((1, ("news", 0)), (1, "last")), ((0, ("news", 1)), (0, "last"))]
+
+
 def failing_callback() -> Any:
     arrived: queue.Queue[str] = queue.Queue()  # a message may come while the box is still being made
 

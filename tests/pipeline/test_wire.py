@@ -413,7 +413,7 @@ def test_what_a_class_does_not_pickle_stays_with_the_caller():
     assert keeper.lock is lock
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 5])
+@pytest.mark.parametrize("count", [0, 1, 2, 5])  # the last one is pickled
 def test_common_trees_need_no_pickling_and_have_the_same_head(count):
     from smp_runtime.pipeline import wire
 

@@ -13,21 +13,26 @@ import smdistributed.modelparallel.torch as smp
 LENGTH = 2048
 
 
-@pytest.fixture
-def llama():
+def _llama(layers, heads):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    # No residual layer hides what attention does with the positions: one layer, of one head.
     settings = transformers.LlamaConfig(
         hidden_size=32,
         intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
         vocab_size=64,
         max_position_embeddings=LENGTH,
+        use_cache=False,
     )
     return transformers.LlamaForCausalLM(settings)
+
+
+@pytest.fixture
+def llama():
+    # No residual layer hides what attention does with the positions: one layer, of one head.
+    return _llama(1, 1)
 
 
 def _cosine(model, positions):
@@ -56,25 +61,11 @@ def test_angles_at_late_positions_are_those_of_float32(solo, llama, half, later)
 
 
 def test_deferred_creation_and_pipelines_keep_them_too(ranks):
-    pytest.importorskip("transformers")
-
     def run(deferred):
-        import transformers
-
         import smdistributed.modelparallel.torch as smp
 
-        torch.manual_seed(0)
-        settings = transformers.LlamaConfig(
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            vocab_size=64,
-        )
-        settings.use_cache = False
         with smp.delay_param_initialization(enabled=deferred):
-            model = transformers.LlamaForCausalLM(settings)
+            model = _llama(2, 2)
         model = smp.DistributedModel(model)
 
         @smp.step

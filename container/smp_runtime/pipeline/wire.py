@@ -202,11 +202,6 @@ def _sort_key(element: Any) -> tuple[str, str]:
     return type(element).__qualname__, repr(element) if plain else ""
 
 
-#: The heads of the trees that are most common, by the number of arguments of a call, 0 for one tensor as a result.
-_heads: dict[int, bytes] = {}
-_counts: dict[bytes, int] = {}
-
-
 def _common(tree: Any) -> Packed | None:
     """A call with tensors alone, or one tensor as its result, without pickling; the head is what pickling gives."""
     if type(tree) is not tuple or len(tree) != 2:
@@ -288,11 +283,16 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-for _count in range(5):
-    _tensors = tuple(torch.empty(0) for _ in range(max(_count, 1)))
-    _tree: Any = (_tensors, {}) if _count else (*_tensors, None)
-    _heads[_count] = _packed(_tree, {}, _tree[1], shared=False).head
-_counts.update({head: count for count, head in _heads.items()})
+def _common_head(count: int) -> bytes:
+    """What pickling gives for a call with so many tensors, or for 0 for one tensor as a result."""
+    tensors = tuple(torch.empty(0) for _ in range(max(count, 1)))
+    tree: Any = (tensors, {}) if count else (*tensors, None)
+    return _packed(tree, {}, tree[1], shared=False).head
+
+
+#: The heads of the most common trees, by the number of arguments of a call, 0 for one tensor as a result; and back.
+_heads = {count: _common_head(count) for count in range(5)}
+_counts = {head: count for count, head in _heads.items()}
 
 
 def restore_into(original: Any, changed: Any) -> None:
