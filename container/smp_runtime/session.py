@@ -24,6 +24,7 @@ from smp_runtime.comm.messages import Messages
 from smp_runtime.deferred import Deferral
 from smp_runtime.devices import choose_backend, choose_device
 from smp_runtime.errors import NotInitializedError, SMPUserError
+from smp_runtime.foreign_clipping import watch_clipping
 from smp_runtime.module_manager import ModuleManager
 from smp_runtime.pipeline.manual import ManualAssignment
 from smp_runtime.progress import ProgressReporter
@@ -236,6 +237,7 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
                 'copy; set "ddp": True',
                 session.size(Group.DP),
             )
+    watch_clipping(session)
     _session = session
     atexit.register(shutdown)
     return session

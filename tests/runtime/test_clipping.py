@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from closeness import close
 from torch import nn
+from torch.nn.utils import clip_grad, clip_grad_norm_
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.errors import SMPUserError
@@ -374,3 +377,55 @@ def test_a_scaler_works_on_stages_that_never_scale(ranks):
     found = ranks(_scaled, 2, config={"ddp": True, **STAGES}, env={"SMP_TIMEOUT_SECONDS": "10"}, timeout=40)
     _compare([result[:2] for result in found], (norms, model.state_dict()))
     assert [scales for *_, scales in found] == [[8.0, 8.0, 4.0, 4.0]] * 2
+
+
+def _clipped_by_pytorch():
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("smp").addHandler(handler)
+    try:
+        model = smp.DistributedModel(_reference())
+
+        @smp.step
+        def train(x):
+            loss = _loss(model(x))
+            model.backward(loss)
+            return loss
+
+        foreign = nn.Parameter(torch.ones(2))
+        foreign.grad = torch.ones(2)
+        clip_grad_norm_(foreign, 1e9)
+        before = len([line for line in said if "clip_grad_norm_" in line])
+        for _ in range(2):
+            model.zero_grad()
+            train(_batch(0))
+            clip_grad_norm_(model.parameters(), 1e9)
+        return before, [line for line in said if "clip_grad_norm_" in line]
+    finally:
+        logging.getLogger("smp").removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"ddp": True}, None),
+        ({"ddp": True, "fp16": True}, "loss scale"),
+        ({"ddp": True, "shard_optimizer_state": True}, "no effect"),
+        ({**STAGES, "ddp": True}, "one pipeline stage"),
+    ],
+    ids=["ddp", "fp16", "state", "pp"],
+)
+def test_clipping_by_pytorch_is_warned_of_once_where_it_is_wrong(ranks, config, text):
+    for before, warnings in ranks(_clipped_by_pytorch, 2, config=config):
+        assert before == 0
+        assert len(warnings) == (text is not None)
+        assert all(text in line and "clip_master_grads" in line for line in warnings)
+
+
+def test_pytorch_has_its_own_function_back_after_the_session(solo):
+    own = clip_grad._clip_grads_with_norm_
+    session = solo({"fp16": True})
+    assert clip_grad._clip_grads_with_norm_ is not own
+    session.close()
+    assert clip_grad._clip_grads_with_norm_ is own
