@@ -44,6 +44,19 @@ def _number(value: Any) -> Any:
 Whole = Annotated[int, BeforeValidator(_whole_number)]
 Real = Annotated[float, BeforeValidator(_number)]
 
+#: Arguments of ``smp.DistributedModel``, which are no settings of the job, and a value to show.
+_MODEL_ARGUMENTS = {
+    "trace_device": '"cpu"',
+    "trace_execution_times": "True",
+    "trace_memory_usage": "True",
+    "backward_passes_per_step": "2",
+    "average_grads_across_microbatches": "False",
+    "bucket_cap_mb": "25",
+    "broadcast_buffers": "False",
+    "gradient_as_bucket_view": "True",
+    "find_unused_parameters": "True",
+}
+
 #: Settings that only matter when ``sharded_data_parallel_degree`` is above 1.
 SHARDING_OPTIONS = (
     "sdp_reduce_bucket_size",
@@ -134,7 +147,10 @@ class ModelParallelParameters(BaseModel):
     contiguous: StrictBool = Field(True, description="Accepted for old scripts; stages are always contiguous.")
     horovod: StrictBool = Field(False, description="Only false: Horovod belongs to TensorFlow.")
     load_partition: StrictBool = Field(False, description="Read the partition decision from partition_file.")
-    partition_file: str | None = Field(None, description="File with a partition decision, read or written.")
+    partition_file: str | None = Field(
+        None,
+        description="File with a partition decision, read or written; relative: with the job's output and checkpoints.",
+    )
     fast_mode: StrictBool = Field(
         True,
         description="Calls of modules on other stages return at once, with results shaped as in earlier calls; false: each "
@@ -168,6 +184,12 @@ class ModelParallelParameters(BaseModel):
             given[new] = value
         for key in given:
             if key not in _KNOWN_KEYS:
+                argument = str(key).strip("_")
+                if argument in _MODEL_ARGUMENTS:
+                    raise ValueError(
+                        f"unknown parameter {key!r}: {argument} is no setting of the job but an argument of the script's model; "
+                        f"remove it and write smp.DistributedModel(model, {argument}={_MODEL_ARGUMENTS[argument]})"
+                    )
                 raise ValueError(
                     f"unknown parameter {key!r}{suggest(str(key), _KNOWN_KEYS) or '; see the documented names'}"
                 )
@@ -300,6 +322,11 @@ class ModelParallelParameters(BaseModel):
             said.append("offload_activations hides its transfers only behind other microbatches, but microbatches is 1")
         if "activation_loading_horizon" in self.model_fields_set and not self.offload_activations:
             said.append("activation_loading_horizon ignored: offload_activations is false")
+        if "active_microbatches" in self.model_fields_set and (self.active_microbatches or 0) > self.microbatches:
+            said.append(
+                f"active_microbatches is {self.active_microbatches}, but microbatches is {self.microbatches}, the most that can be "
+                "in flight: it counts as that"
+            )
         if self.prescaled_batch and tensor == 1:
             said.append("prescaled_batch ignored: tensor_parallel_degree is 1")
         return said

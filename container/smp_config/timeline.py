@@ -30,7 +30,10 @@ StoredAction = tuple[int, Kind, int, int, float, float]
 
 
 class StepTimeline(BaseModel):
-    """One step of one rank; ``start`` and ``stop`` are those of the call, actions lie between them."""
+    """One step of one rank; ``start`` and ``stop`` are those of the call, actions lie between them.
+
+    ``failed``: whether it ended with an error; files of older versions do not say.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -38,6 +41,7 @@ class StepTimeline(BaseModel):
     start: float
     stop: float
     actions: list[StoredAction]
+    failed: bool = False
 
 
 class RankTimeline(BaseModel):

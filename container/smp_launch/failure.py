@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +43,9 @@ _HOLD_LINES = 100
 #: Signals that are never the consequence of another rank's end. (mpirun itself ends the others with SIGTERM and
 #: SIGKILL, but reports only the first process that ended.)
 _FIRST_CAUSES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS})
+
+#: What a rank that chose its exit code has told; see :mod:`smp_launch.rank`.
+_OWN_CODES = frozenset({"SystemExit", "ScriptError"})
 
 _HINTS = {
     signal.SIGKILL: "often the machine ran out of memory: use a smaller batch, more microbatches or fewer processes",
@@ -160,6 +163,7 @@ class FailureCollector:
         stopped_by: str | None = None,
         program: str = "mpirun",
         first_ended: int | None = None,
+        ended_unheard: Collection[int] | None = None,
     ) -> Cause:
         """Decide why the job failed.
 
@@ -168,10 +172,12 @@ class FailureCollector:
             stopped_by: what asked the job to stop, if anything did.
             program: what ran the ranks, for the message.
             first_ended: the rank that ended first, if known.
+            ended_unheard: ranks that ended before any had told of a failure; None when unknown.
         """
         record = min(self.records, key=lambda r: r.when or float("inf")) if self.records else None
         death = self._death()
         code = self._exit_code()
+        is_told = code is not None
         if death is None and code is None and first_ended is not None:
             # mpirun does not always say it, but its exit code is that of the first rank that failed.
             code = (first_ended, returncode) if 0 < returncode <= 128 else None
@@ -182,19 +188,37 @@ class FailureCollector:
             own = any(r.rank == rank for r in self.records)
             if record is None or (number in _FIRST_CAUSES and not own):
                 return self._killed(rank, number, stopped_by)
-        if record is not None:
-            return Cause(_one_line(record.headline()), record.traceback or record.message)
-        if code is not None:
+        if code is not None and (record is None or self._came_first(code, is_told, ended_unheard)):
             rank, number = code
             return Cause(
                 f"rank {rank} ({self.host_of(rank)}): ended with exit code {number}; it did not raise an exception, so the "
                 "script or a library called os._exit: its last words are in the log",
+                self._consequences(),
             )
+        if record is not None:
+            return Cause(_one_line(record.headline()), record.traceback or record.message)
         if stopped_by:
             return Cause(f"the job was stopped by {stopped_by} before its script ended")
         how = f"was killed by {_signal_name(-returncode)}" if returncode < 0 else f"ended with code {returncode}"
         known = f": {self.messages[0]}" if self.messages else "; its messages are in the log"
         return Cause(_one_line(f"{program} {how}{known}"), "\n".join(self.messages))
+
+    def _came_first(self, code: tuple[int, int], is_told: bool, ended_unheard: Collection[int] | None) -> bool:
+        """Whether a rank's end without a word came before the failures that others have told of, which it then caused.
+
+        Args:
+            code: the rank and its exit code.
+            is_told: whether mpirun said so; otherwise it is a guess.
+            ended_unheard: ranks that ended before any had told of a failure; None when unknown.
+        """
+        rank, number = code
+        if any(r.rank == rank for r in self.records) or (ended_unheard is not None and rank not in ended_unheard):
+            return False
+        # A rank that raises ends with 1, so that another code is not that of one who has told why.
+        return is_told or (number != 1 and not any(r.error_type in _OWN_CODES for r in self.records))
+
+    def _consequences(self) -> str:
+        return "\n\n".join(f"then {r.headline()}\n{r.traceback}" for r in self.records)
 
     def _death(self) -> tuple[int, int] | None:
         for message in self.messages:
@@ -216,10 +240,9 @@ class FailureCollector:
                 "give it a handler for SIGTERM that exits with 0"
             )
         hint = _HINTS.get(signal.Signals(number)) if number in set(signal.Signals) else None
-        others = "\n\n".join(f"then {r.headline()}\n{r.traceback}" for r in self.records)
         return Cause(
             f"{where}: was killed by signal {number} ({_signal_name(number)})" + (f": {hint}" if hint else ""),
-            others,
+            self._consequences(),
         )
 
 

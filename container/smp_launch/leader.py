@@ -230,7 +230,9 @@ def _cause(collector: FailureCollector, outcome: Outcome, program: str) -> Cause
             f"the job was stopped by {outcome.stopped_by}, and its processes {outcome.overdue}, so they were killed; "
             "let the script save less or sooner when it gets SIGTERM, and exit"
         )
-    return collector.first_cause(outcome.returncode, outcome.stopped_by, program, outcome.first_ended)
+    return collector.first_cause(
+        outcome.returncode, outcome.stopped_by, program, outcome.first_ended, outcome.ended_unheard
+    )
 
 
 def stop_code(reason: str) -> int:

@@ -57,12 +57,14 @@ class Outcome:
         stopped_by: the first request to stop, such as ``SIGTERM``.
         overdue: why what was left had to be killed; None when it ended by itself.
         first_ended: the rank that ended first; None when unknown.
+        ended_unheard: ranks that ended before any had told of a failure; None when unknown.
     """
 
     returncode: int
     stopped_by: str | None = None
     overdue: str | None = None
     first_ended: int | None = None
+    ended_unheard: set[int] | None = None
 
 
 @dataclass
@@ -105,6 +107,7 @@ class Supervisor:
     def run(self, command: Sequence[str], environ: Mapping[str, str], cwd: str | os.PathLike[str]) -> Outcome:
         """Run to the end. No process that it started is alive when it returns."""
         adopt_orphans()
+        self._outcome.ended_unheard = set() if self.local else None
         self._process = subprocess.Popen(
             list(command),
             env=dict(environ),
@@ -132,6 +135,7 @@ class Supervisor:
         self._selector.register(self.stop, selectors.EVENT_READ, self._on_signals)
         if self.stop.lifeline is not None:
             self._selector.register(self.stop.lifeline, selectors.EVENT_READ, self._on_lifeline)
+        pipes = {self._process.stdout, self._process.stderr}
         for pipe, descriptor in ((self._process.stdout, 1), (self._process.stderr, 2)):
             if pipe is not None:
                 on_output = partial(self._on_output, pipe, LineAssembler(self.tags), descriptor)
@@ -142,7 +146,9 @@ class Supervisor:
             if not gone and self._process.poll() is not None:
                 gone = True
                 self._expect(_DRAIN_PATIENCE, "kept the output open after the job's end")
-            for key, _ in self._selector.select(self._until(min(self._deadline, self.collector.release_at))):
+            events = self._selector.select(self._until(min(self._deadline, self.collector.release_at)))
+            # Of what came at once, a rank's end is the cause and what another tells of it the consequence.
+            for key, _ in sorted(events, key=lambda event: event[0].fileobj in pipes):
                 key.data()
             if time.monotonic() >= self.collector.release_at:
                 show(self.collector.release(), 2)
@@ -179,7 +185,9 @@ class Supervisor:
         except ProcessLookupError:
             self._on_rank_end(rank, None)
             return
-        if watched is not None:
+        if watched is None:
+            self._outcome.ended_unheard = None  # the system has no way to watch a process
+        else:
             on_end = partial(self._on_rank_end, rank, watched)
             self._selector.register(watched, selectors.EVENT_READ, on_end)
 
@@ -190,6 +198,8 @@ class Supervisor:
             os.close(watched)
         if self._outcome.first_ended is None:
             self._outcome.first_ended = rank
+        if not self.collector.records and self._outcome.ended_unheard is not None:
+            self._outcome.ended_unheard.add(rank)
         self._ended += 1
         if self._ended == self.ranks:
             self._expect(_DRAIN_PATIENCE, "outlived the ranks")

@@ -71,9 +71,27 @@ def partition(partition_id: int) -> contextlib.AbstractContextManager[None]:
 def set_partition(module: nn.Module, pp_rank: int) -> None:
     """Put a module, and those inside it that are not set themselves, on a pipeline stage; also in an automatic partition.
 
-    Call it before the first step.
+    Call it before the first step, which decides the partition. It wins over ``smp.partition`` contexts, and the last
+    call for a module over earlier ones.
 
     Raises:
-        SMPUserError: no such stage, or no module.
+        SMPUserError: no such stage, no module, or a module of a model that is partitioned already, with another stage.
     """
-    sessions.current().manual.set_partition(module, pp_rank)
+    session = sessions.current()
+    for model in session.models:
+        if module is model:
+            module = model.module
+        if model.assignment is None:
+            continue
+        path = next((path for path, part in model.module.named_modules() if part is module), None)
+        if path is None:
+            continue
+        stage = model.assignment.stage_of(path)
+        if stage == pp_rank:
+            return
+        raise SMPUserError(
+            f"smp.set_partition put {f'module {path!r}' if path else 'the model'} on stage {pp_rank}, but it lies on stage {stage} "
+            "already: the model was partitioned in its first step, or when a checkpoint brought its partition, and parameters do "
+            "not move afterwards; call smp.set_partition between smp.DistributedModel and the first step"
+        )
+    session.manual.set_partition(module, pp_rank)

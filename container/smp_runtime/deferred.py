@@ -152,7 +152,7 @@ class Deferral(TorchDispatchMode):
                 return kept[id(leaf)]
             storage = _storage(leaf)
             if storage not in real:
-                real[storage] = torch.empty(sizes[storage], dtype=torch.uint8)
+                real[storage] = torch.empty(sizes[storage], dtype=torch.uint8, device="cpu")
             # A Parameter is made around a tensor unseen; it lies in the same storage.
             return _view_like(leaf, real)
 
@@ -253,7 +253,7 @@ def materialize(
         agree: turns this rank's state of the random generator at the start into the one that all ranks replay from.
     """
     if replaced is None:
-        replaced = stand_ins(deferrals, module, lambda meta: torch.empty(0, dtype=meta.dtype))
+        replaced = stand_ins(deferrals, module, lambda meta: torch.empty(0, dtype=meta.dtype, device="cpu"))
     take = take or (lambda parameter, value: setattr(parameter, "data", value.to(device)))
     before: tuple[torch.Tensor, torch.Tensor] | None = None
     for deferral in list(deferrals):

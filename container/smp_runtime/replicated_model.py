@@ -73,7 +73,7 @@ class ReplicatedModel(WrappedNames):
             return
         group, members = self._session.groups.group(Group.DP), self._session.members(Group.DP)
         mine = self._session.rank_in(Group.DP)
-        counts = torch.zeros(len(members), dtype=torch.int64)
+        counts = torch.zeros(len(members), dtype=torch.int64, device="cpu")
         counts[mine] = self._loads
         self._session.collectives.all_reduce(counts, group).wait()
         if bool((counts == counts[0]).all()):
@@ -96,7 +96,8 @@ class ReplicatedModel(WrappedNames):
                 model._refresh_pieces()
 
         for part in self.module.modules():
-            part.register_load_state_dict_post_hook(loaded)
+            # Past a ScriptModule, which refuses its own method but calls the hooks.
+            nn.Module.register_load_state_dict_post_hook(part, loaded)
 
     def _refresh_pieces(self) -> None:
         """Master weights follow what was written into the model."""

@@ -10,6 +10,7 @@ import atexit
 import json
 import logging
 import os
+import sys
 import threading
 import types
 import weakref
@@ -22,7 +23,7 @@ from smp_runtime.comm.control import ControlPlane, connect, host_name
 from smp_runtime.comm.groups import ProcessGroups
 from smp_runtime.comm.messages import Messages
 from smp_runtime.deferred import Deferral
-from smp_runtime.devices import choose_backend, choose_device
+from smp_runtime.devices import assign_gpus, choose_backend, sharing_warning, use_device, visible_gpus
 from smp_runtime.errors import NotInitializedError, SMPUserError
 from smp_runtime.foreign_clipping import watch_clipping
 from smp_runtime.module_manager import ModuleManager
@@ -78,11 +79,14 @@ class Session:
         self.control = control
         self.rank = control.rank
         self.topology: Topology = parameters.topology(control.size)
-        self.local_rank, self.local_size, hosts, instance_type = self._agree(control, parameters)
-        self.device = choose_device(self.local_rank)
-        backend = choose_backend(parameters, self.device, hosts, instance_type)
-        self.groups = ProcessGroups(control, self.topology, backend, parameters.ddp_port, self.device)
-        self.collectives: Collectives = collectives or collectives_of(backend)
+        self.local_rank, self.local_size, hosts, instance_type, gpus = self._agree(control, parameters)
+        self.device = use_device(assign_gpus(gpus)[self.rank])
+        #: Of the process groups.
+        self.backend = choose_backend(parameters, self.device, hosts, instance_type, gpus)
+        if self.rank == 0 and (sentence := sharing_warning(parameters, self.device, gpus)) is not None:
+            logger.warning(sentence)
+        self.groups = ProcessGroups(control, self.topology, self.backend, parameters.ddp_port, self.device)
+        self.collectives: Collectives = collectives or collectives_of(self.backend)
         self.messages = Messages(control, self.topology)
         #: Stages that the script has set by hand.
         self.manual = ManualAssignment(
@@ -98,6 +102,8 @@ class Session:
         self.is_tracing = False
         self.step_count = 0
         self.module_manager = ModuleManager()
+        #: Whether an exception that nobody caught ends this process.
+        self.has_failed = False
         #: Run when the session closes, before anything is released: what must be brought to its end.
         self.at_close: list[Callable[[], None]] = []
         #: Records of models whose parameters are not computed yet.
@@ -169,40 +175,47 @@ class Session:
                 failure = failure or error
         for model in self.models:
             model.leave()
-        self.groups.close()
+        if self.has_failed:
+            self.groups.abandon()
+        else:
+            self.groups.close()
         self.control.close()
         if failure is not None:
             raise failure
 
     @staticmethod
-    def _agree(control: ControlPlane, parameters: ModelParallelParameters) -> tuple[int, int, int, str | None]:
+    def _agree(
+        control: ControlPlane, parameters: ModelParallelParameters
+    ) -> tuple[int, int, int, str | None, list[list[str]]]:
         """Check that all ranks read one configuration.
 
         Returns:
-            Local rank, local size, the number of hosts, and the type of instance where all hosts are of one.
+            Local rank, local size, the number of hosts, the type of instance where all hosts are of one, and the GPUs
+            that each rank sees.
 
         The local rank is the position among the ranks whose launcher announced the same host name, so that
-        several hosts simulated on one machine count as several.
+        several hosts simulated on one machine count as several. Their ranks see the same GPUs all the same.
         """
         host = host_name()
         settings = json.dumps(parameters.to_mp_parameters(), sort_keys=True)
-        mine = (host, settings, os.environ.get(INSTANCE_VARIABLE))
+        mine = (host, settings, os.environ.get(INSTANCE_VARIABLE), visible_gpus())
         everyone = control.allgather(mine, list(range(control.size)))
-        for rank, (_, theirs, _) in enumerate(everyone):
+        for rank, (_, theirs, _, _) in enumerate(everyone):
             if theirs != everyone[0][1]:
                 raise ConfigError(
                     f"rank {rank} was configured with {theirs}, but rank 0 with {everyone[0][1]}; every rank must read "
                     f"the same configuration: check what each passes to smp.init() and its {PARAMETERS_VARIABLE}"
                 )
-        neighbours = [rank for rank, (name, _, _) in enumerate(everyone) if name == host]
-        hosts = {name for name, _, _ in everyone}
+        neighbours = [rank for rank, (name, *_) in enumerate(everyone) if name == host]
+        hosts = {name for name, *_ in everyone}
         # Of a job with several, no rank may decide by its own: they would not choose the same backend.
-        instances = {instance for _, _, instance in everyone}
+        instances = {instance for _, _, instance, _ in everyone}
         return (
             neighbours.index(control.rank),
             len(neighbours),
             len(hosts),
             instances.pop() if len(instances) == 1 else None,
+            [gpus for *_, gpus in everyone],
         )
 
 
@@ -240,7 +253,25 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
     watch_clipping(session)
     _session = session
     atexit.register(shutdown)
+    _note_failure_of(session)
     return session
+
+
+def _note_failure_of(session: Session) -> None:
+    """Let the session know of an exception that ends the process, before exit handlers close it."""
+    former, weak = sys.excepthook, weakref.ref(session)
+
+    def note(kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:
+        if (failed := weak()) is not None:
+            failed.has_failed = True
+        former(kind, error, traceback)
+
+    def forget() -> None:
+        if sys.excepthook is note:  # else another hook stands before it, which goes on calling it
+            sys.excepthook = former
+
+    sys.excepthook = note
+    session.at_close.append(forget)
 
 
 def _given(config: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -74,24 +74,24 @@ def _rebuilt(original: Mapping[Any, Any], content: dict[Any, Any]) -> Any:
 def batch_samples(values: list[Any], axes: list[int]) -> int:
     """Samples in a batch: the size of the first tensor found along its batch axis, or 0 without tensors."""
     for value, axis in zip(values, axes, strict=True):
-        for leaf in _leaves(value):
+        for leaf in leaves_of(value):
             if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
                 return int(leaf.shape[axis]) if -leaf.dim() <= axis < leaf.dim() else 0
     return 0
 
 
-def _leaves(value: Any) -> list[Any]:
+def leaves_of(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
-        return [leaf for v in value.values() for leaf in _leaves(v)]
+        return [leaf for v in value.values() for leaf in leaves_of(v)]
     if isinstance(value, list | tuple | set | frozenset):
-        return [leaf for v in value for leaf in _leaves(v)]
+        return [leaf for v in value for leaf in leaves_of(v)]
     return [value]
 
 
 def shapes_in(*values: Any) -> tuple[Any, ...]:
     """Shapes of the tensors, and flags and words, in arguments: steps with equal ones take an equal course as a rule."""
     found: list[Any] = []
-    for leaf in _leaves(list(values)):
+    for leaf in leaves_of(list(values)):
         if isinstance(leaf, torch.Tensor):
             found.append(tuple(leaf.shape))
         elif isinstance(leaf, bool | str | None):

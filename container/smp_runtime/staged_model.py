@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,12 +16,21 @@ from torch.utils._pytree import tree_map
 
 from smp_config import Group
 from smp_runtime.activations.marking import recomputed_parts
+from smp_runtime.devices import lane_backend, release_cached_memory
+from smp_runtime.errors import SMPUserError
+from smp_runtime.pipeline.absent import (
+    AbsentAttributes,
+    absent_attributes_of,
+    absent_parameter,
+    make_absent_in_place,
+)
 from smp_runtime.pipeline.assignment import Assignment
 from smp_runtime.pipeline.deciding import Tracing, decide
 from smp_runtime.pipeline.engine import Pipeline
 from smp_runtime.pipeline.lanes import directed_groups
 from smp_runtime.pipeline.timeline import recorder_of_job
 from smp_runtime.precision import Precision
+from smp_runtime.registry import ParameterRecord
 from smp_runtime.replicated_model import ReplicatedModel
 from smp_runtime.swapping import swap_contents
 
@@ -40,6 +50,7 @@ class StagedModel(ReplicatedModel):
     pipeline: Pipeline | None
     assignment: Assignment | None
     precision: Precision
+    _absent_attributes: AbsentAttributes | None = None
     _trace_device: str
     _traces_times: bool
     _traces_memory: bool
@@ -57,13 +68,15 @@ class StagedModel(ReplicatedModel):
         """
         if self.partitioned:
             return
+        if torch.is_inference_mode_enabled():  # what is made now must serve training later
+            with torch.inference_mode(False), torch.no_grad():
+                self.partition(microbatch)
+            return
         session = self._session
         device = session.device if self._trace_device == "gpu" else torch.device("cpu")
-        inputs_on = device
-        if any(parameter.is_meta for parameter in self.module.parameters()):
-            inputs_on = torch.device("meta")  # shapes are all that there is before the parameters are created
-        else:
-            self.module.to(device)
+        is_meta = any(parameter.is_meta for parameter in self.module.parameters())
+        # Shapes are all that there is before the parameters are created.
+        inputs_on = torch.device("meta") if is_meta else device
         assignment = decide(
             self.module,
             Tracing(
@@ -72,6 +85,7 @@ class StagedModel(ReplicatedModel):
                 self._traces_times,
                 self._traces_memory,
                 recomputed_parts(self.module),
+                contextlib.nullcontext if is_meta else functools.partial(_wholly_on, self.module, device),
             ),
             session.cfg,
             session.manual,
@@ -90,11 +104,13 @@ class StagedModel(ReplicatedModel):
             lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf,
             (microbatch.args, microbatch.keywords),
         )
+        training = self.training
         session.is_tracing, session.microbatch = True, 0
         try:
             return microbatch.func(*args, **kwargs)
         finally:
             session.is_tracing, session.microbatch = False, None
+            self.training = training  # the step function may switch it; tracing puts back what is inside
 
     def adopt(self, assignment: Assignment) -> None:
         """Keep this rank's part of the model, and start the pipeline; every rank calls it with the same decision.
@@ -108,9 +124,9 @@ class StagedModel(ReplicatedModel):
         self._stage_of, self._stage = assignment.stage_of, session.rank_in(Group.PP)
         self.registry.place_stages(assignment.stage_of)
         self._place()
-        groups = None
-        if session.device.type == "cuda":
-            groups = directed_groups(session.topology.groups(Group.PP), "nccl")
+        release_cached_memory(session.device)
+        backend = lane_backend(session.device, session.backend)
+        groups = directed_groups(session.topology.groups(Group.PP), backend) if backend is not None else None
         self.pipeline = Pipeline(
             session.control,
             session.members(Group.PP),
@@ -156,15 +172,30 @@ class StagedModel(ReplicatedModel):
         if self.pipeline is not None:
             self.pipeline.close()
             self.pipeline = None
+        if self._absent_attributes is not None:
+            self._absent_attributes.remove()
+            self._absent_attributes = None
 
     def _drop_other_stages(self) -> None:
         """Free the parameters of other stages' modules; they keep their identity, shape and type."""
         if self._stage_of is None:
             return
+        modules = dict(self.module.named_modules(remove_duplicate=False))
+        for path, module in modules.items():
+            if not self._is_local(path):
+                absent_attributes_of(module, path, self._stage_of(path))
+        if self.assignment is not None:
+            attributes = self.assignment.attributes
+            self._absent_attributes = AbsentAttributes(modules, attributes, self._stage_of, self._is_local)
+        scripts = [module for module in modules.values() if isinstance(module, torch.jit.ScriptModule)]
+        scripted = {id(parameter) for script in scripts for parameter in script.parameters()}
         local = {id(parameter) for parameter in self.local_parameters()}
         for record in self.registry:
             if id(record.parameter) not in local:
-                _without_storage(record.parameter)
+                if id(record.parameter) in scripted:
+                    make_absent_in_place(record.parameter, record.name, record.placement.stage)
+                else:
+                    _make_absent(record)
 
     def _created(self) -> Callable[[nn.Parameter, torch.Tensor], None] | None:
         """What gives parameters that are created late their values: on a stage, only its own; None where all get them."""
@@ -184,13 +215,13 @@ class StagedModel(ReplicatedModel):
         if self._stage_of is None:
             nn.Module.to(self, device)
             return
-        for path, module in self.module.named_modules():
-            for parameter in module._parameters.values():
-                if parameter is not None and self._is_local(path):
-                    parameter.data = parameter.data.to(device)
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(device)
+        own = {id(tensor) for tensor in (*self.local_parameters(), *self.local_buffers())}
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if tensor.is_meta and id(tensor) not in own else tensor.to(device)
+
+        # As module.to() does, with what modules do themselves when they move; other stages' parameters have no memory.
+        self.module._apply(moved)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer | None) -> float:
@@ -199,6 +230,44 @@ def _state_bytes(optimizer: torch.optim.Optimizer | None) -> float:
     if optimizer is None or "betas" in settings:
         return 8.0
     return 4.0 if settings.get("momentum") else 0.0
+
+
+@contextlib.contextmanager
+def _wholly_on(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """The whole model on ``device``, and then every tensor where it was, so that all ranks go on alike."""
+    parameters = [
+        (tensor, tensor.data)
+        for parameter in module.parameters()
+        for tensor in (parameter, parameter.grad)
+        if tensor is not None
+    ]
+    buffers = [
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        module.to(device)
+        yield
+    finally:
+        for tensor, before in parameters:
+            tensor.data = before
+        for owner, name, buffer in buffers:
+            owner._buffers[name] = buffer
+
+
+def _make_absent(record: ParameterRecord) -> None:
+    """Free a parameter of another stage; what is left tells its name and stage where it is used."""
+    record.parameter.grad = None
+    try:
+        swap_contents(record.parameter, absent_parameter(record.parameter, record.name, record.placement.stage))
+    except RuntimeError as error:
+        raise SMPUserError(
+            f"parameter {record.name} lies on pipeline stage {record.placement.stage}, but this rank cannot free it ({error}): "
+            "something that was computed from it is still held; do not keep results of the parameters on the model or in the "
+            "script before the first step, or keep them detached"
+        ) from error
 
 
 def _without_storage(parameter: nn.Parameter) -> None:

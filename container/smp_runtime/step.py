@@ -8,17 +8,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
+from torch.utils._pytree import tree_map
 
 from smp_config import Group
 from smp_runtime import session as sessions
+from smp_runtime.devices import in_order_with_script
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.protocol import StepKind
+from smp_runtime.pipeline.step_call import StepCall, probe
 from smp_runtime.splitting import batch_samples, shapes_in, split_argument
 from smp_runtime.step_output import StepOutput, merge_outputs
 
 if TYPE_CHECKING:
     from smp_runtime.model import DistributedModel
     from smp_runtime.session import Session
+
+
+#: How many calls of a step are looked at, to see whether the ranks of a pipeline have read the same batch.
+_PROBED_CALLS = 2
 
 
 class StepFunction:
@@ -45,6 +52,8 @@ class StepFunction:
         self._whole = frozenset(non_split_inputs)
         self._axes = dict(input_split_axes or {})
         self._detach = detach_outputs
+        self._name = getattr(function, "__qualname__", type(function).__name__)
+        self._probes = _PROBED_CALLS
         self._signature = inspect.signature(function)
         self._check_names()
         functools.update_wrapper(self, function)
@@ -86,6 +95,8 @@ class StepFunction:
             )
             for index in range(count)
         ]
+        if session.size(Group.PP) > 1 and torch.is_inference_mode_enabled():
+            microbatches = [_with_plain_tensors(microbatch) for microbatch in microbatches]
         session.progress.step_begins()
         models = session.models
         for model in models:
@@ -117,7 +128,16 @@ class StepFunction:
             first = microbatches[0]
             course = (id(self), torch.is_grad_enabled(), tuple(model.training for model in models))
             kind = StepKind(course, shapes_in(first.args, first.keywords))
-            return pipeline.run_step(kind, microbatches)
+            looked_at = probe([first.args, first.keywords]) if self._probes > 0 else None
+            self._probes -= 1
+            call = StepCall(self._name, (*course[1:2], *course[2]), kind.shapes, looked_at)
+            flags = [model.module.training for model in models]
+            with in_order_with_script(session.device):
+                results = pipeline.run_step(kind, microbatches, call)
+            for model, flag in zip(models, flags, strict=True):
+                if model.module.training != flag:  # switched in the step, which only one stage has run
+                    model.training = model.module.training
+            return results
         returned = []
         try:
             # Backward on the calling thread, as in a pipeline: recomputation finds there what forward has left.
@@ -194,6 +214,20 @@ def step(
         return StepFunction(wrapped, tuple(non_split_inputs or ()), input_split_axes, detach_outputs)
 
     return decorate if function is None else decorate(function)
+
+
+def _with_plain_tensors(microbatch: functools.partial[Any]) -> functools.partial[Any]:
+    """The microbatch without tensors of inference mode: these do not tell whether they were changed, as a pipeline asks.
+
+    Its threads run without gradients then, which gives the same results.
+    """
+
+    def plain(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.is_inference() else leaf
+
+    with torch.inference_mode(False):
+        args, kwargs = tree_map(plain, (microbatch.args, microbatch.keywords))
+    return functools.partial(microbatch.func, *args, **kwargs)
 
 
 def _first_scalar(merged: Any) -> list[torch.Tensor]:

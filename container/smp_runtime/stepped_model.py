@@ -18,6 +18,9 @@ from smp_runtime.data_parallel.agreement import BackwardAgreement
 from smp_runtime.errors import SMPUserError
 from smp_runtime.model_state import SavedModel
 
+#: How PyTorch's error about a graph that was freed begins.
+_SECOND_BACKWARD = "Trying to backward through the graph a second time"
+
 
 class SteppedModel(SavedModel):
     """A wrapped model whose gradients are reduced when a step, or a backward pass outside steps, has ended."""
@@ -32,13 +35,29 @@ class SteppedModel(SavedModel):
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
+    def backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        *,
+        inputs: Any = None,
+    ) -> None:
         """Backward from ``tensors``, as ``torch.autograd.backward``; inside a step, of one microbatch.
 
         Gradients are averaged over the microbatches unless ``average_grads_across_microbatches=False``.
 
+        Args:
+            tensors: the loss, or several outputs.
+            grad_tensors: gradients of outputs that are not scalars.
+            retain_graph: keep the graph for another backward pass; not with pipeline parallelism.
+            create_graph: give gradients a graph of their own; not with pipeline parallelism.
+            inputs: the only tensors that get gradients; not with pipeline parallelism.
+
         Raises:
-            SMPUserError: an output that is not a scalar, without its gradient in ``grad_tensors``.
+            SMPUserError: an output that is not a scalar, without its gradient in ``grad_tensors``; an argument that pipeline
+                parallelism cannot serve; or a second backward pass through a graph that the first has freed.
         """
         if self._session.is_tracing:
             return
@@ -61,12 +80,14 @@ class SteppedModel(SavedModel):
                 seed = torch.ones_like(output) if gradient is None else gradient
                 gradients[index] = seed * scale
         if self.pipeline is not None:
-            with self.pipeline.backward():
+            _refuse(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+            with self.pipeline.backward(), _advising(splits=True):
                 torch.autograd.backward(outputs, gradients)
             return
         self._in_backward, self._session.seed_scale = True, scale
         try:
-            torch.autograd.backward(outputs, gradients)
+            with _advising(splits=False):
+                torch.autograd.backward(outputs, gradients, retain_graph, create_graph, inputs=inputs)
         finally:
             self._in_backward, self._session.seed_scale = False, 1.0
 
@@ -194,3 +215,41 @@ class SteppedModel(SavedModel):
         finally:
             self._passes_per_reduction, self._passes = before
             self._open_window()
+
+
+def _refuse(**given: Any) -> None:
+    """With pipeline parallelism every stage frees its part of the graph as backward leaves it.
+
+    Raises:
+        SMPUserError: an argument asks for more.
+    """
+    names = [f"{name}={value if isinstance(value, bool) else '…'}" for name, value in given.items() if _asks(value)]
+    if names:
+        raise SMPUserError(
+            f"model.backward got {', '.join(names)}, but with pipeline parallelism a microbatch's graph lies on several ranks, "
+            "each of which runs its part once and frees it; sum the losses and call model.backward(sum) once per microbatch, "
+            "without these arguments"
+        )
+
+
+def _asks(value: Any) -> bool:
+    return value if isinstance(value, bool) else value is not None
+
+
+@contextlib.contextmanager
+def _advising(splits: bool) -> Iterator[None]:
+    """PyTorch's error about a second backward pass, with advice that holds here.
+
+    Args:
+        splits: whether the model is split over stages, where a graph cannot be kept.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith(_SECOND_BACKWARD):
+            raise
+        keep = "" if splits else ", or pass retain_graph=True to the first call"
+        raise SMPUserError(
+            "model.backward went through a graph a second time (or a saved tensor in it was read after backward), but backward "
+            f"frees a graph as it runs; sum the losses and call model.backward(sum) once per microbatch{keep}"
+        ) from error

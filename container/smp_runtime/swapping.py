@@ -20,5 +20,6 @@ def swap_contents(parameter: nn.Parameter, other: nn.Parameter) -> None:
     if not weakref.getweakrefs(parameter):
         torch.utils.swap_tensors(parameter, other)
         return
+    parameter.__class__, other.__class__ = other.__class__, parameter.__class__
     parameter.__dict__, other.__dict__ = other.__dict__, parameter.__dict__
     torch._C._swap_tensor_impl(parameter, other)

@@ -34,6 +34,7 @@ class RankStep:
     start: float
     stop: float
     blocks: tuple[Block, ...]
+    failed: bool = False
 
     def busy_seconds(self, kinds: str = "FBS") -> float:
         """Time in which the rank computed; blocks that overlap count once."""
@@ -74,13 +75,20 @@ class Step:
 
     @property
     def trains(self) -> bool:
-        """Whether there was a backward pass; without one it is an evaluation."""
-        return any(block.kind == "B" for rank in self.ranks for block in rank.blocks)
+        """Whether it ran to its end with a backward pass."""
+        return self.kind == "training"
+
+    @property
+    def kind(self) -> str:
+        """``failed`` if it ended with an error on some rank, ``training`` if there was a backward pass, or ``evaluation``."""
+        if any(rank.failed for rank in self.ranks):
+            return "failed"
+        return "training" if any(b.kind == "B" for rank in self.ranks for b in rank.blocks) else "evaluation"
 
     @property
     def title(self) -> str:
-        """``step 12``, or ``step 12 (evaluation)``."""
-        return f"step {self.number}" if self.trains else f"step {self.number} (evaluation)"
+        """``step 12``, ``step 12 (evaluation)`` or ``step 12 (failed)``."""
+        return f"step {self.number}" if self.trains else f"step {self.number} ({self.kind})"
 
     def idle_of(self, rank: RankStep) -> float:
         """Part of its pipeline's time in which a rank did not compute."""
@@ -204,6 +212,7 @@ def _on_one_clock(rank: RankTimeline, step: StepTimeline) -> RankStep:
         start=step.start + rank.offset,
         stop=step.stop + rank.offset,
         blocks=tuple(sorted(blocks, key=lambda block: (block.start, block.stop))),
+        failed=step.failed,
     )
 
 

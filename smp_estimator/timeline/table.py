@@ -28,7 +28,7 @@ def step_table(timeline: JobTimeline) -> Table:
         idle = [step.idle_of(rank) for rank in step.ranks]
         table.add_row(
             str(step.number),
-            "training" if step.trains else "evaluation",
+            step.kind,
             str(step.microbatches),
             _milliseconds(step.makespan),
             *map(_percent, idle if listed else (min(idle), max(idle))),

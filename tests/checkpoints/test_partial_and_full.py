@@ -14,6 +14,7 @@ from models import TiedNet, loss_of, token_batch
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
+from smp_runtime.checkpoint import objects
 from smp_runtime.errors import CheckpointError, SMPUserError
 
 
@@ -266,6 +267,20 @@ def test_save_and_load_of_one_object(trained, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("pickle_module", [None, pickle])
+def test_what_was_on_another_rank_s_gpu_comes_to_this_one_s_device(trained, tmp_path, monkeypatch, pickle_module):
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:3")
+        smp.save(torch.arange(3), str(tmp_path / "of_gpu_3.pt"))
+    found = smp.load(str(tmp_path / "of_gpu_3.pt"), pickle_module=pickle_module)
+    assert found.tolist() == [0, 1, 2]
+    assert found.device.type == "cpu"
+    # The device of this rank could be any: here one whose tensors a test can have.
+    locate, storage = objects.here(torch.device("meta")), torch.ones(2).untyped_storage()
+    assert locate(storage, "cuda:3").device.type == locate(storage, "cuda").device.type == "meta"
+    assert locate(storage, "cpu") is None
+
+
 def test_one_object_may_hold_arrays_and_others_are_named(trained, tmp_path):
     name = str(tmp_path / "object.pt")
     smp.save({"loss": np.float64(0.5), "mask": np.arange(3), "when": np.datetime64("2020-01-01")}, name)

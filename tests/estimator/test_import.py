@@ -31,12 +31,13 @@ def test_estimator_never_loads_torch_or_the_runtime() -> None:
     assert loaded == "[]"
 
 
-def test_import_takes_under_300_ms() -> None:
-    times = [
-        float(_python("import time; t = time.perf_counter(); import smp_estimator; print(time.perf_counter() - t)"))
-        for _ in range(3)
-    ]
-    assert min(times) < 0.3, times
+def test_import_loads_nothing_that_takes_long() -> None:
+    """The SDK alone takes seconds; what needs it comes with the first use of a name."""
+    loaded = _python(
+        "import sys, smp_estimator;"
+        "print([m for m in ('sagemaker', 'boto3', 'botocore', 'pydantic', 'rich', 'numpy', 'matplotlib') if m in sys.modules])"
+    )
+    assert loaded.splitlines()[-1] == "[]"
 
 
 def test_public_surface_is_frozen() -> None:

@@ -324,6 +324,60 @@ def test_ranks_that_only_heard_of_an_error_carry_the_one_that_was_raised(ranks):
     assert len(failure["traceback"]) < 3000
 
 
+def _no_memory(early):
+    """Stage 1 has no memory for a tensor that comes: in a step, or for the next one, which it has not entered yet."""
+    import threading
+    from unittest import mock
+
+    import torch
+    from pipeline_training import summing_step
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime.pipeline.lanes import Announcement
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    for stage in (1, 2):
+        smp.set_partition(net[stage], stage)
+    model = smp.DistributedModel(net)
+    train, failed = summing_step(model), threading.Event()
+    allocate = Announcement.allocate
+
+    def out_of_memory(announced, device):
+        if threading.current_thread().name == "smp-from-0":
+            failed.set()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return allocate(announced, device)
+
+    train(torch.ones(2, 4))
+    seen = []
+    with mock.patch.object(Announcement, "allocate", out_of_memory) if smp.rank() == 1 else mock.MagicMock():
+        if early and smp.rank() == 1:
+            assert failed.wait(30)
+        for _ in range(2):
+            try:
+                train(torch.ones(2, 4))
+            except Exception as error:
+                told = getattr(error, "failure", None)
+                seen.append((type(error).__name__, str(error), told.model_dump() if told is not None else {}))
+    smp.barrier()
+    return seen
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["in a step", "between steps"])
+def test_an_error_of_the_rank_that_receives_a_tensor_is_told_as_its_own_on_every_rank(ranks, early):
+    settings = {"partitions": 3, "auto_partition": False, "default_partition": 0}
+    for seen in ranks(_no_memory, 3, early, config=settings, timeout=100):
+        assert len(seen) == 2
+        for kind, text, failure in seen:
+            assert kind == "StageError"
+            assert "pipeline stage 1 (rank 1), receiving from stage 0: OutOfMemoryError: CUDA out of memory." in text
+            assert "probably died" not in text
+            assert (failure["rank"], failure["error_type"]) == (1, "OutOfMemoryError")
+            assert failure["message"] == "CUDA out of memory. Tried to allocate 2.00 GiB."
+        assert seen[1][1].startswith("no step can run any more: ")
+
+
 def test_a_failure_record_of_an_error_that_another_rank_raised_is_that_ranks():
     from smp_config.failure import FailureRecord
     from smp_runtime.pipeline.failures import STEP_FUNCTION, error_of, message_of
@@ -335,6 +389,21 @@ def test_a_failure_record_of_an_error_that_another_rank_raised_is_that_ranks():
     record = FailureRecord.of(0, "algo-1", error_of(told), "a traceback of rank 0")
     assert (record.rank, record.error_type, record.message) == (5, "ValueError", "no \\udc80 good")
     assert 'raise ValueError("no' in record.traceback
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        ("layers.1", "module 'layers.1'"),
+        ("", "module ''"),
+        ("the step function", "the step function"),
+        ("(a message from stage 3)", "a message from stage 3"),
+    ],
+)
+def test_what_raised_is_named_as_what_it_is(place, told):
+    from smp_runtime.pipeline.failures import message_of
+
+    assert message_of(ValueError("no"), place, 1, 5).place == told
 
 
 def test_an_error_that_we_raise_ourselves_says_where():

@@ -73,8 +73,8 @@ def test_messages_are_the_same_after_their_way():
     slots = (Slot(name, 0, Meta((2, 3), torch.bfloat16, "cpu", True), True), None)
     modes = Modes(True, (("cpu", True, torch.bfloat16),))
     messages = [
-        Call(1, (0, 2), "layers.1", b"head", True, slots, modes, 3, False, b"digest", ((0, 1),), (name,)),
-        Back(1, (0, 2), slots, True, True, None, (), ()),
+        Call(1, (0, 2), "layers.1", b"head", True, slots, modes, b"\x01", 3, False, b"digest", ((0, 1),), (name,)),
+        Back(1, (0, 2), slots, True, True, True, None, (), ()),
         Reply("F", 1, (0, 2), b"head", slots, (True, False)),
         Value((name,)),
         Done("B", 1, (0, 2)),

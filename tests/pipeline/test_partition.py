@@ -274,7 +274,7 @@ def test_a_model_with_too_few_modules_warns_and_works(caplog):
     model = nn.Linear(3, 3)
     with caplog.at_level(logging.WARNING, logger="smp"):
         assignment = partition(untraced(model), 3)
-    assert "stages 0, 1 have nothing to do: the model has 1 parts" in caplog.text
+    assert "stages 0, 1 have nothing to do: the model has 1 part that can be placed, and there are 3" in caplog.text
     assert assignment.root_stage == 2
     assert assignment.paths(0) == []
 

@@ -260,7 +260,8 @@ def test_the_model_and_the_random_numbers_are_as_before():
         model.zero_grad()
 
     trace(model, step, device="cpu", times=True, memory=True)
-    assert seen == [1, 1]
+    assert set(seen) == {1}
+    assert len(seen) > 2
     assert set(model.state_dict()) == set(state)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert [id(buffer) for buffer in model.buffers()] == buffers

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -136,7 +136,7 @@ class Placement:
                 numbers.append(task.called.get(member, 0))
                 task.called[member] = numbers[-1] + 1
         self.groups += 1
-        return self.pipeline.caller.call(group, path, (tuple(numbers), args, kwargs), {})
+        return self.pipeline.caller.call(path, (tuple(numbers), args, kwargs), {})
 
     def seed(self, path: str, number: int) -> int:
         """Where the random numbers of a module begin that the running task's caller has called ``number`` times."""
@@ -168,6 +168,12 @@ class Group(nn.Module):
         self._preserve = preserve_rng_state
         self._placement = placement
         self._label = label
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        """Those of its members too, whose flags go with a call."""
+        yield self
+        for _, member in self._members:
+            yield from member.modules()
 
     def forward(self, numbers: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the members.

@@ -229,7 +229,7 @@ def _module_file(made: Contents, model: DistributedModel, share: Share) -> None:
             found |= dict.fromkeys(names[holding.name], value)
         for all_names, parameter in empty.items():
             # Their shape, without values, which are in the files of the ranks that share them out.
-            nothing = torch.full((), float("nan"), dtype=parameter.dtype).expand(parameter.shape)
+            nothing = torch.full((), float("nan"), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
             found |= dict.fromkeys(all_names, nothing)
         for holding in others:
             found[holding.name] = keep(f"{MODULE}/{holding.name}", holding.tensor)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.serialization import default_restore_location
 
 from smp_config import Group
 from smp_runtime.checkpoint.files import read_tensors, whole_file
@@ -55,13 +57,29 @@ def load(
 
     A ``pickle_module`` means that the file may hold any object and may run code while it loads; without one, only
     tensors and plain objects are read.
+
+    Args:
+        map_location: as ``torch.load`` takes it. None puts what was saved from a GPU on the device that this rank computes
+            on, whichever GPU its writer had, and leaves what was on the CPU there.
     """
+    if map_location is None:
+        map_location = here(session.device)
     path = Path(_name(f) + (f"_{partial_suffix(session, v3=v3)}" if partial else ""))
     if pickle_module is None and not pickle_load_args:
         return read_tensors(path, map_location)
     return torch.load(
         path, map_location=map_location, pickle_module=pickle_module, weights_only=False, **pickle_load_args
     )
+
+
+def here(device: torch.device) -> Callable[[Any, str], Any]:
+    """The ``map_location`` of ``torch.load`` that brings what was on a GPU to ``device``."""
+
+    def locate(storage: Any, location: str) -> Any:
+        # None leaves it to PyTorch, and so to the place where it was.
+        return default_restore_location(storage, str(device)) if location.startswith("cuda") else None
+
+    return locate
 
 
 def _name(f: Any) -> str:

@@ -92,7 +92,7 @@ class CheckpointReader:
         ]
         crossed = any(r.axis is not None and wanted.axis not in (None, r.axis) for _, _, r in given)
         if crossed:  # saved in slices along another axis: through the whole tensor
-            whole = torch.empty(record.shape, dtype=target.dtype)
+            whole = torch.empty(record.shape, dtype=target.dtype, device="cpu")
             self.fill(whole, Region.of(record.shape), key, name)
             slice_ = whole.narrow(wanted.axis or 0, wanted.start, wanted.stop - wanted.start)
             target.view(-1).copy_(slice_.reshape(-1)[wanted.first : wanted.last])
@@ -100,7 +100,7 @@ class CheckpointReader:
         flat = target.view(-1)
         if not wanted.is_slice and not all(wanted.same_slice(r) or not wanted.overlaps(r) for _, _, r in given):
             # A part of a slice, from other slices: through the slice.
-            slice_ = torch.empty(wanted.slice_shape, dtype=target.dtype)
+            slice_ = torch.empty(wanted.slice_shape, dtype=target.dtype, device="cpu")
             region = Region.of(
                 wanted.shape, wanted.axis, (wanted.start, wanted.stop) if wanted.axis is not None else None
             )
@@ -127,7 +127,7 @@ class CheckpointReader:
             if region.elements == record.elements and not piece.whole_object:
                 return self._tensor(file, key, name, piece).view(record.shape)
         dtype = self._tensor(found[0][0], key, name, found[0][1]).dtype if found else torch.float32
-        tensor = torch.empty(record.shape, dtype=dtype)
+        tensor = torch.empty(record.shape, dtype=dtype, device="cpu")
         self.fill(tensor, Region.of(record.shape), key, name)
         return tensor
 

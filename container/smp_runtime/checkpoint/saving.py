@@ -234,7 +234,7 @@ class Saver:
         buffer = self._pool.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             on_gpu = tensor.device.type == "cuda"
-            buffer = self._pool[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+            buffer = self._pool[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=on_gpu)
         buffer.copy_(tensor.detach(), non_blocking=True)
         return buffer
 

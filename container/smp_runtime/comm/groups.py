@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import socket
+import threading
 from datetime import timedelta
 
 import torch
@@ -13,6 +16,14 @@ from smp_config import Group, Topology, smddp
 from smp_runtime.comm.control import ControlPlane, timeout_seconds
 from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.smddp import register
+
+logger = logging.getLogger("smp")
+
+#: Seconds that the calls of a GPU have to end once they are aborted; other exit handlers need time too.
+ABORT_SECONDS = 1.0
+
+#: Seconds after which the system ends a process whose calls have not ended: the interpreter's end would wait for them.
+_LAST_RESORT_SECONDS = 5.0
 
 
 class ProcessGroups:
@@ -39,6 +50,8 @@ class ProcessGroups:
     ) -> None:
         self._topology = topology
         self._rank = control.rank
+        device = device or torch.device("cpu")
+        self._device = device
         if backend == smddp.BACKEND:
             register()
         self._owns_default = not dist.is_initialized()
@@ -56,8 +69,10 @@ class ProcessGroups:
             raise AssertionError("torch.distributed has no default group after it was started")
         timeout = timedelta(seconds=timeout_seconds())
         # A script may have started torch.distributed with another backend: one that serves no CPU tensors, for example.
-        lacks = not serves(dist.get_backend_config(), {"cpu", device.type if device is not None else "cpu"})
-        other = backend if lacks or (backend == smddp.BACKEND and dist.get_backend() != backend) else None
+        lacks = not serves(dist.get_backend_config(), {"cpu", device.type})
+        # Where gloo was chosen, NCCL may not work: it takes one rank per GPU.
+        avoids = backend == "gloo" and self._is_nccl
+        other = backend if lacks or avoids or (backend == smddp.BACKEND and dist.get_backend() != backend) else None
         if other is None:
             self._by_ranks[tuple(range(topology.world_size))] = world
         for kind in Group:
@@ -75,6 +90,31 @@ class ProcessGroups:
         """Shut down what was started here."""
         if self._owns_default and dist.is_initialized():
             dist.destroy_process_group()
+
+    def abandon(self) -> None:
+        """Leave after a failure, while others may still wait for this rank, or it for them.
+
+        Where calls of a GPU are still under way, taking a group down in good order would wait for them until NCCL's own
+        deadline. They are aborted; if that has not ended within ``ABORT_SECONDS``, the system ends the process soon.
+        """
+        if not self._owns_default or not dist.is_initialized() or not self._is_nccl:
+            self.close()
+            return
+        # A daemon: the interpreter must not wait for it.
+        aborting = threading.Thread(target=_abort, name="smp-abort", daemon=True)
+        aborting.start()
+        aborting.join(ABORT_SECONDS)
+        if aborting.is_alive():
+            logger.warning("calls of this rank's GPU have not ended %.0f s after they were aborted", ABORT_SECONDS)
+            if not signal.getitimer(signal.ITIMER_REAL)[0]:  # else the launcher has set a time already
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.setitimer(signal.ITIMER_REAL, _LAST_RESORT_SECONDS)
+
+    @property
+    def _is_nccl(self) -> bool:
+        """Whether tensors of this rank's GPU go over NCCL in the default group, with or without SMDDP's phases."""
+        used = backends_by_device(dist.get_backend_config()).get(self._device.type)
+        return self._device.type == "cuda" and used in ("nccl", smddp.BACKEND)
 
     @staticmethod
     def _start(control: ControlPlane, backend: str, port: int | None) -> None:
@@ -102,4 +142,17 @@ def serves(backends: str, devices: set[str]) -> bool:
         backends: as ``torch.distributed.get_backend_config`` says it, for example ``"cpu:gloo,cuda:nccl"``.
         devices: kinds, for example ``{"cpu", "cuda"}``.
     """
-    return devices <= {pair.partition(":")[0] for pair in backends.split(",")}
+    return devices <= backends_by_device(backends).keys()
+
+
+def backends_by_device(backends: str) -> dict[str, str]:
+    """The backend for each kind of device, from a string such as ``"cpu:gloo,cuda:nccl"``."""
+    pairs = (pair.partition(":") for pair in backends.split(","))
+    return {device: backend for device, _, backend in pairs}
+
+
+def _abort() -> None:
+    try:
+        dist.distributed_c10d._abort_process_group()
+    except Exception as error:  # nothing waits for it: the process ends
+        logger.debug("the process groups were not aborted: %s", error)

@@ -29,14 +29,14 @@ class BackwardAgreement:
         self._size = size
         self._is_open = False
         self._work: Work | None = None
-        self._votes = torch.zeros(size, dtype=torch.int64)
+        self._votes = torch.zeros(size, dtype=torch.int64, device="cpu")
 
     def open(self) -> None:
         """A step begins in which backward may run, on all ranks."""
         if self._work is not None:
             self._work.wait()  # has ended long ago: its memory may be used again
         self._work = None
-        self._votes = torch.zeros(self._size, dtype=torch.int64)
+        self._votes = torch.zeros(self._size, dtype=torch.int64, device="cpu")
         self._is_open = True
 
     def tell(self, ran: bool = True) -> None:

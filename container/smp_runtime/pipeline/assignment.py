@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ class Assignment:
     Args:
         stages: number of stages.
         placement: stage by path; ``""`` is the root. All paths of a module that is registered several times.
+        attributes: path and name of each attribute with tensors that forward passes change, as far as known: other
+            stages do not see them.
 
     Raises:
         SMPUserError: a stage out of range, or no root.
     """
 
-    def __init__(self, stages: int, placement: Mapping[str, int]) -> None:
+    def __init__(self, stages: int, placement: Mapping[str, int], attributes: Iterable[tuple[str, str]] = ()) -> None:
         for path, stage in placement.items():
             if not 0 <= stage < stages:
                 raise SMPUserError(
@@ -40,6 +43,7 @@ class Assignment:
                 "add an entry for it"
             )
         self.stages = stages
+        self.attributes = [(path, name) for path, name in attributes]
         self._placement = dict(placement)
 
     def stage_of(self, path: str) -> int:
@@ -83,7 +87,8 @@ class Assignment:
 
     def to_dict(self) -> dict[str, Any]:
         """The decision as plain values, for JSON files and checkpoints."""
-        return {"format": _FORMAT, "stages": self.stages, "modules": dict(self._placement)}
+        data = {"format": _FORMAT, "stages": self.stages, "modules": dict(self._placement)}
+        return {**data, "attributes": [list(each) for each in self.attributes]} if self.attributes else data
 
     @classmethod
     def from_dict(cls, data: Any) -> Assignment:
@@ -110,25 +115,63 @@ class Assignment:
                 'the partition has values that are no whole numbers; "stages" is a number, and "modules" has a number '
                 "for every path"
             )
-        return cls(stages, modules)
+        attributes = data.get("attributes", [])
+        if not isinstance(attributes, list) or not all(_is_pair(each) for each in attributes):
+            raise SMPUserError(
+                "the partition's \"attributes\" are no list of pairs of a module's path and a name; partition the model anew"
+            )
+        return cls(stages, modules, attributes)
 
-    def save(self, file: str | Path) -> None:
-        """Write the decision as JSON."""
-        Path(file).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+    def save(self, file: str | Path) -> list[Path]:
+        """Write the decision as JSON.
+
+        Args:
+            file: a path. In a job a relative one is meant in the folders that outlive it: the output data, and the
+                checkpoints where the job has them.
+
+        Returns:
+            The files that were written.
+
+        Raises:
+            SMPUserError: none of them can be written.
+        """
+        files = [folder / file for folder in _job_folders()] or [Path(file)]
+        text = json.dumps(self.to_dict(), indent=1) + "\n"
+        written, failures = [], []
+        for path in dict.fromkeys(files):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+                written.append(path)
+            except OSError as error:
+                failures.append(f"{str(path)!r} ({error.strerror})")
+        if not written:
+            raise SMPUserError(
+                f"partition_file cannot be written to {' or '.join(failures)}; the rank that traces the model writes it: name a "
+                "file in a folder that it can write to, or leave partition_file out"
+            )
+        return written
 
     @classmethod
     def load(cls, file: str | Path) -> Assignment:
         """Read what :meth:`save` wrote.
 
+        Args:
+            file: a path. In a job a relative one is looked for where :meth:`save` writes it, the checkpoints first, and then
+                in the working directory, which holds the job's code.
+
         Raises:
             SMPUserError: there is no such file, or it holds something else.
         """
+        places = list(dict.fromkeys([*(folder / file for folder in _job_folders()), Path(file)]))
+        found = next((path for path in places if path.exists()), places[-1])
         try:
-            data = json.loads(Path(file).read_text())
+            data = json.loads(found.read_text())
         except OSError as error:
+            looked = f"; looked for in {', '.join(str(path.parent) for path in places)}" if len(places) > 1 else ""
             raise SMPUserError(
-                f"partition_file {str(file)!r} cannot be read ({error.strerror}); load_partition needs a file that a job "
-                "with the same model wrote: give its path, or set load_partition to false"
+                f"partition_file {str(file)!r} cannot be read ({error.strerror}{looked}); load_partition needs a file that a job "
+                "with the same model wrote: give its path, a checkpoint_s3_uri that both jobs have, or set load_partition to false"
             ) from None
         except ValueError as error:
             raise SMPUserError(f"partition_file {str(file)!r} is no JSON: {error}; partition the model anew") from None
@@ -170,22 +213,41 @@ class Assignment:
         check_together(self, Trace(tree.root))
 
 
+def idle_stages(stages: Sequence[int]) -> str:
+    """``stage 0 has nothing to do``, for one and for many."""
+    if len(stages) == 1:
+        return f"stage {stages[0]} has nothing to do"
+    return f"stages {', '.join(map(str, stages))} have nothing to do"
+
+
+def _job_folders() -> list[Path]:
+    """Where a job keeps files beyond its end: its checkpoints, if it has them, and its output data."""
+    checkpoints, output = (os.environ.get(name) for name in ("SMP_CHECKPOINT_DIR", "SM_OUTPUT_DATA_DIR"))
+    kept = [Path(checkpoints)] if checkpoints and Path(checkpoints).is_dir() else []
+    return kept + ([Path(output)] if output else [])
+
+
 def check_together(assignment: Assignment, trace: Trace) -> None:
-    """Make sure that modules which hold or use the same parameter are on one stage.
+    """Make sure that modules which hold or use the same parameter, buffer or attribute are on one stage.
 
     Raises:
         SMPUserError: with both modules and their stages.
     """
-    for paths, parameter in together_with_reasons(trace):
+    for paths, reason in together_with_reasons(trace):
         first = paths[0]
         for path in paths[1:]:
             one, other = assignment.stage_of(first), assignment.stage_of(path)
             if one != other:
+                way_out = "" if reason.startswith("parameter ") else ", or return the value from forward"
                 raise SMPUserError(
-                    f"{_called(first)} on stage {one} and {_called(path)} on stage {other} hold or use the same parameter "
-                    f"{parameter}, so they must be on one stage; set {_called(path)} to partition {one}, or "
-                    f"{_called(first)} to {other}"
+                    f"{_called(first)} on stage {one} and {_called(path)} on stage {other} hold or use the same {reason}, so "
+                    f"they must be on one stage; set {_called(path)} to partition {one}, or {_called(first)} to "
+                    f"{other}{way_out}"
                 )
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(each, str) for each in value)
 
 
 def _called(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ from torch import nn
 from smp_config import ModelParallelParameters
 from smp_config.in_flight import in_flight_counts
 from smp_runtime.comm.control import ControlPlane
-from smp_runtime.errors import SMPRuntimeError, SMPUserError
-from smp_runtime.pipeline.assignment import Assignment
+from smp_runtime.errors import SMPError, SMPRuntimeError, SMPUserError
+from smp_runtime.pipeline.assignment import Assignment, idle_stages
 from smp_runtime.pipeline.costs import CostSettings
 from smp_runtime.pipeline.manual import ManualAssignment
 from smp_runtime.pipeline.partition import partition
@@ -35,6 +36,7 @@ class Tracing:
         times: whether execution times are measured.
         memory: whether activation memory is measured, not estimated.
         recomputed: paths of modules that backward computes again, and whether their inputs are kept.
+        placed: context in which the model is on ``device``; entered on the rank that traces alone.
     """
 
     run: Callable[[], object]
@@ -42,6 +44,7 @@ class Tracing:
     times: bool = False
     memory: bool = False
     recomputed: Mapping[str, bool] = field(default_factory=dict)
+    placed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 def decide(
@@ -67,23 +70,27 @@ def decide(
     Raises:
         SMPUserError: a partition that does not fit, on every rank with the same message.
     """
-    decision: tuple[Any, str, BaseException | None] = (None, "", None)
+    # The answer, and the log's text; or None, why not, and whether that is the script's fault.
+    decision: tuple[Any, str, bool] = (None, "", False)
+    failure: BaseException | None = None
     if control.rank == tracing_rank:
         try:
             assignment, text = _decided(module, tracing, parameters, manual, optimizer_bytes)
-            decision = (assignment.to_dict(), text, None)
+            decision = (assignment.to_dict(), text, False)
         except Exception as error:  # the others wait for the decision
-            decision = (None, f"{type(error).__name__}: {error}", error)
+            # What we raise says what is wrong by itself; other errors need their name.
+            text = str(error) if isinstance(error, SMPError) else f"{type(error).__name__}: {error}"
+            decision, failure = (None, text, isinstance(error, SMPUserError)), error
     everyone = [tracing_rank, *(rank for rank in range(control.size) if rank != tracing_rank)]
     if control.rank == tracing_rank:
-        control.broadcast(decision[:2], everyone)
+        control.broadcast(decision, everyone)
     else:
-        decision = (*control.broadcast(None, everyone), None)
-    answer, text, failure = decision
+        decision = control.broadcast(None, everyone)
+    answer, text, is_users = decision
     if failure is not None:
         raise failure
     if answer is None:
-        kind = SMPUserError if text.startswith(SMPUserError.__name__) else SMPRuntimeError
+        kind = SMPUserError if is_users else SMPRuntimeError
         raise kind(f"the model could not be partitioned on rank {tracing_rank}: {text}")
     if control.rank == tracing_rank:
         logger.info(text)
@@ -109,8 +116,13 @@ def _decided(
     if parameters.load_partition and parameters.partition_file:
         assignment = Assignment.load(parameters.partition_file)
         assignment.check(module, stages)
+        manual.review(module, assignment)
+        _warn_of_idle(
+            assignment, untraced(module), "partition_file has no module there; let the model be partitioned anew"
+        )
         return assignment, describe(untraced(module), assignment, settings)
     seen = _traced(module, tracing, parameters)
+    manual.review(module)
     if parameters.auto_partition:
         if manual.used_contexts:
             logger.warning(
@@ -120,14 +132,53 @@ def _decided(
         assignment = partition(seen, stages, settings, pinned=manual.pins(module))
     else:
         assignment = manual.resolve(module, seen)
+        how = (
+            f"the script placed no module there, and default_partition is {manual.default}; place some with smp.partition or "
+            "smp.set_partition, set auto_partition to true"
+        )
+        _warn_of_idle(assignment, seen, how)
+    assignment.attributes = list(seen.attributes)
+    _tell_bound(seen)
     if parameters.partition_file:
-        assignment.save(parameters.partition_file)
+        files = assignment.save(parameters.partition_file)
+        logger.info("the partition is written to %s", " and ".join(map(str, files)))
     return assignment, describe(seen, assignment, settings)
+
+
+def _tell_bound(seen: Trace) -> None:
+    """What a model passes on past its calls keeps modules together that could be on several stages."""
+    uses = [use for use in seen.foreign_uses if use.kind == "attribute"]
+    if uses:
+        paths = dict.fromkeys(path for use in uses for path in (use.holder, use.user))
+        shown = ", ".join(repr(path) if path else "the model itself" for path in list(paths)[:4])
+        logger.warning(
+            "%s%s are on one stage, since attributes such as %s are set by one module and used by another while they run; "
+            "return these values from forward instead to let the modules lie apart",
+            shown,
+            f" and {len(paths) - 4} more" if len(paths) > 4 else "",
+            uses[0].parameter,
+        )
+
+
+def _warn_of_idle(assignment: Assignment, trace: Trace, how: str) -> None:
+    """Say which stages have no modules, and ``how`` that came about and can be changed."""
+    used = {assignment.stage_of(node.path) for node in trace.root.walk() if not node.is_container}
+    if idle := [stage for stage in range(assignment.stages) if stage not in used]:
+        logger.warning("%s: %s, or lower pipeline_parallel_degree", idle_stages(idle), how)
 
 
 def _traced(module: nn.Module, tracing: Tracing, parameters: ModelParallelParameters) -> Trace:
     if parameters.skip_tracing:
         return untraced(module)
-    seen = trace(module, tracing.run, device=tracing.device, times=tracing.times, memory=tracing.memory)
+    try:
+        with tracing.placed():
+            seen = trace(module, tracing.run, device=tracing.device, times=tracing.times, memory=tracing.memory)
+    except torch.cuda.OutOfMemoryError as error:
+        size = sum(parameter.nbytes for parameter in module.parameters()) / 2**30
+        raise SMPUserError(
+            f"the tracing step ran out of memory on {tracing.device} ({str(error).splitlines()[0]}): it runs the whole model, "
+            f'{size:.1f} GiB of parameters, with one microbatch on one rank; pass trace_device="cpu" to '
+            "smp.DistributedModel, or set skip_tracing to true"
+        ) from error
     note_recomputed(seen, tracing.recomputed)
     return seen

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from smp_runtime.comm.control import ControlPlane
+from smp_runtime.pipeline.attributes import Attributes
 from smp_runtime.pipeline.failures import STEP_FUNCTION, Alarm, without_own_frames
 from smp_runtime.pipeline.frame import StepFrame
 from smp_runtime.pipeline.gate import StepGate
@@ -34,11 +35,12 @@ from smp_runtime.pipeline.protocol import (
     StepKind,
     Value,
 )
-from smp_runtime.pipeline.random_state import RandomState
+from smp_runtime.pipeline.random_state import OtherGenerators, RandomState
 from smp_runtime.pipeline.remote import RemoteCaller, RemoteEntry
 from smp_runtime.pipeline.root import RootStage
 from smp_runtime.pipeline.schedules import TaskKind
 from smp_runtime.pipeline.server import ModuleServer
+from smp_runtime.pipeline.step_call import StepCall
 from smp_runtime.pipeline.tasks import Conductor, Task
 from smp_runtime.pipeline.timeline import Recorder, Watch
 from smp_runtime.pipeline.transport import Transport
@@ -96,6 +98,7 @@ class Pipeline:
         modules = dict(module.named_modules(remove_duplicate=True))
         self.hub = Hub(stage, device, self._lock, self._send, modules, stage_of, replica, predicts)
         self.hub.paths = {id(part): path for path, part in modules.items()}
+        self._attributes = Attributes(part for path, part in modules.items() if stage_of(path) == stage)
         self.conductor = Conductor(
             self._lock,
             stage,
@@ -105,6 +108,7 @@ class Pipeline:
             finished=self._task_finished,
             idle=self._hurry,
             device=device,
+            attributes=self._attributes,
         )
         self._alarm = Alarm(stage, self.ranks, self.conductor, self._changed, lambda: self._gate.is_open, self._send)
         self._watch = Watch(recorder) if recorder is not None else None
@@ -124,11 +128,11 @@ class Pipeline:
             self._alarm,
             self.plans,
             self._microbatches,
+            self._attributes,
             self._changed,
             self._leave_order,
             active=active,
             forward_first=forward_first,
-            agrees=share is not None,
             watch=self._watch,
         )
         self._root = RootStage(
@@ -141,6 +145,7 @@ class Pipeline:
             on_message=self._gate.receive,
             afterthought=self._news_for,
             on_lost=self._alarm.lost_stage,
+            on_failed=self._alarm.broken,
             on_left=self._alarm.left_stage,
             delay=delay,
             make_group=make_group,
@@ -170,24 +175,27 @@ class Pipeline:
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def run_step(self, kind: StepKind, microbatches: Sequence[Callable[[], Any]]) -> list[Any]:
+    def run_step(self, kind: StepKind, microbatches: Sequence[Callable[[], Any]], call: StepCall) -> list[Any]:
         """Run one step; every rank of the pipeline calls it, with microbatches of its own that only the root runs.
 
         Args:
             kind: what steps have in common that take an equal course; the planned order belongs to it.
             microbatches: the step function with its arguments, one for each microbatch.
+            call: how this rank's script has called the step.
 
         Returns:
             What each microbatch's function returned, on every rank; tensors without graph, except on the root.
 
         Raises:
             StageError: an error on another stage.
+            SMPUserError: this rank has called another step than the root stage.
             DeadlineError: nothing happened for the timeout's length.
         """
-        script_state = RandomState.of_now(self.hub.device)
+        script_state, other_generators = RandomState.of_now(self.hub.device), OtherGenerators()
         try:
-            results = self._root.run(kind, microbatches) if self.is_root else self._serve()
+            results = self._root.run(kind, microbatches, call) if self.is_root else self._serve(call)
             self._frame.went_well()
+            self.transport.prune()
         except BaseException as error:
             self._abort(error)
             raise error.with_traceback(without_own_frames(error.__traceback__))  # noqa: B904
@@ -197,15 +205,17 @@ class Pipeline:
                 self.server.clear()
             script_state.restore()
             # Every rank draws, so that scripts that draw the same numbers go on doing so.
-            torch.empty((), dtype=torch.int64).random_()
+            torch.empty((), dtype=torch.int64, device="cpu").random_()
+            other_generators.restore()
         return results
 
-    def _serve(self) -> list[Any]:
+    def _serve(self, call: StepCall) -> list[Any]:
         frame = self._frame
-        frame.enter()
+        frame.enter(call)
         self._gate.pass_early()
         frame.wait(lambda: frame.end is not None, "the root stage to finish the step", lambda: (self.root_stage,))
         end, tensors = cast(tuple[End, list[torch.Tensor]], frame.end)
+        self.hub.switches.final = end.training
         if end.wants_record:
             self._send(self.root_stage, frame.own_record(), [])
         return unpack(end.outputs, tensors, module_of=self.hub.modules.__getitem__)
@@ -263,6 +273,7 @@ class Pipeline:
 
     def _release(self, microbatch: int) -> None:
         self.hub.values.release(microbatch)
+        self._attributes.release(microbatch)
         self.server.release(microbatch)
 
     # -- failure ---------------------------------------------------------------------------------------------------
@@ -350,7 +361,7 @@ class Pipeline:
         """Calls of modules that belong to other stages go there."""
         for path, module in modules.items():
             if self.hub.stage_of(path) != self.stage:
-                module.__dict__["_call_impl"] = RemoteEntry(self.caller, module, path)
+                module.__dict__["_call_impl"] = RemoteEntry(self.caller, path)
                 module.__dict__["_compiled_call_impl"] = None
 
     def close(self) -> None:

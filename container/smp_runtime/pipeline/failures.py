@@ -17,6 +17,7 @@ from smp_config.failure import FailureRecord
 from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.pipeline.protocol import Fail
 from smp_runtime.pipeline.tasks import Conductor
+from smp_runtime.pipeline.transport import StageFailed
 
 #: Place of an error in the script's own code.
 STEP_FUNCTION = "the step function"
@@ -37,8 +38,14 @@ class StageError(SMPRuntimeError):
 
 
 def message_of(error: BaseException, place: str, stage: int, rank: int) -> Fail:
-    """What the other stages are told."""
+    """What the other stages are told.
+
+    Args:
+        place: path of a module, :data:`STEP_FUNCTION`, or in parentheses what this library was doing.
+    """
     where = place if place == STEP_FUNCTION else f"module {place!r}"
+    if place.startswith("("):
+        where = place[1:-1]
     failure = getattr(error, "failure", None)
     if not isinstance(failure, FailureRecord):
         host = os.environ.get("SMP_HOST") or os.environ.get("SM_CURRENT_HOST", "")
@@ -119,7 +126,7 @@ class Alarm:
 
     Attributes:
         error: what the step is to raise on this rank, or None.
-        lost: why a stage cannot be reached any more, or None.
+        lost: why no further step can run, or None.
         left: stages that have left in good order.
     """
 
@@ -139,7 +146,7 @@ class Alarm:
         self._is_open = is_open
         self._send = send
         self.error: BaseException | None = None
-        self.lost: BaseException | None = None
+        self.lost: StageError | None = None
         self.left: set[int] = set()
 
     def raised(self, error: BaseException, place: str) -> None:
@@ -161,14 +168,26 @@ class Alarm:
             if self.error is None and self._is_open():
                 self._set(error_of(fail))
 
+    def broken(self, error: BaseException, doing: str) -> Fail:
+        """Messages cannot be sent or received any more because of an error on this rank, in a step or between two.
+
+        Returns:
+            What the other stages are to be told, which messages of a step would not bring them.
+        """
+        fail = message_of(error, f"({doing})", self._stage, self._ranks[self._stage])
+        with self._changed:
+            self._end(error_of(fail, error))
+        return fail
+
     def lost_stage(self, stage: int, error: BaseException) -> None:
         """The connection to a stage broke; no further step can run."""
+        if isinstance(error, StageFailed) and isinstance(error.words, Fail):
+            seen = error_of(error.words)
+        else:
+            seen = StageError(f"pipeline stage {self._stage} (rank {self._ranks[self._stage]}): {error}")
+            seen.__cause__ = error
         with self._changed:
-            self.lost = error
-            if self.error is None and self._is_open():
-                seen = StageError(f"pipeline stage {self._stage} (rank {self._ranks[self._stage]}): {error}")
-                seen.__cause__ = error
-                self._set(seen)
+            self._end(seen)
 
     def left_stage(self, stage: int) -> None:
         """A stage has ended in good order. After the last step that is as it should be, so it ends no step by itself."""
@@ -197,8 +216,15 @@ class Alarm:
             StageError: a stage is gone.
         """
         if self.lost is not None:
-            raise StageError(f"no step can run any more: {self.lost}") from self.lost
+            error = StageError(f"no step can run any more: {self.lost}")
+            error.failure = self.lost.failure
+            raise error from self.lost
         self.error = None
+
+    def _end(self, error: StageError) -> None:
+        self.lost = self.lost or error  # what comes after the first is mostly its consequence
+        if self.error is None and self._is_open():
+            self._set(error)
 
     def _set(self, error: BaseException) -> None:
         self.error = error

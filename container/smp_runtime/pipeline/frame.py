@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -9,14 +10,19 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from smp_runtime.comm.control import timeout_seconds
-from smp_runtime.errors import DeadlineError
-from smp_runtime.pipeline.failures import Alarm
+from smp_runtime.errors import DeadlineError, SMPUserError
+from smp_runtime.pipeline.attributes import Attributes
+from smp_runtime.pipeline.failures import STEP_FUNCTION, Alarm
 from smp_runtime.pipeline.gate import StepGate
 from smp_runtime.pipeline.hub import Hub
 from smp_runtime.pipeline.microbatches import Microbatches
 from smp_runtime.pipeline.plans import Plans
 from smp_runtime.pipeline.protocol import Begin, End, Record
+from smp_runtime.pipeline.random_state import seed_other_generators, task_seed
+from smp_runtime.pipeline.step_call import StepCall
 from smp_runtime.pipeline.timeline import Watch
+
+logger = logging.getLogger("smp")
 
 #: Most seconds without progress, though a task could run, before a replayed order is given up.
 STALL_SECONDS = 10.0
@@ -32,11 +38,11 @@ class StepFrame:
         alarm: reset when a step is entered; what it heard ends the wait.
         plans: the orders of the kinds of steps.
         microbatches: of the root stage.
+        attributes: of this stage's modules.
         changed: told when something changes that the script's own thread may wait for.
         leave_order: called, with the lock held, when the planned order does not fit.
         active: most microbatches in flight.
         forward_first: whether forward passes go before backward passes.
-        agrees: whether several pipelines must run in one order.
         watch: of the timeline, if there is one.
 
     Attributes:
@@ -54,12 +60,12 @@ class StepFrame:
         alarm: Alarm,
         plans: Plans,
         microbatches: Microbatches,
+        attributes: Attributes,
         changed: threading.Condition,
         leave_order: Callable[[str], None],
         *,
         active: int,
         forward_first: bool,
-        agrees: bool,
         watch: Watch | None,
     ) -> None:
         self._hub = hub
@@ -68,23 +74,28 @@ class StepFrame:
         self._alarm = alarm
         self._plans = plans
         self._microbatches = microbatches
+        self._attributes = attributes
         self._changed = changed
         self._leave_order = leave_order
         self._active = active
         self._forward_first = forward_first
-        self._agrees = agrees
         self._watch = watch
         #: Seconds of the longest step so far that needed no order or kept to it.
         self._longest_step = 0.0
         self._entered = 0.0
+        self._has_warned = self._has_warned_of_batches = False
+        self._call: StepCall | None = None
         self._buffers: list[tuple[int, int]] = []
         self.begun: Begin | None = None
         self.end: tuple[End, list[torch.Tensor]] | None = None
         self.records: dict[int, Record] = {}
         self.diverged = False
 
-    def enter(self) -> None:
+    def enter(self, call: StepCall) -> None:
         """This rank enters a step.
+
+        Args:
+            call: how its script has called it.
 
         Raises:
             StageError: no step can run any more.
@@ -93,10 +104,12 @@ class StepFrame:
             self._alarm.reset()
             self._entered = time.perf_counter()
             self.begun = self.end = None
+            self._call = call
             self.records = {}
             self.diverged = False
             self._microbatches.clear()
             self._hub.learned = 0
+            self._hub.switches.enter()
             self._gate.enter()
 
     def begin(self, begin: Begin) -> None:
@@ -104,22 +117,47 @@ class StepFrame:
         hub = self._hub
         with hub.lock:
             self.begun = begin
+            hub.switches.check(begin.requires, hub.stage_of(""))
             hub.seed = begin.seed
             order = self._plans.order(begin)
             hub.conductor.reset(order, forward_first=self._forward_first, records=begin.is_recorded)
-            # Without an order, microbatches run one after the other where their order counts or pipelines must agree on it.
-            one_by_one = order is None and (self._agrees or self._plans.order_counts(begin.kind))
-            self._microbatches.active = 1 if one_by_one else self._active
+            self._microbatches.active = 1 if begin.is_serial else self._active
             self._buffers = hub.buffer_versions()
+            self._attributes.begin(looks=begin.is_recorded, alone=begin.is_serial)
             if self._watch is not None:
                 self._watch.begin_step(self._gate.step)
+        self._compare(begin.call)
+        seed_other_generators(task_seed(begin.seed, hub.replica, -1, f"stage {hub.stage}"))
         self._gate.begin()
+
+    def _compare(self, root: StepCall) -> None:
+        """Whether this rank's script has called the same step as the root stage's."""
+        if self._call is None:
+            return
+        rank, root_rank = self._ranks[self._hub.stage], self._ranks[self._hub.stage_of("")]
+        try:
+            warning = self._call.check(root, rank, root_rank)
+        except SMPUserError as error:
+            self._alarm.raised(error, STEP_FUNCTION)
+            return
+        if warning and not self._has_warned_of_batches:
+            self._has_warned_of_batches = True
+            logger.warning(warning)
 
     def own_record(self) -> Record:
         """What this rank did in the step."""
         with self._hub.lock:
-            changed = self._hub.buffer_versions() != self._buffers
-            return Record(list(self._hub.conductor.record), self._hub.learned, changed)
+            changed = self._hub.buffer_versions() != self._buffers or self._attributes.carries
+            if self._attributes.crosses and not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "pipeline stage %d: attributes (%s) of modules hand values from one microbatch to the next and are set after "
+                    "a call of another stage, so the microbatches run one after the other; keep what such a module calls on its "
+                    "stage (smp.set_partition), or hand the values on as arguments",
+                    self._hub.stage,
+                    ", ".join(self._attributes.carried),
+                )
+            return Record(list(self._hub.conductor.record), self._hub.learned, changed, self._attributes.crosses)
 
     def went_well(self) -> None:
         """The step has reached its end."""
@@ -130,7 +168,9 @@ class StepFrame:
         """This rank leaves the step, and what was kept for it is forgotten."""
         self._gate.leave()
         if self._watch is not None:
-            self._watch.end_step()
+            self._watch.end_step(failed=self._alarm.error is not None)
+        self._attributes.end()
+        self._hub.switches.leave()
         self._hub.values.clear()
         self._hub.replies.clear()
         self._hub.opened.clear()

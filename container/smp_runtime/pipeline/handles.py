@@ -39,6 +39,7 @@ class Handle(torch.Tensor):
     _fetcher: Fetcher
     _plain: torch.Tensor | None
     _plain_version: int
+    _retains: bool
 
     @staticmethod
     def __new__(cls, fetcher: Fetcher, name: Name, owner: int, meta: Meta, device: torch.device) -> Handle:
@@ -51,13 +52,17 @@ class Handle(torch.Tensor):
         handle._fetcher = fetcher
         handle._plain = None
         handle._plain_version = 0
+        handle._retains = False
         return handle
 
     def plain(self) -> torch.Tensor:
         """The tensor itself, fetched if need be, with this handle's place in the graph."""
         if self._plain is None or (self.requires_grad and torch.is_grad_enabled() and not self._plain.requires_grad):
+            is_changed = self._is_changed
             self._plain = _Fetch.apply(self) if self.requires_grad and torch.is_grad_enabled() else self.elements()
-            self._plain_version = self._plain._version
+            self._plain_version = -1 if is_changed else self._plain._version
+            if self._retains and self._plain.requires_grad:
+                self._plain.retain_grad()
         return self._plain
 
     @property
@@ -72,8 +77,27 @@ class Handle(torch.Tensor):
 
     def unchanged(self) -> torch.Tensor:
         """The handle, or the plain tensor if that was changed in place since it was fetched."""
-        plain = self._plain
-        return self if plain is None or plain._version == self._plain_version else plain
+        return self.plain() if self._is_changed else self
+
+    @property
+    def _is_changed(self) -> bool:
+        return self._plain is not None and self._plain._version != self._plain_version
+
+    def _in_graph(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Hooks, gradients and flags belong to the handle, where gradients of all its uses come together.
+
+        Once its plain tensor was changed in place, they belong to that, as in one process.
+        """
+        target = self.unchanged()
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(target, *args, **kwargs)
+            if target is self and func is torch.Tensor.retain_grad:
+                self._retains = True  # the gradient of the newest version, should it be changed in place
+                if self._plain is not None and self._plain.requires_grad:
+                    self._plain.retain_grad()
+            elif target is self and func is torch.Tensor.detach_ and self._plain is not None:
+                self._plain.detach_()
+        return self if result is target else result
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,6 +105,10 @@ class Handle(torch.Tensor):
         if func in _NEEDS_NO_ELEMENTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func in _OF_ITS_PLACE and isinstance(args[0], Handle):
+            return args[0]._in_graph(func, args[1:], kwargs)
+        if func in _GRADIENTS_OF:
+            return _gradients(func, args, kwargs)
         if func in _LIKE and isinstance(args[0], Handle):
             like = args[0]
             return _LIKE[func](tuple(like.shape), **{"dtype": like.dtype, "device": like.device, **kwargs})
@@ -107,6 +135,19 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
+
+
+def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
+    """Gradients of handles are those of all their uses, also where they were handed on by name."""
+    asked = _GRADIENTS_OF[func]
+    args = [tree_map(_newest_of if place == asked else _plain_of, each) for place, each in enumerate(args)]
+    kwargs = {key: tree_map(_newest_of if key == "inputs" else _plain_of, each) for key, each in kwargs.items()}
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _newest_of(leaf: Any) -> Any:
+    return leaf.unchanged() if isinstance(leaf, Handle) else leaf
 
 
 def _plain_of(leaf: Any) -> Any:
@@ -148,6 +189,21 @@ _NEEDS_NO_ELEMENTS = {
     torch.is_tensor,
     torch.numel,
 }
+
+#: What concerns a tensor's place in the graph: done to the handle, whose elements nobody needs for it.
+_OF_ITS_PLACE = {
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.retain_grad,
+    torch.Tensor.detach_,
+    torch.Tensor.requires_grad_,
+    *_getters("retains_grad", "grad"),
+    *(getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "grad")),
+    *(getattr(torch.Tensor, name).__delete__ for name in ("grad",)),
+}
+
+#: With the place of the tensors among the arguments whose gradients are asked for.
+_GRADIENTS_OF = {torch.autograd.grad: 1, torch.Tensor.backward: 4}
 
 #: Made from shape and type alone.
 _LIKE: dict[Any, Any] = {torch.ones_like: torch.ones, torch.zeros_like: torch.zeros, torch.empty_like: torch.empty}

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from smp_runtime.pipeline.protocol import Modes, Path, Reply
 from smp_runtime.pipeline.random_state import RandomState, task_seed
+from smp_runtime.pipeline.switches import Switches, TaskState
 from smp_runtime.pipeline.tasks import Conductor, Task
 from smp_runtime.pipeline.values import Values
 
@@ -35,6 +38,7 @@ class Hub:
         replies: to calls whose result was not known in advance.
         opened: requests that are not done, with the task that posted each.
         learned: results that were not known in advance, in this step.
+        switches: the flags of all modules and parameters.
     """
 
     stage: int
@@ -53,18 +57,21 @@ class Hub:
     conductor: Conductor = field(init=False)
     values: Values = field(init=False)
     anchor: torch.Tensor = field(init=False)
+    switches: Switches = field(init=False)
 
     def __post_init__(self) -> None:
         # Something that requires a gradient, so that the result of a call does even where no argument does.
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
+        self.switches = Switches(self.modules, self.stage_of, self.stage, lambda path: self.modules[path])
 
     def is_there(self, event: Any) -> bool:
         """Whether a task need not wait for something: a value, or a reply ``("r", …)``."""
         return event in self.replies or self.values.has(event)
 
     def random_state(self, microbatch: int, module: str, nth: int) -> RandomState:
-        """Where a task's random numbers begin."""
-        return RandomState(task_seed(self.seed, self.replica, microbatch, module, nth), self.device)
+        """Where a task's random numbers begin, and the flags of the modules that it runs."""
+        seed = task_seed(self.seed, self.replica, microbatch, module, nth)
+        return TaskState(seed, self.device, self.switches, module)
 
     def buffer_versions(self) -> list[tuple[int, int]]:
         """Another list when a module of this stage has changed a buffer, in place or by putting another in its place."""
@@ -89,9 +96,19 @@ class Hub:
 def current_modes() -> Modes:
     """The calling thread's modes."""
     autocast = tuple(
-        (kind, True, torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)
+        (kind, torch.is_autocast_cache_enabled(), torch.get_autocast_dtype(kind))
+        for kind in ("cuda", "cpu")
+        if torch.is_autocast_enabled(kind)
     )
-    return Modes(torch.is_grad_enabled(), autocast)
+    return Modes(torch.is_grad_enabled(), autocast, default_device())
+
+
+def default_device() -> str | None:
+    """The kind of device that the calling thread makes tensors on by default; None where nobody has set one."""
+    if not torch._C._len_torch_function_stack():  # asked for at every call
+        return None
+    stack = reversed(_get_current_function_mode_stack())
+    return next((mode.device.type for mode in stack if isinstance(mode, DeviceContext)), None)
 
 
 _NOTHING = contextlib.nullcontext()
@@ -103,10 +120,19 @@ def in_modes(modes: Modes) -> contextlib.AbstractContextManager[None]:
     return _NOTHING if modes == current_modes() else _entered(modes)
 
 
+def keeps_otherwise() -> bool:
+    """Whether hooks of the calling thread change how autograd keeps tensors for backward: no other thread sees those."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None
+
+
 @contextlib.contextmanager
 def _entered(modes: Modes) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(modes.grad))
-        for kind, enabled, dtype in modes.autocast:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+        for kind, caches, dtype in modes.autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=caches))
+        if modes.device is not None:
+            # Without a number: where this rank computes, since its threads have that for their current device.
+            stack.enter_context(torch.device(modes.device))
         yield

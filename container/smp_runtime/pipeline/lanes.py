@@ -6,12 +6,14 @@ Tensors in host memory travel inside the stream itself; those of an accelerator 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
+import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import permutations
 from typing import NamedTuple, Protocol
@@ -20,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from smp_runtime.comm.control import timeout_seconds
-from smp_runtime.errors import DeadlineError, SMPUserError
+from smp_runtime.errors import DeadlineError, SMPRuntimeError, SMPUserError
 
 #: Fills a piece of memory with the next bytes of the stream.
 Reader = Callable[[memoryview], None]
@@ -113,16 +115,17 @@ def bytes_of(tensor: torch.Tensor, size: int, *, writable: bool = False) -> memo
 class Lane(Protocol):
     """One way for tensors of one direction between two ranks.
 
-    The sender calls, for each tensor in order, :meth:`inline` before its announcement is written and :meth:`post`
-    after; the receiver calls :meth:`receive` for each announcement in the same order.
+    The sender calls, for each tensor in order, :meth:`inline` and, where that gives None, :meth:`post`, both before the
+    announcement is written: a receiver must never wait for a tensor that could not be sent. The receiver calls
+    :meth:`receive` for each announcement in the same order.
     """
 
     def inline(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The CPU tensor whose bytes follow the announcement in the stream; None if nothing does."""
         ...
 
-    def post(self, tensor: torch.Tensor, copy: bool) -> None:
-        """Start to send what :meth:`inline` left out; ``copy``: the caller may change the tensor from now on."""
+    def post(self, tensor: torch.Tensor) -> None:
+        """Start to send what :meth:`inline` left out; nobody may change the tensor's memory any more."""
         ...
 
     def receive(self, announced: Announcement, read: Reader) -> torch.Tensor:
@@ -131,6 +134,10 @@ class Lane(Protocol):
 
     def flush(self, deadline: float) -> None:
         """Return when everything posted has been sent, at the latest at ``deadline`` of ``time.monotonic()``."""
+        ...
+
+    def prune(self) -> None:
+        """Give back the memory of what has been sent."""
         ...
 
 
@@ -148,7 +155,7 @@ class InlineLane:
     def inline(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor.detach().cpu() if self._staged else tensor
 
-    def post(self, tensor: torch.Tensor, copy: bool) -> None:
+    def post(self, tensor: torch.Tensor) -> None:
         pass
 
     def receive(self, announced: Announcement, read: Reader) -> torch.Tensor:
@@ -158,6 +165,9 @@ class InlineLane:
         return tensor.to(self._device) if self._staged else tensor
 
     def flush(self, deadline: float) -> None:
+        pass
+
+    def prune(self) -> None:
         pass
 
 
@@ -197,15 +207,19 @@ class CollectiveLane:
     def inline(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return None
 
-    def post(self, tensor: torch.Tensor, copy: bool) -> None:
+    def post(self, tensor: torch.Tensor) -> None:
         if not tensor.numel():
             return
-        flat = _flat_bytes(tensor.detach().clone() if copy else tensor)
+        flat = _flat_bytes(tensor)
         work = dist.isend(flat, dst=self._peer, group=self._group)
         if work is None:
             raise AssertionError("a group without this rank")
         with self._lock:
             self._leaving.append((work, flat))
+        self.prune()
+
+    def prune(self) -> None:
+        with self._lock:
             while self._leaving and self._leaving[0][0].is_completed():
                 self._leaving.popleft()
 
@@ -266,13 +280,95 @@ def lane_of(tensor: torch.Tensor, lanes: Sequence[Lane], device: torch.device) -
     Raises:
         SMPUserError: it is on a device that this rank does not compute on.
     """
-    if len(lanes) > 1 and tensor.device.type == device.type:
+    if len(lanes) > 1 and _is_same(tensor.device, device):
         return 1
     if tensor.is_cpu:
         return 0
     raise SMPUserError(
         f"a tensor is on {tensor.device}, but this rank computes on {device}; move it with .to({str(device)!r}) before the call"
     )
+
+
+def _is_same(one: torch.device, other: torch.device) -> bool:
+    """Whether two devices are one; an accelerator without an index is the current one."""
+    if one == other or one.type != other.type or one.type != "cuda":
+        return one.type == other.type
+    first, second = (torch.cuda.current_device() if each.index is None else each.index for each in (one, other))
+    return first == second
+
+
+def use_device(device: torch.device) -> None:
+    """Have the calling thread compute on ``device``: a new thread's accelerator is the first of its host, whoever uses it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def meet(
+    mine: int,
+    ranks: Sequence[int],
+    lanes: Mapping[int, tuple[Lane, Lane]],
+    device: torch.device,
+    seconds: float,
+) -> None:
+    """Send one element through the process group of every direction, before anything else is sent; collective.
+
+    A group connects at its first message, and NCCL holds up both sides until it has. Two ranks that each answered the
+    other's question on the thread that receives from it would wait for ever. Here all ranks go through the directions in
+    one order, that in which :func:`directed_groups` makes the groups; what is wrong with one is seen here too.
+
+    Args:
+        mine: global rank of the caller.
+        ranks: of the pipeline group, in the same order everywhere.
+        lanes: to and from each other rank.
+        device: of the tensors.
+        seconds: deadline for all of it.
+
+    Raises:
+        DeadlineError: a rank did not take part in time.
+        SMPRuntimeError: a group cannot carry a tensor.
+    """
+    deadline = time.monotonic() + seconds
+    outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    tried = (mine, mine)
+
+    def go_through() -> None:
+        nonlocal tried
+        try:
+            use_device(device)
+            for source, target in permutations(ranks, 2):
+                if mine not in (source, target):
+                    continue
+                tried = source, target
+                element = torch.zeros((1,), dtype=torch.uint8, device=device)
+                if mine == source:
+                    out, _ = lanes[target]
+                    out.post(element)
+                    out.flush(deadline)
+                else:
+                    _, back = lanes[source]
+                    back.receive(announce(element, 1), lambda memory: None)
+            outcome.put(None)
+        except BaseException as error:
+            outcome.put(error)
+
+    # On a thread of its own, since a group that connects cannot be told to give up.
+    threading.Thread(target=go_through, name="smp-meet", daemon=True).start()
+    error = None
+    with contextlib.suppress(queue.Empty):
+        error = outcome.get(timeout=max(0.0, deadline - time.monotonic()))
+        if error is None:
+            return
+    if error is None or time.monotonic() >= deadline:  # gloo keeps the deadline by itself, with words of its own
+        raise DeadlineError(
+            f"the process group from rank {tried[0]} to rank {tried[1]} was not connected after {seconds:g} s, when the pipeline "
+            "began; check that both still run and that their hosts may reach each other's ports (NCCL_DEBUG=INFO tells what "
+            "NCCL tries), or raise SMP_TIMEOUT_SECONDS"
+        ) from error
+    raise SMPRuntimeError(
+        f"the process group from rank {tried[0]} to rank {tried[1]} did not carry its first element, when the pipeline began: "
+        f"{type(error).__name__}: {error}; check the accelerators of both and the network between them, and "
+        "NCCL_SOCKET_IFNAME where hosts have several networks (NCCL_DEBUG=INFO tells what NCCL tries)"
+    ) from error
 
 
 def directed_groups(

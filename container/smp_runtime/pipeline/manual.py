@@ -1,11 +1,13 @@
 """Stages set by hand: ``smp.partition(i)`` while a model is built, ``smp.set_partition(module, i)`` afterwards.
 
-Both leave a number in the module itself, so copies of a module keep it.
+Both leave marks in the module itself, so copies of a module keep them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,16 +17,24 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.assignment import Assignment, check_together
 from smp_runtime.pipeline.tree import ModuleNode, ModuleTree, Trace, untraced
 
+logger = logging.getLogger("smp")
+
 _BUILT_IN = "_smp_partition"
 _SET_TO = "_smp_set_partition"
+#: All calls of :meth:`ManualAssignment.set_partition` for a module, the newest last: the call's name, and the stage.
+_CALLS = "_smp_set_partition_calls"
+
+#: A warning names so many modules.
+_NAMED = 3
 
 
 class ManualAssignment:
     """The stages that a script asks for.
 
     :meth:`set_partition` counts for the module and all modules in it, except those that it was called for themselves;
-    it wins over the context that a module was built in. Modules with neither go to the default. In an automatic
-    partition contexts do not count, and :meth:`pins` are the modules that it leaves where the script has put them.
+    it wins over the context that a module was built in, and over earlier calls. Modules with neither go to the default.
+    In an automatic partition contexts do not count, and :meth:`pins` are the modules that it leaves where the script has
+    put them.
 
     Args:
         stages: their number.
@@ -40,6 +50,8 @@ class ManualAssignment:
         self.default = default
         self.automatic = automatic
         self.used_contexts = False
+        #: Class and stage by the name of the call. Names and not references, since a copy of the module may be wrapped.
+        self._calls: dict[str, tuple[str, int]] = {}
 
     @contextlib.contextmanager
     def partition(self, stage: int) -> Iterator[None]:
@@ -78,7 +90,49 @@ class ManualAssignment:
                 f"smp.set_partition got a {type(module).__name__}; pass a module of the model, such as model.module.encoder"
             )
         self._check(stage, "smp.set_partition")
+        call, before = uuid.uuid4().hex, module.__dict__.get(_CALLS, ())
+        self._calls[call] = type(module).__name__, stage
         module.__dict__[_SET_TO] = stage
+        module.__dict__[_CALLS] = (*before, (call, stage))
+
+    def review(self, model: nn.Module, loaded: Assignment | None = None) -> None:
+        """Warn of calls of :meth:`set_partition` that do not count, when the partition is decided.
+
+        Args:
+            model: the whole model.
+            loaded: the partition where it was read from a file; None where the script was asked.
+        """
+        tree = ModuleTree(model)
+        marked = [(node, tree.modules[key].__dict__.get(_CALLS, ())) for key, node in tree.nodes()]
+        seen = {call for _, calls in marked for call, _ in calls}
+        foreign = [f"a {name} (stage {stage})" for call, (name, stage) in self._calls.items() if call not in seen]
+        if foreign:
+            logger.warning(
+                "smp.set_partition has no effect for %s: no such module is in the model that was wrapped; call it for modules of "
+                "that model, such as model.module.encoder, and after all that copies or replaces them",
+                _some(foreign),
+            )
+        moved = [
+            f"{node.path or '(model)'} ({', then '.join(f'stage {stage}' for _, stage in calls)})"
+            for node, calls in marked
+            if len({stage for _, stage in calls}) > 1
+        ]
+        if moved and loaded is None:
+            logger.warning(
+                "smp.set_partition was called with different stages for %s; the last call counts: remove the others",
+                _some(moved),
+            )
+        apart = [
+            f"{node.path or '(model)'} (stage {calls[-1][1]}, but {loaded.stage_of(node.path)} in the file)"
+            for node, calls in marked
+            if loaded is not None and calls and loaded.stage_of(node.path) != calls[-1][1]
+        ]
+        if apart:
+            logger.warning(
+                "smp.set_partition has no effect for %s: load_partition is true, so the stages are those of partition_file; set "
+                "load_partition to false to place modules",
+                _some(apart),
+            )
 
     def pins(self, model: nn.Module) -> dict[str, int]:
         """Path and stage of the modules that :meth:`set_partition` was called for."""
@@ -123,6 +177,11 @@ class ManualAssignment:
                 f"{where} got {stage}, but pipeline_parallel_degree is {self.stages}, so stages are 0 to {self.stages - 1}; "
                 "use one of these, or raise the degree"
             )
+
+
+def _some(items: list[str]) -> str:
+    more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
+    return ", ".join(items[:_NAMED]) + more
 
 
 def _replace(construct: Any, restore: Any) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pipeline.assignment import Assignment
+from smp_runtime.pipeline.assignment import Assignment, idle_stages
 from smp_runtime.pipeline.costs import CostModel, CostSettings, Need
 from smp_runtime.pipeline.segments import Crossing, Matrix, best_cuts, crossing_costs
 from smp_runtime.pipeline.tree import Trace
@@ -62,10 +62,10 @@ def partition(
     empty = [stage for stage in range(stages) if stage not in search.used]
     if empty:
         logger.warning(
-            "stages %s have nothing to do: the model has %d parts that can be placed, and %d stages; lower "
-            "pipeline_parallel_degree%s",
-            ", ".join(map(str, empty)),
+            "%s: the model has %d part%s that can be placed, and there are %d stages; lower pipeline_parallel_degree%s",
+            idle_stages(empty),
             len(search.parts),
+            "" if len(search.parts) == 1 else "s",
             stages,
             ", or pin fewer modules with smp.set_partition" if pinned else "",
         )

@@ -89,7 +89,7 @@ class Plans:
         return self._orders.get(begin.kind) if begin.replays else None
 
     def order_counts(self, kind: StepKind) -> bool:
-        """On the root stage: whether modules change buffers in such a step, as running statistics do.
+        """On the root stage: whether modules change buffers or attributes in such a step, as running statistics do.
 
         Then the order of the microbatches counts, which only a planned order guarantees. Assumed before one was seen.
         """
@@ -118,7 +118,11 @@ class Plans:
         changed = any(record.changed_buffers for record in records)
         self._changes_buffers[kind.course] = changed or self._changes_buffers.get(kind.course, False)
         segments = [segment for record in records for segment in record.segments]
-        orders = None if any(record.learned for record in records) else self._plan(segments, self._plans[kind].orders)
+        is_serial = any(record.is_serial for record in records)
+        if is_serial:
+            self._plans[kind].divergences = MOST_DIVERGENCES  # there is nothing to plan
+        unplanned = is_serial or any(record.learned for record in records)
+        orders = None if unplanned else self._plan(segments, self._plans[kind].orders)
         if self._share is not None:
             orders = self._share(orders)[0]
         if orders is None:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from smp_runtime.pipeline.protocol import Meta, Name, Path, Reply, Slot
 from smp_runtime.pipeline.values import child_of
+from smp_runtime.pipeline.wire import unpack
 
 #: Equal results before calls return without waiting.
 SIGHTINGS = 2
 #: Kinds of calls that are remembered; scripts with ever new shapes would fill the memory.
 MOST_KINDS = 4096
+#: Characters of a result that a message shows.
+_SHOWN = 160
 
 
 class Template(NamedTuple):
@@ -72,6 +75,46 @@ def outcome_of(head: bytes, slots: Sequence[Slot | None], path: Path, arguments:
     templates = tuple(None if slot is None else template_of(slot, path, arguments) for slot in slots)
     nameable = all(t is not None for t, slot in zip(templates, slots, strict=True) if slot is not None)
     return Outcome(head, templates, nameable)
+
+
+def difference(before: Outcome, slots: Sequence[Slot | None], head: bytes) -> str:
+    """What a call has given instead of what was expected, for messages."""
+    then = [None if template is None else template.meta for template in before.templates]
+    now = [None if slot is None else slot.meta for slot in slots]
+    if then != now:
+        return f"{described(now)} and not {described(then)}"
+    if before.head == head:
+        return f"{described(now)}, but from other places (an argument as it was, or a result of its own)"
+    old, new = (_shown(each, now) for each in (before.head, head))
+    start = next((place for place, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), 0)
+    start = 0 if start < _SHOWN // 2 else start - _SHOWN // 4
+    return f"{new[start : start + _SHOWN]} and not {old[start : start + _SHOWN]}"
+
+
+def described(metas: Sequence[Meta | None]) -> str:
+    """Types, shapes and which require gradients."""
+    return ", ".join("none" if meta is None else _text(meta) for meta in metas) or "no tensors"
+
+
+def _text(meta: Meta) -> str:
+    kind = f"{str(meta.dtype).removeprefix('torch.')}{list(meta.shape)}"
+    return f"{kind} with requires_grad" if meta.requires_grad else kind
+
+
+def _shown(head: bytes, metas: Sequence[Meta | None]) -> str:
+    """A result as text, with the values that are no tensors."""
+    try:
+        texts = [_Text("none" if meta is None else _text(meta)) for meta in metas]
+        result, changed = unpack(head, texts, module_of=cast(Any, _Text))
+        return repr(result) if changed is None else f"{result!r} with the arguments {changed!r}"
+    except Exception as error:  # an error in someone's __repr__ must not hide the message
+        return f"(something that cannot be shown: {type(error).__name__})"
+
+
+class _Text(str):
+    """Stands in for a tensor or module in a text."""
+
+    __repr__ = str.__str__
 
 
 class Learned:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from smp_config.failure import FailureRecord
+from smp_runtime.pipeline.step_call import StepCall
 
 #: Call numbers from the step function down: ``(2, 0)`` is the first remote call inside the third one.
 Path = tuple[int, ...]
@@ -47,10 +48,17 @@ class Slot(NamedTuple):
 
 
 class Modes(NamedTuple):
-    """Thread-local modes of PyTorch that a called module must see."""
+    """Thread-local modes of PyTorch that a called module must see.
+
+    Attributes:
+        grad: whether graphs are recorded.
+        autocast: kinds of devices that cast, whether they keep cast weights, and to what.
+        device: kind of device on which tensors are made by default, each rank's own of it; None where none is set.
+    """
 
     grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    device: str | None = None
 
 
 class Call(NamedTuple):
@@ -63,6 +71,7 @@ class Call(NamedTuple):
     mutable: bool  # whether the arguments hold something that the module could change
     slots: tuple[Slot, ...]
     modes: Modes
+    training: bytes  # flags of the module and of all in it
     nth: int  # how often the caller's task has called this module before
     wants_reply: bool
     expected: bytes | None  # digest of the outputs that the caller has predicted
@@ -77,6 +86,7 @@ class Back(NamedTuple):
     path: Path
     slots: tuple[Slot | None, ...]
     in_model_backward: bool
+    accumulates: bool  # whether parameters get gradients, which torch.autograd.grad leaves alone
     wants_reply: bool
     expected: bytes | None
     goes: tuple[tuple[int, int], ...]  # gradients, and stages to send them to unasked
@@ -142,6 +152,9 @@ class Begin(NamedTuple):
         replays: whether the planned order of this kind is replayed.
         order: this stage's planned order, if it was planned since the last step of this kind.
         is_recorded: whether the stages record what they do.
+        is_serial: whether the microbatches run one after the other.
+        requires: which parameters require gradients.
+        call: how the root stage's script has called the step.
     """
 
     seed: int
@@ -149,6 +162,9 @@ class Begin(NamedTuple):
     replays: bool
     order: Any
     is_recorded: bool
+    is_serial: bool
+    requires: bytes
+    call: StepCall
 
 
 class Diverged(NamedTuple):
@@ -163,10 +179,12 @@ class End(NamedTuple):
     Attributes:
         outputs: what the step function returned, packed.
         wants_record: whether the root stage plans from this step.
+        training: flags of all modules that the step function has left, None where it has changed none.
     """
 
     outputs: bytes
     wants_record: bool
+    training: bytes | None
 
 
 class Record(NamedTuple):
@@ -175,12 +193,14 @@ class Record(NamedTuple):
     Attributes:
         segments: of its tasks.
         learned: results that were not known in advance.
-        changed_buffers: whether its modules changed buffers.
+        changed_buffers: whether its modules changed buffers, or attributes that the next microbatch reads.
+        is_serial: whether no microbatch may begin before the one before it is finished, because of such attributes.
     """
 
     segments: Any
     learned: int
     changed_buffers: bool
+    is_serial: bool
 
 
 class Fail(NamedTuple):

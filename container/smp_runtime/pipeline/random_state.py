@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import random
+import sys
+from typing import Any
 
 import torch
 
@@ -47,6 +50,38 @@ class RandomState:
         self._cpu_state = torch.default_generator.get_state()
         if self._gpu is not None:
             self._gpu_state = torch.cuda.get_rng_state(self._gpu)
+
+
+class OtherGenerators:
+    """Python's and NumPy's generators as they are now.
+
+    During a step they belong to the stage; afterwards every rank goes on where its script was, but for one draw, so that
+    scripts that draw the same numbers go on doing so although their ranks have run different modules.
+    """
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = None if (numpy := _numpy_random()) is None else numpy.get_state()
+
+    def restore(self) -> None:
+        """Put them back, and draw once."""
+        random.setstate(self._python)
+        random.random()
+        if self._numpy is not None and (numpy := _numpy_random()) is not None:
+            numpy.set_state(self._numpy)
+            numpy.random_sample()
+
+
+def seed_other_generators(seed: int) -> None:
+    """Begin the random numbers of Python and NumPy anew; microbatches share them."""
+    random.seed(seed)
+    if (numpy := _numpy_random()) is not None:
+        numpy.seed(seed % 2**32)
+
+
+def _numpy_random() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random
 
 
 def task_seed(seed: int, replica: int, microbatch: int, module: str, nth: int = 0) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.pipeline.handles import Handle
@@ -28,9 +28,12 @@ class RemoteCaller:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._predictions = Predictions()
+        self._toggles = 0
+        #: The node of the graph that backward reaches in every call, unless it computes gradients of given tensors only.
+        self._accumulates = get_gradient_edge(hub.anchor).node
 
-    def call(self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``module``, which another stage owns; returns its result, with handles for tensors.
+    def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module at ``path``, which another stage owns; returns its result, with handles for tensors.
 
         Raises:
             SMPUserError: outside a step, or an argument that cannot travel.
@@ -52,8 +55,12 @@ class RemoteCaller:
         tensors = [t.unchanged() if isinstance(t, Handle) else t for t in packed.tensors]
         modes = current_modes()
         metas = tuple(Meta.of(tensor) for tensor in tensors)
-        prediction = self._predictions.of((path, packed.head, metas, modes, module.training))
-        call = RemoteCall(hub, task, path, prediction, packed, tensors, modes)
+        training = hub.switches.of_call(path)
+        if hub.switches.toggles != self._toggles:  # what requires gradients is part of all that was learned
+            self._toggles = hub.switches.toggles
+            self._predictions = Predictions()
+        prediction = self._predictions.of((path, packed.head, metas, modes, training))
+        call = RemoteCall(hub, task, path, prediction, packed, tensors, modes, training, self._accumulates)
         if modes.grad:
             inputs = [tensor for tensor in tensors if tensor.requires_grad]
             outputs: Sequence[torch.Tensor] = _Remote.apply(call, hub.anchor, *inputs)
@@ -83,6 +90,8 @@ class RemoteCall:
         packed: Packed,
         tensors: list[torch.Tensor],
         modes: Modes,
+        training: bytes,
+        accumulates: Any,
     ) -> None:
         self._hub = hub
         self._module = path
@@ -97,6 +106,8 @@ class RemoteCall:
         self._packed = packed
         self._tensors: list[torch.Tensor] | None = tensors
         self._modes = modes
+        self._training = training
+        self._accumulates = accumulates
         #: Of the arguments that require gradients: whether the caller has a handle, not the tensor.
         self._by_handle = [isinstance(t, Handle) for t in tensors if t.requires_grad] if modes.grad else []
 
@@ -120,6 +131,7 @@ class RemoteCall:
             self._packed.mutable,
             tuple(slots),
             self._modes,
+            self._training,
             self._nth,
             waits,
             expected,
@@ -217,6 +229,14 @@ class RemoteCall:
                 f"backward reached module {self._module!r} of pipeline stage {self._stage} outside its step; call "
                 "model.backward(loss) inside the function decorated with smp.step"
             )
+        if torch.is_grad_enabled():
+            raise SMPUserError(
+                f"module {self._module!r} lies on pipeline stage {self._stage}, and backward went through it with "
+                f"create_graph=True on stage {hub.stage}, but no graph of a backward pass leads from stage to stage; keep what is "
+                "differentiated twice on one stage (smp.set_partition), or leave create_graph out"
+            )
+        # False for torch.autograd.grad and backward(inputs=...).
+        accumulates: bool = torch._C._will_engine_execute_node(self._accumulates)
         slots: list[Slot | None] = []
         inline: dict[Name, torch.Tensor] = {}
         for index, gradient in enumerate(gradients):
@@ -237,7 +257,7 @@ class RemoteCall:
             slots.append(Slot(name, hub.stage, meta, True))
             inline[name] = gradient.detach()
         # A gradient's name depends on what was handed over as elements, and what by name.
-        course = (self._came, tuple(None if slot is None else slot.comes for slot in slots))
+        course = (self._came, accumulates, tuple(None if slot is None else slot.comes for slot in slots))
         learned = self._prediction.backward.setdefault(course, Learned())
         waits = not (learned.is_known and hub.predicts)
         here = {(index, hub.stage) for index, by_handle in enumerate(self._by_handle) if not by_handle}
@@ -248,6 +268,7 @@ class RemoteCall:
             self._path,
             tuple(slots),
             task.in_model_backward,
+            accumulates,
             waits,
             None if waits else learned.digest,
             goes,
@@ -298,13 +319,12 @@ class _Remote(torch.autograd.Function):
 class RemoteEntry:
     """Stands in for a module's call on the stages that do not own it."""
 
-    def __init__(self, caller: RemoteCaller, module: nn.Module, path: str) -> None:
+    def __init__(self, caller: RemoteCaller, path: str) -> None:
         self._caller = caller
-        self._module = module
         self._path = path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._caller.call(self._module, self._path, args, kwargs)
+        return self._caller.call(self._path, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return _NotHere(self._path)

@@ -9,22 +9,29 @@ from smp_runtime.pipeline.assignment import Assignment
 from smp_runtime.pipeline.costs import CostModel, CostSettings, StageCost, balance, callees
 from smp_runtime.pipeline.tree import ModuleNode, Trace, together_with_reasons
 
+#: Shares that are not shown as 0.0%.
+_VISIBLE = 0.0005
+
 _NUMBERED = re.compile(r"^(.*\.|)(\d+)$")
 
 
 def describe(trace: Trace, assignment: Assignment, settings: CostSettings | None = None) -> str:
     """The text that begins with ``Partition assignments:``: modules as a tree, then the prediction for every stage.
 
-    A module that is on one stage with all in it is one line, and so are numbered modules of one type in a row.
+    A module that is on one stage with all in it is one line, and so are numbered modules of one type in a row. Below one
+    that is split, its own code has a line. The costs of the tree add up to that of the model, 100 %; those of the stages
+    to more, since traffic comes on top.
     """
     model = CostModel(trace, assignment.stages, settings or CostSettings())
     costs = model.stage_costs(assignment.stage_of)
     rows = [("module", "type", "parameters", "cost", "stage"), *_rows(model, assignment, [trace.root], 0)]
     together = [
-        f"  together: {', '.join(path or '(model)' for path in paths)} (parameter {parameter})"
-        for paths, parameter in _few(together_with_reasons(trace))
+        f"  together: {', '.join(path or '(model)' for path in paths)} ({reason})"
+        for paths, reason in _few(together_with_reasons(trace))
     ]
-    return "\n".join(["Partition assignments:", *_table(rows), *together, *_summary(costs)])
+    return "\n".join(
+        ["Partition assignments:", *_table(rows), *together, *_summary(costs, model.settings.memory_weight)]
+    )
 
 
 def _rows(
@@ -48,6 +55,16 @@ def _rows(
         yield "  " * depth + name, type_name, f"{elements:,}", f"{share:.1%}", where
         if len(stages) > 1:
             yield from _rows(model, assignment, callees(first), depth + 1)
+            yield from _own_code(model, assignment, first, depth + 1)
+
+
+def _own_code(model: CostModel, assignment: Assignment, node: ModuleNode, depth: int) -> Iterator[tuple[str, ...]]:
+    """The line for what a module that is split has and does itself, if that is anything."""
+    share = model.share(model.needs[node.path], sum(model.in_flight) / model.stages)
+    elements = sum(held.elements for held in node.parameters)
+    if elements or share >= _VISIBLE:
+        stage = str(assignment.stage_of(node.path))
+        yield "  " * depth + "(own code)", node.type_name, f"{elements:,}", f"{share:.1%}", stage
 
 
 def _runs(assignment: Assignment, siblings: Sequence[ModuleNode]) -> Iterator[list[ModuleNode]]:
@@ -81,12 +98,13 @@ def _only_stage(assignment: Assignment, node: ModuleNode) -> int:
     return stages.pop() if len(stages) == 1 else -1
 
 
-def _summary(costs: Sequence[StageCost]) -> list[str]:
+def _summary(costs: Sequence[StageCost], memory_weight: float) -> list[str]:
     rows = [("stage", "parameters", "memory", "work", "traffic", "cost")]
     for stage, cost in enumerate(costs):
         shares = (f"{cost.memory:.1%}", f"{cost.work:.1%}", f"{cost.traffic:.1%}", f"{cost.cost:.1%}")
         rows.append((str(stage), f"{cost.elements:,}", *shares))
-    return [*_table(rows), f"  predicted balance (greatest ÷ mean cost of a stage): {balance(costs):.2f}"]
+    how = f"  cost = {memory_weight:g} × memory + {1 - memory_weight:g} × work + traffic, which comes on top of the 100% above"
+    return [*_table(rows), how, f"  predicted balance (greatest ÷ mean cost of a stage): {balance(costs):.2f}"]
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,14 +14,17 @@ import torch
 from smp_runtime.pipeline.failures import STEP_FUNCTION
 from smp_runtime.pipeline.frame import StepFrame
 from smp_runtime.pipeline.handles import Handle
-from smp_runtime.pipeline.hub import Hub, current_modes, in_modes
+from smp_runtime.pipeline.hub import Hub, current_modes, in_modes, keeps_otherwise
 from smp_runtime.pipeline.microbatches import Microbatches
 from smp_runtime.pipeline.plans import Plans
 from smp_runtime.pipeline.protocol import Begin, End, StepKind
 from smp_runtime.pipeline.schedules import TaskKind
+from smp_runtime.pipeline.step_call import StepCall
 from smp_runtime.pipeline.tasks import Task
 from smp_runtime.pipeline.timeline import Watch
 from smp_runtime.pipeline.wire import pack, unpack
+
+logger = logging.getLogger("smp")
 
 
 class RootStage:
@@ -56,15 +60,25 @@ class RootStage:
         self._begins = begins
         self._share = share
         self._watch = watch
+        self._has_warned = False
 
-    def run(self, kind: StepKind, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    def run(self, kind: StepKind, functions: Sequence[Callable[[], Any]], call: StepCall) -> list[Any]:
         """Run one step; returns what each microbatch's function returned."""
         hub, frame = self._hub, self._frame
-        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         plan = self._plans.of(kind)
         modes = current_modes()
-        frame.enter()
-        begin = Begin(seed, kind, plan.replays, None, plan.is_recorded)
+        if not self._has_warned and keeps_otherwise():
+            self._has_warned = True
+            logger.warning(
+                "the step runs inside torch.autograd.graph.saved_tensors_hooks (or save_on_cpu), but with pipeline parallelism "
+                "modules run on other threads and ranks, which keep tensors as usual; use the hooks inside the modules, or "
+                "smp.set_activation_checkpointing with offload_activations"
+            )
+        frame.enter(call)
+        # Without an order, microbatches run one after the other where their order counts or pipelines must agree on it.
+        is_serial = not plan.replays and (self._share is not None or self._plans.order_counts(kind))
+        begin = Begin(seed, kind, plan.replays, None, plan.is_recorded, is_serial, hub.switches.requires, call)
         frame.begin(begin._replace(order=plan.order_of(hub.stage)))
         with hub.lock:
             for number, function in enumerate(functions):
@@ -89,8 +103,9 @@ class RootStage:
         packed = pack(results, modules=hub.paths)
         diverged = frame.diverged if self._share is None else any(self._share(frame.diverged))
         wants = self._plans.wants_record(kind, diverged)
+        training = hub.switches.settle()
         for stage in self._others:
-            hub.send(stage, End(packed.head, wants), [tensor.detach() for tensor in packed.tensors])
+            hub.send(stage, End(packed.head, wants, training), [tensor.detach() for tensor in packed.tensors])
         if wants:
             silent = lambda: self._others_without_record()  # noqa: E731
             frame.wait(lambda: not silent(), "the other stages' records", silent)
@@ -103,6 +118,7 @@ class RootStage:
         try:
             with in_modes(modes):
                 returned = function()
+                self._hub.switches.step_function_ended(task.microbatch)
                 packed = pack(returned, modules=self._hub.paths)
                 if any(isinstance(tensor, Handle) for tensor in packed.tensors):
                     plain = [tensor.plain() if isinstance(tensor, Handle) else tensor for tensor in packed.tensors]

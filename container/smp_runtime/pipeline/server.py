@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.handles import Handle
 from smp_runtime.pipeline.hub import Hub, in_modes
-from smp_runtime.pipeline.predictions import MOST_KINDS, Outcome, outcome_of
+from smp_runtime.pipeline.predictions import MOST_KINDS, Outcome, described, difference, outcome_of
 from smp_runtime.pipeline.protocol import Back, Call, Meta, Path, Reply, Slot
 from smp_runtime.pipeline.schedules import Event, TaskKind
 from smp_runtime.pipeline.tasks import Task
@@ -29,11 +30,13 @@ class Graph:
         outputs: tensors of the result, in the graph.
         made_here: whether the elements of each are this stage's, not those of a call inside.
         entry: where the gradients of the arguments come out.
+        edges: of the graph, at the arguments that require gradients.
     """
 
     outputs: list[torch.Tensor]
     made_here: list[bool]
     entry: Entry
+    edges: tuple[GradientEdge, ...]
 
 
 @dataclass(eq=False)
@@ -161,14 +164,20 @@ class ModuleServer:
         hub, values = self._hub, self._hub.values
         self._begins(call.microbatch)
         entry = Entry()
+        edges: tuple[GradientEdge, ...] = ()
+        hub.switches.apply(call.module, call.training)
         with in_modes(call.modes):
             tensors = [values.get(s.name).detach() if s.comes else self._handle(s) for s in call.slots]
             enters = [i for i, s in enumerate(call.slots) if s.meta.requires_grad] if call.modes.grad else []
             if enters:
                 entry.tensors = [tensors[index] for index in enters]
-                for index, tensor in zip(enters, _Enter.apply(entry, hub.anchor), strict=True):
+                entered = _Enter.apply(entry, hub.anchor)
+                for index, tensor in zip(enters, entered, strict=True):
                     tensors[index] = tensor
                 entry.tensors = []
+                # Taken now: a module may change an argument in place.
+                node = entered[0].grad_fn
+                edges = tuple([GradientEdge(node, number) for number in range(len(enters))])
             versions = [tensor._version for tensor in tensors]
             args, kwargs = unpack(call.head, tensors, module_of=hub.modules.__getitem__)
             module = hub.modules[call.module]
@@ -206,7 +215,7 @@ class ModuleServer:
         if call.modes.grad:
             with hub.lock:
                 ran = ("f", call.microbatch, call.path)
-                self.graphs[call.microbatch, call.path] = Graph(outputs, made_here, entry)
+                self.graphs[call.microbatch, call.path] = Graph(outputs, made_here, entry, edges)
                 self._ran.add(ran)
                 hub.conductor.give(task, ran)
                 hub.conductor.arrived(ran)
@@ -215,15 +224,16 @@ class ModuleServer:
             slot.comes or (isinstance(t, Handle) and t.touched) for slot, t in zip(call.slots, tensors, strict=True)
         )
         arguments = [slot.name for slot in call.slots]
-        if call.expected is not None and not self._is_as_expected(
-            outcome_of(packed.head, slots, call.path, arguments), call.expected
-        ):
+        outcome = outcome_of(packed.head, slots, call.path, arguments)
+        if call.expected is not None and not self._is_as_expected(outcome, call.expected):
             raise SMPUserError(
-                f"module {call.module!r} returned {_describe(slots)}, but calls with arguments of the same shapes returned "
-                "something else before, and its caller went on with that; a result whose shape or structure depends on "
-                'values must be waited for: set "fast_mode": False in the parameters, or return tensors of one shape'
+                f"module {call.module!r} returned {self._compared(slots, packed.head, call.expected)} as from calls with arguments "
+                "of the same shapes before, and its caller went on with that; a result whose shape, structure or numbers depend "
+                'on values must be waited for: set "fast_mode": False in the parameters, or return such values as tensors of one '
+                "shape"
             )
         if call.wants_reply:
+            self._remember(outcome)
             self._reply(task, "F", packed.head, tuple(slots), touched)
 
     def _backward(self, task: Task, back: Back) -> None:
@@ -242,18 +252,24 @@ class ModuleServer:
             if slot is not None and output.requires_grad:
                 outputs.append(output)
                 gradients.append(values.take(slot.name) if slot.comes else self._handle(slot))
-        if outputs:
-            # torch.autograd.backward without its checks, which cost as much as a small module's backward pass.
-            torch.autograd.Variable._execution_engine.run_backward(
-                tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+        # torch.autograd.backward and grad without their checks, which cost as much as a small module's backward pass.
+        run = torch.autograd.Variable._execution_engine.run_backward
+        entered: Sequence[torch.Tensor | None] = ()
+        if outputs and back.accumulates:
+            run(tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            entered = graph.entry.gradients
+        elif outputs and graph.edges:
+            entered = run(
+                *(tuple(outputs), tuple(gradients), False, False, graph.edges),
+                allow_unreachable=True,
+                accumulate_grad=False,
             )
-        entered = graph.entry.gradients
         slots: list[Slot | None] = []
         made_here = []
         found: list[torch.Tensor] = []
         for index, gradient in enumerate(entered):
             made_here.append(gradient is not None and not isinstance(gradient, Handle))
-            found.append(torch.empty(0) if gradient is None else gradient)
+            found.append(torch.empty(0, device="cpu") if gradient is None else gradient)
             if gradient is None:
                 slots.append(None)
             elif isinstance(gradient, Handle):
@@ -261,14 +277,15 @@ class ModuleServer:
             else:
                 slots.append(Slot(("B", back.microbatch, back.path, index), hub.stage, Meta.of(gradient), False))
         self._make(task, slots, found, made_here)
-        if back.expected is not None:
-            given = [slot.name for slot in back.slots if slot is not None]
-            if not self._is_as_expected(outcome_of(b"", slots, back.path, given), back.expected):
-                raise SMPUserError(
-                    f"the backward pass of {task.label!r} gave gradients {_describe(slots)}, but passes of the same shape gave "
-                    'others before, and its caller went on with those; set "fast_mode": False in the parameters'
-                )
+        given = [slot.name for slot in back.slots if slot is not None]
+        outcome = outcome_of(b"", slots, back.path, given)
+        if back.expected is not None and not self._is_as_expected(outcome, back.expected):
+            raise SMPUserError(
+                f"the backward pass of {task.label!r} gave gradients {self._compared(slots, b'', back.expected)} as passes of "
+                'the same shape before, and its caller went on with those; set "fast_mode": False in the parameters'
+            )
         if back.wants_reply:
+            self._remember(outcome)
             self._reply(task, "B", b"", tuple(slots), ())
 
     def _is_as_expected(self, outcome: Outcome, expected: bytes) -> bool:
@@ -277,10 +294,18 @@ class ModuleServer:
             return True
         if outcome.digest != expected:
             return False
+        self._remember(outcome)
+        return True
+
+    def _remember(self, outcome: Outcome) -> None:
         if len(self._expected) >= MOST_KINDS:
             self._expected.clear()
-        self._expected[expected] = outcome
-        return True
+        self._expected[outcome.digest] = outcome
+
+    def _compared(self, slots: Sequence[Slot | None], head: bytes, expected: bytes) -> str:
+        if (before := self._expected.get(expected)) is None:
+            return f"{described([None if slot is None else slot.meta for slot in slots])} and not the same"
+        return difference(before, slots, head)
 
     def _warn_if_written(
         self, call: Call, tensors: Sequence[torch.Tensor], versions: Sequence[int], outputs: Sequence[torch.Tensor]
@@ -328,8 +353,3 @@ class ModuleServer:
 
     def _handle(self, slot: Slot) -> Handle:
         return Handle(self._hub.values, slot.name, slot.owner, slot.meta, self._hub.device)
-
-
-def _describe(slots: Sequence[Slot | None]) -> str:
-    texts = ["none" if s is None else f"{str(s.meta.dtype).removeprefix('torch.')}{list(s.meta.shape)}" for s in slots]
-    return ", ".join(texts) or "no tensors"

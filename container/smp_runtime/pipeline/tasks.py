@@ -18,6 +18,7 @@ import torch
 
 from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.errors import DeadlineError
+from smp_runtime.pipeline.attributes import Attributes
 from smp_runtime.pipeline.random_state import RandomState
 from smp_runtime.pipeline.schedules import Action, Event, Segment, TaskKind
 
@@ -137,6 +138,7 @@ class Conductor:
             the next task has the baton.
         idle: called, with the lock held, when no task can run.
         device: where worker threads compute.
+        attributes: of this stage's modules; they change with the microbatch that runs.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class Conductor:
         finished: Callable[[Task], Callable[[], None] | None],
         idle: Callable[[], None],
         device: torch.device,
+        attributes: Attributes | None = None,
     ) -> None:
         self._lock = lock
         self._stage = stage
@@ -159,6 +162,7 @@ class Conductor:
         self._finished = finished
         self._idle = idle
         self._device = device
+        self._attributes = attributes
         self._waiting: dict[tuple[TaskKind, int, tuple[int, ...]], Task] = {}
         self._by_event: dict[Event, list[Task]] = {}
         self._running: Task | None = None
@@ -192,6 +196,7 @@ class Conductor:
             Abandoned: the step has failed meanwhile.
             DeadlineError: nothing came in time.
         """
+        self._settle()
         with self._lock:
             if self.is_aborted:
                 raise Abandoned
@@ -284,6 +289,11 @@ class Conductor:
             self._by_event.setdefault(event, []).append(task)
         self._waiting[task.key] = task
 
+    def _settle(self) -> None:
+        """A recorded segment lasts until the GPU has done its work; plans from the time of launching would not fit."""
+        if self.records and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
     def _end_segment(self, task: Task) -> None:
         now = time.perf_counter()
         self.last_progress = now
@@ -294,6 +304,8 @@ class Conductor:
             task.gives = []
         if self.observe is not None:
             self.observe(task, task.began, now)
+        if self._attributes is not None:
+            self._attributes.segment_ended()
 
     def _choose(self) -> Task | None:
         if self.order is not None:
@@ -328,6 +340,8 @@ class Conductor:
             return
         del self._waiting[task.key]
         self._running = task
+        if self._attributes is not None:
+            self._attributes.switch(task.microbatch)
         task.began = time.perf_counter()
         if task.has_thread:
             task.turn.release()
@@ -376,6 +390,8 @@ class Conductor:
         except BaseException as caught:
             error = caught
         post: Callable[[], None] | None = None
+        if error is None:
+            self._settle()
         with self._lock:
             self._live -= 1
             is_current = self._running is task

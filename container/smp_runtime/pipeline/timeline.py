@@ -166,7 +166,7 @@ class Recorder:
         self._folder = folder
         self._clock = clock or SharedClock(os.environ.get(_JOB_VARIABLE, ""))
         self._about: dict[str, Any] = {"replica": replica, "host": host, "world_size": world_size}
-        self._steps: deque[tuple[int, float, float, Sequence[_Recorded]]] = deque(maxlen=keep)
+        self._steps: deque[tuple[int, float, float, Sequence[_Recorded], bool]] = deque(maxlen=keep)
         self._number: int | None = None
         self._start = 0.0
         #: Where actions go now; between steps a queue without room, so that :meth:`add` need not ask.
@@ -191,12 +191,16 @@ class Recorder:
         """
         self._actions.append((name, kind, microbatch, path, start, stop))
 
-    def end_step(self) -> None:
-        """The step that began has ended; the oldest that is too many is dropped."""
+    def end_step(self, failed: bool = False) -> None:
+        """The step that began has ended; the oldest that is too many is dropped.
+
+        Args:
+            failed: whether by an error.
+        """
         stop = time.perf_counter()
         if self._number is None:
             return
-        self._steps.append((self._number, self._start, stop, self._actions))
+        self._steps.append((self._number, self._start, stop, self._actions, failed))
         self._number = None
         self._actions = deque(maxlen=0)
         self._unwritten = True
@@ -214,12 +218,12 @@ class Recorder:
         names: dict[str, int] = {}
         paths: dict[str, int] = {}
         steps = []
-        for number, begun, ended, recorded in self._steps:
+        for number, begun, ended, recorded, failed in self._steps:
             actions: list[StoredAction] = [
                 (names.setdefault(name, len(names)), kind, microbatch, paths.setdefault(path, len(paths)), start, stop)
                 for name, kind, microbatch, path, start, stop in recorded
             ]
-            steps.append(StepTimeline(number=number, start=begun, stop=ended, actions=actions))
+            steps.append(StepTimeline(number=number, start=begun, stop=ended, actions=actions, failed=failed))
         return RankTimeline(
             job=self._clock.job,
             rank=self.rank,
@@ -279,9 +283,9 @@ class Watch:
         self._cuts.clear()
         self._recorder.begin_step(number)
 
-    def end_step(self) -> None:
-        """The step has ended."""
-        self._recorder.end_step()
+    def end_step(self, failed: bool = False) -> None:
+        """The step has ended, or failed."""
+        self._recorder.end_step(failed)
 
     def close(self) -> None:
         """The session ends."""

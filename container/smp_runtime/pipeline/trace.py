@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pipeline.restoring import no_backward, restored
+from smp_runtime.pipeline.restoring import Former, no_backward, restored
 from smp_runtime.pipeline.structures import argument_tensors, storage_of, tensor_bytes, tensors_in, total_bytes
+from smp_runtime.pipeline.timing import repeated, settled
 from smp_runtime.pipeline.tree import (
     Flow,
     ForeignUse,
@@ -75,7 +76,7 @@ def trace(
         model: the whole model, with values or on the meta device.
         run: calls the step function with one microbatch.
         device: where the model will be trained; decides what moving memory costs against computing.
-        times: measure seconds too, by running a second time.
+        times: measure seconds too, by running several times more; see :mod:`smp_runtime.pipeline.timing`.
         memory: measure what autograd keeps for backward; otherwise it is estimated from the sizes of what modules
             return.
 
@@ -86,18 +87,18 @@ def trace(
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     device = torch.device(device)
     try:
-        with restored(model), no_backward():
+        with restored(model) as former, no_backward():
             recorder = _Recorder(tree, _MACHINE_BALANCE.get(device.type, _ACCELERATOR_BALANCE), memory)
             with recorder.running():
                 run()
+            recorder.note_changes(former)
         if times:
             if on_meta:
                 raise SMPUserError(
                     "trace_execution_times is true, but the parameters are on the meta device, where nothing takes "
                     "time; set trace_execution_times=False, or delayed_parameter_initialization to false"
                 )
-            with restored(model), no_backward(), _Stopwatch(tree, device).running():
-                run()
+            _measure_times(model, tree, run, device)
     except (RuntimeError, NotImplementedError) as error:
         if on_meta and "meta" in str(error).lower():
             raise SMPUserError(
@@ -108,7 +109,27 @@ def trace(
         raise
     order_by_call(tree.root)
     recorder.finish()
-    return Trace(tree.root, recorder.flows(), list(recorder.foreign), traced=True, timed=times)
+    return Trace(tree.root, recorder.flows(), list(recorder.foreign), recorder.attributes, traced=True, timed=times)
+
+
+def _measure_times(model: nn.Module, tree: ModuleTree, run: Callable[[], object], device: torch.device) -> None:
+    """Write the seconds of each module's own frame into the nodes, which have their operations already."""
+
+    def once() -> _Stopwatch:
+        watch = _Stopwatch(tree, device)
+        with restored(model), no_backward(), watch.running():
+            run()
+        return watch
+
+    watches = repeated(once)
+    kinds = {}
+    for identity, node in tree.nodes():
+        module, calls = tree.modules[identity], tuple(watches[0].calls[node.path])
+        parameters = tuple((p.shape, p.dtype) for p in module.parameters(recurse=False))
+        kinds[node.path] = (type(module), parameters, calls, node.flops)
+    seconds = settled([watch.seconds for watch in watches], kinds)
+    for _, node in tree.nodes():
+        node.seconds = seconds.get(node.path, 0.0)
 
 
 class _Calls:
@@ -162,6 +183,9 @@ class _Recorder(_Calls):
     def __init__(self, tree: ModuleTree, balance: float, measures_memory: bool) -> None:
         super().__init__(tree)
         self.foreign: dict[ForeignUse, None] = {}
+        self.attributes: list[tuple[str, str]] = []
+        #: Whose frames read or set an attribute or buffer of another module: modules by identity, and names.
+        self._accesses: defaultdict[tuple[int, str], dict[str, None]] = defaultdict(dict)
         self._balance = balance
         self._measures_memory = measures_memory
         self._order = 0
@@ -180,7 +204,7 @@ class _Recorder(_Calls):
         packing: Any = contextlib.nullcontext()
         if self._measures_memory:
             packing = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-        with super().running(), packing, _Operations(self), _ParameterUses(self):
+        with super().running(), packing, _Operations(self), _ParameterUses(self), _AttributeUses(self):
             yield
 
     def finish(self) -> None:
@@ -201,13 +225,15 @@ class _Recorder(_Calls):
         if node.order < 0:
             node.order, self._order = self._order, self._order + 1
         node.calls += 1
-        node.input_bytes = max(node.input_bytes, total_bytes(tensors_in(inputs)))
+        tensors = tensors_in(inputs)
+        node.input_bytes = max(node.input_bytes, total_bytes(tensors))
+        self._exposed.update(id(tensor) for tensor in tensors if id(tensor) in self.tree.buffers)
 
     def left(self, node: ModuleNode, output: Any) -> None:
         tensors = tensors_in(output)
         node.output_bytes = max(node.output_bytes, total_bytes(tensors))
         for tensor in tensors:
-            if id(tensor) in self.tree.parameters:
+            if id(tensor) in self.tree.parameters or id(tensor) in self.tree.buffers:
                 self._exposed.add(id(tensor))
             storage = storage_of(tensor)
             if not self._measures_memory and storage not in self._kept and self._maker(tensor) is node:
@@ -273,6 +299,36 @@ class _Recorder(_Calls):
         if not holds and id(parameter) not in self._exposed:
             self.foreign[ForeignUse(user.path, holder.path, name)] = None
 
+    # -- buffers and attributes ------------------------------------------------------------------------------------
+
+    def buffer_used(self, buffer: torch.Tensor) -> None:
+        """A function got a buffer of the model as an argument."""
+        if id(buffer) not in self._exposed:
+            _, module, name = self.tree.buffers[id(buffer)]
+            self.attribute_used(module, name)
+
+    def attribute_used(self, module: nn.Module, name: str) -> None:
+        """An attribute of a module is read or set."""
+        node = self.tree.node_of(module)
+        if node is not None and node is not self.frames[-1] and threading.get_ident() == self._thread:
+            self._accesses[id(module), name][self.frames[-1].path] = None
+
+    def note_changes(self, former: Former) -> None:
+        """Who uses buffers and attributes that change while the model runs must be where they change."""
+        changed = [(module, name, "attribute") for module, name in former.changed_attributes()]
+        for identity in dict.fromkeys(identity for identity, _ in self._accesses):
+            module = self.tree.modules[identity]
+            changed += [(module, name, "buffer") for name in former.changed_buffers(module)]
+        for module, name, kind in changed:
+            node = self.tree.node_of(module)
+            if node is None:
+                continue
+            if kind == "attribute":
+                self.attributes.append((node.path, name))
+            called = f"{node.path}.{name}" if node.path else name
+            for user in self._accesses.get((id(module), name), ()):
+                self.foreign[ForeignUse(user, node.path, called, kind)] = None
+
 
 class _Operations(TorchDispatchMode):
     """Shows every operation below autograd to a recorder."""
@@ -305,19 +361,55 @@ class _ParameterUses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        known = self._recorder.tree.parameters
-        used = [tensor for tensor in argument_tensors((args, kwargs)) if id(tensor) in known]
+        parameters, buffers = self._recorder.tree.parameters, self._recorder.tree.buffers
+        used = [t for t in argument_tensors((args, kwargs)) if id(t) in parameters or id(t) in buffers]
         if used and (getattr(func, "__name__", "") in _READERS or tensors_in(out)):
-            for parameter in used:
-                self._recorder.parameter_used(parameter)
+            for tensor in used:
+                if id(tensor) in parameters:
+                    self._recorder.parameter_used(tensor)
+                else:
+                    self._recorder.buffer_used(tensor)
         return out
 
 
+class _AttributeUses:
+    """Shows a recorder what is read and set on modules, by name: of plain attributes PyTorch sees nothing."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        self._recorder = recorder
+        self._set: Any = nn.Module.__setattr__
+
+    def __enter__(self) -> None:
+        used, put = self._recorder.attribute_used, self._set
+
+        def read(module: nn.Module, name: str) -> Any:
+            used(module, name)
+            return super(nn.Module, module).__getattribute__(name)
+
+        def write(module: nn.Module, name: str, value: Any) -> None:
+            used(module, name)
+            put(module, name, value)
+
+        setattr(nn.Module, "__getattribute__", read)  # noqa: B010 - mypy knows no assignment to a method
+        setattr(nn.Module, "__setattr__", write)  # noqa: B010
+
+    def __exit__(self, *error: object) -> None:
+        delattr(nn.Module, "__getattribute__")
+        setattr(nn.Module, "__setattr__", self._set)  # noqa: B010
+
+
 class _Stopwatch(_Calls):
-    """Measures the seconds of each module's own frame."""
+    """Measures the seconds of each module's own frame, in one run.
+
+    Attributes:
+        seconds: by path.
+        calls: of every module by path, the shapes of the arguments of its calls.
+    """
 
     def __init__(self, tree: ModuleTree, device: torch.device) -> None:
         super().__init__(tree)
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.calls: defaultdict[str, list[tuple[torch.Size, ...]]] = defaultdict(list)
         self._device = device
         self._last = self._now()
 
@@ -328,6 +420,8 @@ class _Stopwatch(_Calls):
 
     def entered(self, node: ModuleNode, inputs: tuple[Any, ...]) -> None:
         self._charge(self.frames[-2])
+        self.calls[node.path].append(tuple(tensor.shape for tensor in tensors_in(inputs)))
+        self._last = self._now()
 
     def left(self, node: ModuleNode, output: Any) -> None:
         self._charge(node)
@@ -341,7 +435,7 @@ class _Stopwatch(_Calls):
 
     def _charge(self, node: ModuleNode) -> None:
         now = self._now()
-        node.seconds += now - self._last
+        self.seconds[node.path] += now - self._last
         self._last = now
 
 

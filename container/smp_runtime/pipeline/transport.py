@@ -11,7 +11,6 @@ import struct
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,77 +20,41 @@ import torch.distributed as dist
 from smp_runtime.comm.control import ControlPlane, timeout_seconds
 from smp_runtime.errors import DeadlineError, SMPRuntimeError
 from smp_runtime.pipeline.connections import connect_all
-from smp_runtime.pipeline.lanes import Announcement, Lane, announce, byte_count, bytes_of, choose_lanes, dense, lane_of
+from smp_runtime.pipeline.lanes import (
+    Announcement,
+    Lane,
+    announce,
+    byte_count,
+    bytes_of,
+    choose_lanes,
+    dense,
+    lane_of,
+    meet,
+    use_device,
+)
+from smp_runtime.pipeline.peers import Ended, Peer, Reader, write_pieces
 
 logger = logging.getLogger("smp")
 
 #: Kind of a frame, then the bytes of its pickled part.
 _FRAME = struct.Struct("!BQ")
-_MESSAGE, _GOODBYE = 0, 1
+_MESSAGE, _GOODBYE, _LAST_WORDS = 0, 1, 2
 
-_READ_AHEAD_BYTES = 2**16
-#: The system takes at most 1,024 pieces in one call.
-_MOST_PIECES = 512
 _CLOSE_SECONDS = 10.0
 
 _open_transports: weakref.WeakSet[Transport] = weakref.WeakSet()
 
 
-class _Peer:
-    """The way to and from one other stage."""
+class StageFailed(SMPRuntimeError):
+    """A stage has told that something failed there, and that it can neither send nor receive any more.
 
-    def __init__(self, stage: int, rank: int, connection: socket.socket, out: Sequence[Lane], back: Sequence[Lane]):
-        self.stage = stage
-        self.rank = rank
-        self.connection = connection
-        self.out = out
-        self.back = back
-        #: Held while a message is announced and its tensors are posted: all lanes see one order.
-        self.order = threading.Lock()
-        #: Guards what follows; told when it changes.
-        self.changed = threading.Condition()
-        #: Pieces, and what must live as long as they do.
-        self.backlog: deque[tuple[list[memoryview], Sequence[torch.Tensor]]] = deque()
-        self.nudged = False  # there is something to tell that can wait
-        self.broken: BaseException | None = None  # the connection is lost
-        self.left = False  # the other side has said goodbye
-        self.closed = False  # this side has
-        self.reading = True
+    Attributes:
+        words: what its ``on_failed`` returned.
+    """
 
-    def __str__(self) -> str:
-        return f"stage {self.stage} (rank {self.rank})"
-
-    def write(self, pieces: list[memoryview], lasting: list[bool], alive: Sequence[torch.Tensor] = ()) -> None:
-        """Hand pieces to the system as far as it takes them at once, the rest to the sender thread.
-
-        Args:
-            lasting: for each piece whether nobody will change its memory; the rest of others is copied.
-            alive: whose memory the pieces are.
-        """
-        with self.changed:
-            if self.broken is not None:
-                return  # reported already, and there is nobody to read it
-            if not self.backlog:
-                try:
-                    pieces = _write(self.connection, pieces, socket.MSG_DONTWAIT)
-                except OSError as error:
-                    self.break_off(error)
-                    return
-            if pieces:
-                lasting = lasting[len(lasting) - len(pieces) :]
-                rest = [p if lasts else memoryview(bytes(p)) for p, lasts in zip(pieces, lasting, strict=True)]
-                self.backlog.append((rest, alive))
-                self.changed.notify_all()
-
-    def break_off(self, error: BaseException) -> None:
-        """Give up writing and wake the receiver thread, which reports the loss after what still came in."""
-        with self.changed:
-            if self.broken is None:
-                self.broken = error
-            self.backlog.clear()
-            self.changed.notify_all()
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
+    def __init__(self, stage: str, words: Any) -> None:
+        super().__init__(f"{stage} cannot go on, as its last message says: {words}")
+        self.words = words
 
 
 class Transport:
@@ -107,7 +70,11 @@ class Transport:
         on_message: called as ``on_message(stage, head, tensors)`` on the receiver thread of that stage (on the
             sender's own thread for a message to the own stage); must be quick, since it holds up what comes after.
         on_lost: called as ``on_lost(stage, error)`` on the receiver thread, once when the connection to a stage that
-            has not closed its transport breaks, and for every exception of ``on_message``.
+            has not closed its transport breaks, with :class:`StageFailed` if that stage has said why, and for every
+            exception of ``on_message``.
+        on_failed: called as ``on_failed(error, doing)``, once, on whichever thread something of this rank itself fails on
+            the way from or to a stage, such as memory for a tensor; ``doing`` says in words what it was about. Nothing
+            can be sent or received any more. Returns what the other stages are told, picklable.
         on_left: called as ``on_left(stage)`` on the receiver thread when a stage has closed its transport in good order,
             after its last message and before sending to it raises.
         afterthought: called as ``afterthought(stage)`` on a thread of its own after :meth:`nudge`; gives a head to send, or
@@ -124,7 +91,8 @@ class Transport:
         messages_sent: by stage.
 
     Raises:
-        DeadlineError, SMPRuntimeError: a rank of the group did not connect in time or cannot be reached.
+        DeadlineError, SMPRuntimeError: a rank of the group did not connect in time or cannot be reached, or a process group
+            does not work.
     """
 
     def __init__(
@@ -135,6 +103,9 @@ class Transport:
         device: torch.device,
         on_message: Callable[[int, Any, list[torch.Tensor]], None],
         on_lost: Callable[[int, BaseException], None],
+        on_failed: Callable[[BaseException, str], Any] = lambda error, doing: (
+            f"{doing}: {type(error).__name__}: {error}"
+        ),
         on_left: Callable[[int], None] = lambda stage: None,
         afterthought: Callable[[int], Any] = lambda stage: None,
         make_group: Callable[[tuple[int, int]], dist.ProcessGroup] | None = None,
@@ -146,19 +117,31 @@ class Transport:
         self._device = device
         self._on_message = on_message
         self._on_lost = on_lost
+        self._on_failed = on_failed
         self._on_left = on_left
         self._afterthought = afterthought
         self._delay = delay
         self._closed = False
+        self._failing = threading.Lock()
+        self._failed = False
         self.bytes_sent = dict.fromkeys(range(len(ranks)), 0)
         self.messages_sent = dict.fromkeys(range(len(ranks)), 0)
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, Peer] = {}
         for stage, connection in sorted(connect_all(control, ranks, timeout_seconds()).items()):
             rank = ranks[stage]
             out = choose_lanes(device, rank, make_group and make_group((mine, rank)), consumer)
             back = choose_lanes(device, rank, make_group and make_group((rank, mine)), consumer)
-            self._peers[stage] = _Peer(stage, rank, connection, out, back)
+            self._peers[stage] = Peer(stage, rank, connection, out, back)
         _open_transports.add(self)
+        self._posting: list[Lane] = []  # lanes that keep what they send
+        if make_group is not None:
+            self._posting = [peer.out[1] for peer in self._peers.values()]
+            try:
+                both = {peer.rank: (peer.out[1], peer.back[1]) for peer in self._peers.values()}
+                meet(mine, ranks, both, device, timeout_seconds())
+            except BaseException:
+                self._forget()
+                raise
         for peer in self._peers.values():
             for work, name in ((self._receive, "from"), (self._work_off, "to")):
                 threading.Thread(target=work, args=(peer,), name=f"smp-{name}-{peer.stage}", daemon=True).start()
@@ -186,7 +169,7 @@ class Transport:
             return
         peer = self._peers[stage]
         announced: list[tuple] = []  # without their class, which would cost as much as all else
-        posted: list[tuple[Lane, torch.Tensor, bool]] = []
+        posted: list[tuple[Lane, torch.Tensor]] = []
         pieces = [memoryview(b"")]
         lasting = [True]
         alive = []
@@ -201,7 +184,7 @@ class Transport:
             ours = not copy or (made is not given and made.data_ptr() != given.data_ptr())
             count = byte_count(tensor)
             if inline is None:
-                posted.append((peer.out[lane], tensor, not ours))
+                posted.append((peer.out[lane], tensor if ours else tensor.detach().clone()))
             elif count:
                 pieces.append(bytes_of(inline, count))
                 lasting.append(ours)
@@ -209,19 +192,48 @@ class Transport:
             size += count
         body = pickle.dumps((head, announced), protocol=5)
         pieces[0] = memoryview(_FRAME.pack(_MESSAGE, len(body)) + body)
-        with peer.order:
-            if self._closed:
-                raise SMPRuntimeError(f"stage {self.stage} sends to {peer} after closing its transport")
-            if peer.left:
-                raise SMPRuntimeError(
-                    f"stage {self.stage} sends to {peer}, which has closed its transport in good order; every stage must "
-                    "finish the same steps before one of them leaves"
-                )
+        size += len(pieces[0])
+        if not posted:
+            self._put(peer, pieces, lasting, alive, size)
+            return
+        try:
+            with peer.order:
+                self._check_open(peer)
+                if peer.broken is None:
+                    for out, tensor in posted:
+                        out.post(tensor)
+                self._put(peer, pieces, lasting, alive, size)
+        except SMPRuntimeError:
+            raise
+        except BaseException as error:
+            # What has been posted of the message would be taken for the next one's.
+            if not peer.has_ended(error):
+                self._fail(error, f"sending to stage {stage}")
+                raise
+            peer.break_off(error)
+
+    def _put(
+        self,
+        peer: Peer,
+        pieces: list[memoryview],
+        lasting: list[bool],
+        alive: Sequence[torch.Tensor],
+        size: int,
+    ) -> None:
+        with peer.changed:
+            self._check_open(peer)
             peer.write(pieces, lasting, alive)
-            for out, tensor, shared in posted:
-                out.post(tensor, shared)
-            self.bytes_sent[stage] += len(pieces[0]) + size
-            self.messages_sent[stage] += 1
+            self.bytes_sent[peer.stage] += size
+            self.messages_sent[peer.stage] += 1
+
+    def _check_open(self, peer: Peer) -> None:
+        if self._closed:
+            raise SMPRuntimeError(f"stage {self.stage} sends to {peer} after closing its transport")
+        if peer.left:
+            raise SMPRuntimeError(
+                f"stage {self.stage} sends to {peer}, which has closed its transport in good order; every stage must "
+                "finish the same steps before one of them leaves"
+            )
 
     def nudge(self, stage: int) -> None:
         """Have the afterthought for a stage sent soon, while the calling thread goes on with what is more urgent."""
@@ -250,6 +262,11 @@ class Transport:
                 for lane in peer.out:
                     lane.flush(deadline)
 
+    def prune(self) -> None:
+        """Give back the device memory of what has been sent, which else stays until the next message to the same stage."""
+        for lane in self._posting:
+            lane.prune()
+
     def close(self) -> None:
         """Say goodbye to every stage and stop delivering; what was sent is given a few seconds to leave."""
         if self._closed:
@@ -276,8 +293,15 @@ class Transport:
                     peer.connection.close()
         _open_transports.discard(self)
 
-    def _work_off(self, peer: _Peer) -> None:
+    def _work_off(self, peer: Peer) -> None:
         """The sender thread: writes what could not be written at once, and what can wait."""
+        try:
+            use_device(self._device)
+            self._drain(peer)
+        except BaseException as error:
+            self._fail(error, f"sending to stage {peer.stage}")
+
+    def _drain(self, peer: Peer) -> None:
         while True:
             with peer.changed:
                 peer.changed.wait_for(
@@ -293,7 +317,7 @@ class Transport:
             if not pieces:
                 continue
             try:
-                _write(peer.connection, pieces, 0)
+                write_pieces(peer.connection, pieces, 0)
             except OSError as error:
                 peer.break_off(error)
                 return
@@ -302,15 +326,15 @@ class Transport:
                     peer.backlog.popleft()
                 peer.changed.notify_all()
 
-    def _receive(self, peer: _Peer) -> None:
+    def _receive(self, peer: Peer) -> None:
         """The receiver thread: hands on messages until the other side leaves or is lost."""
-        reader = _Reader(peer.connection)
+        reader = Reader(peer.connection)
         try:
+            use_device(self._device)
             while True:
                 kind, size = _FRAME.unpack(reader.take(_FRAME.size))
-                if kind == _GOODBYE:
-                    self._on_left(peer.stage)
-                    peer.left = True
+                if kind != _MESSAGE:
+                    self._part(peer, kind, reader.take(size))
                     return
                 head, announced = pickle.loads(reader.take(size))
                 tensors = [self._next_tensor(peer, Announcement(*each), reader) for each in announced]
@@ -319,27 +343,61 @@ class Transport:
                 if not self._closed:
                     self._hand_over(peer, head, tensors)
                 del head, announced, tensors  # what was handed over must not live until the next message
+        except Ended as ended:
+            self._lose(peer, ended.args[0])
         except BaseException as error:
-            peer.break_off(error)
-            if not self._closed:
-                self._report(peer, _loss(peer))
+            if peer.has_ended(error):
+                self._lose(peer, error)
+            else:
+                self._fail(error, f"receiving from stage {peer.stage}")
         finally:
             with peer.changed:
                 peer.reading = False
                 if peer.closed:
                     peer.connection.close()
 
+    def _part(self, peer: Peer, kind: int, body: memoryview) -> None:
+        """The other side will say no more."""
+        if kind == _GOODBYE:
+            self._on_left(peer.stage)
+            peer.left = True
+            return
+        error = StageFailed(str(peer), pickle.loads(body))
+        peer.break_off(error)
+        if not (self._closed or self._failed):
+            self._report(peer, error)
+
+    def _lose(self, peer: Peer, error: BaseException) -> None:
+        peer.break_off(error)
+        if not (self._closed or self._failed):
+            self._report(peer, _loss(peer))
+
+    def _fail(self, error: BaseException, doing: str) -> None:
+        """Something failed on this rank: tell it, and the other stages, and let nothing follow."""
+        with self._failing:
+            if self._failed or self._closed:
+                return
+            self._failed = True
+        words = "its own log says why"
+        try:
+            words = self._on_failed(error, doing)
+        except Exception:
+            logger.exception("handling an error failed, which was: %r", error)
+        body = pickle.dumps(words, protocol=5)
+        for peer in self._peers.values():
+            peer.write_last(_FRAME.pack(_LAST_WORDS, len(body)) + body, error)
+
     @staticmethod
-    def _next_tensor(peer: _Peer, announced: Announcement, reader: _Reader) -> torch.Tensor:
+    def _next_tensor(peer: Peer, announced: Announcement, reader: Reader) -> torch.Tensor:
         return peer.back[announced.lane].receive(announced, reader.fill)
 
-    def _hand_over(self, peer: _Peer, head: Any, tensors: list[torch.Tensor]) -> None:
+    def _hand_over(self, peer: Peer, head: Any, tensors: list[torch.Tensor]) -> None:
         try:
             self._on_message(peer.stage, head, tensors)
         except Exception as error:
             self._report(peer, error)
 
-    def _report(self, peer: _Peer, error: BaseException) -> None:
+    def _report(self, peer: Peer, error: BaseException) -> None:
         try:
             self._on_lost(peer.stage, error)
         except Exception:
@@ -351,7 +409,7 @@ class Transport:
             peer.connection.close()
 
 
-def _loss(peer: _Peer) -> SMPRuntimeError:
+def _loss(peer: Peer) -> SMPRuntimeError:
     cause = peer.broken
     said = "it ended the connection" if isinstance(cause, EOFError) else str(cause)
     error = SMPRuntimeError(
@@ -360,61 +418,6 @@ def _loss(peer: _Peer) -> SMPRuntimeError:
     )
     error.__cause__ = cause
     return error
-
-
-class _Reader:
-    """Reads a connection ahead, so that a small message costs one call."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._memory = memoryview(bytearray(_READ_AHEAD_BYTES))
-        self._start = self._end = 0
-
-    def take(self, size: int) -> memoryview:
-        """The next bytes, valid until the next call."""
-        if size > len(self._memory):
-            large = memoryview(bytearray(size))
-            self.fill(large)
-            return large
-        have = self._end - self._start
-        if have < size:
-            self._memory[:have] = self._memory[self._start : self._end]
-            self._start, self._end = 0, have
-            while self._end < size:
-                self._end += self._more(self._memory[self._end :])
-        self._start += size
-        return self._memory[self._start - size : self._start]
-
-    def fill(self, target: memoryview) -> None:
-        """Fill ``target`` with the next bytes."""
-        done = min(len(target), self._end - self._start)
-        target[:done] = self._memory[self._start : self._start + done]
-        self._start += done
-        while done < len(target):
-            done += self._more(target[done:], socket.MSG_WAITALL)
-
-    def _more(self, target: memoryview, flags: int = 0) -> int:
-        count = self._connection.recv_into(target, 0, flags)
-        if not count:
-            raise EOFError("the stream has ended")
-        return count
-
-
-def _write(connection: socket.socket, pieces: list[memoryview], flags: int) -> list[memoryview]:
-    """Write pieces until all are out or, with ``MSG_DONTWAIT``, the system takes no more; returns what is left."""
-    first = 0
-    pieces = list(pieces)
-    while first < len(pieces):
-        try:
-            count = connection.sendmsg(pieces[first : first + _MOST_PIECES], (), flags)
-        except BlockingIOError:
-            break
-        while first < len(pieces) and count >= len(pieces[first]):
-            count -= len(pieces[first])
-            first += 1
-        if count:
-            pieces[first] = pieces[first][count:]
-    return pieces[first:]
 
 
 def _forget_in_child() -> None:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -18,8 +19,8 @@ from smp_runtime.errors import SMPUserError
 
 #: These hold modules and have no code of their own that calls them.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-#: These read the parameters of the modules inside them directly, some only in evaluation.
-_INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+#: These read the parameters of the modules inside them directly, some only in evaluation, or call them past Python.
+_INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, torch.jit.ScriptModule)
 #: These look up rows: their work does not grow with their parameters.
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
@@ -109,17 +110,19 @@ class Flow:
 
 @dataclass(frozen=True)
 class ForeignUse:
-    """A module computes with a parameter that another one holds.
+    """A module computes with a parameter that another one holds, or with a buffer or attribute that changes there.
 
     Attributes:
         user: path of the module whose own frame uses it.
         holder: path of the module that holds it.
-        parameter: its full name.
+        parameter: its full name; of a buffer or attribute, too.
+        kind: ``parameter``, ``buffer`` or ``attribute``.
     """
 
     user: str
     holder: str
     parameter: str
+    kind: str = "parameter"
 
 
 @dataclass
@@ -130,6 +133,7 @@ class Trace:
         root: the tree.
         flows: which module computes with what another one made; empty if the model was not traced.
         foreign_uses: see there; empty if the model was not traced.
+        attributes: path and name of each attribute with tensors that the module, or another one, sets in forward.
         traced: whether the model ran; otherwise the figures are guessed from parameters.
         timed: whether ``seconds`` were measured.
     """
@@ -137,6 +141,7 @@ class Trace:
     root: ModuleNode
     flows: list[Flow] = field(default_factory=list)
     foreign_uses: list[ForeignUse] = field(default_factory=list)
+    attributes: list[tuple[str, str]] = field(default_factory=list)
     traced: bool = False
     timed: bool = False
 
@@ -145,19 +150,19 @@ class Trace:
         return {node.path: node for node in self.root.walk()}
 
     def together(self) -> list[tuple[str, ...]]:
-        """Paths of modules that must be on one stage: they hold or use the same parameter."""
+        """Paths of modules that must be on one stage: they hold or use the same parameter, buffer or attribute."""
         return [paths for paths, _ in together_with_reasons(self)]
 
 
 def together_with_reasons(trace: Trace) -> list[tuple[tuple[str, ...], str]]:
-    """Groups of modules that must be on one stage, each with the name of the parameter that binds it."""
+    """Groups of modules that must be on one stage, each with what binds it, such as ``parameter head.weight``."""
     bound: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for node in trace.root.walk():
         for parameter in node.parameters:
-            bound[parameter.name][node.path] = None
+            bound[f"parameter {parameter.name}"][node.path] = None
     for use in trace.foreign_uses:
-        bound[use.parameter].update({use.holder: None, use.user: None})
-    return [(tuple(paths), name) for name, paths in bound.items() if len(paths) > 1]
+        bound[f"{use.kind} {use.parameter}"].update({use.holder: None, use.user: None})
+    return [(tuple(paths), reason) for reason, paths in bound.items() if len(paths) > 1]
 
 
 def note_recomputed(trace: Trace, regions: Mapping[str, bool]) -> None:
@@ -192,6 +197,8 @@ class ModuleTree:
         #: By identity: all modules, and the parameters with the nodes and full names of their first holders.
         self.modules: dict[int, nn.Module] = {}
         self.parameters: dict[int, tuple[nn.Parameter, ModuleNode, str]] = {}
+        #: The buffers with their modules and names in them.
+        self.buffers: dict[int, tuple[torch.Tensor, nn.Module, str]] = {}
         self.root = self._build(model, "")
 
     def node_of(self, module: nn.Module) -> ModuleNode | None:
@@ -212,6 +219,9 @@ class ModuleTree:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 self._hold(node, parameter, _join(path, name))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                self.buffers.setdefault(id(buffer), (buffer, module, name))
         for name, child in module._modules.items():
             if child is None:
                 continue

@@ -61,7 +61,7 @@ class Parts:
 
     def __init__(self, model: CostModel, pinned: Mapping[str, int]) -> None:
         bound = _pins(model, pinned)
-        bound += [_Bound(paths, f"they share {name}") for paths, name in together_with_reasons(model.trace)]
+        bound += [_Bound(paths, f"they share {reason}") for paths, reason in together_with_reasons(model.trace)]
         followers = dict(_followers(model.trace.root, model.trace.traced))
         units, members = _joined(model, _units(model, bound, followers), bound)
         group_of = {number: index for index, (numbers, _) in enumerate(members) for number in numbers}

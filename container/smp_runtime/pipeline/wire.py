@@ -285,7 +285,7 @@ def _first_line(error: BaseException) -> str:
 
 def _common_head(count: int) -> bytes:
     """What pickling gives for a call with so many tensors, or for 0 for one tensor as a result."""
-    tensors = tuple(torch.empty(0) for _ in range(max(count, 1)))
+    tensors = tuple(torch.empty(0, device="cpu") for _ in range(max(count, 1)))
     tree: Any = (tensors, {}) if count else (*tensors, None)
     return _packed(tree, {}, tree[1], shared=False).head
 

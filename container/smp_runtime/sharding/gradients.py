@@ -140,8 +140,8 @@ class ShardedGradients:
         for unit in self._units:
             self._first_number[id(unit)] = count
             count += len(unit.parameters)
-        self._used = torch.zeros(count, dtype=torch.bool)
-        self._used_anywhere = torch.zeros(count, dtype=torch.bool)
+        self._used = torch.zeros(count, dtype=torch.bool, device="cpu")
+        self._used_anywhere = torch.zeros(count, dtype=torch.bool, device="cpu")
         self.touched = False
 
     # -- while backward runs ---------------------------------------------------------------------------------------
@@ -278,9 +278,11 @@ class ShardedGradients:
             SMPUserError: on all ranks: those of a sharding group have not gathered the same units in the same order.
         """
         used, groups, replicas = len(self._used), len(self._groups), sum(map(len, self._sharing))
-        news = torch.zeros(used + groups + replicas)
+        news = torch.zeros(used + groups + replicas, device="cpu")
         news[:used] = self._used
-        news[used : used + groups] = torch.tensor([float(number in self._filling) for number in range(groups)])
+        news[used : used + groups] = torch.tensor(
+            [float(number in self._filling) for number in range(groups)], device="cpu"
+        )
         news[used + groups + self._position] = float(self._gathers.digest)
         self._gathers.forget()
         news = news.to(self._units[0].device)

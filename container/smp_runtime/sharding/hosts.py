@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from smp_config import Group
-from smp_runtime.comm.control import host_name
+from smp_runtime.comm.control import host_name, timeout_seconds
 from smp_runtime.devices import plain_backend
 from smp_runtime.session import Session
 from smp_runtime.sharding.gathering import BackendGathering, Gathering, HierarchicalGathering, PlainGathering
@@ -40,7 +41,7 @@ def make_gathering(session: Session, *, hierarchical: bool) -> Gathering:
     # Every rank of the job makes every group, in the same order.
     for layout in layouts:
         for ranks in (*layout_rows(layout), *layout_columns(layout)):
-            groups[tuple(ranks)] = dist.new_group(ranks, backend=backend)
+            groups[tuple(ranks)] = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds()), backend=backend)
     layout = next(found for found in layouts if found and any(session.rank in row for row in found))
     host = next(number for number, row in enumerate(layout) if session.rank in row)
     local = layout[host].index(session.rank)

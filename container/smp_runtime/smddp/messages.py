@@ -173,7 +173,7 @@ class MessageGather:
     def _expect_blocks(self, gather: _Gather) -> None:
         """Make ready for one message from each neighbour, with its shard and what it got from other hosts."""
         for neighbour in reversed(self._neighbours):
-            block = torch.empty(self._grid.hosts, gather.item.shard.numel(), dtype=torch.uint8)
+            block = torch.empty(self._grid.hosts, gather.item.shard.numel(), dtype=torch.uint8, device="cpu")
             gather.blocks[neighbour] = block
             gather.works.append(self._backend.recv([block], neighbour, gather.first_tag))
 

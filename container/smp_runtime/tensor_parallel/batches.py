@@ -93,7 +93,7 @@ def _summary(tensor: torch.Tensor) -> _Summary:
 def _alike(one: _Summary | None, other: _Summary | None) -> bool:
     if one is None or other is None or one[:2] != other[:2] or not isinstance(one[2], list):
         return one == other
-    mine, theirs = torch.tensor(one[2]), torch.tensor(other[2])
+    mine, theirs = (torch.tensor(found[2], device="cpu") for found in (one, other))
     scale = float(mine.nan_to_num(0.0, 0.0, 0.0).abs().max())
     return torch.allclose(mine, theirs, rtol=1e-2, atol=1e-3 * scale, equal_nan=True)
 

@@ -40,7 +40,7 @@ def settings(config: Any) -> dict[str, Any]:
     size = config.n_embd // config.n_head
     if config.rotary_dim is None or config.rotary_dim > size:
         raise NotDistributableError(f"its rotary_dim is {config.rotary_dim}; use a number up to the head size, {size}")
-    steps = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64)
+    steps = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64, device="cpu")
     return {
         "num_layers": config.n_layer,
         "num_attention_heads": config.n_head,

@@ -1,0 +1,87 @@
+"""How long each module's own code takes, out of several runs of the tracing step.
+
+A single run says little: the first one fills caches and memory pools, and a machine that starts many ranks at once
+interrupts any of them. So the step runs several times, and what counts of a module is the median. Modules that do the
+same work (of one class, on arguments and parameters of the same shapes, with as many operations) share their times, so
+that equal blocks are equal to the partition; one that is clearly slower than its like keeps its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from statistics import median
+from typing import TypeVar
+
+#: Runs that count; the one before them warms up.
+RUNS = 7
+
+#: Seconds after which no further run begins. A first run that takes longer counts itself, and is the only one.
+SECONDS = 10.0
+
+#: A module whose fastest run takes so many times the median of its like, and so many seconds more, does other work.
+APART = 2.0
+APART_SECONDS = 1e-4
+
+_Round = TypeVar("_Round")
+
+
+def repeated(
+    run: Callable[[], _Round],
+    *,
+    runs: int = RUNS,
+    seconds: float = SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[_Round]:
+    """Run several times, in bounded time.
+
+    Args:
+        run: gives what one run measured.
+        runs: most runs that count.
+        seconds: after which no further run begins.
+        clock: in seconds.
+
+    Returns:
+        What the runs gave that count: without the first, unless there was no time for another.
+    """
+    begun, rounds = clock(), [run()]
+    while len(rounds) <= runs and clock() - begun < seconds:
+        rounds.append(run())
+    return rounds[1:] or rounds
+
+
+def settled(rounds: Sequence[Mapping[str, float]], kinds: Mapping[str, Hashable]) -> dict[str, float]:
+    """What each module takes.
+
+    Args:
+        rounds: of every run, the seconds of each module's own code by path; a module that did not run is not in it.
+        kinds: the same for modules that do the same work, by path.
+
+    Returns:
+        Seconds by path.
+    """
+    taken: dict[str, list[float]] = {}
+    for one in rounds:
+        for path, seconds in one.items():
+            taken.setdefault(path, []).append(seconds)
+    alike: dict[Hashable, list[str]] = {}
+    for path in taken:
+        alike.setdefault(kinds[path], []).append(path)
+    found: dict[str, float] = {}
+    for paths in alike.values():
+        for group in _groups(paths, taken):
+            together = median([seconds for path in group for seconds in taken[path]])
+            found.update(dict.fromkeys(group, together))
+    return found
+
+
+def _groups(paths: Sequence[str], taken: Mapping[str, Sequence[float]]) -> list[list[str]]:
+    """Modules of one kind, those apart that are clearly slower."""
+    groups: list[list[str]] = []
+    for path in sorted(paths, key=lambda path: median(taken[path])):
+        others = [seconds for other in (groups[-1] if groups else ()) for seconds in taken[other]]
+        if others and min(taken[path]) <= max(APART * median(others), median(others) + APART_SECONDS):
+            groups[-1].append(path)
+        else:
+            groups.append([path])
+    return groups

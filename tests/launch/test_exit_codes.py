@@ -1,0 +1,109 @@
+"""A rank that ends without a word is the first cause, whatever the others tell of the connection that they lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from smp_config.failure import FailureRecord, format_failure
+from smp_launch.failure import Cause, FailureCollector
+from smp_launch.output import Line
+
+RULE = "-" * 74
+
+#: What mpirun of both versions says of rank 1.
+CODES = [
+    f"{RULE}\nprterun detected that one or more processes exited with non-zero status,\nthus causing the job to be terminated. "
+    f"The first process to do so was:\n\n   Process name: [prterun-vm-4810@1,1]\n   Exit code:    3\n{RULE}",
+    f"{RULE}\nmpirun detected that one or more processes exited with non-zero status, thus causing\nthe job to be terminated. "
+    f"The first process to do so was:\n\n  Process name: [[32759,1],1]\n  Exit code:    3\n{RULE}",
+]
+
+LOST = "the connection to stage 1 (rank 1) is lost"
+
+#: Rank 0 raises as soon as rank 1 is gone, as those do that talk to it.
+SCRIPT = """
+import os, socket, time
+if os.environ["SMP_RANK"] == "1":
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect("meeting")
+            break
+        except OSError:
+            time.sleep(0.01)
+    connection.sendall(b"hello")
+    {end}
+server = socket.socket(socket.AF_UNIX)
+server.bind("meeting.new")
+server.listen()
+os.rename("meeting.new", "meeting")
+other, _ = server.accept()
+other.recv(5)
+if not other.recv(1):
+    raise ConnectionError("rank 1 has gone")
+"""
+
+
+def heard(text, rank, error, message):
+    """A collector that heard mpirun's ``text``, and why ``rank`` failed."""
+    told = FailureRecord(
+        rank=rank, host=f"algo-{rank + 1}", error_type=error, message=message, traceback=f"trace {rank}", when=1.0
+    )
+    collector = FailureCollector(lambda rank: f"algo-{rank + 1}")
+    for line in text.split("\n"):
+        collector.take(Line(line))
+    collector.take(Line(format_failure(told), rank))
+    collector.finish()
+    return collector
+
+
+@pytest.mark.parametrize("text", CODES)
+@pytest.mark.parametrize("unheard", [None, {1}])
+def test_a_code_comes_before_the_errors_that_it_causes(text, unheard):
+    collector = heard(text, 0, "StageError", LOST)
+    cause = collector.first_cause(3, first_ended=1, ended_unheard=unheard)
+    assert cause.headline.startswith("rank 1 (algo-2): ended with exit code 3; it did not raise an exception")
+    assert f"then rank 0 (algo-1): StageError: {LOST}\ntrace 0" in cause.detail
+
+
+def test_a_code_after_another_rank_has_told_is_its_consequence():
+    collector = heard(CODES[0], 0, "ValueError", "boom")
+    assert collector.first_cause(3, first_ended=1, ended_unheard=set()).headline == "rank 0 (algo-1): ValueError: boom"
+
+
+def test_a_rank_that_has_told_why_is_told_so():
+    collector = heard(CODES[0], 1, "SystemExit", "3")
+    assert collector.first_cause(3, first_ended=1, ended_unheard={1}) == Cause(
+        "rank 1 (algo-2): SystemExit: 3", "trace 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "headline"),
+    [
+        (5, "StageError", "rank 1 (algo-2): ended with exit code 5"),
+        # A rank that ended well before the others failed, whose exit code 1 is that of an exception.
+        (1, "StageError", "rank 0 (algo-1): StageError"),
+        (5, "SystemExit", "rank 0 (algo-1): SystemExit"),
+    ],
+)
+def test_when_mpirun_says_nothing_a_code_that_no_exception_has_is_another_rank_s(code, error, headline):
+    collector = heard("", 0, error, LOST)
+    assert collector.first_cause(code, first_ended=1, ended_unheard={1}).headline.startswith(headline)
+
+
+@pytest.mark.job
+@pytest.mark.parametrize(
+    ("end", "headline"),
+    [
+        ("os._exit(5)", "rank 1 (algo-1): ended with exit code 5; it did not raise an exception"),
+        ("raise SystemExit(5)", "rank 1 (algo-1): SystemExit: 5"),
+    ],
+)
+def test_a_job_whose_rank_ends_while_another_waits_for_it(launcher, end, headline):
+    job = launcher.job(SCRIPT.format(end=end))
+    running = launcher.start(job)
+    assert running.wait() != 0
+    assert job.failure().startswith(headline), job.failure()
+    if "_exit" in end:
+        assert "then rank 0 (algo-1): ConnectionError: rank 1 has gone" in job.failure()

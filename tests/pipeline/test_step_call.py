@@ -1,0 +1,138 @@
+"""Ranks of one pipeline that call different steps, or with different batches, are told."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+from smp_runtime.errors import SMPRuntimeError, SMPUserError
+from smp_runtime.pipeline.step_call import StepCall, probe
+
+CONFIG = {"partitions": 2, "microbatches": 2}
+CALL = StepCall("train", (True, True), ((4, 2),), 1.5)
+
+
+class Drawing(nn.Module):
+    """Draws Python's and NumPy's random numbers, on one stage only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.drawn: list[float] = []
+
+    def forward(self, x):
+        self.drawn.append(random.random() + float(numpy.random.random()))
+        return self.second(self.first(x))
+
+
+def _model() -> Any:
+    torch.manual_seed(0)
+    return smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+
+@smp.step
+def train(model, x):
+    loss = model(x).sum()
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def evaluate(model, x):
+    return model(x)
+
+
+def _differing(how: str) -> Any:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("smp").addHandler(handler)
+    model, first = _model(), smp.rank() == 0
+    x = torch.ones(4, 2)
+    try:
+        if how == "function":
+            (train if first else evaluate)(model, x)
+        elif how == "mode":
+            model.train(first)
+            train(model, x)
+        elif how == "shapes":
+            train(model, torch.ones(4 if first else 8, 2))
+        elif how == "values":
+            train(model, x * (1 + smp.rank()))
+            train(model, x * (1 + smp.rank()))
+        else:
+            train(model, x)
+    except (SMPUserError, SMPRuntimeError) as error:
+        return type(error).__name__, str(error)
+    finally:
+        logging.getLogger("smp").removeHandler(handler)
+    return "", [line for line in said if "called the step" in line]
+
+
+@pytest.mark.parametrize(("how", "names"), [("function", ("train", "evaluate")), ("mode", ("training", "evaluation"))])
+def test_another_step_is_an_error_on_all_ranks(ranks, how, names):
+    results = ranks(_differing, 2, how, config=CONFIG)
+    assert sorted(kind for kind, _ in results) == ["SMPUserError", "StageError"]
+    for _, text in results:
+        assert all(name in text for name in names)
+        assert "branch on smp.dp_rank()" in text
+
+
+@pytest.mark.parametrize(
+    ("how", "text"), [("shapes", "of other shapes"), ("values", "with other values"), ("same", None)]
+)
+def test_another_batch_is_warned_of_once(ranks, how, text):
+    results = ranks(_differing, 2, how, config=CONFIG)
+    warnings = [line for _, lines in results for line in lines]
+    assert len(warnings) == (text is not None)
+    assert all(text in line and "num_replicas=smp.dp_size()" in line for line in warnings)
+
+
+def test_calls_are_compared():
+    assert CALL.check(CALL, 1, 0) == ""
+    nothing = float("nan")
+    assert CALL._replace(probe=nothing).check(CALL._replace(probe=nothing), 1, 0) == ""
+    assert "other values" in CALL.check(CALL._replace(probe=2.0), 1, 0)
+    with pytest.raises(SMPUserError, match="rank 1 called the step train .* rank 0 .* called test"):
+        CALL.check(CALL._replace(function="test"), 1, 0)
+
+
+def test_the_first_tensor_is_looked_at():
+    x = torch.arange(6.0)
+    assert probe([((), {"a": [x]})]) == probe([x, torch.ones(3)])
+    assert probe([x]) != probe([x.flip(0)])
+    assert probe([x.bool()]) is not None
+    assert probe(["text", None, 3]) is None
+    assert probe([x.to(torch.complex64)]) is None
+    assert probe([torch.empty(3, device="meta")]) is None
+    assert probe([torch.empty(0)]) == 0.0
+
+
+def _drawing(placed: int) -> Any:
+    random.seed(5), numpy.random.seed(5)
+    net = Drawing()
+    smp.set_partition(net.first, 0), smp.set_partition(net.second, 1)
+    model = smp.DistributedModel(net)
+    after = []
+    for _ in range(3):
+        train(model, torch.ones(4, 2))
+        after.append((random.random(), float(numpy.random.random())))
+    return after, net.drawn
+
+
+def test_generators_of_python_and_numpy_agree_after_a_step(ranks):
+    config = {**CONFIG, "auto_partition": False, "default_partition": 0}
+    (first, drawn), (second, nothing) = ranks(_drawing, 2, 0, config=config)
+    assert first == second
+    assert len(set(first)) == 3
+    assert not nothing
+    assert len(set(drawn)) == len(drawn) >= 6
+    again, _ = ranks(_drawing, 2, 0, config=config)[0]
+    assert again == first

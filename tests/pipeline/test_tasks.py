@@ -1,0 +1,65 @@
+"""The baton by itself."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from smp_runtime.pipeline.schedules import TaskKind
+from smp_runtime.pipeline.tasks import Conductor, Task
+
+PATIENCE = 30.0
+
+
+def _conductor(lock: Any, device: str, ended: threading.Event) -> Conductor:
+    def finished(task: Task) -> None:
+        ended.set()
+
+    return Conductor(
+        lock,
+        0,
+        is_admitted=lambda task: True,
+        diverged=lambda why: None,
+        failed=lambda task, error: ended.set(),
+        finished=finished,
+        idle=lambda: None,
+        device=torch.device(device),
+    )
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_what_a_recorded_segment_lasts_counts_the_work_of_the_gpu(records):
+    """A plan made from the time that launching takes would not fit."""
+    lock, ended, made = threading.RLock(), threading.Event(), threading.Event()
+    done: list[str] = []
+    stream = mock.Mock()
+    stream.synchronize.side_effect = lambda: done.append("the GPU has done it")
+    with (
+        mock.patch.object(torch.cuda, "set_device", return_value=None),
+        mock.patch.object(torch.cuda, "current_stream", return_value=stream),
+    ):
+        conductor = _conductor(lock, "cuda:0", ended)
+
+        def work(task: Task) -> None:
+            conductor.wait(task, ("value",), lambda event: made.is_set())
+            done.append("second segment")
+
+        with lock:
+            conductor.reset(None, forward_first=False, records=records)
+            conductor.add(Task(TaskKind.FORWARD, 0, (), "module", work), (), lambda event: True)
+            conductor.poke()
+        while not conductor.waiting_tasks() or conductor.is_running:
+            assert not ended.wait(0.01)
+        made.set()
+        with lock:
+            conductor.arrived("value")
+            conductor.poke()
+        assert ended.wait(PATIENCE)
+        conductor.close()
+    settled = ["the GPU has done it"] if records else []
+    assert done == [*settled, "second segment", *settled]
+    assert [segment.action.part for segment in conductor.record] == ([0, 1] if records else [])
