@@ -142,7 +142,7 @@ def cases() -> tuple[list[Case], list[Case]]:
 def _numbers() -> Iterator[Any]:
     """All accepted ones; the smallest of each kind belong to the normal run."""
     accepted = cases()[0]
-    small = [number for number, case in enumerate(accepted) if case.world in (2, 3)]
+    small = [number for number, case in enumerate(accepted) if case.world == 2]
     small.sort(key=lambda number: (accepted[number].world, accepted[number].hosts))
     degrees = ("pipeline_parallel_degree", "tensor_parallel_degree", "sharded_data_parallel_degree")
     normal = {

@@ -94,6 +94,17 @@ class WithCell(Chain):
         return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
 
 
+class WithDefaults(Recurrent):
+    """What it hands on, and a number that counts, have defaults in the class."""
+
+    state = None
+    count = 0
+
+    def forward(self, x):
+        self.count += 1
+        return super().forward(x)
+
+
 class Toggled(Chain):
     """A layer is frozen for part of the forward pass, and dropout is off for another part."""
 
@@ -105,13 +116,26 @@ class Toggled(Chain):
         return self.c(h) + self.a(torch.tanh(h))
 
 
+class Twice(Chain):
+    """Running statistics that each microbatch moves twice, with a call of another stage in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return self.c(torch.tanh(self.a(self.c(x)))) + self.b(x)
+
+
 CASES: dict[str, tuple[type[Chain], bool]] = {
     "mask": (Mask, True),
     "stack": (Stack, True),
     "log": (Log, True),
     "recurrent": (Recurrent, False),
+    "defaults": (WithDefaults, False),
     "cell": (WithCell, True),
     "toggled": (Toggled, True),
+    "twice": (Twice, False),
 }
 
 
@@ -163,6 +187,7 @@ def _staged(name: str) -> dict[str, Any]:
     return {
         "losses": losses,
         "parameters": {key: value.detach() for key, value in model.local_named_parameters()},
+        "mean": getattr(net.c, "running_mean", None),
         "replayed": model.pipeline.replayed,
         "seen": getattr(net, "seen", None),
         "count": getattr(net, "count", None),
@@ -185,7 +210,9 @@ def test_training_is_that_of_one_process(ranks, name, pipeline):
             close(value, expected[key].detach(), key, 1e-9)
     assert results[0]["seen"] == getattr(model, "seen", None)
     assert results[0]["count"] == getattr(model, "count", None)
-    if name == "recurrent":
+    if name == "twice":
+        close(results[0]["mean"], model.c.running_mean, "the running mean", 1e-9)
+    if name in ("recurrent", "defaults"):
         close(results[0]["state"], model.state, "the state after the last microbatch", 1e-9)
 
 

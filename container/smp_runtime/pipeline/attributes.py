@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-#: Entries of a module that PyTorch manages. Buffers are state of the model, not of a microbatch.
-_MANAGED = frozenset(vars(nn.Module())) - {"training"} | {"_call_impl", "_compiled_call_impl", "forward"}
+#: Entries of a module that PyTorch manages, or the tasks themselves. Buffers are state of the model, not of a microbatch.
+_MANAGED = frozenset(vars(nn.Module())) | {"_call_impl", "_compiled_call_impl", "forward"}
 _CONTAINERS = (list, dict, set, collections.OrderedDict, collections.deque)
 #: Values that are compared by equality, since each forward pass makes them anew.
 _PLAIN = (int, float, bool, complex, str, bytes, torch.dtype, torch.device)
@@ -91,6 +91,11 @@ class Attributes:
         self._hides = False
         self._hidden: dict[tuple[int, str], tuple[Slot, Taken]] = {}
         self._read: dict[tuple[int, str], Taken] = {}
+        #: Buffers that a microbatch changes in more than one segment, by name; others would change them in between.
+        self._interleaved: set[str] = set()
+        self._buffers: dict[tuple[int, str], tuple[int, int]] = {}
+        self._writes: dict[tuple[int, str], int] = {}
+        self._is_forward = True
         self._present: int | None = None
         self._newest = -1
 
@@ -102,12 +107,12 @@ class Attributes:
     @property
     def crosses(self) -> bool:
         """Whether that is written only after a wait, so that the next microbatch must not begin before."""
-        return bool(self._crossing)
+        return bool(self._crossing or self._interleaved)
 
     @property
     def carried(self) -> list[str]:
-        """The names of the attributes that one microbatch hands to the next."""
-        return sorted({self._slots[name].key for name in self._carried})
+        """The names of the attributes and buffers that one microbatch hands to the next."""
+        return sorted({self._slots[name].key for name in self._carried} | self._interleaved)
 
     def begin(self, *, looks: bool, alone: bool) -> None:
         """A step begins.
@@ -125,11 +130,15 @@ class Attributes:
         self._base = {name: slot.take() for name, slot in self._slots.items()}
         if looks and alone:
             self._watch_reads()
+            self._buffers = self._buffer_versions()
+            self._writes.clear()
 
     def segment_ended(self) -> None:
         """A task gives the baton back: see what has changed since the step began."""
         if not self._looks:
             return
+        if self._hides:
+            self._see_buffers(counts=self._is_forward)
         for holder, before in self._holders:
             for key in _keys(holder) | before.keys():
                 name = (id(holder), key)
@@ -141,8 +150,9 @@ class Attributes:
                     self._slots[name], self._returns[name], self._base[name] = slot, True, was
         self._crossing |= {name for name, value in self._read.items() if self._slots[name].take().is_same(value)}
 
-    def switch(self, microbatch: int) -> None:
-        """A task of ``microbatch`` gets the baton."""
+    def switch(self, microbatch: int, *, is_forward: bool = True) -> None:
+        """A task of ``microbatch`` gets the baton, in its forward or backward pass."""
+        self._is_forward = is_forward
         if self._slots and microbatch != self._present:
             self._keep()
             self._bring(microbatch)
@@ -154,6 +164,7 @@ class Attributes:
     def release(self, microbatch: int) -> None:
         """A microbatch is finished; what the newest one has left is kept for the next."""
         self._show()
+        self._writes.clear()
         self._ended.add(microbatch)
         if microbatch == self._present:
             self._see_what_returns(self._take_all())
@@ -204,6 +215,23 @@ class Attributes:
             return taken.value is base.value
         return type(taken.value) in (int, float)
 
+    def _see_buffers(self, *, counts: bool) -> None:
+        """Running statistics of a module that a microbatch calls twice get both calls before those of the next one."""
+        now = self._buffer_versions()
+        if counts:
+            for name in [name for name, version in now.items() if self._buffers.get(name) != version]:
+                self._writes[name] = self._writes.get(name, 0) + 1
+                if self._writes[name] > 1:
+                    self._interleaved.add(name[1])
+        self._buffers = now
+
+    def _buffer_versions(self) -> dict[tuple[int, str], tuple[int, int]]:
+        return {
+            (id(module), name): (id(buffer), buffer._version)
+            for module in self._modules
+            for name, buffer in module.named_buffers(recurse=False)
+        }
+
     def _watch_reads(self) -> None:
         hidden, read = self._hidden, self._read
 
@@ -225,14 +253,16 @@ class Attributes:
         shown = {id(vars(module)): module for module in self._modules}
         for name, slot in self._slots.items():
             module = shown.get(name[0])
-            if self._returns[name] or module is None or name in self._carried or slot.key == "training":
-                continue
-            if "__getattr__" in {key for kind in type(module).__mro__ if kind is not nn.Module for key in vars(kind)}:
-                self._carried.add(name)  # it looks up attributes in its own way, so it may read this one
-                self._crossing.add(name)
+            if self._returns[name] or module is None or name in self._carried:
                 continue
             taken = slot.take()
-            if taken.value is not _ABSENT:
+            if self._is_shared(name, self._base[name], taken):
+                continue
+            own = {key for kind in type(module).__mro__ if kind is not nn.Module for key in vars(kind)}
+            if "__getattr__" in own or slot.key in own:
+                self._carried.add(name)  # looked up in another way, so it may well be read
+                self._crossing.add(name)
+            elif taken.value is not _ABSENT:
                 self._hidden[name] = (slot, taken)
                 slot.put(Taken(_ABSENT, None))
 

@@ -151,9 +151,9 @@ class StepFrame:
             if self._attributes.crosses and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "pipeline stage %d: attributes (%s) of modules hand values from one microbatch to the next and are set after "
-                    "a call of another stage, so the microbatches run one after the other; keep what such a module calls on its "
-                    "stage (smp.set_partition), or hand the values on as arguments",
+                    "pipeline stage %d: modules hand on %s from one microbatch to the next and set it after a call of another "
+                    "stage, or several times, so the microbatches run one after the other; keep what such a module calls on its "
+                    "stage (smp.set_partition), or hand values on as arguments",
                     self._hub.stage,
                     ", ".join(self._attributes.carried),
                 )

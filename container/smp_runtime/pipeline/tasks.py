@@ -341,7 +341,7 @@ class Conductor:
         del self._waiting[task.key]
         self._running = task
         if self._attributes is not None:
-            self._attributes.switch(task.microbatch)
+            self._attributes.switch(task.microbatch, is_forward=task.phase is not TaskKind.BACKWARD)
         task.began = time.perf_counter()
         if task.has_thread:
             task.turn.release()
