@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from listening import heard
@@ -257,3 +259,33 @@ def test_forms_of_a_layer_that_exclude_each_other(solo):
     ):
         with pytest.raises(SMPUserError, match=message):
             smp.nn.DistributedTransformerLayer(**sizes, **settings)
+
+
+def _placed(how):
+    with smp.tensor_parallelism():
+        parts = []
+        for stage in (1, 0, 1):
+            with smp.partition(stage) if how == "contexts" else contextlib.nullcontext():
+                parts.append(nn.Linear(8, 8))
+        net = nn.Sequential(*parts)
+    if how == "calls":
+        for part, stage in zip(parts, (1, 0, 1), strict=True):
+            smp.set_partition(part, stage)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def train(x):
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    train(torch.ones(4, 8))
+    return smp.pp_rank(), sorted({name.partition(".")[0] for name, _ in model.local_named_parameters()})
+
+
+@pytest.mark.parametrize(("how", "automatic"), [("contexts", False), ("calls", False), ("calls", True)])
+def test_replaced_modules_go_where_the_originals_were_placed(ranks, how, automatic):
+    config = {**CONFIG, "partitions": 2, "microbatches": 2, "prescaled_batch": True, "auto_partition": automatic}
+    config |= {} if automatic else {"default_partition": 0}
+    for stage, parts in ranks(_placed, 4, how, config=config):
+        assert parts == (["1"] if stage == 0 else ["0", "2"])

@@ -179,6 +179,16 @@ class ManualAssignment:
             )
 
 
+def hand_on_stage(original: nn.Module, made: nn.Module) -> None:
+    """A module that takes the place of another one goes to the stage that the script has set for that."""
+    if (stage := vars(original).get(_BUILT_IN)) is not None:
+        for part in made.modules():
+            vars(part)[_BUILT_IN] = stage
+    for key in (_SET_TO, _CALLS):
+        if key in vars(original):
+            vars(made)[key] = vars(original)[key]
+
+
 def _some(items: list[str]) -> str:
     more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
     return ", ".join(items[:_NAMED]) + more

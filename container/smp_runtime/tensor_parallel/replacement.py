@@ -14,6 +14,7 @@ from smp_config import Group
 from smp_runtime.deferred import deferring
 from smp_runtime.nn import builtin
 from smp_runtime.nn.module import DistributedModule, NotDistributableError, parameters_in
+from smp_runtime.pipeline.manual import hand_on_stage
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.inherited import inherit, parameter_type, set_parameter_type
 from smp_runtime.tensor_parallel.initialisation import weight_stream
@@ -138,6 +139,7 @@ def _try(
         group.session.module_manager.note(how.translations)
     to_ours = None if how.translations is None else how.translations[1]
     inherit(original, made, to_ours, title, warns=group.rank == 0)
+    hand_on_stage(original, made)
     made.replaced_class = type(original).__name__  # type: ignore[assignment]
     return made
 
