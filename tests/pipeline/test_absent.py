@@ -13,6 +13,7 @@ from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.absent import AbsentAttribute, AbsentParameter, AbsentTensor, absent_parameter
+from smp_runtime.pipeline.lanes import dense
 from smp_runtime.swapping import swap_contents
 
 
@@ -93,6 +94,11 @@ def test_a_stand_in_is_a_parameter_like_others():
     layer.load_state_dict({"weight": torch.ones(3, 3), "bias": torch.ones(3)})
     assert layer.double().weight.dtype is torch.float64
     assert isinstance(layer.weight, AbsentParameter)
+
+
+def test_it_does_not_travel_and_says_where_it_is():
+    with pytest.raises(SMPUserError, match=r"parameter layer.weight, of shape .* stage 1; put both on one stage"):
+        dense(_absent_linear()[0].weight)
 
 
 def test_pickled_it_is_a_plain_meta_tensor():

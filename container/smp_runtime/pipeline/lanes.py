@@ -77,11 +77,17 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if its elements fill one piece of memory, in any order of its dimensions, else a dense copy.
 
     Raises:
-        SMPUserError: a sparse, quantized or meta tensor, which has no such memory.
+        SMPUserError: a sparse, quantized or meta tensor, which has no such memory, or a parameter of another stage.
     """
     # Small messages are many, and each of these questions costs: not one more than is needed.
     dtype = tensor.dtype
     if tensor.layout is not torch.strided or dtype in _QUANTIZED or tensor.is_meta:
+        if (name := getattr(tensor, "absent_name", None)) is not None:
+            raise SMPUserError(
+                f"{name}, of shape {tuple(tensor.shape)}, is handed to a module of another stage or returned from one here, but "
+                f"its elements are on pipeline stage {getattr(tensor, 'absent_stage', '?')}; put both on one stage with "
+                "smp.set_partition, or use it inside a module of that stage"
+            )
         what = "meta" if tensor.is_meta else "quantized" if dtype in _QUANTIZED else str(tensor.layout)
         raise SMPUserError(
             f"a {what} tensor of shape {tuple(tensor.shape)} cannot travel between stages, because only dense memory "
