@@ -305,6 +305,23 @@ def test_values_that_are_read_before_they_are_set_are_carried():
     assert not attributes.crosses
 
 
+def test_a_microbatch_that_begins_before_the_end_of_the_last_is_heard_of_finds_its_state():
+    """Calls of a third stage can overtake the root's word; in the first step nothing else runs by then."""
+    module = _module(state=None)
+    attributes = Attributes([module])
+    attributes.begin(looks=True, alone=True)
+    for number in range(3):
+        attributes.switch(number)
+        module.state = torch.ones(2) if module.state is None else module.state + 1
+        if number:
+            attributes.release(number - 1)
+        attributes.segment_ended()
+    attributes.release(2)
+    attributes.end()
+    assert module.state.tolist() == [3.0, 3.0]
+    assert attributes.carried == ["state"]
+
+
 def test_values_that_are_set_after_a_wait_must_not_be_overtaken():
     def work(module, number):
         before = getattr(module, "state", 0)

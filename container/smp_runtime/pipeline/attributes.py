@@ -153,20 +153,23 @@ class Attributes:
     def switch(self, microbatch: int, *, is_forward: bool = True) -> None:
         """A task of ``microbatch`` gets the baton, in its forward or backward pass."""
         self._is_forward = is_forward
+        begins = microbatch > self._newest
+        if self._hides and begins:
+            self._settle()  # the one before is finished, though this stage may not have heard of it
         if self._slots and microbatch != self._present:
             self._keep()
             self._bring(microbatch)
-            if self._hides and microbatch > self._newest:
+            if self._hides and begins:
                 self._hide()
         self._present = microbatch
         self._newest = max(self._newest, microbatch)
 
     def release(self, microbatch: int) -> None:
         """A microbatch is finished; what the newest one has left is kept for the next."""
-        self._show()
-        self._writes.clear()
         self._ended.add(microbatch)
-        if microbatch == self._present:
+        if microbatch == self._present == self._newest:
+            self._settle()
+        elif microbatch == self._present:
             self._see_what_returns(self._take_all())
         elif microbatch in self._kept:
             self._see_what_returns(self._kept[microbatch])
@@ -273,6 +276,12 @@ class Attributes:
                 slot.put(taken)
         self._hidden.clear()
         self._read.clear()
+
+    def _settle(self) -> None:
+        """The newest microbatch is finished, and its values are on the modules."""
+        self._show()
+        self._writes.clear()
+        self._see_what_returns(self._take_all())
 
     def _see_what_returns(self, left: dict[tuple[int, str], Taken]) -> None:
         for name, taken in left.items():
