@@ -14,6 +14,7 @@ from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.structures import argument_tensors
+from smp_runtime.splitting import leaves_of
 
 _MISSING = object()
 _Plainly = torch._C.DisableTorchFunctionSubclass
@@ -129,7 +130,7 @@ class AbsentAttribute:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for each in _leaves((args, kwargs)):
+        for each in leaves_of((args, kwargs)):
             if isinstance(each, AbsentAttribute):
                 each._refuse()
         raise SMPUserError(
@@ -273,14 +274,6 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if func.__name__.endswith("_"):
         return args[0]
     return [each[0] for each in done]
-
-
-def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, tuple | list):
-        return [leaf for each in value for leaf in _leaves(each)]
-    if isinstance(value, dict):
-        return [leaf for each in value.values() for leaf in _leaves(each)]
-    return [value]
 
 
 def _refuse_mixing(tensor: AbsentTensor, name: str) -> NoReturn:

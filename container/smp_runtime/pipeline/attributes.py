@@ -10,16 +10,16 @@ one after the other, tells them from mere leftovers: what a microbatch leaves is
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from smp_runtime.pipeline.containers import contents_of, holds_same, refill
+
 #: Entries of a module that PyTorch manages, or the tasks themselves. Buffers are state of the model, not of a microbatch.
 _MANAGED = frozenset(vars(nn.Module())) | {"_call_impl", "_compiled_call_impl", "forward"}
-_CONTAINERS = (list, dict, set, collections.OrderedDict, collections.deque)
 #: Values that are compared by equality, since each forward pass makes them anew.
 _PLAIN = (int, float, bool, complex, str, bytes, torch.dtype, torch.device)
 _ABSENT = object()
@@ -36,7 +36,7 @@ class Slot(NamedTuple):
         """What is there now."""
         holder, key = self
         value = holder.get(key, _ABSENT) if isinstance(holder, dict) else getattr(holder, key)
-        return Taken(value, value.copy() if type(value) in _CONTAINERS else None)
+        return Taken(value, contents_of(value))
 
     def put(self, taken: Taken) -> None:
         """Put back what :meth:`take` gave."""
@@ -49,9 +49,8 @@ class Slot(NamedTuple):
             self.holder.pop(self.key, None)
             return
         self.holder[self.key] = value
-        if contents is not None and not _are_identical(value, contents):
-            value.clear()
-            (value.extend if isinstance(value, list | collections.deque) else value.update)(contents)
+        if contents is not None:
+            refill(value, contents)
 
 
 class Taken(NamedTuple):
@@ -62,7 +61,7 @@ class Taken(NamedTuple):
 
     def is_same(self, other: Taken) -> bool:
         if self.value is other.value:
-            return self.contents is None or _are_identical(self.contents, other.contents)
+            return self.contents is None or holds_same(self.contents, other.contents)
         return _is_equal(self.value, other.value)
 
 
@@ -313,14 +312,3 @@ def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, tuple):
         return len(one) == len(other) and all(_is_equal(a, b) for a, b in zip(one, other, strict=True))
     return isinstance(one, _PLAIN) and bool(one == other)
-
-
-def _are_identical(one: Any, other: Any) -> bool:
-    """Whether two containers hold the same objects."""
-    if len(one) != len(other):
-        return False
-    if isinstance(one, set):
-        return bool(one == other)
-    if isinstance(one, dict):
-        return all(key in other and other[key] is value for key, value in one.items())
-    return all(a is b for a, b in zip(one, other, strict=True))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import random
 import sys
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,16 +13,13 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from smp_runtime.pipeline.containers import contents_of, holds_same, refill
 from smp_runtime.pipeline.structures import tensors_in
 
 logger = logging.getLogger("smp")
 
 #: Entries of a module that PyTorch manages; parameters, buffers and flags are put back one by one.
 _MANAGED = {"_parameters", "_buffers", "_modules"}
-
-
-#: Attributes of these types are changed in place by those who hold them, so their contents are put back.
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 
 
 class Former:
@@ -35,10 +30,10 @@ class Former:
         self._parameters = [(p, p.requires_grad, p.grad, p._version) for p in model.parameters()]
         self._attributes = [{k: v for k, v in vars(m).items() if k not in _MANAGED} for m in self.modules]
         self._contents = {
-            id(value): (value, copy.copy(value))
+            id(value): (value, contents)
             for held in self._attributes
             for value in held.values()
-            if type(value) in _CONTAINERS
+            if (contents := contents_of(value)) is not None
         }
         self._buffers = {id(m): dict(m._buffers.items()) for m in self.modules}
         self._values = {
@@ -79,7 +74,7 @@ class Former:
 
     def _is_changed(self, value: Any) -> bool:
         if id(value) in self._contents:
-            return not _holds_same(value, self._contents[id(value)][1])
+            return not holds_same(value, self._contents[id(value)][1])
         if id(value) not in self._values:
             return False
         _, version, former = self._values[id(value)]
@@ -100,9 +95,7 @@ class Former:
             vars(module).clear()
             vars(module).update(before, **kept)
         for value, contents in self._contents.values():
-            if not _holds_same(value, contents):
-                value.clear()
-                (value.extend if isinstance(value, list | deque) else value.update)(contents)
+            refill(value, contents)
         with torch.no_grad():
             for tensor, _, former in self._values.values():
                 if former is not None:
@@ -133,17 +126,6 @@ def restored(model: nn.Module) -> Iterator[Former]:
     finally:
         torch.clear_autocast_cache()
         former.put_back()
-
-
-def _holds_same(value: Any, contents: Any) -> bool:
-    """Whether a container holds the very objects that it held."""
-    if len(value) != len(contents):
-        return False
-    if isinstance(value, dict):
-        return all(key in value and value[key] is item for key, item in contents.items())
-    if isinstance(value, set):
-        return all(item in value for item in contents)
-    return all(one is other for one, other in zip(value, contents, strict=True))
 
 
 def _version(tensor: torch.Tensor) -> int | None:
