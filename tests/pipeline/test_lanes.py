@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from smp_runtime.errors import DeadlineError, SMPRuntimeError, SMPUserError
 from smp_runtime.pipeline import lanes
-from smp_runtime.pipeline.lanes import CollectiveLane, choose_lanes, directed_groups, lane_of
+from smp_runtime.pipeline.lanes import CollectiveLane, InlineLane, choose_lanes, dense, directed_groups, lane_of
 from smp_runtime.pipeline.transport import Transport
 
 CPU = torch.device("cpu")
@@ -345,3 +345,28 @@ def _pruned() -> int:
 def test_every_step_gives_back_what_it_has_sent(ranks):
     settings = {"partitions": 2, "auto_partition": False, "default_partition": 0}
     assert ranks(_pruned, 2, config=settings) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "what"),
+    [
+        (torch.eye(3).to_sparse(), "sparse_coo"),
+        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantized"),
+    ],
+)
+def test_what_has_no_dense_memory_is_refused(tensor, what):
+    with pytest.raises(SMPUserError, match=f"{what}.*to_dense"):
+        dense(tensor)
+
+
+def test_a_foreign_device_is_named():
+    with pytest.raises(SMPUserError, match=r"on meta, but this rank computes on cpu.*\.to\('cpu'\)"):
+        lane_of(torch.ones(1, device="meta"), choose_lanes(CPU, 1, None), CPU)
+
+
+def test_the_right_lane_for_each_device():
+    cuda = torch.device("cuda", 0)
+    assert [type(lane) for lane in choose_lanes(CPU, 1, None)] == [InlineLane]
+    assert [type(lane) for lane in choose_lanes(cuda, 1, None)] == [InlineLane, InlineLane]
+    group: dist.ProcessGroup = object()  # type: ignore[assignment]
+    assert [type(lane) for lane in choose_lanes(CPU, 1, group)] == [InlineLane, CollectiveLane]

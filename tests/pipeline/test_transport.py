@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from smp_runtime.comm.control import ControlPlane, SoloCarrier
-from smp_runtime.errors import DeadlineError, SMPRuntimeError, SMPUserError
+from smp_runtime.errors import DeadlineError, SMPRuntimeError
 from smp_runtime.pipeline.transport import Transport
 
 CPU = torch.device("cpu")
@@ -472,34 +471,3 @@ def test_a_message_to_the_own_stage_is_delivered_at_once_as_it_is():
     assert got[0][2][0] is tensor
     transport.flush(0)
     transport.close()
-
-
-@pytest.mark.parametrize(
-    ("tensor", "what"),
-    [
-        (torch.eye(3).to_sparse(), "sparse_coo"),
-        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantized"),
-    ],
-)
-def test_what_has_no_dense_memory_is_refused(tensor, what):
-    from smp_runtime.pipeline.lanes import dense
-
-    with pytest.raises(SMPUserError, match=f"{what}.*to_dense"):
-        dense(tensor)
-
-
-def test_a_foreign_device_is_named():
-    from smp_runtime.pipeline.lanes import choose_lanes, lane_of
-
-    with pytest.raises(SMPUserError, match=r"on meta, but this rank computes on cpu.*\.to\('cpu'\)"):
-        lane_of(torch.ones(1, device="meta"), choose_lanes(CPU, 1, None), CPU)
-
-
-def test_the_right_lane_for_each_device():
-    from smp_runtime.pipeline.lanes import CollectiveLane, InlineLane, choose_lanes
-
-    cuda = torch.device("cuda", 0)
-    assert [type(lane) for lane in choose_lanes(CPU, 1, None)] == [InlineLane]
-    assert [type(lane) for lane in choose_lanes(cuda, 1, None)] == [InlineLane, InlineLane]
-    group: dist.ProcessGroup = object()  # type: ignore[assignment]
-    assert [type(lane) for lane in choose_lanes(CPU, 1, group)] == [InlineLane, CollectiveLane]

@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from pipeline_training import summing_step
 from torch import nn
 
 from smp_config import ModelParallelParameters
@@ -208,14 +209,7 @@ def test_only_the_rank_that_traces_moves_the_whole_model(ranks, skips):
         moves = []
         net.to = lambda device: moves.append(str(device)) or net
         model = smp.DistributedModel(net)
-
-        @smp.step
-        def train(x):
-            loss = model(x).sum()
-            model.backward(loss)
-            return loss
-
-        loss = float(train(torch.ones(2, 4)).reduce_mean())
+        loss = float(summing_step(model)(torch.ones(2, 4)).reduce_mean())
         # Where everything of this stage would go, on another kind of device.
         model._moved(torch.device("meta"))
         mine = [part for number, part in enumerate(net) if (number >= 2) == smp.pp_rank()]
