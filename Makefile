@@ -9,17 +9,22 @@ WORKERS ?= 2
 
 FLOOR := .venv-sdk-floor
 
+# Of `make test-torch`: another PyTorch than the pinned one, for the runtime's tests.
+TORCH ?= 2.8.0
+OTHER := .venv-torch-$(TORCH)
+
 # Empty: CPU, on a Debian base built here. With one: its Python, torch, Open MPI and EFA are kept.
 BASE_IMAGE ?=
 IMAGE ?= smp-estimator:cpu
 LOCAL_BASE := smp-estimator-base:bookworm
 
-.PHONY: image push test-docker quickstart test test-newest test-sdk-floor test-full lint type format clean help
+.PHONY: image push test-docker quickstart test test-newest test-sdk-floor test-full test-torch lint type format clean help
 
 help:
 	@echo "make quickstart   train a small GPT with SMPEstimator.fit(): two processes, no cloud account"
 	@echo "make test         the tests (big matrices as a sample), with the newest SDK and the notebook side with the oldest"
 	@echo "make test-full    the tests, with the big matrices whole"
+	@echo "make test-torch   the runtime's tests with another PyTorch: TORCH=2.8.0"
 	@echo "make image        the training image; BASE_IMAGE=… for the cloud; make push prints how to publish it"
 	@echo "make test-docker  SageMaker local mode with that image, one and two hosts"
 	@echo "make lint type    ruff and mypy"
@@ -50,6 +55,17 @@ $(FLOOR)/.installed: setup.cfg setup.py constraints-cpu.txt
 
 test-sdk-floor: $(FLOOR)/.installed
 	$(FLOOR)/bin/python -m pytest tests/estimator -m "not job and not full" -n $(WORKERS) --dist loadfile
+
+# The index has no CPU build of other versions: several GB are fetched the first time.
+$(OTHER)/.installed: setup.cfg setup.py constraints-cpu.txt
+	$(PYTHON) -m venv $(OTHER)
+	grep -v '^torch==' constraints-cpu.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt -e ".[local,test]" torch==$(TORCH)
+	@touch $@
+
+test-torch: $(OTHER)/.installed
+	$(OTHER)/bin/python -m pytest tests -m "not full" -n $(WORKERS) --dist loadfile --ignore=tests/estimator --ignore=tests/planning \
+		--ignore=tests/docker --ignore=tests/launch
 
 test-full: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
@@ -83,6 +99,6 @@ type: $(VENV)/.installed
 	$(BIN)/mypy smp_estimator container/smp_config container/smp_launch container/smp_runtime container/smdistributed
 
 clean:
-	rm -rf $(VENV) $(FLOOR) build dist *.egg-info container/*.egg-info quickstart-data quickstart-output
+	rm -rf $(VENV) $(FLOOR) .venv-torch-* build dist *.egg-info container/*.egg-info quickstart-data quickstart-output
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
