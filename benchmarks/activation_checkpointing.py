@@ -143,7 +143,7 @@ def checkpointing(args: argparse.Namespace, device: torch.device) -> None:
 def offloading(args: argparse.Namespace, device: torch.device) -> None:
     """Memory of every horizon; on a GPU also how much of the copies is hidden."""
     import smdistributed.modelparallel.torch as smp
-    from smp_runtime.activations.state import Activations
+    from smp_runtime.activations.activations import Activations
 
     unit = args.batch * args.seq * args.hidden * 4
     smp.init({})

@@ -124,7 +124,7 @@ def train_rank(rounds: int) -> None:
     import torch.nn.functional as F
 
     import smdistributed.modelparallel.torch as smp
-    from smp_runtime import session as sessions
+    from smp_runtime.job import session as sessions
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     elements = sum(p.numel() for p in make_gpt().parameters())

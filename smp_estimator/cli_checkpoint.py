@@ -17,7 +17,7 @@ from rich.table import Table
 from smp_config import ConfigError
 
 if TYPE_CHECKING:  # the commands import the runtime when they run, so that this package stays light
-    from smp_runtime.checkpoint.manifest import FoundCheckpoint, Manifest
+    from smp_runtime.checkpoint.files.manifest import FoundCheckpoint, Manifest
 
 #: Folders below PATH in which checkpoints are looked for.
 _DEPTH = 6
@@ -63,7 +63,7 @@ def inspect(path: str, tag: str | None, tensors: bool, as_json: bool) -> None:
 
     PATH is a folder of checkpoints, one of them (TAG_partial), or a folder above, such as a job's output.
     """
-    from smp_runtime.checkpoint.manifest import newest_name
+    from smp_runtime.checkpoint.files.manifest import newest_name
 
     parent, found = _find(path)
     chosen = _choose(parent, found, tag, may_be_broken=True)
@@ -226,8 +226,8 @@ def verify(path: str, tag: str | None) -> None:
     and every state of the optimizer exactly once; the tensors in them have the sizes that the manifest says. With --tag
     one checkpoint, else all. PATH: as for inspect.
     """
-    from smp_runtime.checkpoint.manifest import newest_name
-    from smp_runtime.checkpoint.verification import problems_of
+    from smp_runtime.checkpoint.files.manifest import newest_name
+    from smp_runtime.checkpoint.files.verification import problems_of
 
     parent, found = _find(path)
     chosen = _choose(parent, found, tag, may_be_broken=True) if tag is not None else None
@@ -280,7 +280,7 @@ def convert(
     weights: a file of torch.save or safetensors, or a folder of Transformers. One tensor at a time is in memory, but
     with --to full all are.
     """
-    from smp_runtime.checkpoint import conversion
+    from smp_runtime.checkpoint.files import conversion
 
     target = Path(out)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -313,7 +313,7 @@ def _find(path: str) -> tuple[Path, list[FoundCheckpoint]]:
     Raises:
         ConfigError: there are none, or in several folders.
     """
-    from smp_runtime.checkpoint.manifest import MANIFEST, PARTIAL, checkpoints_in, inspect_folder
+    from smp_runtime.checkpoint.files.manifest import MANIFEST, PARTIAL, checkpoints_in, inspect_folder
 
     if path.startswith("s3://"):
         raise ConfigError(

@@ -67,7 +67,7 @@ def train(make, prepare=None, steps: int = 3, batch: int = 4, before: bool = Fal
         prepare: called with the model, wrapped or (``before``) not yet.
     """
     import smdistributed.modelparallel.torch as smp
-    from smp_runtime.activations.state import Activations
+    from smp_runtime.activations.activations import Activations
 
     torch.manual_seed(5)
     net = make()

@@ -55,7 +55,7 @@ def ranks(_shared_pool: _SharedPool) -> Callable[..., list[Any]]:
 @pytest.fixture
 def solo() -> Iterator[Callable[..., Any]]:
     """``solo(config)``: a session of one process, in this process."""
-    from smp_runtime import session
+    from smp_runtime.job import session
 
     yield session.init
     session.shutdown()

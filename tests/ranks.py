@@ -106,7 +106,7 @@ def _serve(pipe: Any, rank: int, port: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from smp_runtime import session
+    from smp_runtime.job import session
 
     while True:
         try:

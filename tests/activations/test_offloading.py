@@ -11,8 +11,8 @@ import torch
 from checkpointed import HIDDEN, Layer, Net, same, train
 
 import smdistributed.modelparallel.torch as smp
+from smp_runtime.activations.activations import Activations
 from smp_runtime.activations.offloading import Offloader
-from smp_runtime.activations.state import Activations
 from smp_runtime.errors import SMPUserError
 
 LAYERS, BATCH, SEQ = 6, 4, 5
@@ -59,7 +59,7 @@ def test_what_was_recorded_is_followed(at):
 
 
 def test_a_horizon_that_forgets_to_load_is_noticed(at, monkeypatch):
-    monkeypatch.setattr("smp_runtime.activations.tape.Tape.coming", lambda *_: [])
+    monkeypatch.setattr("smp_runtime.activations.load_order.Tape.coming", lambda *_: [])
     found = at(1, 2)
     assert found["figures"][0]["late"] == LAYERS
 

@@ -10,8 +10,8 @@ import smdistributed.modelparallel.torch as smp
 from smp_runtime.activations.marking import recomputed_parts
 from smp_runtime.activations.strategies import Strategy, grouped
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pipeline.trace import trace
-from smp_runtime.pipeline.tree import note_recomputed
+from smp_runtime.pipeline.partition.module_tree import note_recomputed
+from smp_runtime.pipeline.partition.tracing import trace
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smp_runtime.activations.tape import Entry, Key, Tape
+from smp_runtime.activations.load_order import Entry, Key, Tape
 
 
 def key(microbatch, number, path=()):

@@ -11,8 +11,8 @@ import torch
 from resuming import TOPOLOGIES, Training
 
 import smdistributed.modelparallel.torch as smp
-from smp_runtime.checkpoint import saving
-from smp_runtime.checkpoint.manifest import newest_name
+from smp_runtime.checkpoint import save_partial as saving
+from smp_runtime.checkpoint.files.manifest import newest_name
 from smp_runtime.errors import CheckpointError
 
 
@@ -85,7 +85,7 @@ def test_a_failure_surfaces_at_the_next_save_on_every_rank_and_the_former_stays(
     def run(path):
         from resuming import Training
 
-        from smp_runtime.checkpoint import saving
+        from smp_runtime.checkpoint import save_partial as saving
 
         run = Training()
         run.train(0, 1)

@@ -14,9 +14,11 @@ import torch
 from resuming import TOPOLOGIES
 
 import smdistributed.modelparallel.torch as smp
-from smp_runtime.checkpoint import checkpoints, folder, saving
-from smp_runtime.checkpoint.folder import FolderTransaction
-from smp_runtime.checkpoint.manifest import checkpoints_in, whole_checkpoints
+from smp_runtime.checkpoint import folder_transaction as folder
+from smp_runtime.checkpoint import save_and_resume as checkpoints
+from smp_runtime.checkpoint import save_partial as saving
+from smp_runtime.checkpoint.files.manifest import checkpoints_in, whole_checkpoints
+from smp_runtime.checkpoint.folder_transaction import FolderTransaction
 from smp_runtime.errors import CheckpointError
 
 
@@ -198,7 +200,9 @@ def test_whatever_fails_on_one_rank_is_told_before_ranks_wait_for_each_other(ran
 def test_resuming_that_fails_on_one_rank_is_told_to_all(ranks, tmp_path):
     def run(path):
         import smdistributed.modelparallel.torch as smp
-        from smp_runtime.checkpoint import finding, random_states, user_content
+        from smp_runtime.checkpoint import find_checkpoint as finding
+        from smp_runtime.checkpoint import random_states
+        from smp_runtime.checkpoint.files import user_content
 
         model = _model()
         smp.save_checkpoint(path, tag="a", model=model)

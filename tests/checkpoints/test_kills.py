@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smp_runtime import session
-from smp_runtime.checkpoint.manifest import verify, whole_checkpoints
+from smp_runtime.checkpoint.files.manifest import verify, whole_checkpoints
+from smp_runtime.job import session
 
 #: Forks jobs of one or two ranks that save without end, and kills them; prints what each had saved for certain.
 _KILLER = """

@@ -9,9 +9,9 @@ import random
 import pytest
 import torch
 
-from smp_runtime.checkpoint.manifest import Manifest, Piece, TensorRecord
-from smp_runtime.checkpoint.reader import CheckpointReader
-from smp_runtime.checkpoint.regions import Region, copy_common
+from smp_runtime.checkpoint.files.manifest import Manifest, Piece, TensorRecord
+from smp_runtime.checkpoint.files.reader import CheckpointReader
+from smp_runtime.checkpoint.files.tensor_regions import Region, copy_common
 from smp_runtime.errors import CheckpointError
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import smdistributed.modelparallel.torch as smp
-from smp_runtime.checkpoint.naming import Traced
-from smp_runtime.checkpoint.transformers_format import config_of, read_weights, write_transformers
-from smp_runtime.checkpoint.whole_states import record_of
+from smp_runtime.checkpoint.files.name_translation import Traced
+from smp_runtime.checkpoint.files.state_names import record_of
+from smp_runtime.checkpoint.files.transformers_format import config_of, read_weights, write_transformers
 from smp_runtime.errors import CheckpointError, SMPUserError
 
 BATCH, SEQ, VOCABULARY, STEPS = 4, 8, 43, 3
@@ -415,9 +415,9 @@ def test_the_model_inside_takes_the_weights_of_one_with_a_head(solo, tmp_path):
 def test_a_translation_without_values_is_the_same_as_with_them():
     import transformers as hf
 
-    from smp_runtime.nn.huggingface.gpt2 import NAMES as GPT2
-    from smp_runtime.nn.huggingface.gptneox import NAMES as NEOX
-    from smp_runtime.nn.huggingface.llama import NAMES as LLAMA
+    from smp_runtime.replacement.huggingface.gpt2 import NAMES as GPT2
+    from smp_runtime.replacement.huggingface.gptneox import NAMES as NEOX
+    from smp_runtime.replacement.huggingface.llama import NAMES as LLAMA
 
     neox = hf.GPTNeoXForCausalLM(
         hf.GPTNeoXConfig(

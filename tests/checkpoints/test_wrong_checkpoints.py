@@ -12,7 +12,7 @@ from resuming import TOPOLOGIES, Training
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smp_runtime.checkpoint.manifest import whole_checkpoints
+from smp_runtime.checkpoint.files.manifest import whole_checkpoints
 from smp_runtime.errors import CheckpointError, SMPUserError
 
 
@@ -131,7 +131,7 @@ class _Other(nn.Module):
 
 def _job(config, path, saved, loaded, **options):
     """Save one model, resume with another; returns what the second one's weights are."""
-    from smp_runtime import session
+    from smp_runtime.job import session
 
     session.init(config)
     try:

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pipeline.absent import AbsentAttribute, AbsentParameter, AbsentTensor, absent_parameter
-from smp_runtime.pipeline.lanes import dense
-from smp_runtime.swapping import swap_contents
+from smp_runtime.module_state.absent_tensors import AbsentAttribute, AbsentParameter, AbsentTensor, absent_parameter
+from smp_runtime.pipeline.transport.tensor_channels import dense
+from smp_runtime.tensors.swapping import swap_contents
 
 
 def _absent_linear():
@@ -149,7 +149,7 @@ def _teaching(stage_of_teacher, case):
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp
-    from smp_runtime.pipeline.absent import AbsentAttribute, AbsentParameter
+    from smp_runtime.module_state.absent_tensors import AbsentAttribute, AbsentParameter
 
     torch.manual_seed(0)
 

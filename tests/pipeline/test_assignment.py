@@ -12,11 +12,11 @@ from models import TiedNet
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pipeline.assignment import Assignment, check_together
-from smp_runtime.pipeline.manual import ManualAssignment
-from smp_runtime.pipeline.partition import partition
-from smp_runtime.pipeline.trace import trace
-from smp_runtime.pipeline.tree import untraced
+from smp_runtime.pipeline.partition.assignment import Assignment, check_together
+from smp_runtime.pipeline.partition.manual_stages import ManualAssignment
+from smp_runtime.pipeline.partition.module_tree import untraced
+from smp_runtime.pipeline.partition.partitioner import partition
+from smp_runtime.pipeline.partition.tracing import trace
 
 
 class Shared(nn.Module):

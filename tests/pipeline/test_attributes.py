@@ -9,7 +9,7 @@ import torch
 from closeness import close
 from torch import nn
 
-from smp_runtime.pipeline.attributes import Attributes
+from smp_runtime.module_state.attributes import Attributes
 
 WIDTH, BATCH, STEPS, MICROBATCHES = 6, 8, 7, 4
 

@@ -13,7 +13,7 @@ def _delayed(name, steps, batch):
 
     import torch
 
-    import smp_runtime.pipeline.transport as transport
+    import smp_runtime.pipeline.transport.transport as transport
 
     original = transport.Transport.__init__
     transport.Transport.__init__ = lambda self, *args, **kwargs: original(

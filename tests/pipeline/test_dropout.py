@@ -11,7 +11,7 @@ from closeness import close
 from pipeline_models import CASES, built
 from pipeline_training import part
 
-from smp_runtime.pipeline.random_state import task_seed
+from smp_runtime.tensors.random_state import task_seed
 
 BATCH = 8
 
@@ -169,7 +169,7 @@ def _repeated(warm, times):
     from pipeline_training import replayed
 
     import smdistributed.modelparallel.torch as smp
-    import smp_runtime.pipeline.transport as transport
+    import smp_runtime.pipeline.transport.transport as transport
 
     random.seed(time.time_ns())
     original = transport.Transport.__init__

@@ -334,7 +334,7 @@ def _no_memory(early):
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp
-    from smp_runtime.pipeline.lanes import Announcement
+    from smp_runtime.pipeline.transport.tensor_channels import Announcement
 
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     for stage in (1, 2):
@@ -380,7 +380,7 @@ def test_an_error_of_the_rank_that_receives_a_tensor_is_told_as_its_own_on_every
 
 def test_a_failure_record_of_an_error_that_another_rank_raised_is_that_ranks():
     from smp_config.failure import FailureRecord
-    from smp_runtime.pipeline.failures import STEP_FUNCTION, error_of, message_of
+    from smp_runtime.pipeline.execution.failures import STEP_FUNCTION, error_of, message_of
 
     try:
         raise ValueError("no \udc80 good")
@@ -401,15 +401,15 @@ def test_a_failure_record_of_an_error_that_another_rank_raised_is_that_ranks():
     ],
 )
 def test_what_raised_is_named_as_what_it_is(place, told):
-    from smp_runtime.pipeline.failures import message_of
+    from smp_runtime.pipeline.execution.failures import message_of
 
     assert message_of(ValueError("no"), place, 1, 5).place == told
 
 
 def test_an_error_that_we_raise_ourselves_says_where():
     from smp_runtime.errors import SMPRuntimeError
-    from smp_runtime.pipeline.failures import traceback_of, without_own_frames
-    from smp_runtime.pipeline.timeline import estimate_offset
+    from smp_runtime.pipeline.execution.failures import traceback_of, without_own_frames
+    from smp_runtime.pipeline.observe.recorder import estimate_offset
 
     try:
         estimate_offset([])

@@ -19,9 +19,16 @@ import torch
 import torch.distributed as dist
 
 from smp_runtime.errors import DeadlineError, SMPRuntimeError, SMPUserError
-from smp_runtime.pipeline import lanes
-from smp_runtime.pipeline.lanes import CollectiveLane, InlineLane, choose_lanes, dense, directed_groups, lane_of
-from smp_runtime.pipeline.transport import Transport
+from smp_runtime.pipeline.transport import tensor_channels as lanes
+from smp_runtime.pipeline.transport.tensor_channels import (
+    CollectiveLane,
+    InlineLane,
+    choose_lanes,
+    dense,
+    directed_groups,
+    lane_of,
+)
+from smp_runtime.pipeline.transport.transport import Transport
 
 CPU = torch.device("cpu")
 #: Longer than anything here takes, even on a busy machine.
@@ -30,7 +37,7 @@ PATIENCE = 50.0
 
 def _transport(world: int, **kwargs: Any) -> Any:
     """A transport with process groups, and queues of what came to it, what it lost and what failed."""
-    from smp_runtime import session
+    from smp_runtime.job import session
 
     control = session.current().control
     came: queue.SimpleQueue = queue.SimpleQueue()
@@ -103,8 +110,8 @@ def test_groups_connect_in_one_order_before_threads_use_them(ranks):
 
 def _alone(how: str) -> str:
     """Rank 1 takes no part in connecting the groups, or cannot; what rank 0 raises."""
-    from smp_runtime import session
-    from smp_runtime.pipeline import transport
+    from smp_runtime.job import session
+    from smp_runtime.pipeline.transport import transport
 
     groups = directed_groups([[0, 1]], "gloo")
     if dist.get_rank() == 1 and how == "absent":

@@ -15,7 +15,7 @@ def _counted(steps):
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp
-    from smp_runtime.pipeline.protocol import named
+    from smp_runtime.pipeline.transport.messages import named
 
     class Net(nn.Module):
         def __init__(self):
@@ -66,8 +66,9 @@ def test_a_known_step_asks_for_nothing(ranks, stages):
 def test_messages_are_the_same_after_their_way():
     import torch
 
-    from smp_runtime.pipeline import protocol
-    from smp_runtime.pipeline.protocol import Back, Call, Done, Meta, Modes, Reply, Slot, Value, named, plain
+    from smp_runtime.pipeline.transport import messages as protocol
+    from smp_runtime.pipeline.transport.messages import Back, Call, Done, Modes, Reply, Slot, Value, named, plain
+    from smp_runtime.tensors.handles import Meta
 
     name = ("A", 1, (0, 2), 0)
     slots = (Slot(name, 0, Meta((2, 3), torch.bfloat16, "cpu", True), True), None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from smp_runtime.pipeline.hub import current_modes, default_device, in_modes, keeps_otherwise
+from smp_runtime.pipeline.execution.stage_context import current_modes, default_device, in_modes, keeps_otherwise
 
 TWO = {"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True}
 

@@ -13,12 +13,12 @@ from torch import nn
 
 from smp_config.in_flight import in_flight_counts
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pipeline.costs import CostModel, CostSettings, balance
-from smp_runtime.pipeline.partition import partition
-from smp_runtime.pipeline.report import describe
-from smp_runtime.pipeline.segments import best_cuts
-from smp_runtime.pipeline.trace import trace
-from smp_runtime.pipeline.tree import Flow, ForeignUse, HeldParameter, ModuleNode, Trace, untraced
+from smp_runtime.pipeline.partition.best_cuts import best_cuts
+from smp_runtime.pipeline.partition.costs import CostModel, CostSettings, balance
+from smp_runtime.pipeline.partition.module_tree import Flow, ForeignUse, HeldParameter, ModuleNode, Trace, untraced
+from smp_runtime.pipeline.partition.partitioner import partition
+from smp_runtime.pipeline.partition.report import describe
+from smp_runtime.pipeline.partition.tracing import trace
 
 VOCABULARY = 97
 
@@ -145,7 +145,7 @@ def test_many_groups_are_placed_well_one_after_the_other(monkeypatch):
         settings = CostSettings(memory_weight=0.2, round_trip=0.0, link_operations=0.0)
         costs = []
         for most in (256, 1):
-            monkeypatch.setattr("smp_runtime.pipeline.partition._MOST_PLACEMENTS", most)
+            monkeypatch.setattr("smp_runtime.pipeline.partition.partitioner._MOST_PLACEMENTS", most)
             assignment = partition(found, 3, settings)
             costs.append(max(c.cost for c in CostModel(found, 3, settings).stage_costs(assignment.stage_of)))
         ratios.append(costs[1] / costs[0])

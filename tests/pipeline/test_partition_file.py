@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pipeline.assignment import Assignment
+from smp_runtime.pipeline.partition.assignment import Assignment
 
 DECISION = Assignment(2, {"": 1, "0": 0})
 OTHER = Assignment(2, {"": 0, "0": 1})

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from smp_runtime.pipeline.assignment import Assignment
-from smp_runtime.pipeline.costs import CostModel, CostSettings
-from smp_runtime.pipeline.manual import ManualAssignment
-from smp_runtime.pipeline.partition import partition
-from smp_runtime.pipeline.report import describe
-from smp_runtime.pipeline.trace import trace
-from smp_runtime.pipeline.tree import untraced
+from smp_runtime.pipeline.partition.assignment import Assignment
+from smp_runtime.pipeline.partition.costs import CostModel, CostSettings
+from smp_runtime.pipeline.partition.manual_stages import ManualAssignment
+from smp_runtime.pipeline.partition.module_tree import untraced
+from smp_runtime.pipeline.partition.partitioner import partition
+from smp_runtime.pipeline.partition.report import describe
+from smp_runtime.pipeline.partition.tracing import trace
 
 
 def _net():

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
-from smp_runtime.pipeline import planning
-from smp_runtime.pipeline.planning import plan
-from smp_runtime.pipeline.schedules import (
+from smp_runtime.pipeline.schedule import planner as planning
+from smp_runtime.pipeline.schedule.actions import (
     Action,
     ScheduleError,
     Segment,
@@ -24,7 +23,8 @@ from smp_runtime.pipeline.schedules import (
     one_f_one_b,
     smooth,
 )
-from smp_runtime.pipeline.simulation import simulate, slowdowns, validate
+from smp_runtime.pipeline.schedule.planner import plan
+from smp_runtime.pipeline.schedule.simulation import simulate, slowdowns, validate
 
 F, B, S = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.STEP
 

@@ -17,9 +17,9 @@ def _watched(name, steps, options, build=None):
     from pipeline_training import staged
 
     import smdistributed.modelparallel.torch as smp
-    import smp_runtime.pipeline.server as server
-    import smp_runtime.pipeline.tasks as tasks
-    import smp_runtime.pipeline.values as values
+    import smp_runtime.pipeline.execution.conductor as tasks
+    import smp_runtime.pipeline.execution.module_server as server
+    import smp_runtime.pipeline.execution.value_store as values
 
     most = [0]
     original_put, original_model = values.Values.put, smp.DistributedModel

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pipeline.absent import AbsentAttribute, AbsentAttributes
-from smp_runtime.pipeline.assignment import Assignment
-from smp_runtime.pipeline.manual import ManualAssignment
-from smp_runtime.pipeline.trace import trace
+from smp_runtime.module_state.absent_tensors import AbsentAttribute, AbsentAttributes
+from smp_runtime.pipeline.partition.assignment import Assignment
+from smp_runtime.pipeline.partition.manual_stages import ManualAssignment
+from smp_runtime.pipeline.partition.tracing import trace
 
 
 class Noting(nn.Linear):

@@ -9,8 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from smp_runtime.pipeline.schedules import TaskKind
-from smp_runtime.pipeline.tasks import Conductor, Task
+from smp_runtime.pipeline.execution.conductor import Conductor
+from smp_runtime.pipeline.execution.task import Task
+from smp_runtime.pipeline.schedule.actions import TaskKind
 
 PATIENCE = 30.0
 

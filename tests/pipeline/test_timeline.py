@@ -14,7 +14,7 @@ import pytest
 from smp_config import ConfigError
 from smp_config.timeline import parse_timeline
 from smp_runtime.errors import SMPRuntimeError
-from smp_runtime.pipeline.timeline import (
+from smp_runtime.pipeline.observe.recorder import (
     ClockSample,
     Recorder,
     SharedClock,
@@ -70,7 +70,7 @@ def test_what_is_recorded_is_what_is_read(tmp_path: Path) -> None:
 
 
 def test_the_words_of_the_schedules_are_the_files(tmp_path: Path) -> None:
-    from smp_runtime.pipeline.schedules import TaskKind
+    from smp_runtime.pipeline.schedule.actions import TaskKind
 
     recorder = Recorder(0, 0)
     recorder.begin_step(1)
@@ -278,8 +278,8 @@ def test_two_runs_of_one_job_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _recorded(folder: str, pretend_hosts: bool) -> tuple[float, float]:
     """One step of a rank; gives its clock's offset and error."""
-    from smp_runtime import session
-    from smp_runtime.pipeline import timeline
+    from smp_runtime.job import session
+    from smp_runtime.pipeline.observe import recorder as timeline
 
     control = session.current().control
     truth = timeline.machine_identity

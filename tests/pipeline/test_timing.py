@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from smp_runtime.pipeline.timing import RUNS, repeated, settled
-from smp_runtime.pipeline.trace import trace
+from smp_runtime.pipeline.partition.module_times import RUNS, repeated, settled
+from smp_runtime.pipeline.partition.tracing import trace
 
 
 def _runs(lengths, **settings):

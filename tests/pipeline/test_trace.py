@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pipeline.structures import tensors_in
-from smp_runtime.pipeline.trace import trace
-from smp_runtime.pipeline.tree import Flow, ForeignUse, untraced
+from smp_runtime.pipeline.partition.module_tree import Flow, ForeignUse, untraced
+from smp_runtime.pipeline.partition.tracing import trace
+from smp_runtime.tensors.nested import tensors_in
 
 
 def nodes_of(model, run=None, **settings):

@@ -20,7 +20,7 @@ import torch
 
 from smp_runtime.comm.control import ControlPlane, SoloCarrier
 from smp_runtime.errors import DeadlineError, SMPRuntimeError
-from smp_runtime.pipeline.transport import Transport
+from smp_runtime.pipeline.transport.transport import Transport
 
 CPU = torch.device("cpu")
 #: Longer than anything here takes, even on a busy machine.
@@ -36,7 +36,7 @@ class Box:
     """A transport and what came to it."""
 
     def __init__(self, world: int, **kwargs: Any) -> None:
-        from smp_runtime import session
+        from smp_runtime.job import session
 
         self.control = kwargs.pop("control", None) or session.current().control
         self.messages: queue.SimpleQueue = queue.SimpleQueue()
@@ -74,7 +74,7 @@ def samples() -> list[torch.Tensor]:
 
 
 def exchange(grouped: bool) -> list[str]:
-    from smp_runtime.pipeline.lanes import directed_groups
+    from smp_runtime.pipeline.transport.tensor_channels import directed_groups
 
     box = Box(2, make_group=directed_groups([[0, 1]], "gloo") if grouped else None)
     other = 1 - box.stage
@@ -103,8 +103,8 @@ def test_every_dtype_and_shape_arrives(ranks, grouped):
 def chatter(count: int, delayed: bool, grouped: bool, network: bool) -> dict[str, Any]:
     from unittest import mock
 
-    from smp_runtime.pipeline import connections
-    from smp_runtime.pipeline.lanes import directed_groups
+    from smp_runtime.pipeline.transport import connections
+    from smp_runtime.pipeline.transport.tensor_channels import directed_groups
 
     with mock.patch.object(connections, "own_address", _other_address) if network else contextlib.nullcontext():
         return _chatter(count, delayed, directed_groups([range(3)], "gloo") if grouped else None, network)
@@ -217,7 +217,7 @@ def test_send_does_not_wait_and_keeps_the_values(ranks, copy):
 
 
 def changed_in_place(grouped: bool) -> list[int]:
-    from smp_runtime.pipeline.lanes import directed_groups
+    from smp_runtime.pipeline.transport.tensor_channels import directed_groups
 
     box = Box(2, make_group=directed_groups([[0, 1]], "gloo") if grouped else None)
     tensor = torch.zeros(500_000, dtype=torch.int32)
@@ -342,7 +342,7 @@ class Intruded:
 
 
 def intruded() -> Any:
-    from smp_runtime import session
+    from smp_runtime.job import session
 
     control = Intruded(session.current().control)
     box = Box(3, control=control)
@@ -429,7 +429,7 @@ def test_nothing_keeps_a_tensor_that_was_handed_over(ranks):
 
 
 def one_missing() -> str:
-    from smp_runtime import session
+    from smp_runtime.job import session
 
     control = session.current().control
     if control.rank == 1:

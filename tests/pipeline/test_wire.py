@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
-from smp_runtime.pipeline.wire import pack, restore_into, unpack
+from smp_runtime.pipeline.transport.packing import pack, restore_into, unpack
 
 Pair = namedtuple("Pair", "left right")
 
@@ -415,7 +415,7 @@ def test_what_a_class_does_not_pickle_stays_with_the_caller():
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])  # the last one is pickled
 def test_common_trees_need_no_pickling_and_have_the_same_head(count):
-    from smp_runtime.pipeline import wire
+    from smp_runtime.pipeline.transport import packing as wire
 
     tensors = [torch.ones(1) for _ in range(max(count, 1))]
     tree = (tuple(tensors), {}) if count else (tensors[0], None)

@@ -10,11 +10,18 @@ from pipeline_training import summing_step
 from torch import nn
 
 from smp_config import ModelParallelParameters
-from smp_runtime import devices
-from smp_runtime.devices import assign_gpus, choose_backend, lane_backend, sharing_ranks, sharing_warning, visible_gpus
+from smp_runtime.comm import devices
+from smp_runtime.comm.devices import (
+    assign_gpus,
+    choose_backend,
+    lane_backend,
+    sharing_ranks,
+    sharing_warning,
+    visible_gpus,
+)
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pipeline import deciding
-from smp_runtime.staged_model import _wholly_on
+from smp_runtime.model.stages import _wholly_on
+from smp_runtime.pipeline.partition import decision as deciding
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 EIGHT = [f"GPU-{number}" for number in range(8)]

@@ -84,8 +84,8 @@ def test_ranks_that_were_configured_differently(ranks):
     def run():
         import os
 
-        from smp_runtime import session
         from smp_runtime.errors import ConfigError
+        from smp_runtime.job import session
 
         with pytest.raises(ConfigError, match="rank 1 was configured with"):
             session.init({"microbatches": 1 + int(os.environ["RANK"])})

@@ -6,8 +6,8 @@ import torch
 
 import smdistributed.modelparallel.torch as smp
 from smp_config.progress import parse_progress
-from smp_runtime import progress as module
-from smp_runtime.progress import ProgressReporter
+from smp_runtime.job import progress as module
+from smp_runtime.job.progress import ProgressReporter
 
 
 def _records(capsys):

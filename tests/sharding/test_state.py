@@ -148,7 +148,7 @@ def test_delayed_creation_gives_the_same_shards_bit_for_bit_and_never_the_model(
             module = Reinitialised()
         peak = 0
         if delayed:
-            from smp_runtime import deferred
+            from smp_runtime.parameters import deferred_creation as deferred
 
             original = deferred._view_like
             seen = {}

@@ -8,7 +8,7 @@ from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.errors import SMPUserError
-from smp_runtime.nn.scores import Scoring, attend, rotate
+from smp_runtime.nn.attention_scores import Scoring, attend, rotate
 
 SIZES = {"num_attention_heads": 4, "attention_head_size": 4, "hidden_size": 16, "intermediate_size": 24}
 QUIET = {"attention_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
@@ -158,7 +158,7 @@ def test_tables_of_rotation_outlive_inference():
 
 
 def test_an_encoder_layer_of_pytorch_evaluates():
-    from smp_runtime import session
+    from smp_runtime.job import session
 
     session.init({"ddp": True})
     try:
@@ -201,7 +201,7 @@ def test_leaving_a_scope_leaves_the_innermost():
                 pass
             inner = nn.Linear(2, 2)
         outer = nn.Linear(2, 2)
-    from smp_runtime.tensor_parallel.scopes import mark_of
+    from smp_runtime.replacement.scopes import mark_of
 
     assert (mark_of(inner).enabled, mark_of(outer).enabled) == (False, True)
 
@@ -218,8 +218,7 @@ class OwnLinear(smp.nn.DistributedModule):
 
 
 def test_a_script_may_register_linear_before_anything_else(solo, monkeypatch):
-    from smp_runtime.nn import builtin
-    from smp_runtime.tensor_parallel import registration
+    from smp_runtime.replacement import builtin, registration
 
     solo({"ddp": True})
     monkeypatch.setattr(registration, "_by_class", {})

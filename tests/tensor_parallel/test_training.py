@@ -226,7 +226,7 @@ def test_a_state_that_some_replicas_loaded_reaches_the_others(ranks):
 
 
 def _saved(path):
-    from smp_runtime.tensor_parallel.placement import slices_by_name
+    from smp_runtime.replacement.placing import slices_by_name
 
     smp, model = _wrapped()
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))

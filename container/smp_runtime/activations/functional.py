@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from smp_runtime.activations.activations import Activations
 from smp_runtime.activations.marking import check_sequential
 from smp_runtime.activations.regions import is_off, run_region
 from smp_runtime.activations.sequential import run_sequential
-from smp_runtime.activations.state import Activations
 from smp_runtime.activations.strategies import Strategy
 from smp_runtime.errors import SMPUserError
 

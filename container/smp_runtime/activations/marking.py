@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from smp_runtime import session as sessions
-from smp_runtime.activations import foreign
+from smp_runtime.activations import self_checkpointing as foreign
+from smp_runtime.activations.activations import Activations
 from smp_runtime.activations.regions import is_off, run_region
 from smp_runtime.activations.sequential import run_sequential
-from smp_runtime.activations.state import Activations
 from smp_runtime.activations.strategies import Strategy
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pipeline.remote import RemoteEntry
+from smp_runtime.job import session as sessions
+from smp_runtime.pipeline.execution.remote_calls import RemoteEntry
 
 logger = logging.getLogger("smp")
 

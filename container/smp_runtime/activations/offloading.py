@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from smp_runtime.activations.stored import Stored
-from smp_runtime.activations.tape import Entry, Key, Tape
+from smp_runtime.activations.kept_tensor import Stored
+from smp_runtime.activations.load_order import Entry, Key, Tape
 
 
 class Use(Protocol):

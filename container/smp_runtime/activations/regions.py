@@ -15,15 +15,15 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from smp_runtime import session as sessions
-from smp_runtime.activations.stored import Stored
+from smp_runtime.activations.kept_tensor import Stored
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pipeline.handles import Handle
-from smp_runtime.pipeline.random_state import RandomState
+from smp_runtime.job import session as sessions
+from smp_runtime.tensors.handles import Handle
+from smp_runtime.tensors.random_state import RandomState
 
 if TYPE_CHECKING:
+    from smp_runtime.activations.activations import Activations
     from smp_runtime.activations.offloading import Offloader
-    from smp_runtime.activations.state import Activations
 
 
 class _Here(threading.local):

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_runtime.checkpoint.files import write_tensors
-from smp_runtime.checkpoint.loading import Loading
-from smp_runtime.checkpoint.manifest import EXTRA, MODULE, FoundCheckpoint, Manifest, Piece
-from smp_runtime.checkpoint.reader import CheckpointReader
-from smp_runtime.checkpoint.save_id import marked_state
-from smp_runtime.checkpoint.transformers_format import (
+from smp_runtime.checkpoint.files.manifest import EXTRA, MODULE, FoundCheckpoint, Manifest, Piece
+from smp_runtime.checkpoint.files.reader import CheckpointReader
+from smp_runtime.checkpoint.files.save_id import marked_state
+from smp_runtime.checkpoint.files.state_names import each_once, names_of_each, record_of, renamed
+from smp_runtime.checkpoint.files.transformers_format import (
     PICKLED,
     SAFETENSORS,
     config_of,
@@ -23,11 +22,12 @@ from smp_runtime.checkpoint.transformers_format import (
     weights_of,
     write_transformers,
 )
-from smp_runtime.checkpoint.whole_states import each_once, names_of_each, record_of, renamed
-from smp_runtime.session import Session
+from smp_runtime.checkpoint.files.whole_file import write_tensors
+from smp_runtime.checkpoint.load_partial import Loading
+from smp_runtime.job.session import Session
 
 if TYPE_CHECKING:
-    from smp_runtime.model import DistributedModel
+    from smp_runtime.model.distributed_model import DistributedModel
 
 logger = logging.getLogger("smp")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from smp_runtime.session import Session
-from smp_runtime.tensor_parallel.random import tracker_state
+from smp_runtime.job.session import Session
+from smp_runtime.tensor_parallel.random_tracker import tracker_state
 
 logger = logging.getLogger("smp")
 

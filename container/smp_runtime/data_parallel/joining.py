@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 if TYPE_CHECKING:
-    from smp_runtime.replicated_model import ReplicatedModel
+    from smp_runtime.model.replicas import ReplicatedModel
 
 
 class JoinedModel(Joinable):

@@ -20,9 +20,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from smp_runtime.comm.bucket_transport import Transport, Travel
+from smp_runtime.comm.buckets import Bucket, make_buckets
 from smp_runtime.comm.collectives import Collectives
-from smp_runtime.data_parallel.buckets import Bucket, make_buckets
-from smp_runtime.data_parallel.transports import AllReduceTransport, Transport, Travel
+from smp_runtime.data_parallel.bucket_transports import AllReduceTransport
 
 
 class GradientReducer:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from smp_runtime.errors import SMPUserError
+from smp_runtime.nn.attention_scores import Scoring, alibi_slopes, attend, rotate
 from smp_runtime.nn.half_block import HalfBlock
 from smp_runtime.nn.projections import ColumnProjection, RowProjection
-from smp_runtime.nn.scores import Scoring, alibi_slopes, attend, rotate
 from smp_runtime.nn.settings import LayerSettings
-from smp_runtime.tensor_parallel.flow import split_dropout
+from smp_runtime.tensor_parallel.activation_layout import split_dropout
 
 
 class DistributedAttentionLayer(HalfBlock):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.nn.module import DistributedModule, NotDistributableError
+from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError
 from smp_runtime.tensor_parallel.collectives import exchanged, gathered, scatter_summed, summed
 from smp_runtime.tensor_parallel.initialisation import Fill
 from smp_runtime.tensor_parallel.masks import agree_on_shape

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.nn.scores import Scoring, attend
+from smp_runtime.nn.attention_scores import Scoring, attend
 
 
 class FlashAttentionLayer(nn.Module):

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.nn.module import DistributedModule
+from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.nn.norm import RowNorm
 from smp_runtime.nn.settings import LayerSettings
-from smp_runtime.tensor_parallel.flow import choose_flow
+from smp_runtime.tensor_parallel.activation_layout import choose_flow
 
 
 class HalfBlock(DistributedModule):

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from smp_runtime.nn.attention import DistributedAttentionLayer
-from smp_runtime.nn.module import DistributedModule
-from smp_runtime.nn.output import DistributedTransformerOutputLayer
+from smp_runtime.nn.distributed_module import DistributedModule
+from smp_runtime.nn.feed_forward import DistributedTransformerOutputLayer
 from smp_runtime.nn.settings import LayerSettings
-from smp_runtime.tensor_parallel.flow import Flow, choose_flow
+from smp_runtime.tensor_parallel.activation_layout import Flow, choose_flow
 
 
 class DistributedTransformerLayer(DistributedModule):

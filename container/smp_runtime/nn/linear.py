@@ -10,7 +10,7 @@ from torch import nn
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
-from smp_runtime.nn.module import DistributedModule
+from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensor_parallel.collectives import exchanged, scatter_summed, sliced, summed
 from smp_runtime.tensor_parallel.initialisation import uniform_for
 from smp_runtime.tensor_parallel.masks import agree_on_shape

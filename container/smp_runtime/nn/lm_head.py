@@ -11,15 +11,15 @@ from torch import nn
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
+from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.nn.embedding import VocabularyEmbedding, WholeEmbedding
-from smp_runtime.nn.module import DistributedModule
 from smp_runtime.nn.norm import RowNorm
 from smp_runtime.nn.transformer import DistributedTransformer
 from smp_runtime.tensor_parallel import collectives
 from smp_runtime.tensor_parallel.cross_entropy import split_cross_entropy
 from smp_runtime.tensor_parallel.initialisation import constant, normal
 from smp_runtime.tensor_parallel.masks import agree_on_shape
-from smp_runtime.tensor_parallel.random import RandomTracker
+from smp_runtime.tensor_parallel.random_tracker import RandomTracker
 
 #: Targets that do not count.
 IGNORED = -100

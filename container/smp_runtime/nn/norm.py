@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.nn.module import DistributedModule
+from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensor_parallel.initialisation import constant
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.nn.module import DistributedModule
+from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensor_parallel.initialisation import constant, normal, uniform_for
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from smp_runtime.activations.marking import is_marked, mark, unmark
+from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.nn.layer import DistributedTransformerLayer, enter_all
-from smp_runtime.nn.module import DistributedModule
-from smp_runtime.tensor_parallel.flow import choose_flow
+from smp_runtime.tensor_parallel.activation_layout import choose_flow
 
 
 class DistributedTransformer(DistributedModule):

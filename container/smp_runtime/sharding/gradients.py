@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from smp_runtime.comm.collectives import Collectives, Work
-from smp_runtime.sharding.trace import GatherTrace, refuse_unequal
-from smp_runtime.sharding.units import ShardedUnit
+from smp_runtime.sharding.gather_trace import GatherTrace, refuse_unequal
+from smp_runtime.sharding.sharded_unit import ShardedUnit
 
 #: Below this many elements, units share a collective: latency outweighs what an earlier start wins.
 _SMALLEST = 2**18

@@ -15,24 +15,23 @@ import torch
 from torch import nn
 
 from smp_config import Group
+from smp_runtime.comm.broadcasting import broadcast_tensors
 from smp_runtime.comm.collectives import TorchCollectives
-from smp_runtime.data_parallel.replication import broadcast_tensors
 from smp_runtime.errors import SMPUserError
-from smp_runtime.fused_optimizers import NUMBER_ATTRIBUTE
-from smp_runtime.pieces import Piece
-from smp_runtime.precision import Precision
-from smp_runtime.session import Session
-from smp_runtime.sharding.attributes import mark_parameters
+from smp_runtime.job.session import Session
+from smp_runtime.parameters.optimizer_shards import NUMBER_ATTRIBUTE, Piece
+from smp_runtime.parameters.precision import Precision
+from smp_runtime.sharding.choose_gather import make_gathering
+from smp_runtime.sharding.deepspeed_names import mark_parameters
+from smp_runtime.sharding.gather_trace import sharing_positions
 from smp_runtime.sharding.gradients import ShardedGradients
-from smp_runtime.sharding.hosts import make_gathering
-from smp_runtime.sharding.live import LiveParameters
+from smp_runtime.sharding.live_parameters import LiveParameters
+from smp_runtime.sharding.module_hooks import ModuleUses
 from smp_runtime.sharding.options import ShardingOptions
-from smp_runtime.sharding.plan import is_sharded, plan_units
-from smp_runtime.sharding.reading import AutocastWarning, StateReads
-from smp_runtime.sharding.registered import registered_parameters
-from smp_runtime.sharding.trace import sharing_positions
-from smp_runtime.sharding.units import ShardedUnit
-from smp_runtime.sharding.uses import ModuleUses
+from smp_runtime.sharding.registered_parameters import registered_parameters
+from smp_runtime.sharding.sharded_unit import ShardedUnit
+from smp_runtime.sharding.state_reads import AutocastWarning, StateReads
+from smp_runtime.sharding.unit_plan import is_sharded, plan_units
 
 
 class ShardedParameters:

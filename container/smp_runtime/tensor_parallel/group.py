@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from smp_config import Group
-from smp_runtime import session as sessions
 from smp_runtime.comm.collectives import Collectives, Work
-from smp_runtime.session import Session
-from smp_runtime.tensor_parallel.throttle import Throttle
+from smp_runtime.job import session as sessions
+from smp_runtime.job.session import Session
+from smp_runtime.parameters.slices import TensorSlice
+from smp_runtime.tensor_parallel.collective_throttle import Throttle
 
 _groups: weakref.WeakKeyDictionary[Session, TensorGroup] = weakref.WeakKeyDictionary()
 
@@ -170,3 +172,14 @@ def part(tensor: torch.Tensor, count: int, dim: int) -> torch.Tensor:
     """``shape`` to ``[count, *shape with dim divided]``; a view."""
     dim %= tensor.dim()
     return tensor.unflatten(dim, (count, tensor.shape[dim] // count)).movedim(dim, 0)
+
+
+def gather_whole(mine: torch.Tensor, where: TensorSlice, group: TensorGroup) -> torch.Tensor:
+    """A whole tensor from every rank's part of it."""
+    missing = where.size - mine.shape[where.dim]
+    padding = [0, 0] * (mine.dim() - 1 - where.dim) + [0, missing]
+    on_device = F.pad(mine.detach(), padding).to(group.device)
+    full, work = group.start_gather(on_device)
+    work.wait()
+    # The padding of the ranks' parts comes last, behind the whole.
+    return join(full, where.dim).narrow(where.dim, 0, where.shape[where.dim]).contiguous().to(mine.device)

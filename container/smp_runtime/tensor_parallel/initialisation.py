@@ -10,51 +10,17 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from smp_runtime.deferred import Deferral
+from smp_runtime.parameters.deferred_creation import Deferral
+from smp_runtime.parameters.slices import TensorSlice
 from smp_runtime.tensor_parallel.group import TensorGroup
-from smp_runtime.tensor_parallel.random import draw_seed, mixed
+from smp_runtime.tensor_parallel.random_tracker import draw_seed, mixed
 
 #: Writes a whole weight in place, with random numbers from the generator.
 Fill = Callable[[torch.Tensor, torch.Generator], object]
-
-
-@dataclass(frozen=True)
-class TensorSlice:
-    """Which part of a whole tensor a rank has.
-
-    Attributes:
-        shape: of the whole.
-        dim: along which it is split.
-        start: first index of this rank's part.
-        stop: behind its last.
-        size: longest part along ``dim`` that a rank has.
-    """
-
-    shape: tuple[int, ...]
-    dim: int
-    start: int
-    stop: int
-    size: int
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...], dim: int, group: TensorGroup) -> TensorSlice:
-        """Parts of equal size, but for the last when the number of ranks does not divide."""
-        size = -(-shape[dim] // group.size)
-        return cls(shape, dim, min(group.rank * size, shape[dim]), min((group.rank + 1) * size, shape[dim]), size)
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's part."""
-        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
-
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor; a view."""
-        return whole.narrow(self.dim, self.start, self.stop - self.start)
 
 
 class _Stream(threading.local):

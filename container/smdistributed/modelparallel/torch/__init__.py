@@ -57,13 +57,13 @@ from smdistributed.modelparallel.torch.ranks import (
 from smdistributed.modelparallel.torch.state_mod import state
 from smp_config.version import __version__
 from smp_runtime.activations.marking import set_activation_checkpointing
-from smp_runtime.creation import delay_param_initialization, model_creation, partition, set_partition
-from smp_runtime.session import init, is_initialized, is_tracing, shutdown
-from smp_runtime.sharding.registered import register_parameter
-from smp_runtime.step import step
-from smp_runtime.step_output import StepOutput
-from smp_runtime.tensor_parallel.registration import tp_register, tp_register_with_module
-from smp_runtime.tensor_parallel.scopes import set_tensor_parallelism, tensor_parallelism
+from smp_runtime.job.session import init, is_initialized, is_tracing, shutdown
+from smp_runtime.model.creation import delay_param_initialization, model_creation, partition, set_partition
+from smp_runtime.replacement.registration import tp_register, tp_register_with_module
+from smp_runtime.replacement.scopes import set_tensor_parallelism, tensor_parallelism
+from smp_runtime.sharding.registered_parameters import register_parameter
+from smp_runtime.step.output import StepOutput
+from smp_runtime.step.step import step
 
 __all__ = [
     "DP_GROUP",

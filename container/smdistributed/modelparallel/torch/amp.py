@@ -1,5 +1,5 @@
 """``smp.amp.GradScaler``."""
 
-from smp_runtime.amp import GradScaler
+from smp_runtime.optim.grad_scaler import GradScaler
 
 __all__ = ["GradScaler"]

@@ -7,8 +7,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from smp_runtime.checkpoint import checkpoints, objects
-from smp_runtime.session import current
+from smp_runtime.checkpoint import object_files as objects
+from smp_runtime.checkpoint import save_and_resume as checkpoints
+from smp_runtime.job.session import current
 
 
 def _of_current_session(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from smp_runtime.comm.messages import CommGroup, RankType
-from smp_runtime.session import current
+from smp_runtime.job.session import current
 
 WORLD = CommGroup.WORLD
 MP_GROUP = CommGroup.MP_GROUP

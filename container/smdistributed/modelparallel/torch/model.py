@@ -1,5 +1,5 @@
 """``smp.DistributedModel``."""
 
-from smp_runtime.model import DistributedModel
+from smp_runtime.model.distributed_model import DistributedModel
 
 __all__ = ["DistributedModel"]

@@ -1,5 +1,5 @@
 """``smp.DistributedOptimizer``."""
 
-from smp_runtime.optimizer import DistributedOptimizer
+from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 
 __all__ = ["DistributedOptimizer"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from smp_config import Group
-from smp_runtime.session import current
+from smp_runtime.job.session import current
 
 
 def rank() -> int:

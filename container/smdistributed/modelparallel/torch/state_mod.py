@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from smp_runtime.checkpoint.full_optimizer import names_by_index
-from smp_runtime.session import current
+from smp_runtime.job.session import current
+from smp_runtime.optim.gathered_state import names_by_index
 
 
 class _State:

@@ -1,0 +1,1 @@
+"""The files of a checkpoint: read, checked and converted without a running job."""

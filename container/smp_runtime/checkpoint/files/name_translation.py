@@ -1,0 +1,191 @@
+"""Finding a checkpoint's tensors under the names of the model that loads them.
+
+Names are those of the wrapped model. A Hugging Face model that was replaced by a distributed one has others than the
+original, and some of its tensors are transposed, cut or joined. The translations of states know how; here they run
+once on tensors without values that remember what was done to them, and the same is done to the real ones, tensor by
+tensor, when they are read: to weights, masters and optimizer states alike, since all of it only moves elements.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from smp_runtime.checkpoint.files.manifest import Manifest, TensorRecord
+from smp_runtime.checkpoint.files.reader import CheckpointReader
+from smp_runtime.checkpoint.files.tensor_regions import Region
+from smp_runtime.errors import CheckpointError
+
+Translate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+class Traced(torch.Tensor):
+    """A tensor without values that knows the tensors of a checkpoint it is made of, and how."""
+
+    _made: tuple[Callable[..., Any], Any, Any, int | None] | None
+    _source: str | None
+    sources: tuple[str, ...]
+
+    @staticmethod
+    def leaf(name: str, record: TensorRecord) -> Traced:
+        """A tensor of the checkpoint."""
+        made = torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="meta").as_subclass(Traced)
+        made._made, made._source, made.sources = None, name, (name,)
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.equal:
+            return args[0]._source is not None and args[0]._source == args[1]._source
+        result = super().__torch_function__(func, types, args, kwargs)
+        inputs = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Traced)]
+        sources = tuple(dict.fromkeys(name for leaf in inputs for name in getattr(leaf, "sources", ())))
+        several = isinstance(result, tuple | list)
+        for index, output in enumerate(result if several else [result]):
+            if isinstance(output, Traced) and not any(output is leaf for leaf in inputs):
+                output._made = (func, args, kwargs, index if several else None)
+                output._source, output.sources = None, sources
+        return result
+
+    def value(self, leaf: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """The tensor itself; ``leaf`` gives those of the checkpoint."""
+        if self._source is not None:
+            return leaf(self._source)
+        if self._made is None:
+            raise AssertionError("a traced tensor came from nowhere")
+        func, args, kwargs, index = self._made
+        args, kwargs = tree_map(lambda x: x.value(leaf) if isinstance(x, Traced) else x, (args, kwargs))
+        result = func(*args, **kwargs)
+        found: torch.Tensor = result if index is None else result[index]
+        return found
+
+    @property
+    def is_leaf_of_checkpoint(self) -> bool:
+        """Whether it is one of the checkpoint's tensors as it is."""
+        return self._source is not None
+
+
+class Names:
+    """The tensors of a checkpoint by the names of this model.
+
+    Args:
+        manifest: of the checkpoint.
+        wanted: the model's parameters: all names of each, with its shape.
+        to_ours: translations of the models that are distributed here, from Hugging Face's states.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        wanted: Iterable[tuple[tuple[str, ...], tuple[int, ...]]],
+        to_ours: Iterable[Translate],
+    ) -> None:
+        self._manifest = manifest
+        wanted = list(wanted)
+        leaves = {name: Traced.leaf(name, record) for name, record in manifest.parameters.items()}
+        plain = {alias: leaf for name, leaf in leaves.items() for alias in manifest.names_of(name)}
+        plain |= {name: Traced.leaf(name, record) for name, record in manifest.buffers.items()}
+        self.is_translated = False
+        self._found = plain
+        if all(any(name in plain for name in names) for names, _ in wanted):
+            return
+        starts = [plain]
+        if manifest.translations:
+            # The names do not tell a model with a tied head from the one inside it: what is wanted does.
+            starts = [*(_under_their_names(plain, manifest, has_heads) for has_heads in (True, False)), plain]
+        ours = list(to_ours)
+        for start in starts:
+            for last in ((), ours):
+                state = start
+                for translate in last:
+                    state = dict(translate(state))
+                if state is not plain and all(any(name in state for name in names) for names, _ in wanted):
+                    self._found, self.is_translated = state, True
+                    return
+
+    def find(self, names: Iterable[str]) -> Traced | None:
+        """A tensor by any of its names here; None if the checkpoint does not have it."""
+        return next((self._found[name] for name in names if name in self._found), None)
+
+    def unused(self, used: Iterable[Traced]) -> list[str]:
+        """Parameters and buffers of the checkpoint that nothing is made of, in the checkpoint's names."""
+        taken = {source for traced in used for source in traced.sources}
+        known = list(self._manifest.parameters)
+        if not self.is_translated:
+            known += self._manifest.buffers
+        return [name for name in known if name not in taken]
+
+
+def read_into(
+    target: torch.Tensor, wanted: Region, traced: Traced, reader: CheckpointReader, key: Callable[[str], str]
+) -> None:
+    """Read a region of a tensor, translated if need be, into a live tensor.
+
+    Args:
+        target: ``[wanted.elements]`` in any shape.
+        wanted: the region, of the shape that the tensor has here.
+        traced: what it is made of.
+        key: the state key to read, by the checkpoint's name.
+    """
+    if traced.is_leaf_of_checkpoint:
+        name = traced.sources[0]
+        if target.is_contiguous():
+            reader.fill(target, wanted, key(name), name)
+            return
+        dense = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        reader.fill(dense, wanted, key(name), name)
+        target.copy_(dense)
+        return
+    whole = traced.value(lambda name: reader.whole(key(name), name))
+    if tuple(whole.shape) != wanted.shape:
+        raise CheckpointError(f"a translated tensor has shape {list(whole.shape)} instead of {list(wanted.shape)}")
+    part = whole if wanted.axis is None else whole.narrow(wanted.axis, wanted.start, wanted.stop - wanted.start)
+    if wanted.is_slice:
+        target.copy_(part.reshape(target.shape) if target.shape != part.shape else part)
+    else:
+        target.view(-1).copy_(part.reshape(-1)[wanted.first : wanted.last])
+
+
+def _under_their_names(state: dict[str, Any], manifest: Manifest, has_heads: bool) -> dict[str, Any]:
+    for translate in translations_to_theirs(manifest.translations, has_heads=has_heads):
+        state = dict(translate(state))
+    return state
+
+
+# -- which models were distributed -------------------------------------------------------------------------------------
+
+
+def translation_names(functions: Iterable[tuple[Any, Any]]) -> list[str]:
+    """The names in ``smp.nn.huggingface`` of translations, for the manifest; those of a script have none."""
+    known = {id(names): title for title, names in _known().items()} if functions else {}
+    found = [known.get(id(getattr(to_theirs, "__self__", None))) for to_theirs, _ in functions]
+    return [title for title in found if title is not None]
+
+
+def translations_to_theirs(titles: Iterable[str], *, has_heads: bool = True) -> list[Translate]:
+    """The translations to Hugging Face's names, by their names in the manifest; unknown ones are left out.
+
+    Args:
+        has_heads: False for causal models that are the ones inside those with a head.
+    """
+    titles = list(titles)
+    known = _known() if titles else {}
+    found = [known[title] for title in titles if title in known]
+    return [names.to_theirs if has_heads else getattr(names, "headless_to_theirs", names.to_theirs) for names in found]
+
+
+def _known() -> dict[str, Any]:
+    import smp_runtime.replacement.huggingface as package
+
+    found = {}
+    for module in pkgutil.iter_modules(package.__path__):
+        names = getattr(importlib.import_module(f"{package.__name__}.{module.name}"), "NAMES", None)
+        if names is not None:
+            found[module.name] = names
+    return found

@@ -1,0 +1,226 @@
+"""Reading tensors out of a partial checkpoint: by name and region, streamed from mapped files, in any process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp_runtime.checkpoint.files.manifest import EXTRA, MASTER, MODULE, Manifest, Piece, TensorRecord
+from smp_runtime.checkpoint.files.tensor_regions import Region, copy_common
+from smp_runtime.checkpoint.files.whole_file import UNREADABLE, refused_object
+from smp_runtime.errors import CheckpointError
+
+#: Where a file keeps a state key, if not ``file["state"][name][key]``.
+_SECTIONS = {MODULE: ("module", "shards"), MASTER: ("masters",)}
+_FLAT = "fp32_flat_groups"
+
+
+class CheckpointReader:
+    """The tensors of a partial checkpoint.
+
+    Files are mapped, not read: what is copied out of them is all the memory that reading takes.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: of the folder.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._files: dict[str, Any] = {}
+        self._pieces: dict[tuple[str, str], list[tuple[str, Piece]]] = {}
+        for file, keys in manifest.pieces.items():
+            for key, found in keys.items():
+                for name, piece in found.items():
+                    self._pieces.setdefault((key, name), []).append((file, piece))
+
+    # -- what there is ---------------------------------------------------------------------------------------------
+
+    def holds(self, key: str, name: str) -> bool:
+        """Whether any file has ``key`` of the tensor called ``name``."""
+        return (key, name) in self._pieces
+
+    def weight_key(self, name: str) -> str:
+        """The state key with the most exact weights of a parameter: float32 ones if there are any."""
+        return MASTER if self.holds(MASTER, name) else MODULE
+
+    def states_of(self, name: str) -> list[str]:
+        """Keys of the optimizer's state of a parameter."""
+        return sorted(key for key, owner in self._pieces if owner == name and key not in (MODULE, MASTER, EXTRA))
+
+    def state_keys(self) -> dict[str, list[str]]:
+        """Keys of the optimizer's state, by the names of the parameters that have any."""
+        found: dict[str, list[str]] = {}
+        for key, name in self._pieces:
+            if key not in (MODULE, MASTER, EXTRA):
+                found.setdefault(name, []).append(key)
+        return found
+
+    def files_with(self, key: str, name: str, wanted: Region | None = None) -> list[str]:
+        """The files that a region of a tensor is read from; None means all of it."""
+        record = self._record(name)
+        return [
+            file
+            for file, piece in self._pieces.get((key, name), ())
+            if wanted is None or piece.whole_object or wanted.overlaps(Region.of_piece(record, piece))
+        ]
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fill(self, target: torch.Tensor, wanted: Region, key: str, name: str) -> None:
+        """Read a region into a tensor; types may differ.
+
+        Args:
+            target: contiguous, with ``wanted.elements`` elements; any shape and device.
+            wanted: the region, of a tensor of the shape that was saved.
+            key: of the state: ``"module"``, ``"master"``, or one of the optimizer's such as ``"exp_avg"``.
+            name: global name.
+
+        Raises:
+            CheckpointError: the files do not have all of it.
+        """
+        record = self._record(name)
+        given = [
+            (file, piece, Region.of_piece(record, piece))
+            for file, piece in self._pieces.get((key, name), ())
+            if not piece.whole_object
+        ]
+        crossed = any(r.axis is not None and wanted.axis not in (None, r.axis) for _, _, r in given)
+        if crossed:  # saved in slices along another axis: through the whole tensor
+            whole = torch.empty(record.shape, dtype=target.dtype, device="cpu")
+            self.fill(whole, Region.of(record.shape), key, name)
+            slice_ = whole.narrow(wanted.axis or 0, wanted.start, wanted.stop - wanted.start)
+            target.view(-1).copy_(slice_.reshape(-1)[wanted.first : wanted.last])
+            return
+        flat = target.view(-1)
+        if not wanted.is_slice and not all(wanted.same_slice(r) or not wanted.overlaps(r) for _, _, r in given):
+            # A part of a slice, from other slices: through the slice.
+            slice_ = torch.empty(wanted.slice_shape, dtype=target.dtype, device="cpu")
+            region = Region.of(
+                wanted.shape, wanted.axis, (wanted.start, wanted.stop) if wanted.axis is not None else None
+            )
+            self.fill(slice_, region, key, name)
+            flat.copy_(slice_.view(-1)[wanted.first : wanted.last])
+            return
+        copied = 0
+        for file, piece, region in given:
+            if wanted.overlaps(region):
+                copied += copy_common(flat, wanted, self._tensor(file, key, name, piece), region)
+        if copied != wanted.elements:
+            raise CheckpointError(
+                f"{self.folder} has {copied:,} of the {wanted.elements:,} wanted elements of {key} of {name}: files of some ranks "
+                "are missing, or the checkpoint is damaged; use another one"
+            )
+
+    def whole(self, key: str, name: str) -> torch.Tensor:
+        """A whole tensor on the CPU; where one file has it, a view of the mapped file, not to be written to."""
+        record = self._record(name)
+        found = self._pieces.get((key, name), [])
+        if len(found) == 1:
+            file, piece = found[0]
+            region = Region.of_piece(record, piece)
+            if region.elements == record.elements and not piece.whole_object:
+                return self._tensor(file, key, name, piece).view(record.shape)
+        dtype = self._tensor(found[0][0], key, name, found[0][1]).dtype if found else torch.float32
+        tensor = torch.empty(record.shape, dtype=dtype, device="cpu")
+        self.fill(tensor, Region.of(record.shape), key, name)
+        return tensor
+
+    def dtype_of(self, key: str, name: str) -> torch.dtype:
+        """In which type the tensor was saved."""
+        file, piece = self._pieces[key, name][0]
+        return self._tensor(file, key, name, piece).dtype
+
+    def is_object(self, key: str, name: str) -> bool:
+        """Whether the key is an object that belongs to the whole parameter, such as a step counter."""
+        return self._pieces[key, name][0][1].whole_object
+
+    def object(self, key: str, name: str, bounds: tuple[int, int] | None = None) -> Any:
+        """An object that belongs to the whole of a parameter.
+
+        Args:
+            bounds: slice along the tensor parallel axis that the object should belong to.
+
+        Raises:
+            CheckpointError: there are different ones for parts that were split otherwise.
+        """
+        found = [(file, piece) for file, piece in self._pieces[key, name] if piece.whole_object]
+        for file, piece in found:
+            if piece.tensor is None or piece.tensor == bounds:
+                return self._content(file)["state"][name][key]
+        value = self._content(found[0][0])["state"][name][key]
+        if not isinstance(value, torch.Tensor) or value.numel() == 1:
+            return value
+        raise CheckpointError(
+            f"the optimizer's {key!r} of {name} belongs to {len(found)} tensor parallel parts as a whole and cannot be divided "
+            "otherwise; resume with the same tensor_parallel_degree, or with load_optimizer=False"
+        )
+
+    def extra(self, name: str) -> Any:
+        """The state that a module has made of its own, by its name in a ``state_dict``; None if there is none."""
+        file = next((file for file, keys in self.manifest.pieces.items() if name in keys.get(EXTRA, {})), None)
+        return None if file is None else self._content(file)["module"][name]
+
+    def settings(self) -> list[dict[str, Any]] | None:
+        """The optimizer's parameter groups with all settings, ``"params"`` as global names; None without optimizer."""
+        for file in sorted(self.manifest.files):
+            if file.startswith("optimizer_"):
+                groups: list[dict[str, Any]] = self._content(file)["param_groups"]
+                return groups
+        return None
+
+    def content(self, file: str) -> Any:
+        """A file's content, tensors mapped; None if the checkpoint has no such file."""
+        return self._content(file) if file in self.manifest.files else None
+
+    def open(self, files: Iterable[str]) -> None:
+        """Map files now, so that they can be read even when their names are gone."""
+        for file in files:
+            self._content(file)
+
+    def close(self) -> None:
+        """Let the files go."""
+        self._files.clear()
+
+    def _record(self, name: str) -> TensorRecord:
+        record = self.manifest.parameters.get(name) or self.manifest.buffers.get(name)
+        if record is None:
+            raise CheckpointError(f"the checkpoint {self.folder} has no tensor {name!r}")
+        return record
+
+    def _tensor(self, file: str, key: str, name: str, piece: Piece) -> torch.Tensor:
+        content = self._content(file)
+        if piece.place is not None:
+            buffer, offset = piece.place
+            length = Region.of_piece(self._record(name), piece).elements
+            flat: torch.Tensor = content[_FLAT][buffer][offset : offset + length]
+            return flat
+        for section in _SECTIONS.get(key, ()):
+            if name in content.get(section, {}):
+                return content[section][name].reshape(-1)
+        return content["state"][name][key].reshape(-1)
+
+    def _content(self, file: str) -> Any:
+        if file not in self._files:
+            self._files[file] = map_file(self.folder / file)
+        return self._files[file]
+
+
+def map_file(path: Path) -> Any:
+    """Load a file whose tensors stay on the disk until they are read.
+
+    Raises:
+        CheckpointError: it is missing, cut or damaged.
+    """
+    try:
+        return torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+    except UNREADABLE as error:
+        raise CheckpointError(
+            f"the checkpoint file {path} cannot be read ({refused_object(error)}); it was cut, damaged or written "
+            "by something else: resume from another tag"
+        ) from error

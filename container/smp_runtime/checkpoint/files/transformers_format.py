@@ -1,0 +1,252 @@
+"""Weights as Transformers keeps them: ``model.safetensors`` or ``pytorch_model.bin``, in one file or in shards with an index."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp_runtime.checkpoint.files.safetensors_writer import as_it_is, size_of, write_safetensors
+from smp_runtime.checkpoint.files.save_id import SAVE_ID, id_of_state, marked_state
+from smp_runtime.checkpoint.files.whole_file import write_tensors, write_text
+from smp_runtime.errors import CheckpointError
+
+SAFETENSORS = "model.safetensors"
+PICKLED = "pytorch_model.bin"
+CONFIG = "config.json"
+INDEX = ".index.json"
+#: What a folder may hold, in the order in which Transformers looks.
+_KNOWN = (SAFETENSORS, SAFETENSORS + INDEX, PICKLED, PICKLED + INDEX)
+#: Largest file of weights, in bytes; Transformers' own bound.
+LARGEST_FILE = 5 * 10**9
+
+
+def is_transformers_name(name: str) -> bool:
+    """Whether a full checkpoint of this name is written so that Transformers loads its folder."""
+    return name == PICKLED or name.endswith(".safetensors")
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def weights_of(path: Path) -> Path | None:
+    """The file of weights, or their index, that ``path`` means: a folder, a file, or a file that was cut in shards."""
+    if path.is_dir():
+        return next((path / name for name in _KNOWN if (path / name).is_file()), None)
+    if path.is_file():
+        return path
+    index = path.with_name(path.name + INDEX)
+    return index if index.is_file() else None
+
+
+def read_weights(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
+    """All weights by name, mapped from their files: they are read when they are used.
+
+    Args:
+        path: a folder of Transformers, a file of ``torch.save`` or of safetensors, or an index of shards.
+
+    Raises:
+        CheckpointError: there are none, a shard is missing, or a file is damaged.
+    """
+    found = weights_of(path)
+    if found is None:
+        folder = path if path.is_dir() else path.parent
+        near = sorted(p.name for p in folder.glob("*"))[:20] if folder.is_dir() else []
+        raise CheckpointError(
+            f"there is no checkpoint file {path}; its folder holds {near or 'nothing'}: check the path and the tag (weights of "
+            f"Transformers are called {', '.join(_KNOWN)})"
+        )
+    if not found.name.endswith(INDEX):
+        return _read_file(found, map_location)
+    weights: dict[str, Any] = {}
+    shards = _weight_map(found)
+    files = {name: found.with_name(name) for name in sorted(set(shards.values()))}
+    if missing := [name for name, file in files.items() if not file.is_file()]:
+        raise CheckpointError(
+            f"{found} names {len(files)} files, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing in "
+            f"{found.parent}: copy the whole folder"
+        )
+    for file in files.values():
+        weights |= _read_file(file, map_location)
+    if absent := [name for name in shards if name not in weights]:
+        raise CheckpointError(
+            f"{found} names {len(shards)} tensors, but {shards[absent[0]]} lacks {absent[0]} (and {len(absent) - 1} more are "
+            "missing): index and files are of different checkpoints; copy the whole folder again"
+        )
+    return weights
+
+
+def save_ids(path: Path) -> dict[str, str | None]:
+    """Of every file of weights that :func:`read_weights` reads, the id of the save that wrote it, by its path."""
+    found = weights_of(path)
+    if found is None:
+        return {}
+    files = [found]
+    if found.name.endswith(INDEX):
+        files = [found.with_name(name) for name in sorted(set(_weight_map(found).values()))]
+    ids: dict[str, str | None] = {}
+    for file in files:
+        if file.name.endswith(".safetensors"):
+            from safetensors import safe_open
+
+            with safe_open(file, "pt", device="cpu") as opened:
+                ids[str(file)] = (opened.metadata() or {}).get(SAVE_ID)
+        else:
+            ids[str(file)] = id_of_state(_unpickled(file, "cpu"))
+    return ids
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if all(Path(file).name == file for file in found.values()):
+            return dict(found)
+        problem = "it names files outside of its folder"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    raise CheckpointError(f"{index} is no index of weights ({problem}); copy it again")
+
+
+def _read_file(file: Path, map_location: Any) -> dict[str, Any]:
+    if file.name.endswith(".safetensors"):
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(file, "pt", device="cpu") as opened:
+                weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise _damaged(file, error) from error
+        return {name: value.to(map_location) for name, value in weights.items()}
+    state = _unpickled(file, map_location)
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"{file} holds a {type(state).__name__}; a full checkpoint is a dictionary of tensors by name: save "
+            "model.state_dict()"
+        )
+    return dict(state)
+
+
+def _unpickled(file: Path, map_location: Any) -> Any:
+    try:
+        try:
+            return torch.load(file, map_location=map_location, weights_only=True, mmap=True)
+        except RuntimeError:  # the format before PyTorch 1.6 cannot be mapped
+            return torch.load(file, map_location=map_location, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint file {file} cannot be read ({str(error).splitlines()[0] if str(error) else type(error).__name__}); it "
+        "was cut, damaged or written by something else: copy it again, or use another tag"
+    )
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_transformers(
+    file: Path,
+    weights: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any] | None = None,
+    largest_file: int = LARGEST_FILE,
+    make: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
+    save_id: str | None = None,
+) -> list[Path]:
+    """Write ``weights`` under Transformers' names, and ``config.json`` beside them.
+
+    Args:
+        file: ``model.safetensors`` for example; its ending decides the format. If the weights are larger than
+            ``largest_file``, there are shards ``model-00001-of-00003.safetensors`` and ``model.safetensors.index.json``.
+        weights: each tensor once, whatever names it has in the model.
+        config: of the model, as a dictionary.
+        largest_file: in bytes; a tensor that is larger has a file of its own.
+        make: gives the values of a tensor that may have none yet; for safetensors one after the other.
+        save_id: put into every file.
+
+    Returns:
+        The files of weights.
+
+    Raises:
+        SMPUserError: a type that the format does not have.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    former = set(_files_of(file))
+    shards = list(_shards(weights, largest_file))
+    stem, ending = file.name.rsplit(".", 1)
+    names = [file.name] if len(shards) == 1 else _shard_names(stem, ending, len(shards))
+    for name, shard in zip(names, shards, strict=True):
+        target = file.with_name(name)
+        if ending == "safetensors":
+            write_safetensors(target, shard, make, {SAVE_ID: save_id} if save_id is not None else None)
+        else:
+            made = {key: make(value).detach().cpu() for key, value in shard.items()}
+            write_tensors(made if save_id is None else marked_state(made, save_id), target)
+    written = [file.with_name(name) for name in names]
+    if len(shards) > 1:
+        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        index = {
+            "metadata": {"total_size": sum(size_of(value) for value in weights.values())},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        write_text(json.dumps(index, indent=2) + "\n", file.with_name(file.name + INDEX))
+    if config is not None:
+        write_text(json.dumps(_config_for(config, weights), indent=2, sort_keys=True) + "\n", file.with_name(CONFIG))
+    # What an earlier checkpoint of this name has left would be found first, or lie there for nothing.
+    keep = {*written, *([file.with_name(file.name + INDEX)] if len(shards) > 1 else [])}
+    for path in former - keep:
+        path.unlink(missing_ok=True)
+    return written
+
+
+def _files_of(file: Path) -> Iterator[Path]:
+    stem, ending = file.name.rsplit(".", 1)
+    of_a_shard = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}\.{re.escape(ending)}")
+    for path in file.parent.iterdir():
+        if path.name in (file.name, file.name + INDEX) or of_a_shard.fullmatch(path.name):
+            yield path
+
+
+def _shard_names(stem: str, ending: str, count: int) -> list[str]:
+    return [f"{stem}-{number:05d}-of-{count:05d}.{ending}" for number in range(1, count + 1)]
+
+
+def _shards(weights: Mapping[str, torch.Tensor], largest_file: int) -> Iterator[dict[str, torch.Tensor]]:
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, value in weights.items():
+        if shard and size + size_of(value) > largest_file:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = value
+        size += size_of(value)
+    yield shard
+
+
+def _config_for(config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """A configuration that says of what type the weights are."""
+    types = {value.dtype for value in weights.values() if value.dtype.is_floating_point}
+    if len(types) != 1:
+        return dict(config)
+    name = str(types.pop()).removeprefix("torch.")
+    return {**{key: value for key, value in config.items() if key != "dtype"}, "torch_dtype": name}
+
+
+def config_of(module: Any) -> dict[str, Any] | None:
+    """The configuration of a module of Transformers, or None for any other module."""
+    config = getattr(module, "config", None)
+    if config is None or not callable(getattr(config, "to_json_string", None)):
+        return None
+    found = json.loads(config.to_json_string())
+    if not found.get("architectures"):
+        name = getattr(module, "replaced_class", None) or (
+            type(module).__name__ if hasattr(module, "base_model_prefix") else None
+        )
+        found |= {"architectures": [name]} if name else {}
+    return dict(found)

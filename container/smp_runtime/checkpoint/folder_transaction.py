@@ -1,0 +1,280 @@
+"""A checkpoint folder: written aside, renamed when every rank is done, named in ``newest`` last."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from smp_runtime.checkpoint.files.manifest import (
+    MANIFEST,
+    NEWEST,
+    PARTIAL,
+    checkpoints_in,
+    inspect_folder,
+    name_of_former,
+    newest_name,
+)
+from smp_runtime.checkpoint.files.whole_file import write_text
+from smp_runtime.checkpoint.rank_agreement import Exchange
+from smp_runtime.errors import CheckpointError
+from smp_runtime.job.session import Session, host_name
+
+logger = logging.getLogger("smp")
+
+
+class FolderTransaction:
+    """Makes a folder appear whole: all ranks enter, write into :attr:`writing`, and commit together.
+
+    Works on a folder that all hosts share and on one that each host has of its own: the first rank leaves a token
+    in the folder, and the first rank of a host that does not see it knows that it must keep its own folder in order.
+
+    Args:
+        session: all its ranks take part.
+        final: where the folder shall appear.
+        problem: why this rank cannot take part, or None.
+
+    Attributes:
+        final: where it shall appear.
+        writing: the folder to write into.
+        token: the same on all ranks, and for no other save.
+        keeps_order: whether this rank creates and removes folders for its host.
+        hosts: by global rank, the number of its host, if hosts have folders of their own, else None.
+
+    Raises:
+        CheckpointError: on every rank, when any rank has a problem.
+    """
+
+    def __init__(self, session: Session, final: Path, problem: str | None = None) -> None:
+        control, everyone = session.control, list(range(session.control.size))
+        self._rank = session.rank
+        self.final = final
+        self.writing = final.with_name(f".{final.name}.tmp")
+        self.keeps_order = session.rank == 0
+        #: What :meth:`_publish` has done so far, the last first, as what takes it back.
+        self._done: list[Callable[[], object]] = []
+        token = ""
+        if self.keeps_order:
+            token = f"{random.SystemRandom().getrandbits(64):016x}"
+            problem = problem or _failure_of(lambda: self._restart(token))
+        self.token = token = control.broadcast(token, everyone)
+        if not self.keeps_order and session.local_rank == 0:
+            problem = problem or _failure_of(lambda: self._join(token))
+        found = control.allgather((self.keeps_order, host_name(), problem), everyone)
+        failures = [(rank, why) for rank, (_, _, why) in enumerate(found) if why]
+        if failures:
+            self.abandon()
+            raise not_saved(final, failures)
+        names = list(dict.fromkeys(name for _, name, _ in found))
+        separate = sum(keeps for keeps, _, _ in found) > 1
+        self.hosts = [names.index(name) for _, name, _ in found] if separate else None
+
+    def commit(self, exchange: Exchange, verdict: str | CheckpointError | None, keep: int | None) -> None:
+        """Write the manifest, rename the folder, point ``newest`` at it, and remove old ones.
+
+        Hosts with folders of their own go through this step by step: nothing is removed before all have the new
+        checkpoint, so whenever the job is killed there is one that all of them have.
+
+        Args:
+            exchange: every rank calls this with one.
+            verdict: on rank 0 the manifest's text, or why there is none; ignored elsewhere.
+            keep: how many partial checkpoints stay, or None for all.
+
+        Raises:
+            CheckpointError: on every rank, when there is no manifest or a rank cannot rename; the former checkpoint
+                stays the newest.
+        """
+        text = exchange.broadcast(verdict)
+        error: CheckpointError | None
+        if isinstance(text, str):
+            error = self._agreed(exchange, lambda: self._prepare(text))
+            if error is None:
+                error = self._agreed(exchange, self._publish)
+                if error is not None:
+                    self._withdraw()
+        else:
+            error = text or not_saved(self.final, [(0, "it has no manifest")])
+        if error is None:
+            self._tidy(keep)
+        else:
+            self.abandon()
+        exchange.finish()
+        if error is not None:
+            raise error
+
+    def abandon(self) -> None:
+        """Remove what was written; the former checkpoint stays."""
+        if self.keeps_order:
+            shutil.rmtree(self.writing, ignore_errors=True)
+
+    def _agreed(self, exchange: Exchange, step: Callable[[], object]) -> CheckpointError | None:
+        """Do something where a folder is kept in order; on every rank the same error if it failed on any."""
+        failures = exchange.gather(_failure_of(step) if self.keeps_order else None)
+        broken = [(rank, why) for rank, why in enumerate(failures or []) if why]
+        error: CheckpointError | None = exchange.broadcast(not_saved(self.final, broken) if broken else None)
+        return error
+
+    def _prepare(self, manifest: str) -> None:
+        """Make the folder whole under its hidden name."""
+        write_text(manifest, self.writing / MANIFEST)
+        self._token_file.unlink(missing_ok=True)
+        _sync(self.writing)
+
+    def _publish(self) -> None:
+        """Give the folder its name, beside the one that had it, and name it in ``newest``."""
+        parent, pointed = self.final.parent, newest_name(self.final.parent)
+        if self.final.exists():
+            former = _free_name_of_former(self.final)
+            self.final.rename(former)
+            self._done.insert(0, lambda: former.rename(self.final))
+        self.writing.rename(self.final)
+        self._done.insert(0, lambda: self.final.rename(self.writing))
+        self._done.insert(0, lambda: _point(parent, pointed))
+        _point(parent, self.final.name)
+        _sync(parent)
+
+    def _withdraw(self) -> None:
+        """Take back what was published: another host could not publish it."""
+        for take_back in self._done:
+            try:
+                take_back()
+            except Exception as error:
+                # What is left has a manifest of its own: resuming finds out which checkpoint all hosts have.
+                logger.warning("the folder of %s was not restored (%s: %s)", self.final, type(error).__name__, error)
+
+    def _tidy(self, keep: int | None) -> None:
+        """Remove what nobody needs now that all hosts have the new checkpoint; it is saved also where that fails."""
+        if not self.keeps_order:
+            return
+        try:
+            problems = remove_leftovers(self.final, self.hosts is not None)
+            if keep is not None:
+                problems += prune(self.final.parent, keep, self.final.name)
+        except Exception as error:
+            problems = [f"{type(error).__name__}: {error}"]
+        if problems:
+            logger.warning(
+                "the checkpoint %s is saved, but older ones could not be removed (%s): remove them by hand, or they take "
+                "up space until the next save",
+                self.final,
+                "; ".join(problems),
+            )
+
+    @property
+    def _token_file(self) -> Path:
+        return self.writing / ".token"
+
+    def _restart(self, token: str) -> None:
+        shutil.rmtree(self.writing, ignore_errors=True)
+        self.writing.mkdir(parents=True)
+        self._token_file.write_text(token)
+
+    def _join(self, token: str) -> None:
+        """Take part in the first rank's folder, or make one for this host."""
+        if not self._token_file.is_file() or self._token_file.read_text() != token:
+            self.keeps_order = True
+            self._restart(token)
+
+
+def not_saved(final: Path, failures: list[tuple[int, str]]) -> CheckpointError:
+    """The error of a checkpoint that some ranks could not write."""
+    broken = "; ".join(f"rank {rank}: {why}" for rank, why in failures)
+    return CheckpointError(f"the checkpoint {final} was not saved ({broken}); the former one is still the newest")
+
+
+def refuse_if_any_failed(session: Session, failure: str | None, final: Path) -> None:
+    """Raise on every rank when any rank could not write its part; every rank calls it."""
+    failures = session.control.allgather(failure, list(range(session.control.size)))
+    broken = [(rank, why) for rank, why in enumerate(failures) if why]
+    if broken:
+        raise not_saved(final, broken)
+
+
+def prune(parent: Path, keep: int, newest: str) -> list[str]:
+    """Remove the oldest partial checkpoints until ``keep`` are left; the newest always stays, incomplete ones go first.
+
+    Folders without a readable manifest are somebody else's, and stay: a checkpoint gets its name with its manifest.
+
+    Returns:
+        What could not be removed, in words.
+    """
+    found = [c for c in checkpoints_in(parent, formers=True) if c.manifest is not None]
+    order = sorted(found, key=lambda c: (c.name == newest, c.is_whole, c.manifest.saved if c.manifest else 0.0))
+    names = list(dict.fromkeys(c.name for c in order))
+    doomed = names[: max(0, len(names) - max(1, keep))]
+    return _remove(c.folder for c in found if c.name in doomed)
+
+
+def remove_leftovers(final: Path, separate: bool) -> list[str]:
+    """Remove what killed jobs have left beside whole checkpoints, and those that new ones have replaced.
+
+    Checkpoints are written one at a time, so when one has its name nothing else is being written.
+
+    Args:
+        final: the checkpoint that has got its name.
+        separate: whether hosts have folders of their own: then each lacks files that others have.
+
+    Returns:
+        What could not be removed, in words.
+    """
+
+    def is_replaced(name: str) -> bool:
+        found = inspect_folder(final.with_name(name))
+        return found.manifest is not None and (found.is_whole or separate or name == final.name)
+
+    parent = final.parent
+    replaced = [p for p in parent.glob(".*.old") if (name := name_of_former(p)) is not None and is_replaced(name)]
+    return _remove([*parent.glob(f".*{PARTIAL}*.removed"), *parent.glob(f".*{PARTIAL}.tmp"), *replaced])
+
+
+def _remove(folders: Iterable[Path]) -> list[str]:
+    """Remove folders; returns what failed, in words."""
+    problems = []
+    for folder in folders:
+        # Renamed first: a half removed folder must not look like a checkpoint.
+        hidden = folder.name if folder.name.startswith(".") else f".{folder.name}"
+        doomed = folder.with_name(hidden if hidden.endswith(".removed") else f"{hidden}.removed")
+        try:
+            if doomed != folder:
+                shutil.rmtree(doomed, ignore_errors=True)
+                folder.rename(doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            problems.append(f"{type(error).__name__}: {error}")
+    return problems
+
+
+def _free_name_of_former(final: Path) -> Path:
+    """Where a checkpoint makes room; what lies there already may be the only one that all hosts have."""
+    names = (f".{final.name}{number}.old" for number in itertools.chain([""], map(".{}".format, itertools.count(2))))
+    return next(path for name in names if not (path := final.with_name(name)).exists())
+
+
+def _failure_of(step: Callable[[], object]) -> str | None:
+    """Do it; why it failed, or None. Whatever it is, the other ranks wait to be told."""
+    try:
+        step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _point(parent: Path, name: str | None) -> None:
+    """Make ``newest`` name a folder, or nothing."""
+    if name is None:
+        (parent / NEWEST).unlink(missing_ok=True)
+    else:
+        write_text(name, parent / NEWEST)
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

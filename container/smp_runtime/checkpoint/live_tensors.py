@@ -1,0 +1,147 @@
+"""What this rank has of a model and its optimizer: live tensors with their place in the whole, for saving and loading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from smp_runtime.checkpoint.files.tensor_regions import Region
+from smp_runtime.errors import SMPUserError
+from smp_runtime.parameters.registry import ParameterRecord
+
+if TYPE_CHECKING:
+    from smp_runtime.model.distributed_model import DistributedModel
+    from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+
+
+@dataclass
+class Holding:
+    """A live tensor of this rank.
+
+    Attributes:
+        name: of the parameter or buffer.
+        tensor: the values, flat or shaped like the region's slice; writing into it changes the model.
+        region: which part of the whole it is.
+        record: of the parameter; None for a buffer.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    region: Region
+    record: ParameterRecord | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether tensor parallel ranks have different parts."""
+        return self.record is not None and self.record.placement.tensor_axis is not None
+
+
+@dataclass
+class Updated:
+    """What the inner optimizer updates of one parameter.
+
+    Attributes:
+        name: of the parameter.
+        group: index of the parameter group.
+        parameter: of the model.
+        updated: what the optimizer has in its place: itself, its master or a part of it; None if another rank has it.
+        region: which part of the whole that is.
+        record: of the parameter.
+    """
+
+    name: str
+    group: int
+    parameter: nn.Parameter
+    updated: nn.Parameter | None
+    region: Region
+    record: ParameterRecord
+
+
+def region_of(record: ParameterRecord, flat: tuple[int, int] | None = None) -> Region:
+    """A part of this rank's slice of a parameter; all of it by default."""
+    return Region.of(record.shape, record.placement.tensor_axis, record.placement.tensor_slice, flat)
+
+
+def local_records(model: DistributedModel) -> Iterator[ParameterRecord]:
+    """The records of this stage's parameters."""
+    local = {id(parameter) for parameter in model.local_parameters()}
+    return (record for record in model.registry if id(record.parameter) in local)
+
+
+def weights(model: DistributedModel) -> Iterator[Holding]:
+    """This rank's parameters as the model keeps them; sharded ones by the part that is here, if any is."""
+    places = model.shards.places if model.shards is not None else {}
+    for record in local_records(model):
+        parameter = record.parameter
+        if parameter not in places:
+            yield Holding(record.name, parameter.data, region_of(record), record)
+        elif places[parameter][0] < places[parameter][1]:
+            yield Holding(record.name, parameter.ds_tensor, region_of(record, places[parameter]), record)  # type: ignore[attr-defined]
+
+
+def masters(model: DistributedModel) -> Iterator[Holding]:
+    """The float32 weights that exist beside the model's own."""
+    for piece in (model.pieces or {}).values():
+        if piece is not None and piece.optimized.data_ptr() != piece.stored.data_ptr():
+            record = model.registry.record_of(piece.parameter)
+            yield Holding(record.name, piece.optimized.data, region_of(record, (piece.start, piece.stop)), record)
+
+
+def buffers(model: DistributedModel) -> Iterator[Holding]:
+    """This stage's buffers that belong to the state."""
+    persistent = set(model.module.state_dict(keep_vars=True))
+    for name, buffer in model.local_named_buffers():
+        if name in persistent:
+            yield Holding(name, buffer, Region.of(tuple(buffer.shape)))
+
+
+def extras(model: DistributedModel) -> Iterator[tuple[str, nn.Module]]:
+    """This stage's modules that have a state of their own making, by the name that it has in a ``state_dict``."""
+    for path, module in model.local_named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{path}." * bool(path) + "_extra_state", module
+
+
+def updated(model: DistributedModel, optimizer: DistributedOptimizer) -> list[Updated]:
+    """Every parameter of the optimizer in its order, those of other stages and ranks too.
+
+    Raises:
+        SMPUserError: a parameter in the optimizer that the model does not have.
+    """
+    found = []
+    for index, group in enumerate(optimizer.original_groups()):
+        for parameter in group:
+            try:
+                record = model.registry.record_of(parameter)
+            except SMPUserError:
+                raise SMPUserError(
+                    f"the optimizer has a parameter of shape {list(parameter.shape)} that is none of the model's "
+                    f"{len(model.registry)}; a checkpoint names parameters by the model's names: pass optimizer= one that was "
+                    "made from model.parameters()"
+                ) from None
+            pieces = model.pieces or {}
+            if optimizer.updates(model) and parameter in pieces:
+                piece = pieces[parameter]
+                flat = (piece.start, piece.stop) if piece is not None else (0, 0)
+                found.append(
+                    Updated(
+                        record.name,
+                        index,
+                        parameter,
+                        piece.optimized if piece is not None else None,
+                        region_of(record, flat),
+                        record,
+                    )
+                )
+            else:
+                found.append(Updated(record.name, index, parameter, parameter, region_of(record), record))
+    return found
+
+
+def is_elementwise(value: Any, of: torch.Tensor) -> bool:
+    """Whether a value of an optimizer's state has one number for each element of what is updated."""
+    return isinstance(value, torch.Tensor) and value.shape == of.shape and value.dim() > 0

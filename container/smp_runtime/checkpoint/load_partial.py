@@ -1,0 +1,321 @@
+"""Loading a partial checkpoint into a model of any topology: everything is checked first, then streamed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp_config import Group
+from smp_runtime.checkpoint import random_states
+from smp_runtime.checkpoint.files.manifest import EXTRA, MODULE, PARTITION, FoundCheckpoint, Manifest
+from smp_runtime.checkpoint.files.name_translation import Names, Traced, read_into
+from smp_runtime.checkpoint.files.reader import CheckpointReader
+from smp_runtime.checkpoint.files.tensor_regions import Region
+from smp_runtime.checkpoint.live_tensors import Updated, buffers, extras, masters, updated, weights
+from smp_runtime.errors import CheckpointError, SMPUserError
+from smp_runtime.job.session import Session
+from smp_runtime.pipeline.partition.assignment import Assignment
+from smp_runtime.tensors.nested import unshared
+
+if TYPE_CHECKING:
+    from smp_runtime.model.distributed_model import DistributedModel
+    from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+
+logger = logging.getLogger("smp")
+
+
+class Loading:
+    """One partial checkpoint on its way into this rank's model and optimizer.
+
+    Args:
+        session: of this rank.
+        checkpoint: whose manifest can be read.
+        model: to load into.
+        optimizer: to load into; None leaves its state alone.
+        strict: whether both must have the same names.
+        states: whether the optimizer's own state is loaded, or only float32 weights and the loss scale.
+        reader: of the checkpoint's tensors; default: one of its folder.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        checkpoint: FoundCheckpoint,
+        model: DistributedModel,
+        optimizer: DistributedOptimizer | None,
+        *,
+        strict: bool,
+        states: bool,
+        reader: CheckpointReader | None = None,
+    ) -> None:
+        if checkpoint.manifest is None:
+            raise AssertionError("a checkpoint without manifest cannot be loaded")
+        self._session = session
+        self._model = model
+        self._optimizer = optimizer
+        self._states = states and optimizer is not None
+        self._strict = strict
+        self.folder = checkpoint.folder
+        self.manifest: Manifest = checkpoint.manifest
+        self.reader = reader or CheckpointReader(checkpoint.folder, self.manifest)
+        self._state_keys = self.reader.state_keys()
+        self._title = f"the checkpoint {checkpoint.folder.parent / checkpoint.name}"
+        records = list(model.registry)
+        to_ours = [ours for _, ours in session.module_manager.translate_functions]
+        self._names = Names(self.manifest, [(r.names, tuple(r.shape)) for r in records], to_ours)
+        self._of: dict[str, Traced] = {}
+        self._check_model()
+        if self._states and optimizer is not None:
+            self._check_groups(updated(model, optimizer))
+
+    # -- before anything is written --------------------------------------------------------------------------------
+
+    def _check_model(self) -> None:
+        """Find a source for everything that the model has, on any stage.
+
+        Raises:
+            CheckpointError: the names differ and ``strict`` is on, or shapes differ.
+        """
+        missing, shapes = [], []
+        wanted: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = [
+            (record.name, record.names, tuple(record.shape)) for record in self._model.registry
+        ]
+        parameters = {name for _, names, _ in wanted for name in names}
+        for name, value in self._model.module.state_dict(keep_vars=True).items():
+            if name not in parameters and isinstance(value, torch.Tensor):
+                wanted.append((name, (name,), tuple(value.shape)))
+        for name, names, shape in wanted:
+            found = self._names.find(names)
+            if found is None:
+                if name in parameters or not self._names.is_translated:
+                    missing.append(name)
+            elif tuple(found.shape) != shape:
+                shapes.append(f"{name} is {list(shape)} here and {list(found.shape)} there")
+            else:
+                self._of[name] = found
+        unexpected = self._names.unused(self._of.values())
+        unexpected = [name for name in unexpected if not any(s.startswith(f"{name} is ") for s in shapes)]
+        if shapes or (self._strict and (missing or unexpected)):
+            raise CheckpointError(
+                f"{self._title} does not fit this {type(self._model.module).__name__}: "
+                + "; ".join(
+                    part
+                    for part in (
+                        f"other shapes: {_some(shapes)}" if shapes else "",
+                        f"it lacks {_some(missing)}" if missing else "",
+                        f"it has {_some(unexpected)}, which the model has not" if unexpected else "",
+                    )
+                    if part
+                )
+                + (
+                    "; build the model as when it was saved"
+                    if shapes
+                    else "; build the model as when it was saved, or pass strict=False"
+                )
+            )
+        if (missing or unexpected) and self._session.rank == 0:
+            logger.warning(
+                "%s is loaded without %s; not used of it: %s", self._title, _some(missing), _some(unexpected)
+            )
+
+    def _check_groups(self, entries: Sequence[Updated]) -> None:
+        """Make sure that the optimizer has the parameter groups that were saved.
+
+        Raises:
+            CheckpointError: it has not, or none was saved.
+        """
+        saved = self.manifest.optimizer
+        if saved is None:
+            raise CheckpointError(f"{self._title} has no optimizer state; resume with load_optimizer=False")
+        count = 1 + max((entry.group for entry in entries), default=-1)
+        owner = {name: index for index, group in enumerate(saved.groups) for name in group["params"]}
+        fits = len(saved.groups) == count
+        covered: set[str] = set()
+        for entry in entries:
+            found = self._of.get(entry.name)
+            sources = found.sources if found is not None else ()
+            covered |= set(sources)
+            fits = fits and (not sources or all(owner.get(source) == entry.group for source in sources))
+        fits = fits and (not self._strict or covered >= set(owner))
+        if not fits:
+            here = [sum(entry.group == index for entry in entries) for index in range(count)]
+            there = [len(group["params"]) for group in saved.groups]
+            raise CheckpointError(
+                f"the optimizer state in {self._title} has {len(there)} groups with {there} parameters, but the optimizer has "
+                f"{here}, or others; build it from the same parameter groups as when it was saved, or pass load_optimizer=False"
+            )
+        kind = type(self._optimizer.optimizer).__name__ if self._optimizer is not None else ""
+        if saved.type != kind and self._session.rank == 0:
+            logger.warning("%s has the state of %s, which is loaded into %s", self._title, saved.type, kind)
+
+    def files(self) -> set[str] | None:
+        """The files that this rank reads; None as long as nobody knows."""
+        if not self._model.partitioned and not self._fits_partition():
+            return None
+        rank = self._session.rank
+        found = {name for name in self.manifest.files if name in (PARTITION, "user_content.pt")}
+        if self.same_topology and random_states.file_name(rank) in self.manifest.files:
+            found.add(random_states.file_name(rank))
+        found |= self._settings_files()
+        found |= {file for file, keys in self.manifest.pieces.items() if EXTRA in keys}
+        if not self._model.partitioned:
+            # Those of this stage in the partition that will be adopted.
+            stage = self._session.rank_in(Group.PP)
+            names = {name for name, r in self.manifest.parameters.items() if r.stage == stage}
+            names |= {name for name, r in self.manifest.buffers.items() if r.stage == stage}
+            return found | {
+                file
+                for file, keys in self.manifest.pieces.items()
+                if any(name in names for pieces in keys.values() for name in pieces)
+            }
+        for holding in (*weights(self._model), *masters(self._model), *buffers(self._model)):
+            for source in self._sources(holding.name):
+                found |= set(self._files_of(self.reader.weight_key(source), source, holding.name, holding.region))
+        if self._states and self._optimizer is not None:
+            for entry in updated(self._model, self._optimizer):
+                if entry.updated is None or entry.region.elements == 0:
+                    continue
+                for source in self._sources(entry.name):
+                    for key in self._state_keys.get(source, ()):
+                        found |= set(self._files_of(key, source, entry.name, entry.region))
+        return found
+
+    def _settings_files(self) -> set[str]:
+        """The files that settings of groups and the loss scale are read from."""
+        first = sorted(name for name in self.manifest.files if name.startswith("optimizer_"))[:1]
+        half = sorted(name for name in self.manifest.files if name.startswith("fp16_states_"))[:1]
+        return {*first, *half} if self._optimizer is not None else set()
+
+    def _files_of(self, key: str, source: str, name: str, region: Region) -> list[str]:
+        plain = self._of[name].is_leaf_of_checkpoint
+        return self.reader.files_with(key, source, region if plain else None)
+
+    def _sources(self, name: str) -> tuple[str, ...]:
+        found = self._of.get(name)
+        return found.sources if found is not None else ()
+
+    @property
+    def same_topology(self) -> bool:
+        """Whether ranks correspond to those that saved."""
+        saved, session = self.manifest.topology, self._session
+        mine = {
+            "world_size": session.control.size,
+            "pipeline": session.size(Group.PP),
+            "tensor": session.size(Group.TP),
+            "placement": session.topology.placement,
+        }
+        return all(saved.get(key) == value for key, value in mine.items())
+
+    def _fits_partition(self) -> bool:
+        return (
+            self.manifest.topology.get("pipeline") == self._session.size(Group.PP) and PARTITION in self.manifest.files
+        )
+
+    # -- loading ---------------------------------------------------------------------------------------------------
+
+    def adopt_partition(self) -> None:
+        """Let a model that is not partitioned yet have the partition that was saved, if it fits."""
+        if self._model.partitioned or not self._fits_partition():
+            return
+        assignment = Assignment.load(self.folder / PARTITION)
+        try:
+            assignment.check(self._model.module, self._session.size(Group.PP))
+        except SMPUserError as error:
+            if self._session.rank == 0:
+                logger.info("the model is partitioned anew: %s", error)
+            return
+        self._model.adopt(assignment)
+
+    def load(self) -> None:
+        """Load now, or as soon as the parameters have a place; settings of the optimizer are loaded now."""
+        self._load_settings()
+        if self._model.partitioned:
+            self.load_tensors()
+            return
+        self.reader.open(self.manifest.pieces)
+        self._model.load_when_partitioned(self.load_tensors)
+
+    def _load_settings(self) -> None:
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
+        settings = self.reader.settings()
+        if self._states and settings is not None:
+            for group, saved in zip(optimizer.param_groups, settings, strict=True):
+                group.update(unshared({key: value for key, value in saved.items() if key != "params"}))
+        for file in sorted(self.manifest.files):
+            if file.startswith("fp16_states_"):
+                optimizer.load_loss_scale(self.reader.content(file).get("loss_scaler"))
+                break
+
+    @torch.no_grad()
+    def load_tensors(self) -> None:
+        """Fill this rank's weights, masters, buffers and optimizer state from the files, tensor by tensor."""
+        reader = self.reader
+        if self._model.shards is not None:
+            self._model.shards.release()
+        for holding in (*weights(self._model), *masters(self._model)):
+            if holding.name in self._of:
+                read_into(holding.tensor, holding.region, self._of[holding.name], reader, reader.weight_key)
+        for holding in buffers(self._model):
+            if holding.name in self._of:
+                read_into(holding.tensor, holding.region, self._of[holding.name], reader, _always(MODULE))
+        for name, module in extras(self._model):
+            value = reader.extra(name)
+            if value is not None:
+                module.set_extra_state(unshared(value))
+        if self._states and self._optimizer is not None:
+            for entry in updated(self._model, self._optimizer):
+                self._load_state(self._optimizer, entry)
+        reader.close()
+
+    def _load_state(self, optimizer: DistributedOptimizer, entry: Updated) -> None:
+        found = self._of.get(entry.name)
+        if entry.updated is None or found is None or entry.parameter.is_meta:
+            return
+        former = optimizer.optimizer.state.get(entry.updated, {})
+        state: dict[str, Any] = {}
+        keys = self._state_keys.get(found.sources[0], ())
+        group = optimizer.param_groups[entry.group]
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        for key in keys:
+            if not all(self.reader.holds(key, source) for source in found.sources):
+                continue
+            if self.reader.is_object(key, found.sources[0]):
+                bounds = (entry.region.start, entry.region.stop) if entry.region.axis is not None else None
+                state[key] = _own(self.reader.object(key, found.sources[0], bounds), entry.updated, on_device)
+                continue
+            dtype = self.reader.dtype_of(key, found.sources[0])
+            dtype = entry.updated.dtype if dtype.is_floating_point else dtype
+            target = former.get(key)
+            if not isinstance(target, torch.Tensor) or target.shape != entry.updated.shape or target.dtype != dtype:
+                former.pop(key, None)
+                target = torch.empty_like(entry.updated, dtype=dtype, memory_format=torch.contiguous_format)
+            read_into(target, entry.region, found, self.reader, _always(key))
+            state[key] = target
+        if state:
+            optimizer.optimizer.state[entry.updated] = state
+        else:
+            optimizer.optimizer.state.pop(entry.updated, None)
+
+
+def _always(key: str) -> Callable[[str], str]:
+    return lambda name: key
+
+
+def _own(value: Any, updated: torch.Tensor, on_device: bool) -> Any:
+    """An object of the optimizer's state, apart from the file; counters stay on the CPU unless a kernel reads them."""
+    if not isinstance(value, torch.Tensor):
+        return unshared(value)
+    return value.to(updated.device, copy=True) if on_device or value.dim() > 0 else value.clone()
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5])
+    return (shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")) or "nothing"

@@ -1,0 +1,88 @@
+"""``smp.save`` and ``smp.load``: one object, one file per model parallel rank. Never collective."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.serialization import default_restore_location
+
+from smp_config import Group
+from smp_runtime.checkpoint.files.whole_file import read_tensors, whole_file
+from smp_runtime.errors import SMPUserError
+from smp_runtime.job.session import Session
+
+
+def partial_suffix(session: Session, *, v3: bool = False) -> str:
+    """What distinguishes this rank's partial file: ``mp_rank``; ``pp_tp`` with tensor parallelism; or ``pp_tp_rdp``."""
+    pp, tp, rdp = (session.rank_in(group) for group in (Group.PP, Group.TP, Group.RDP))
+    if v3:
+        return f"{pp}_{tp}_{rdp}"
+    if session.size(Group.TP) > 1:
+        return f"{pp}_{tp}"
+    return str(session.rank_in(Group.MP))
+
+
+def save(
+    session: Session,
+    obj: Any,
+    f: str,
+    partial: bool = True,
+    pickle_module: ModuleType = pickle,
+    pickle_protocol: int = 2,
+    v3: bool = False,
+) -> None:
+    """``torch.save(obj, f)``; with ``partial`` the file name ends in ``_`` and this rank's model parallel rank."""
+    path = Path(_name(f) + (f"_{partial_suffix(session, v3=v3)}" if partial else ""))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as temporary:
+        torch.save(obj, temporary, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
+
+
+def load(
+    session: Session,
+    f: str,
+    map_location: Any = None,
+    pickle_module: ModuleType | None = None,
+    partial: bool = True,
+    back_compat: bool = False,
+    v3: bool = False,
+    **pickle_load_args: Any,
+) -> Any:
+    """Load what :func:`save` wrote, or any file of ``torch.save`` with ``partial=False``.
+
+    A ``pickle_module`` means that the file may hold any object and may run code while it loads; without one, only
+    tensors and plain objects are read.
+
+    Args:
+        map_location: as ``torch.load`` takes it. None puts what was saved from a GPU on the device that this rank computes
+            on, whichever GPU its writer had, and leaves what was on the CPU there.
+    """
+    if map_location is None:
+        map_location = here(session.device)
+    path = Path(_name(f) + (f"_{partial_suffix(session, v3=v3)}" if partial else ""))
+    if pickle_module is None and not pickle_load_args:
+        return read_tensors(path, map_location)
+    return torch.load(
+        path, map_location=map_location, pickle_module=pickle_module, weights_only=False, **pickle_load_args
+    )
+
+
+def here(device: torch.device) -> Callable[[Any, str], Any]:
+    """The ``map_location`` of ``torch.load`` that brings what was on a GPU to ``device``."""
+
+    def locate(storage: Any, location: str) -> Any:
+        # None leaves it to PyTorch, and so to the place where it was.
+        return default_restore_location(storage, str(device)) if location.startswith("cuda") else None
+
+    return locate
+
+
+def _name(f: Any) -> str:
+    if not isinstance(f, str):
+        raise SMPUserError(f"the file is given as a {type(f).__name__}; pass its name as a string")
+    return f

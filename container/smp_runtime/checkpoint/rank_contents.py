@@ -1,0 +1,465 @@
+"""What this rank writes into a partial checkpoint: its files, and the pieces that are in them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from smp_config import Group
+from smp_runtime.checkpoint.files.manifest import EXTRA, MASTER, MODULE, OptimizerRecord, Piece, TensorRecord
+from smp_runtime.checkpoint.files.tensor_regions import Region
+from smp_runtime.checkpoint.live_tensors import (
+    Updated,
+    buffers,
+    extras,
+    is_elementwise,
+    local_records,
+    masters,
+    updated,
+    weights,
+)
+from smp_runtime.checkpoint.object_files import partial_suffix
+from smp_runtime.job.session import Session
+from smp_runtime.sharding.sharded_state import ShardedState
+
+if TYPE_CHECKING:
+    from smp_runtime.model.distributed_model import DistributedModel
+    from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+
+PARTIAL_KEY = "_smp_is_partial"
+#: Makes of a live tensor the one that is written; the name is unique in the rank's files.
+Keep = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """What another thread writes a checkpoint with.
+
+    Attributes:
+        keep: copies a tensor now.
+        group: the ranks of the sharding group, in a process group that nothing else uses; None without sharding.
+    """
+
+    keep: Keep
+    group: torch.distributed.ProcessGroup | None
+
+
+@dataclass
+class Contents:
+    """This rank's part of a checkpoint.
+
+    Attributes:
+        first: what ranks do together before any of them writes; all those that have it call it.
+        files: by name, what makes the file's content; nothing is copied before.
+        pieces: by file, by state key, by global name.
+        parameters: those of this stage, from one rank of each stage.
+        buffers: the same.
+    """
+
+    first: Callable[[], None] | None = None
+    files: dict[str, Callable[[Keep], Any]] = field(default_factory=dict)
+    pieces: dict[str, dict[str, dict[str, Piece]]] = field(default_factory=dict)
+    parameters: dict[str, TensorRecord] = field(default_factory=dict)
+    buffers: dict[str, TensorRecord] = field(default_factory=dict)
+
+    def note(self, file: str, key: str, name: str, piece: Piece) -> None:
+        """A file has a piece."""
+        self.pieces.setdefault(file, {}).setdefault(key, {})[name] = piece
+
+
+class Share:
+    """Which of the ranks that have the same elements writes them.
+
+    Args:
+        session: this rank's position.
+        hosts: by global rank, the number of its host, if hosts have folders of their own; then one rank on each host
+            writes, so that every host can go on from its own folder. None if all share one.
+    """
+
+    def __init__(self, session: Session, hosts: Sequence[int] | None) -> None:
+        self._session = session
+        self._hosts = hosts
+        self.rdp = session.rank_in(Group.RDP)
+        #: Whether this rank writes what all tensor parallel ranks have alike.
+        self.leads_tensors = session.rank_in(Group.TP) == 0
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether several ranks write the same."""
+        return self._hosts is not None
+
+    def writes(self, parts: int) -> bool:
+        """Whether this rank writes, when ``parts`` neighbours along the reduced data parallel axis differ."""
+        if self.rdp < parts:
+            return True
+        if self._hosts is None:
+            return False
+        session = self._session
+        me = session.topology.coordinates(session.rank)
+        for rank in range(session.rank):
+            at = session.topology.coordinates(rank)
+            same = (at.pp, at.tp, at.rdp % parts) == (me.pp, me.tp, me.rdp % parts)
+            if same and self._hosts[rank] == self._hosts[session.rank]:
+                return False
+        return True
+
+    def suffix(self, parts: int) -> str:
+        """What distinguishes the file names."""
+        session = self._session
+        if parts == 1:
+            return partial_suffix(session)
+        if session.size(Group.MP) == 1 and session.cfg.sharded_data_parallel_degree > 1:
+            return str(self.rdp % parts)
+        return self.coordinates(parts)
+
+    def coordinates(self, parts: int) -> str:
+        """This rank's place on the three axes."""
+        session = self._session
+        return f"{session.rank_in(Group.PP)}_{session.rank_in(Group.TP)}_{self.rdp % parts}"
+
+
+def state_parts(session: Session, model: DistributedModel | None) -> int:
+    """Among how many neighbours along the reduced data parallel axis optimizer state is shared out."""
+    if model is not None and model.shards is not None:
+        return session.size(Group.SHARD)
+    if model is not None and isinstance(model.sharded_state, ShardedState):
+        return session.size(Group.RDP)
+    return 1
+
+
+def contents_of(
+    session: Session,
+    model: DistributedModel,
+    optimizer: DistributedOptimizer | None,
+    share: Share,
+    apart: Apart | None = None,
+) -> Contents:
+    """What this rank writes; with sharded data parallelism parts change hands first, unit by unit.
+
+    Args:
+        apart: given when another thread will write.
+    """
+    made = Contents()
+    entries = updated(model, optimizer) if optimizer is not None else []
+    parts = state_parts(session, model)
+    flat = FlatGroups()
+    if model.shards is not None and entries and (share.has_copies or share.rdp < parts):
+        flat, made.first = flat_groups(session, model, entries, share, apart)
+    if share.rdp == 0 and share.leads_tensors:
+        _describe(made, model)
+    _module_file(made, model, share)
+    if share.writes(parts):
+        _shard_file(made, model, share, parts, flat)
+        _master_file(made, session, model, optimizer, share, parts, flat)
+        if optimizer is not None:
+            _optimizer_file(made, model, optimizer, entries, share, parts, flat)
+    return made
+
+
+def optimizer_record(optimizer: DistributedOptimizer, entries: Sequence[Updated]) -> OptimizerRecord:
+    """The optimizer's groups for the manifest."""
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        plain = {key: value for key, value in group.items() if key != "params" and _is_json(value)}
+        groups.append({**plain, "params": [entry.name for entry in entries if entry.group == index]})
+    return OptimizerRecord(type(optimizer.optimizer).__name__, groups)
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_json(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _describe(made: Contents, model: DistributedModel) -> None:
+    for record in local_records(model):
+        made.parameters[record.name] = TensorRecord(
+            tuple(record.shape),
+            _dtype(record.parameter),
+            record.aliases,
+            record.placement.stage,
+            record.placement.tensor_axis,
+            record.parameter.requires_grad,
+        )
+    for holding in buffers(model):
+        stage = model._stage if model._stage_of is not None else 0
+        made.buffers[holding.name] = TensorRecord(
+            holding.region.shape, _dtype(holding.tensor), stage=stage, trained=False
+        )
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _piece(region: Region) -> Piece:
+    return Piece(
+        None if region.axis is None else (region.start, region.stop),
+        None if region.is_slice else (region.first, region.last),
+    )
+
+
+def _module_file(made: Contents, model: DistributedModel, share: Share) -> None:
+    """``model_*.pt``: everything that replicas have alike, under all of its names, in the order of the model."""
+    if not share.writes(1):
+        return
+    file = f"model_{share.suffix(1)}.pt"
+    sharded = model.shards.parameters if model.shards is not None else set()
+    names = {record.name: record.names for record in local_records(model)}
+    whole = [h for h in weights(model) if h.record is not None and h.record.parameter not in sharded]
+    held = [h for h in whole if h.is_split or share.leads_tensors]
+    others = list(buffers(model)) if share.leads_tensors else []
+    own = list(extras(model)) if share.leads_tensors else []
+    for holding in (*held, *others):
+        made.note(file, MODULE, holding.name, _piece(holding.region))
+    for name, _ in own:
+        made.note(file, EXTRA, name, Piece(whole_object=True))
+    empty = {record.names: record.parameter for record in local_records(model) if record.parameter in sharded}
+
+    def build(keep: Keep) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for holding in held:
+            value = keep(f"{MODULE}/{holding.name}", holding.tensor)
+            found |= dict.fromkeys(names[holding.name], value)
+        for all_names, parameter in empty.items():
+            # Their shape, without values, which are in the files of the ranks that share them out.
+            nothing = torch.full((), float("nan"), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
+            found |= dict.fromkeys(all_names, nothing)
+        for holding in others:
+            found[holding.name] = keep(f"{MODULE}/{holding.name}", holding.tensor)
+        for name, module in own:
+            found[name] = _kept(keep, f"{EXTRA}/{name}", module.get_extra_state())
+        order = [name for name in model.module.state_dict(keep_vars=True) if name in found]
+        return {"module": {name: found[name] for name in order}, PARTIAL_KEY: True}
+
+    made.files[file] = build
+
+
+def _shard_file(made: Contents, model: DistributedModel, share: Share, parts: int, flat: FlatGroups) -> None:
+    """``model_<pp>_<tp>_<shard>.pt``: parts of sharded parameters that no optimizer has."""
+    if model.shards is None:
+        return
+    held = [
+        h
+        for h in weights(model)
+        if h.record is not None
+        and h.record.parameter in model.shards.parameters
+        and (h.is_split or share.leads_tensors)
+        and h.name not in flat.names
+    ]
+    if not held:
+        return
+    file = f"model_{share.coordinates(parts)}.pt"
+    for holding in held:
+        made.note(file, MODULE, holding.name, _piece(holding.region))
+
+    def build(keep: Keep) -> dict[str, Any]:
+        return {"shards": {h.name: keep(f"shards/{h.name}", h.tensor) for h in held}, PARTIAL_KEY: True}
+
+    made.files[file] = build
+
+
+def _master_file(
+    made: Contents,
+    session: Session,
+    model: DistributedModel,
+    optimizer: DistributedOptimizer | None,
+    share: Share,
+    parts: int,
+    flat: FlatGroups,
+) -> None:
+    """``fp16_states_*.pt``: float32 weights and the loss scale, in half precision training."""
+    if not model.precision.is_half:
+        return
+    sharded = model.shards.parameters if model.shards is not None else None
+    held = [
+        h
+        for h in masters(model)
+        if (h.is_split or share.leads_tensors)
+        and h.name not in flat.names
+        # Small parameters stay whole on every rank of a sharding group.
+        and (sharded is None or (h.record is not None and h.record.parameter in sharded) or share.rdp % parts == 0)
+    ]
+    scaler = optimizer.loss_scaler.state_dict() if optimizer is not None and session.cfg.fp16 else None
+    if not held and scaler is None:
+        return
+    file = f"fp16_states_{share.suffix(parts)}.pt"
+    for holding in held:
+        made.note(file, MASTER, holding.name, _piece(holding.region))
+
+    def build(keep: Keep) -> dict[str, Any]:
+        found: dict[str, Any] = {"masters": {h.name: keep(f"{MASTER}/{h.name}", h.tensor) for h in held}}
+        return found if scaler is None else {**found, "loss_scaler": scaler}
+
+    made.files[file] = build
+
+
+def _optimizer_file(
+    made: Contents,
+    model: DistributedModel,
+    optimizer: DistributedOptimizer,
+    entries: Sequence[Updated],
+    share: Share,
+    parts: int,
+    flat: FlatGroups,
+) -> None:
+    """``optimizer_*.pt``: the state of what this rank updates, by global name, and the settings of the groups."""
+    file = f"optimizer_{share.suffix(parts)}.pt"
+    sharded = model.shards.parameters if model.shards is not None else None
+    local = _local(model)
+    state: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        split = entry.record.placement.tensor_axis is not None
+        small = sharded is not None and entry.parameter not in sharded
+        if entry.updated is None or not (split or share.leads_tensors) or (small and share.rdp % parts):
+            continue
+        if entry.parameter not in local:
+            continue
+        for key, value in optimizer.state.get(entry.updated, {}).items():
+            state.setdefault(entry.name, {})[key] = value
+            if is_elementwise(value, entry.updated):
+                made.note(file, key, entry.name, _piece(entry.region))
+            else:
+                tensor = _piece(entry.region).tensor
+                made.note(file, key, entry.name, Piece(tensor, whole_object=True))
+    for name, piece in flat.pieces.items():
+        made.note(file, MASTER, name, piece)
+    names: list[list[str]] = [[] for _ in optimizer.param_groups]
+    for entry in entries:
+        names[entry.group].append(entry.name)
+    settings = [
+        {**{key: value for key, value in group.items() if key not in ("params", "param_names")}, "params": members}
+        for group, members in zip(optimizer.param_groups, names, strict=True)
+    ]
+
+    def build(keep: Keep) -> dict[str, Any]:
+        kept = {
+            name: {key: _kept(keep, f"{key}/{name}", value) for key, value in values.items()}
+            for name, values in state.items()
+        }
+        found: dict[str, Any] = {"state": kept, "param_groups": _kept(keep, "settings", settings), PARTIAL_KEY: True}
+        if flat.buffers is not None:
+            found |= {
+                "partition_count": parts,
+                # Nobody else has these, so they need no copy; they may be filled only later.
+                "fp32_flat_groups": flat.buffers,
+                "param_shapes": flat.shapes,
+            }
+        return found
+
+    made.files[file] = build
+
+
+def _kept(keep: Keep, name: str, value: Any) -> Any:
+    """A tensor, or an object with tensors inside, as it is now; of other things inside, copies."""
+    if isinstance(value, torch.Tensor):
+        return keep(name, value)
+    leaves, structure = tree_flatten(value)
+    kept = [
+        keep(f"{name}/{number}", leaf) if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
+        for number, leaf in enumerate(leaves)
+    ]
+    return tree_unflatten(kept, structure)
+
+
+def _local(model: DistributedModel) -> set[torch.nn.Parameter]:
+    return {record.parameter for record in local_records(model)}
+
+
+# -- sharded data parallelism ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FlatGroups:
+    """Float32 weights of sharded data parallelism as other tools read them: by parameter group, one flat buffer.
+
+    Each parameter is divided evenly among the ranks of a sharding group, the last parts filled up with zeros, and a
+    rank's parts follow each other in the order of the group. (In memory, units of several parameters are divided.)
+
+    Attributes:
+        buffers: of this rank, one for each parameter group, once they are filled; None without sharded data parallelism or
+            optimizer.
+        pieces: where this rank's part of each parameter is.
+        names: the parameters that are in the buffers of any rank.
+        shapes: of the parameters of each group, by name, in order.
+    """
+
+    buffers: list[torch.Tensor] | None = None
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+    shapes: list[dict[str, list[int]]] = field(default_factory=list)
+
+
+def flat_groups(
+    session: Session,
+    model: DistributedModel,
+    entries: Sequence[Updated],
+    share: Share,
+    apart: Apart | None,
+) -> tuple[FlatGroups, Callable[[], None]]:
+    """Give every rank of the sharding group its even part of every parameter.
+
+    Returns:
+        The groups, and what fills their buffers, which all ranks of the sharding group call together.
+    """
+    shards = model.shards
+    if shards is None:
+        raise AssertionError("flat groups belong to sharded data parallelism")
+    degree, position = session.size(Group.SHARD), session.rank_in(Group.SHARD)
+    local = _local(model)
+    made = FlatGroups(buffers=[])
+    places: dict[torch.nn.Parameter, tuple[int, int, int, int]] = {}
+    lengths: list[int] = []
+    for entry in entries:
+        while len(made.shapes) <= entry.group:
+            made.shapes.append({})
+            lengths.append(0)
+        split = entry.record.placement.tensor_axis is not None
+        if entry.parameter not in shards.pieces or entry.parameter not in local:
+            continue
+        if not (split or share.leads_tensors):
+            continue
+        elements = entry.region.slice_elements
+        share_elements = -(-elements // degree)
+        first, last = min(position * share_elements, elements), min((position + 1) * share_elements, elements)
+        places[entry.parameter] = (entry.group, lengths[entry.group], first, last)
+        made.names.add(entry.name)
+        made.shapes[entry.group][entry.name] = list(entry.region.slice_shape)
+        if first < last:
+            tensor = _piece(entry.region).tensor
+            made.pieces[entry.name] = Piece(tensor, (first, last), (entry.group, lengths[entry.group]))
+        lengths[entry.group] += share_elements
+    held = {p: piece.optimized.detach() for p, piece in shards.pieces.items() if piece is not None}
+    if apart is not None:
+        names = {entry.parameter: entry.name for entry in entries}
+        held = {p: apart.keep(f"part/{names[p]}", value) for p, value in held.items() if p in names}
+    # The same on every rank, also on one that has no part of anything.
+    types = {torch.float32 if model.precision.is_half else p.dtype for p in shards.pieces}
+    dtype = functools.reduce(torch.promote_types, types, torch.float32)
+    buffers: list[torch.Tensor] = []
+    made.buffers = buffers
+
+    def put(parameter: torch.nn.Parameter, whole: torch.Tensor) -> None:
+        if parameter in places:
+            group, offset, first, last = places[parameter]
+            buffers[group][offset : offset + last - first].copy_(whole.reshape(-1)[first:last])
+
+    @torch.no_grad()
+    def fill() -> None:
+        # Never on the device, where there may be no room for them.
+        buffers.extend(torch.zeros(length, dtype=dtype, device="cpu") for length in lengths)
+        parts = {p: value for p, value in held.items() if p in sharded}
+        for parameter, whole in shards.whole_values(parts, apart.group if apart is not None else None):
+            put(parameter, whole)
+        for parameter, value in held.items():
+            if parameter not in sharded:
+                put(parameter, value)
+
+    sharded = shards.parameters
+    return made, fill

@@ -1,0 +1,218 @@
+"""``save_checkpoint`` and ``resume_from_checkpoint``: model, optimizer, random state and the script's own content."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smp_config import Group
+from smp_runtime.checkpoint import full_checkpoint as full
+from smp_runtime.checkpoint import random_states
+from smp_runtime.checkpoint.files import user_content as user_contents
+from smp_runtime.checkpoint.files.manifest import PARTIAL, USER_CONTENT, FoundCheckpoint
+from smp_runtime.checkpoint.files.save_id import wrapped
+from smp_runtime.checkpoint.find_checkpoint import find_checkpoint
+from smp_runtime.checkpoint.load_partial import Loading
+from smp_runtime.checkpoint.save_partial import Saver, check_tag
+from smp_runtime.errors import CheckpointError, SMPUserError
+from smp_runtime.job.session import Session
+
+if TYPE_CHECKING:
+    from smp_runtime.model.distributed_model import DistributedModel
+    from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+
+logger = logging.getLogger("smp")
+
+
+def save_checkpoint(
+    session: Session,
+    path: str,
+    tag: str,
+    partial: bool = True,
+    model: DistributedModel | None = None,
+    optimizer: DistributedOptimizer | None = None,
+    user_content: Any = None,
+    translate_if_full: bool = True,
+    num_kept_partial_checkpoints: int | None = None,
+    async_save: bool = False,
+    trust_user_content: bool = False,
+) -> None:
+    """Save a checkpoint; every rank calls it with the same tag.
+
+    A partial checkpoint is the folder ``path/<tag>_partial`` with the model's and the optimizer's state and every
+    rank's random state; every rank writes its own part. It appears whole or not at all, and ``path/newest`` names it
+    last. It can be resumed with any other degrees and number of processes. A full one (``partial=False``) is the file
+    ``path/<tag>``, the model's ``state_dict``, and ``path/<tag>_optimizer``, the optimizer's, both as one process has
+    them. If the tag is ``pytorch_model.bin`` or ends in ``.safetensors``, the weights are written as Transformers does,
+    in shards with an index when they are large, with ``config.json`` beside them.
+
+    Args:
+        path: folder of checkpoints, made if absent.
+        tag: usually the number of steps.
+        model: default: the wrapped model.
+        optimizer: default: the wrapped optimizer.
+        user_content: plain containers, numbers, strings, tensors and NumPy arrays; rank 0's is saved.
+        translate_if_full: save a full state of a distributed Hugging Face model under Hugging Face's names.
+        num_kept_partial_checkpoints: older ones are removed beyond this number.
+        async_save: return as soon as the state is copied to CPU memory; a thread writes it while training goes on.
+            The next save, :func:`wait_for_checkpoint` and the end of the job wait for it. For partial checkpoints.
+        trust_user_content: let ``user_content`` hold any object that can be pickled; it must be trusted when resumed.
+
+    Raises:
+        SMPUserError: content that could not be loaded back, a tag with a slash.
+        CheckpointError: some rank could not write, now or in the last asynchronous save; the former checkpoint stays
+            the newest.
+    """
+    tag = str(tag)
+    check_tag(tag)
+    if num_kept_partial_checkpoints is not None and num_kept_partial_checkpoints < 1:
+        raise SMPUserError(f"num_kept_partial_checkpoints is {num_kept_partial_checkpoints}; keep at least 1, or None")
+    if async_save and not partial:
+        raise SMPUserError("async_save is for partial checkpoints, but partial is False; leave one of them out")
+    if model is None and len(session.models) != 1:
+        raise SMPUserError(
+            f"{len(session.models)} wrapped models are alive, so it is not clear which one to save: pass model="
+        )
+    chosen = model or session.model
+    if chosen is None:
+        raise AssertionError("there is one model")
+    if not chosen.partitioned:
+        raise SMPUserError(
+            "the model was not partitioned yet, so there is nothing to save: its weights get their place in the first step; save "
+            "after it"
+        )
+    optimizer = optimizer or session.optimizer
+    if optimizer is not None and not hasattr(optimizer, "original_groups"):
+        raise SMPUserError(f"optimizer= is a {type(optimizer).__name__}; pass what smp.DistributedOptimizer returned")
+    folder = Path(path)
+
+    def content(save_id: str | None = None) -> bytes:
+        found = user_content if save_id is None else wrapped(user_content, save_id)
+        return user_contents.to_bytes(found, trusted=trust_user_content)
+
+    if not partial:
+        full.save(session, folder, tag, chosen, optimizer, content, translates=translate_if_full)
+        return
+    Saver.of(session).save(
+        folder / f"{tag}{PARTIAL}",
+        tag,
+        chosen,
+        optimizer,
+        content,
+        keep=num_kept_partial_checkpoints,
+        in_background=async_save,
+    )
+
+
+def wait_for_checkpoint(session: Session) -> None:
+    """Return when an asynchronous save is complete and named in ``newest``; at once when there is none.
+
+    Raises:
+        CheckpointError: it could not be written; the former checkpoint is still the newest.
+    """
+    Saver.of(session).wait()
+
+
+def resume_from_checkpoint(
+    session: Session,
+    path: str,
+    tag: str | None = None,
+    partial: bool = True,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_sharded_optimizer_state: bool = True,
+    translate_function: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    trust_user_content: bool = False,
+) -> Any:
+    """Load a checkpoint into the wrapped model and optimizer; every rank calls it, also before the first step.
+
+    The degrees, the number of processes and the precision may be others than when it was saved. Every file is checked
+    against its checksum, and names and shapes against the model, before anything is loaded.
+
+    Args:
+        path: folder of checkpoints.
+        tag: a tag or a folder name; None means the newest, or, if that is damaged or not complete, the last whole one
+            before it. For a full checkpoint, its file name; weights of Transformers load too, whole or in shards: the tag is
+            ``pytorch_model.bin``, ``model.safetensors``, an index, or a folder in ``path``.
+        partial: which of the two kinds.
+        strict: whether names must agree exactly; shapes must in any case.
+        load_optimizer: whether the optimizer's state is loaded too.
+        load_sharded_optimizer_state: False loads only float32 weights and the loss scale of the optimizer, where sharded
+            data parallelism is, or was, on.
+        translate_function: applied to a full checkpoint's state before it is loaded.
+        trust_user_content: load ``user_content`` even if it holds objects that may run code.
+
+    Returns:
+        The ``user_content`` that was saved, or None.
+
+    Raises:
+        CheckpointError: nothing to resume, a file is missing or damaged, or it belongs to another model; nothing was
+            loaded.
+    """
+    if len(session.models) != 1:
+        raise SMPUserError(
+            f"{len(session.models)} wrapped models are alive, so it is not clear which one to load into: keep a reference to "
+            "the one that smp.DistributedModel returned"
+        )
+    model, optimizer = session.models[0], session.optimizer if load_optimizer else None
+    folder = Path(path)
+    if not partial:
+        return full.resume(
+            session, folder, tag, model, optimizer, translate_function, strict=strict, trusted=trust_user_content
+        )
+    Saver.of(session).wait()
+    plans: dict[str, Loading] = {}
+
+    def needs(checkpoint: FoundCheckpoint) -> set[str] | None:
+        sharded = session.cfg.sharded_data_parallel_degree > 1
+        if checkpoint.manifest is not None:
+            sharded = sharded or checkpoint.manifest.topology.get("sharded", 1) > 1
+        plans[checkpoint.name] = plan = Loading(
+            session,
+            checkpoint,
+            model,
+            optimizer,
+            strict=strict,
+            states=load_sharded_optimizer_state or not sharded,
+        )
+        return plan.files()
+
+    found = find_checkpoint(session, folder, tag, needs)
+    plan = plans[found.name]
+    if load_optimizer and optimizer is None and plan.manifest.optimizer is not None and session.rank == 0:
+        logger.warning(
+            "%s has the state of an optimizer, but none was wrapped yet: wrap it before resume_from_checkpoint, or pass "
+            "load_optimizer=False",
+            found.folder,
+        )
+    content: Any = None
+    with _raised_on_all(session):
+        content = user_contents.read(found.folder / USER_CONTENT, trusted=trust_user_content)
+    plan.adopt_partition()
+    with _raised_on_all(session):
+        random_state = plan.reader.content(random_states.file_name(session.rank))
+        plan.load()
+        random_states.restore(session, random_state, plan.same_topology)
+    return content
+
+
+@contextlib.contextmanager
+def _raised_on_all(session: Session) -> Iterator[None]:
+    """What any rank meets inside is raised on every rank at the end; every rank enters."""
+    failure: str | None = None
+    other: Exception | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        failure = str(error)
+    except Exception as error:  # whatever it is, the other ranks wait to be told
+        failure, other = f"rank {session.rank} could not resume: {type(error).__name__}: {error}", error
+    everyone = session.control.allgather(failure, session.topology.group_of(Group.WORLD, session.rank))
+    if other is not None:
+        raise other
+    for why in everyone:
+        if why:
+            raise CheckpointError(why)

@@ -1,0 +1,371 @@
+"""Writing a partial checkpoint: every rank its own files, at once or on a thread while training goes on."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from smp_config import Group
+from smp_config.version import __version__
+from smp_runtime.checkpoint import random_states
+from smp_runtime.checkpoint.files.manifest import (
+    PARTITION,
+    USER_CONTENT,
+    FileRecord,
+    Manifest,
+    OptimizerRecord,
+    Piece,
+    TensorRecord,
+)
+from smp_runtime.checkpoint.files.name_translation import translation_names
+from smp_runtime.checkpoint.files.transformers_format import CONFIG, config_of
+from smp_runtime.checkpoint.files.whole_file import write_recorded
+from smp_runtime.checkpoint.folder_transaction import FolderTransaction, not_saved
+from smp_runtime.checkpoint.live_tensors import updated
+from smp_runtime.checkpoint.rank_agreement import ControlExchange, Exchange, background_exchange
+from smp_runtime.checkpoint.rank_contents import Apart, Contents, Share, contents_of, optimizer_record
+from smp_runtime.comm.control import timeout_seconds
+from smp_runtime.errors import CheckpointError, DeadlineError, SMPUserError
+from smp_runtime.job.session import Session
+
+if TYPE_CHECKING:
+    from smp_runtime.model.distributed_model import DistributedModel
+    from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+
+logger = logging.getLogger("smp")
+
+_savers: weakref.WeakKeyDictionary[Session, Saver] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class Report:
+    """What a rank has written.
+
+    Attributes:
+        failure: why it could not, or None.
+        files: what it has written, or is about to.
+        pieces: by file, state key and name.
+        parameters: of its stage, if it speaks for it.
+        buffers: the same.
+    """
+
+    failure: str | None = None
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    pieces: dict[str, dict[str, dict[str, Piece]]] = field(default_factory=dict)
+    parameters: dict[str, TensorRecord] = field(default_factory=dict)
+    buffers: dict[str, TensorRecord] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Described:
+    """What rank 0 knows of the whole checkpoint before anything is written."""
+
+    tag: str
+    topology: dict[str, Any]
+    precision: str
+    optimizer: OptimizerRecord | None
+    translations: list[str]
+    order: list[str]
+
+
+class Saver:
+    """Saves partial checkpoints of a session, one after the other."""
+
+    def __init__(self, session: Session) -> None:
+        self._reference = weakref.ref(session)
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._pool: dict[str, torch.Tensor] = {}
+        self._group: dist.ProcessGroup | None = None
+        session.at_close.append(self.wait)
+
+    @property
+    def _session(self) -> Session:
+        session = self._reference()
+        if session is None:
+            raise AssertionError("a saver outlived its session")
+        return session
+
+    @classmethod
+    def of(cls, session: Session) -> Saver:
+        """The saver of a session; always the same object."""
+        found = _savers.get(session)
+        if found is None:
+            found = _savers[session] = cls(session)
+        return found
+
+    def wait(self) -> None:
+        """Return when the checkpoint that is being written is complete, and named in ``newest``.
+
+        Raises:
+            CheckpointError: it could not be written.
+            DeadlineError: it took longer than ``SMP_TIMEOUT_SECONDS``.
+        """
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_seconds())
+            if thread.is_alive():
+                raise DeadlineError(
+                    f"the checkpoint that is written in the background is not complete after {timeout_seconds():.0f} s; look at "
+                    "the disk and at the other ranks, or raise SMP_TIMEOUT_SECONDS"
+                )
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def save(
+        self,
+        final: Path,
+        tag: str,
+        model: DistributedModel,
+        optimizer: DistributedOptimizer | None,
+        user_content: Callable[[], bytes],
+        *,
+        keep: int | None,
+        in_background: bool,
+    ) -> None:
+        """Save a checkpoint; every rank calls it. See ``save_checkpoint``."""
+        session = self._session
+        problem: str | None = None
+        content = b""
+        try:
+            self.wait()
+        except Exception as error:
+            problem = f"the checkpoint before this one was not saved: {error}"
+        try:
+            if session.rank == 0:
+                content = user_content()
+        except Exception as error:  # whatever it is, the other ranks wait to be told
+            problem = problem or _words(error)
+        transaction = FolderTransaction(session, final, problem)
+        if transaction.hosts is not None:  # the same file on every host
+            content = session.control.broadcast(content, list(range(session.control.size)))
+        exchange: Exchange | None = None
+        if in_background:
+            exchange = background_exchange(session.control, transaction.token)
+            if not all(session.control.allgather(exchange is not None, list(range(session.control.size)))):
+                exchange = None  # all ranks must use the same
+            if exchange is None and session.rank == 0:
+                logger.warning("async_save needs a newer PyTorch: this checkpoint is saved at once")
+        # Apart from what follows, where ranks may wait for each other.
+        described, undescribed = None, None
+        try:
+            described = describe(session, tag, model, optimizer) if session.rank == 0 else None
+        except Exception as error:  # whatever it is, the other ranks wait to be told
+            undescribed = _words(error)
+        report, jobs, first = Report(), dict[str, Callable[[], Any]](), None
+        try:
+            apart = Apart(self._copied, self._sharding_group(model)) if exchange is not None else None
+            made = contents_of(session, model, optimizer, Share(session, transaction.hosts), apart)
+            report = Report(None, {}, made.pieces, made.parameters, made.buffers)
+            first = made.first
+            jobs = self._jobs(made, model, content, transaction, snapshot=exchange is not None)
+        except Exception as error:  # whatever it is, the other ranks wait to be told
+            report.failure = _words(error)
+        report.failure = undescribed or report.failure
+        together = session.cfg.sharded_data_parallel_degree > 1
+        if exchange is None:
+            _complete(transaction, report, first, jobs, described, ControlExchange(session.control), keep, together)
+            return
+        self._thread = threading.Thread(
+            target=self._in_background,
+            args=(transaction, report, first, jobs, described, exchange, keep, together),
+            name="smp-checkpoint",
+            daemon=True,  # the session waits for it when it closes, in time and in good order
+        )
+        self._thread.start()
+
+    def _in_background(self, *arguments: Any) -> None:
+        try:
+            _complete(*arguments)
+        except Exception as error:
+            logger.error("%s", error)
+            self._error = error
+
+    def _jobs(
+        self, made: Contents, model: DistributedModel, content: bytes, transaction: FolderTransaction, *, snapshot: bool
+    ) -> dict[str, Callable[[], Any]]:
+        """What makes the content of every file; with ``snapshot`` everything is copied now."""
+        session = self._session
+        jobs: dict[str, Callable[[], Any]] = {}
+        for name, build in made.files.items():
+            if snapshot:
+                jobs[name] = _given(build(self._copied))
+            else:
+                jobs[name] = functools.partial(build, _live)
+        jobs[random_states.file_name(session.rank)] = _given(random_states.random_state(session))
+        if transaction.keeps_order:
+            jobs[USER_CONTENT] = _given(content)
+            if model.assignment is not None:
+                text = json.dumps(model.assignment.to_dict(), indent=1) + "\n"
+                jobs[PARTITION] = _given(text.encode())
+            config = config_of(model.module)
+            if config is not None:  # so that the weights can become a model of Transformers again
+                jobs[CONFIG] = _given((json.dumps(config, indent=2) + "\n").encode())
+        if snapshot and session.device.type == "cuda":
+            torch.cuda.synchronize(session.device)
+        return jobs
+
+    def _sharding_group(self, model: DistributedModel) -> dist.ProcessGroup | None:
+        """This rank's sharding group once more, for the thread that writes; every rank makes all of them."""
+        session = self._session
+        if model.shards is not None and self._group is None:
+            for ranks in session.topology.groups(Group.SHARD):
+                group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds()), backend="gloo")
+                if session.rank in ranks:
+                    self._group = group
+        return self._group
+
+    def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in memory that is used again at the next save."""
+        buffer = self._pool.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            on_gpu = tensor.device.type == "cuda"
+            buffer = self._pool[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=on_gpu)
+        buffer.copy_(tensor.detach(), non_blocking=True)
+        return buffer
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _given(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def _live(_: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, on the CPU and without what else lies in its storage."""
+    tensor = tensor.detach().cpu()
+    alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if alone else tensor.clone()
+
+
+def _complete(
+    transaction: FolderTransaction,
+    report: Report,
+    first: Callable[[], None] | None,
+    jobs: Mapping[str, Callable[[], Any]],
+    described: Described | None,
+    exchange: Exchange,
+    keep: int | None,
+    together: bool,
+) -> None:
+    """Write this rank's files, and commit with all ranks.
+
+    Args:
+        together: whether some rank has a ``first``: then none calls its own unless all can.
+    """
+    goes_on = report.failure is None
+    if together:
+        failures = exchange.gather(report.failure)
+        goes_on = exchange.broadcast(failures is not None and not any(failures))
+    try:
+        if goes_on and first is not None:
+            first()
+        for name, make in jobs.items() if goes_on else ():
+            report.files[name] = write_recorded(make(), transaction.writing / name)
+    except Exception as error:  # whatever it is, the other ranks wait to be told
+        report.failure = _words(error)
+    reports = exchange.gather(report)
+    verdict = None if reports is None else _verdict(transaction, described, reports)
+    transaction.commit(exchange, verdict, keep)
+
+
+def _verdict(
+    transaction: FolderTransaction, described: Described | None, reports: list[Report]
+) -> str | CheckpointError:
+    """The manifest's text, or why there is none; never raises, since the other ranks wait for it."""
+    broken = [(rank, report.failure) for rank, report in enumerate(reports) if report.failure]
+    try:
+        if described is not None and not broken:
+            return merge(described, reports, transaction.token).to_json()
+    except Exception as error:
+        broken = [(0, _words(error))]
+    return not_saved(transaction.final, broken)
+
+
+def describe(session: Session, tag: str, model: DistributedModel, optimizer: DistributedOptimizer | None) -> Described:
+    """What the manifest says besides what ranks have written."""
+    topology = {
+        "world_size": session.control.size,
+        "pipeline": session.size(Group.PP),
+        "tensor": session.size(Group.TP),
+        "sharded": session.cfg.sharded_data_parallel_degree,
+        "shard_optimizer_state": session.cfg.shard_optimizer_state,
+        "placement": session.topology.placement,
+    }
+    precision = "fp16" if session.cfg.fp16 else "bf16" if session.cfg.bf16 else "fp32"
+    entries = updated(model, optimizer) if optimizer is not None else []
+    return Described(
+        tag,
+        topology,
+        precision,
+        optimizer_record(optimizer, entries) if optimizer is not None else None,
+        translation_names(session.module_manager.translate_functions),
+        list(model.module.state_dict(keep_vars=True)),
+    )
+
+
+def merge(described: Described, reports: list[Report], save: str) -> Manifest:
+    """One manifest from what all ranks have written; the first of several copies of a file counts.
+
+    Args:
+        save: the same on every host, and other for every save.
+    """
+    manifest = Manifest(
+        described.tag,
+        time.time(),
+        __version__,
+        described.topology,
+        described.precision,
+        optimizer=described.optimizer,
+        translations=described.translations,
+        save=save,
+    )
+    for report in reports:
+        for name, record in report.files.items():
+            former = manifest.files.setdefault(name, record)
+            if record.sha256 not in (former.sha256, *former.copies):
+                manifest.files[name] = FileRecord(former.bytes, former.sha256, (*former.copies, record.sha256))
+        for file, pieces in report.pieces.items():
+            manifest.pieces.setdefault(file, pieces)
+        manifest.parameters.update(report.parameters)
+        manifest.buffers.update(report.buffers)
+    for records in (manifest.parameters, manifest.buffers):
+        ordered = {name: records[name] for name in described.order if name in records}
+        rest = {name: record for name, record in records.items() if name not in ordered}
+        records.clear()
+        records.update({**ordered, **rest})
+    if manifest.optimizer is not None:
+        keys = {
+            key
+            for found in manifest.pieces.values()
+            for key, pieces in found.items()
+            if any(not piece.whole_object for piece in pieces.values())
+        }
+        manifest.optimizer.states = sorted(keys - {"module", "master"})
+    return manifest
+
+
+def check_tag(tag: str) -> None:
+    """Make sure that a tag can be a file name.
+
+    Raises:
+        SMPUserError: it cannot.
+    """
+    if not tag or "/" in tag or tag.startswith("."):
+        raise SMPUserError(f"the tag is {tag!r}, but it becomes a file name: use letters, digits, '-' and '_'")

@@ -1,0 +1,118 @@
+"""How a full bucket travels: the seam between the reducer, which decides when, and what the ranks exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smp_runtime.comm.bucket_transport import Travel
+from smp_runtime.comm.buckets import Bucket
+from smp_runtime.comm.collectives import Collectives
+
+
+class _Reduced:
+    def __init__(self, work: Any, buffer: torch.Tensor) -> None:
+        self._work = work
+        self._buffer = buffer
+
+    def land(self) -> torch.Tensor:
+        self._work.wait()
+        return self._buffer
+
+
+class AllReduceTransport:
+    """Every rank gets the average of every gradient."""
+
+    carries_tail = True
+    divides = True
+    lands_in_gradients = True
+
+    def __init__(self, collectives: Collectives, group: dist.ProcessGroup) -> None:
+        self._collectives = collectives
+        self._group = group
+
+    def launch(self, bucket: Bucket, buffer: torch.Tensor, position: int, is_last: bool) -> Travel:
+        return _Reduced(self._collectives.all_reduce(buffer, self._group), buffer)
+
+    def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
+        raise AssertionError("an all-reduced bucket lands in the gradients")
+
+
+class HookBucket:
+    """What a communication hook gets: has the methods of ``torch.distributed.GradBucket``, which cannot be made here."""
+
+    def __init__(
+        self, bucket: Bucket, buffer: torch.Tensor, position: int, is_last: bool, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        self._bucket = bucket
+        self._buffer = buffer
+        self._position = position
+        self._is_last = is_last
+        self._parameters = parameters
+
+    def index(self) -> int:
+        """Position in the order of launching."""
+        return self._position
+
+    def buffer(self) -> torch.Tensor:
+        """The gradients as a flat tensor, not averaged."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replace the flat tensor."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients, shaped like their parameters; views of the flat tensor."""
+        return self._bucket.views(self._buffer, self._parameters)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters of this bucket."""
+        return [self._parameters[index] for index in self._bucket.indices]
+
+    def is_last(self) -> bool:
+        """Whether no other bucket follows in this window."""
+        return self._is_last
+
+
+class _FromHook:
+    def __init__(self, future: torch.futures.Future[Any]) -> None:
+        self._future = future
+
+    def land(self) -> torch.Tensor:
+        value = self._future.wait()
+        return value[0] if isinstance(value, list | tuple) else value
+
+
+class HookTransport:
+    """A hook in the form of PyTorch's DDP communication hooks averages the buckets."""
+
+    carries_tail = False
+    divides = False
+    lands_in_gradients = True
+
+    def __init__(
+        self,
+        state: Any,
+        hook: Callable[[Any, Any], torch.futures.Future[Any]],
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        self._state = state
+        self._hook = hook
+        self._parameters = parameters
+        self._previous: torch.futures.Future[Any] | None = None
+
+    def launch(self, bucket: Bucket, buffer: torch.Tensor, position: int, is_last: bool) -> Travel:
+        if self._previous is not None and buffer.device.type == "cpu":
+            # Hooks that communicate again when a first exchange is done (PowerSGD) wait inside gloo's two threads;
+            # with two buckets under way both would wait for each other for ever.
+            self._previous.wait()
+        future = self._hook(self._state, HookBucket(bucket, buffer, position, is_last, self._parameters))
+        self._previous = None if is_last else future
+        return _FromHook(future)
+
+    def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
+        raise AssertionError("a hook's result lands in the gradients")

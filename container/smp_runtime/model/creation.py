@@ -1,0 +1,97 @@
+"""``smp.model_creation`` and ``smp.delay_param_initialization``: the contexts in which a script builds its model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_runtime.errors import SMPUserError
+from smp_runtime.job import session as sessions
+from smp_runtime.parameters.deferred_creation import deferring
+from smp_runtime.replacement import scopes
+
+
+@contextlib.contextmanager
+def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
+    """Create a model without memory for its parameters; ``smp.DistributedModel`` computes them, with the same values.
+
+    Operations on tensors inside are recorded and run later, so the model's constructor must not read values
+    (``item()``, ``if tensor: …``). Inside another such context it changes nothing.
+    """
+    with deferring(sessions.current().deferrals) if enabled else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def model_creation(
+    tensor_parallelism: bool = False, dtype: torch.dtype | None = None, **tensor_parallel_config: Any
+) -> Iterator[None]:
+    """Create the model's parameters in ``dtype``, and later if ``delayed_parameter_initialization`` is set.
+
+    Args:
+        tensor_parallelism: distribute the supported modules created inside, as ``smp.tensor_parallelism`` does.
+        dtype: floating point type of new parameters; None means PyTorch's default. Under ``fp16`` or ``bf16`` the
+            float32 weights are the better start: they become the master weights unrounded.
+        tensor_parallel_config: arguments of the distributed modules; not used without tensor parallelism.
+
+    Raises:
+        SMPUserError: ``dtype`` is no floating point type, or an unknown argument.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise SMPUserError(
+            f"model_creation got dtype={dtype}; parameters are floating point: use for example torch.float16"
+        )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        with (
+            scopes.tensor_parallelism(tensor_parallelism, **tensor_parallel_config),
+            delay_param_initialization(enabled=sessions.current().cfg.delayed_parameter_initialization),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def partition(partition_id: int) -> contextlib.AbstractContextManager[None]:
+    """Modules that are constructed inside belong to pipeline stage ``partition_id``, when ``auto_partition`` is off.
+
+    Contexts may be nested; the innermost counts. Modules outside all of them belong to ``default_partition``.
+
+    Raises:
+        SMPUserError: no such stage.
+    """
+    return sessions.current().manual.partition(partition_id)
+
+
+def set_partition(module: nn.Module, pp_rank: int) -> None:
+    """Put a module, and those inside it that are not set themselves, on a pipeline stage; also in an automatic partition.
+
+    Call it before the first step, which decides the partition. It wins over ``smp.partition`` contexts, and the last
+    call for a module over earlier ones.
+
+    Raises:
+        SMPUserError: no such stage, no module, or a module of a model that is partitioned already, with another stage.
+    """
+    session = sessions.current()
+    for model in session.models:
+        if module is model:
+            module = model.module
+        if model.assignment is None:
+            continue
+        path = next((path for path, part in model.module.named_modules() if part is module), None)
+        if path is None:
+            continue
+        stage = model.assignment.stage_of(path)
+        if stage == pp_rank:
+            return
+        raise SMPUserError(
+            f"smp.set_partition put {f'module {path!r}' if path else 'the model'} on stage {pp_rank}, but it lies on stage {stage} "
+            "already: the model was partitioned in its first step, or when a checkpoint brought its partition, and parameters do "
+            "not move afterwards; call smp.set_partition between smp.DistributedModel and the first step"
+        )
+    session.manual.set_partition(module, pp_rank)

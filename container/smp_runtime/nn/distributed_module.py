@@ -1,0 +1,115 @@
+"""``DistributedModule``: the base of modules whose parameters are split over tensor parallel ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_config import Group
+from smp_runtime.errors import SMPUserError
+from smp_runtime.job import session as sessions
+from smp_runtime.parameters.slices import TensorSlice
+from smp_runtime.tensor_parallel.group import TensorGroup, current_group
+from smp_runtime.tensor_parallel.initialisation import Fill, make_parameter, weight_stream
+from smp_runtime.tensor_parallel.random_tracker import RandomTracker
+
+
+class NotDistributableError(SMPUserError):
+    """A module's settings that its distributed form does not have."""
+
+
+class IndivisibleError(NotDistributableError):
+    """A size that the number of tensor parallel ranks does not divide."""
+
+
+class _Creation(threading.local):
+    """In which type the parameters made now shall be, or None."""
+
+    dtype: torch.dtype | None = None
+
+
+_creation = _Creation()
+
+
+@contextlib.contextmanager
+def parameters_in(dtype: torch.dtype | None) -> Iterator[None]:
+    """Distributed modules made inside have parameters of this type; None means PyTorch's default."""
+    before, _creation.dtype = _creation.dtype, dtype
+    try:
+        yield
+    finally:
+        _creation.dtype = before
+
+
+class _DrawnFromOneSeed(type):
+    """Everything that the outermost distributed module creates is drawn from one seed, which the ranks agree on."""
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        constructor = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return constructor.replace(parameters=list(constructor.parameters.values())[1:])
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        with weight_stream(current_group()):
+            return super().__call__(*args, **kwargs)
+
+
+class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
+    """A module that each tensor parallel rank holds a part of.
+
+    Create it on all ranks of the group together, after ``smp.init()``. Subclasses make their parameters with
+    :meth:`add_split` and :meth:`add_whole`.
+
+    Attributes:
+        tensor_group: the ranks that share it.
+        tensor_slices: which part of the whole parameter this rank has, by the parameter's own name.
+        reductions: over which group a parameter's gradient is averaged, by its own name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensor_group: TensorGroup = current_group()
+        RandomTracker.prepare(self.tensor_group)
+        self.tensor_slices: dict[str, TensorSlice] = {}
+        self.reductions: dict[str, Group] = {}
+        self._dtype = torch.float16 if sessions.current().cfg.fp16_params else _creation.dtype
+
+    def add_split(self, name: str, shape: tuple[int, ...], dim: int, fill: Fill) -> None:
+        """A parameter of which each rank has a part along ``dim``; ``shape`` is that of the whole."""
+        where = TensorSlice.of(shape, dim, self.tensor_group.rank, self.tensor_group.size)
+        self.register_parameter(name, make_parameter(shape, fill, where, self.tensor_group.device, self._dtype))
+        self.tensor_slices[name] = where
+        self.reductions[name] = Group.RDP
+
+    def add_whole(self, name: str, shape: tuple[int, ...], fill: Fill, reduction: Group = Group.RDP) -> None:
+        """A parameter that every rank has whole; over ``DP`` if its gradient is that of this rank's own batch."""
+        self.register_parameter(name, make_parameter(shape, fill, None, self.tensor_group.device, self._dtype))
+        self.reductions[name] = reduction
+
+    def share_of(self, what: str, size: int) -> int:
+        """This rank's part of ``size``.
+
+        Raises:
+            IndivisibleError: the ranks do not divide it.
+        """
+        degree = self.tensor_group.size
+        if size % degree:
+            raise IndivisibleError(
+                f"{what} is {size}, which the tensor_parallel_degree {degree} does not divide; use a degree that does, or "
+                f"a {what} that is a multiple of {degree}"
+            )
+        return size // degree
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Whole weights load too: each rank takes its part of them."""
+        for name, where in self.tensor_slices.items():
+            value = state_dict.get(prefix + name)
+            if isinstance(value, torch.Tensor) and tuple(value.shape) == where.shape != where.local_shape:
+                state_dict[prefix + name] = where.cut(value)
+        super()._load_from_state_dict(state_dict, prefix, *args)

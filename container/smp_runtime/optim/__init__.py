@@ -1,0 +1,1 @@
+"""``smp.DistributedOptimizer``, what it updates, clips and scales, and its state."""

@@ -1,0 +1,332 @@
+"""``DistributedOptimizer``: the wrapper around the user's optimizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from smp_config import Group
+from smp_runtime.errors import SMPUserError
+from smp_runtime.job import session as sessions
+from smp_runtime.optim.gradient_norms import WholeNorms
+from smp_runtime.optim.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
+from smp_runtime.optim.master_gradients import MasterGradients
+from smp_runtime.optim.sharding_attributes import ShardingAttributes
+from smp_runtime.optim.state_dict import SavedOptimizer
+from smp_runtime.parameters.optimizer_shards import Piece
+
+if TYPE_CHECKING:
+    from smp_runtime.model.distributed_model import DistributedModel
+
+logger = logging.getLogger("smp")
+
+#: In names of optimizers whose update of one element depends on others of its tensor, which may lie on another rank.
+_NEED_WHOLE_TENSORS = ("adafactor", "came", "lamb", "lars", "lbfgs", "muon", "novograd", "shampoo", "soap")
+
+
+class DistributedOptimizer(ShardingAttributes, SavedOptimizer):
+    """A ``torch.optim.Optimizer`` that steps ``optimizer``; schedulers and closures work on it.
+
+    In half precision training the inner optimizer updates float32 copies of the weights, with sharded state the
+    parts that this rank owns; its parameter groups then hold these.
+
+    Args:
+        optimizer: created from the parameters of the wrapped or of the unwrapped model.
+        static_loss_scale: for fp16; None when the dynamic one is used.
+        dynamic_loss_scale: for fp16.
+        dynamic_loss_args: a dictionary, or the same as keywords: init_scale, scale_factor, scale_window, min_scale,
+            delayed_shift, consecutive_hysteresis.
+
+    Raises:
+        SMPUserError: (a ``ValueError``) not an optimizer, or an unknown loss scaling argument.
+    """
+
+    #: Read by ``accelerate``, which must not wrap this class again.
+    _is_accelerate_prepared = True
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        static_loss_scale: float | None = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        **loss_args: Any,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise SMPUserError(
+                f"smp.DistributedOptimizer wraps a torch.optim.Optimizer, but got a {type(optimizer).__name__}"
+            )
+        if isinstance(optimizer, DistributedOptimizer):
+            raise SMPUserError("this optimizer is already wrapped in smp.DistributedOptimizer; wrap it once")
+        self.loss_scale_args = {**DYNAMIC_DEFAULTS, **(dynamic_loss_args or {}), **loss_args}
+        scaler = make_loss_scaler(static_loss_scale, dynamic_loss_scale, {**(dynamic_loss_args or {}), **loss_args})
+        self._session = sessions.current()
+        # Only float16 overflows; other types train with a scale of 1.
+        self.loss_scaler = scaler if self._session.cfg.fp16 else make_loss_scaler(1.0, False, {})
+        self.optimizer = optimizer
+        self.dynamic_loss_scale = dynamic_loss_scale
+        #: Whether the last step was skipped because of an overflow.
+        self.overflow = False
+        self._global_grad_norm: float | None = None
+        self._model: DistributedModel | None = None
+        self._pieces: list[Piece] = []
+        self._originals: list[list[nn.Parameter]] = []
+        self._masters = MasterGradients(self._session, self._pieces)
+        self._norms = WholeNorms(self._session, None, self._pieces)
+        # The base class's own constructor would build groups and state of its own; only its hooks are wanted.
+        super().__setstate__({})
+        for model in self._session.models:
+            self.bind(model)
+        self._session.adopt_optimizer(self)
+
+    # -- the inner optimizer ---------------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the inner optimizer."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The state of the inner optimizer."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The defaults of the inner optimizer."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.optimizer.defaults = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer."""
+        self.optimizer.add_param_group(param_group)
+        if self._model is not None:
+            self._replace(self.optimizer.param_groups[-1])
+
+    def bind(self, model: DistributedModel) -> None:
+        """Update what ``model`` keeps for updating, instead of its parameters; called once both are wrapped.
+
+        With pipeline parallelism it is called again when the model has been partitioned. All stages then bind an optimizer
+        that has any of the model's parameters, or none does: later they communicate.
+        """
+        if model is self._model:
+            return
+        mine = {p for group in self.optimizer.param_groups for p in group["params"]}
+        all_stages = {record.parameter for record in model.registry}
+        is_staged = model.assignment is not None
+        if hasattr(self.optimizer, "use_norms") and self._session.size(Group.TP) > 1 and mine & all_stages:
+            self.optimizer.use_norms(self._norms)
+        if not mine & (all_stages if is_staged else (model.pieces or {}).keys()):
+            return
+        if self._model is not None:
+            raise SMPUserError(
+                "one optimizer has parameters of two wrapped models that train in half precision or with sharded state; give "
+                "each model an optimizer of its own"
+            )
+        others = [o for o in self._session.optimizers if o is not self and o.updates(model)]
+        if others and (model.precision.is_half or model.sharded_state is not None):
+            raise SMPUserError(
+                "a second optimizer was wrapped for a model that trains in half precision or with sharded state; use one "
+                "optimizer with several parameter groups"
+            )
+        if model.sharded_state is not None:
+            self._check_kind("shard_optimizer_state" if model.shards is None else "sharding")
+        self._norms = WholeNorms(self._session, model, self._pieces)
+        if hasattr(self.optimizer, "use_norms") and (is_staged or model.sharded_state is not None):
+            self.optimizer.use_norms(self._norms)
+        self._model = model
+        for group in self.optimizer.param_groups:
+            self._replace(group)
+
+    def _check_kind(self, why: str) -> None:
+        """Refuse an optimizer that is known to need whole tensors, and warn of one that is not known."""
+        kind = type(self.optimizer)
+        if hasattr(self.optimizer, "use_norms"):
+            return
+        if any(word in base.__name__.lower() for base in kind.__mro__ for word in _NEED_WHOLE_TENSORS):
+            raise SMPUserError(
+                f"{kind.__name__} looks at whole tensors, but with {why} a rank updates parts of them; use an element-wise "
+                "optimizer such as AdamW, or smp.optimizers.FusedLAMB or FusedNovoGrad, or turn it off"
+            )
+        home = (getattr(kind.step, "__module__", None) or "").partition(".")[0]
+        if home not in ("torch", "smp_runtime") and self._session.rank == 0:
+            logger.warning(
+                "with %s a rank updates parts of tensors: %s of %s trains rightly only if its update of every element depends on "
+                "that element alone (no norm, no matrix of a whole tensor); if not, use AdamW or smp.optimizers.FusedLAMB",
+                why,
+                kind.__name__,
+                kind.__module__,
+            )
+
+    def updates(self, model: nn.Module) -> bool:
+        """Whether this optimizer updates pieces of ``model``."""
+        return self._model is model
+
+    def drop_gradients_of(self, model: DistributedModel) -> None:
+        """Forget gradients that were brought to the pieces of ``model`` but not used."""
+        if self._model is model:
+            self._drop_gradients()
+
+    def _replace(self, group: dict[str, Any]) -> None:
+        """Put this rank's pieces in place of a group's parameters."""
+        if self._model is None:
+            return
+        originals, pieces = list(group["params"]), self._model.pieces or {}
+        self._originals.append(originals)
+        group["params"] = []
+        for parameter in originals:
+            if parameter not in pieces:
+                group["params"].append(parameter)
+                continue
+            former = self.optimizer.state.pop(parameter, None)
+            piece = pieces[parameter]
+            if piece is None:
+                continue
+            self._pieces.append(piece)
+            group["params"].append(piece.optimized)
+            if former is not None:
+                self.optimizer.state[piece.optimized] = {
+                    key: _part(value, piece) if _is_shaped(value, parameter) else value for key, value in former.items()
+                }
+
+    # -- the update ------------------------------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with before backward."""
+        return self.loss_scaler.scale
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """For ``accelerate``: whether the last step was skipped."""
+        return self.overflow
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters with the gradients that the step has reduced; skipped on every rank after an overflow."""
+        if self._model is None:
+            result = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+            self._session.progress.optimizer_stepped()
+            return result
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self.update_master_grads()
+        if self._model.shards is not None:
+            self.clip_master_grads(self._model.shards.options.clipping)
+        if not self.overflow:
+            self.optimizer.step()
+            self._store()
+        self.loss_scaler.update(self.overflow)
+        self._drop_gradients()
+        self._session.progress.optimizer_stepped()
+        return result
+
+    def update_master_grads(self) -> None:
+        """Bring the reduced gradients to what is updated: in float32, without the loss scale, checked for overflow.
+
+        Again only for what backward has added to since.
+
+        Raises:
+            SMPUserError: it was added, with the loss scale, to sharded gradients that were divided by it already.
+        """
+        if self._model is None:
+            return
+        overflow = self._masters.bring(self.loss_scale if self._session.cfg.fp16 else None)
+        if overflow is not None and self._session.cfg.fp16:
+            self.overflow = overflow
+
+    def _store(self) -> None:
+        for piece in self._pieces:
+            piece.store()
+        if self._model is not None and self._model.sharded_state is not None:
+            self._model.sharded_state.gather_parameters()
+
+    def _drop_gradients(self) -> None:
+        self._masters.drop()
+        if self._model is not None and self._model.sharded_state is not None:
+            self._model.sharded_state.clear_gradients()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the parameters and of what is updated instead of them."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        if self._model is not None:
+            for parameter in self._parameters():
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+            self._drop_gradients()
+
+    @torch.no_grad()
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scale the gradients down to a norm of at most ``max_norm``; call it on every rank, before :meth:`step`.
+
+        What ``torch.nn.utils.clip_grad_norm_`` does in one process, with any kind of parallelism and in any precision.
+
+        Args:
+            max_norm: of the whole gradient, over all parameters of this optimizer.
+            norm_type: ``p`` of the p-norm; ``float("inf")`` for the greatest element.
+
+        Returns:
+            The norm before, the same on all ranks that train one replica; infinity after an overflow of fp16.
+
+        Raises:
+            SMPUserError: ``norm_type`` is not above 0.
+        """
+        self.update_master_grads()
+        if self.overflow:
+            return float("inf")
+        shards = self._model.shards if self._model is not None else None
+        whole = [(p, p.grad) for p in self._updated_themselves() if p.grad is not None]
+        parts = [
+            (piece.parameter, piece.optimized.grad)
+            for piece in self._pieces
+            if piece.optimized.grad is not None and (shards is None or shards.counts(piece))
+        ]
+        split = self._norms.split_parameters().intersection(map(id, self._parameters()))
+        norm = self._norms.total([*whole, *parts], split, norm_type)
+        self._global_grad_norm = norm
+        factor = max_norm / (norm + 1e-6)
+        if not factor >= 1.0:  # as PyTorch does, also when the norm is not a number
+            if whole:
+                torch._foreach_mul_([gradient for _, gradient in whole], factor)
+            self._masters.scale_down(factor)
+        return norm
+
+    def _updated_themselves(self) -> list[nn.Parameter]:
+        """Parameters on this rank that are updated themselves, not through pieces."""
+        pieces = self._model.pieces or {} if self._model is not None else {}
+        return [parameter for parameter in self._parameters() if parameter not in pieces]
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.optimizer!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+
+def _is_shaped(value: Any, parameter: nn.Parameter) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
+
+
+def _part(value: torch.Tensor, piece: Piece) -> torch.Tensor:
+    flat = value.reshape(-1)[piece.start : piece.stop].to(piece.optimized.dtype)
+    return flat.clone().view(piece.optimized.shape)

@@ -1,0 +1,310 @@
+"""``smp.optimizers``: the optimizers that scripts know from apex, in plain PyTorch operations.
+
+LAMB and NovoGrad look at the norm of each whole parameter and, in LAMB, of the whole gradient. Where ranks hold parts of
+parameters or of the model, ``use_norms`` gives them the norms over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from smp_runtime.errors import SMPUserError
+
+#: Pairs of a parameter and a tensor of its shape.
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Norms(Protocol):
+    """Squared norms of whole tensors, of which a rank has parts; all ranks that have one call it together."""
+
+    def squares(self, tensors: Pairs, known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of each whole tensor; ``known`` are all parameters of the optimizer."""
+        ...
+
+    def total_square(self, tensors: Pairs, known: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Of all whole tensors together, those of other stages too."""
+        ...
+
+
+class _NormedOptimizer(torch.optim.Optimizer):
+    """Knows the norms of whole parameters, whatever part of them is here."""
+
+    _norms: Norms | None = None
+
+    def use_norms(self, norms: Norms) -> None:
+        """From now on parameters may be parts, and other ranks have the rest."""
+        self._norms = norms
+
+    def _squares(self, tensors: Pairs) -> list[torch.Tensor]:
+        """The squared norm of the whole that each tensor is a part of.
+
+        Args:
+            tensors: pairs of a parameter and the tensor of its shape whose norm is wanted.
+        """
+        if self._norms is None:
+            return [tensor.float().square().sum() for _, tensor in tensors]
+        return self._norms.squares(tensors, self._known())
+
+    def _known(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _trained(self, group: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The group's parameters that have a gradient, with it."""
+        return [(parameter, parameter.grad) for parameter in group["params"] if parameter.grad is not None]
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam, with decoupled weight decay by default (``adam_w_mode``).
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        bias_correction: divide the averages by ``1 - beta**step``.
+        betas: decay of the averages of gradient and squared gradient.
+        eps: added to the denominator.
+        adam_w_mode: False adds the decay to the gradient instead.
+        weight_decay: factor of the decay.
+        amsgrad: not supported, as in apex.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise SMPUserError("FusedAdam has no AMSGrad variant; use torch.optim.AdamW(amsgrad=True) instead")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update."""
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            beta_1, beta_2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state, gradient = self.state[parameter], parameter.grad
+                if not state:
+                    state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+                state["step"] += 1
+                if self.adam_w_mode:
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                else:
+                    gradient = gradient.add(parameter, alpha=group["weight_decay"])
+                state["exp_avg"].lerp_(gradient, 1 - beta_1)
+                state["exp_avg_sq"].mul_(beta_2).addcmul_(gradient, gradient, value=1 - beta_2)
+                first, second = _corrections(group, state["step"], beta_1, beta_2)
+                denominator = (state["exp_avg_sq"] / second).sqrt_().add_(group["eps"])
+                parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / first)
+        return loss
+
+
+class FusedLAMB(_NormedOptimizer):
+    """LAMB (You et al., "Large Batch Optimization for Deep Learning"): Adam with a step scaled per parameter.
+
+    The step of each parameter is scaled by the ratio of the parameter's norm to the norm of its update.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        bias_correction: divide the averages by ``1 - beta**step``.
+        betas: decay of the averages of gradient and squared gradient.
+        eps: added to the denominator.
+        weight_decay: factor of the decay.
+        adam_w_mode: False adds the decay to the gradient instead of the update.
+        grad_averaging: weigh the gradient by ``1 - beta_1`` in its average.
+        max_grad_norm: the whole gradient is scaled down to this norm first; 0 leaves it.
+        use_nvlamb: scale parameters without weight decay too.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise SMPUserError("FusedLAMB has no AMSGrad variant; leave amsgrad at False")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults)
+        self.adam_w_mode = adam_w_mode
+        self.use_nvlamb = use_nvlamb
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update."""
+        loss = _evaluate(closure)
+        everything = [pair for group in self.param_groups for pair in self._trained(group)]
+        total = self._total_norm(everything)
+        updates: list[tuple[torch.Tensor, torch.Tensor]] = []
+        settings = []
+        for group in self.param_groups:
+            beta_1, beta_2 = group["betas"]
+            limit = group["max_grad_norm"]
+            shrink = torch.clamp(total / limit, min=1.0) if limit and limit > 0 and total is not None else None
+            for parameter, gradient in self._trained(group):
+                state = self.state[parameter]
+                if shrink is not None:
+                    gradient = gradient / shrink
+                if not state:
+                    state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+                state["step"] += 1
+                decay = group["weight_decay"]
+                if decay and not self.adam_w_mode:
+                    gradient = gradient.add(parameter, alpha=decay)
+                weight = 1 - beta_1 if group["grad_averaging"] else 1.0
+                state["exp_avg"].mul_(beta_1).add_(gradient, alpha=weight)
+                state["exp_avg_sq"].mul_(beta_2).addcmul_(gradient, gradient, value=1 - beta_2)
+                first, second = _corrections(group, state["step"], beta_1, beta_2)
+                update = (state["exp_avg"] / first) / ((state["exp_avg_sq"] / second).sqrt_().add_(group["eps"]))
+                if decay and self.adam_w_mode:
+                    update.add_(parameter, alpha=decay)
+                updates.append((parameter, update))
+                settings.append((group["lr"], bool(decay) or self.use_nvlamb))
+        sizes = self._squares([(p, p) for p, _ in updates])
+        lengths = self._squares(updates)
+        for (parameter, update), (lr, scaled), size, length in zip(updates, settings, sizes, lengths, strict=True):
+            ratio = (
+                torch.where((size > 0) & (length > 0), (size / length).sqrt(), torch.ones_like(size)) if scaled else 1.0
+            )
+            parameter.sub_(update * (lr * ratio))
+        return loss
+
+    def _total_norm(self, pairs: Pairs) -> torch.Tensor | None:
+        if self._norms is None:
+            return torch.stack(self._squares(pairs)).sum().sqrt() if pairs else None
+        # Another rank may hold gradients where this one holds none, so every rank takes part.
+        return self._norms.total_square(pairs, self._known()).sqrt()
+
+
+class FusedNovoGrad(_NormedOptimizer):
+    """NovoGrad (Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments").
+
+    The second moment is one number per parameter: an average of the gradient's norm.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        bias_correction: divide the averages by ``1 - beta**step``.
+        betas: decay of the averages of gradient and norm.
+        eps: added to the denominator.
+        weight_decay: factor of the decay.
+        reg_inside_moment: add the decay before the average instead of after it.
+        grad_averaging: weigh the gradient by ``1 - beta_1`` in its average.
+        norm_type: 2 only.
+        init_zero: start the norm's average at 0 instead of at the first norm.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise SMPUserError("FusedNovoGrad has no AMSGrad variant; leave amsgrad at False")
+        if norm_type != 2:
+            raise SMPUserError(f"norm_type is {norm_type}; FusedNovoGrad measures gradients in the L2 norm: use 2")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+        }
+        super().__init__(params, defaults)
+        self.reg_inside_moment = reg_inside_moment
+        self.init_zero = init_zero
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update."""
+        loss = _evaluate(closure)
+        pairs = [pair for group in self.param_groups for pair in self._trained(group)]
+        squares = iter(self._squares(pairs))
+        for group in self.param_groups:
+            beta_1, beta_2 = group["betas"]
+            for parameter, gradient in self._trained(group):
+                square, state = next(squares), self.state[parameter]
+                if not state:
+                    first_norm = torch.zeros_like(square) if self.init_zero else square
+                    state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=first_norm.clone())
+                state["step"] += 1
+                if state["step"] > 1 or self.init_zero:
+                    state["exp_avg_sq"] = state["exp_avg_sq"] * beta_2 + square * (1 - beta_2)
+                first, second = _corrections(group, state["step"], beta_1, beta_2)
+                denominator = (state["exp_avg_sq"] / second).sqrt() + group["eps"]
+                direction = gradient / denominator
+                if self.reg_inside_moment:
+                    direction.add_(parameter, alpha=group["weight_decay"])
+                weight = 1 - beta_1 if group["grad_averaging"] else 1.0
+                state["exp_avg"].mul_(beta_1).add_(direction, alpha=weight)
+                update = state["exp_avg"] / first
+                if not self.reg_inside_moment:
+                    update.add_(parameter, alpha=group["weight_decay"])
+                parameter.sub_(update, alpha=group["lr"])
+        return loss
+
+
+#: The other spelling that scripts use.
+FusedLamb = FusedLAMB
+
+
+def _evaluate(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _corrections(group: dict[str, Any], step: int, beta_1: float, beta_2: float) -> tuple[float, float]:
+    if not group["bias_correction"]:
+        return 1.0, 1.0
+    return 1 - beta_1**step, 1 - beta_2**step

@@ -1,0 +1,167 @@
+"""Norms of gradients and parameters whose elements lie on several ranks; every element counts once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from smp_config import Group
+from smp_runtime.data_parallel.reducer_set import sharing_group
+from smp_runtime.errors import SMPUserError
+from smp_runtime.job.session import Session
+from smp_runtime.parameters.optimizer_shards import NUMBER_ATTRIBUTE, Piece
+
+if TYPE_CHECKING:
+    from smp_runtime.model.distributed_model import DistributedModel
+
+
+class WholeNorms:
+    """Knows which ranks have the other parts of what an optimizer updates on this one.
+
+    Tensor parallel ranks have parts of split parameters and the same of all others, ranks of a sharding group other
+    parts of most parameters, and stages other parameters. All ranks of these groups call every method together.
+
+    Args:
+        session: groups and collectives.
+        model: the one whose pieces are updated; None if the parameters themselves are, and no stage has others.
+        pieces: of the model, what is updated here instead of parameters; may grow.
+    """
+
+    def __init__(self, session: Session, model: DistributedModel | None, pieces: Sequence[Piece]) -> None:
+        self._session = session
+        self._model = model
+        self._pieces = pieces
+        state = model.sharded_state if model is not None else None
+        self._sharing: Group | None = None
+        if model is not None and state is not None:
+            self._sharing = Group.SHARD if model.shards is not None else sharing_group(session)
+
+    def split_parameters(self) -> set[int]:
+        """By ``id``, the parameters of which every tensor parallel rank has another part."""
+        if self._session.size(Group.TP) == 1:
+            return set()
+        records = (record for model in self._session.models for record in model.registry)
+        return {id(record.parameter) for record in records if record.placement.tensor_axis is not None}
+
+    @torch.no_grad()
+    def total(
+        self, gradients: Sequence[tuple[nn.Parameter, torch.Tensor]], split_ids: set[int], norm_type: float
+    ) -> float:
+        """The norm of the whole gradient.
+
+        Args:
+            gradients: pairs of a parameter of the model and this rank's gradient of it, or of this rank's piece of it.
+            split_ids: of this optimizer's parameters, the :meth:`split_parameters`; empty on all ranks or on none.
+            norm_type: ``p`` of the p-norm, above 0; infinity for the greatest absolute value.
+
+        Raises:
+            SMPUserError: ``norm_type`` is 0, negative or not a number.
+        """
+        p = float(norm_type)
+        if not p > 0:
+            raise SMPUserError(
+                f"norm_type is {norm_type}; gradients on several ranks are measured by the p-norm, the p-th root of a sum of p-th "
+                "powers: use a number above 0 such as 2.0, or float('inf') for the greatest element"
+            )
+        device = self._session.device
+        zero = torch.zeros(1, device=device, dtype=torch.float64)
+        # What the sharding does not know is whole on all of its ranks.
+        shared_out = self._model.pieces or {} if self._model is not None and self._sharing is not None else None
+        norms: dict[str, list[torch.Tensor]] = {"whole": [zero], "split": [zero], "alone": [zero]}
+        for parameter, gradient in gradients:
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            norm = torch.linalg.vector_norm(values, p, dtype=torch.promote_types(values.dtype, torch.float32))
+            is_alone = shared_out is not None and parameter not in shared_out
+            kind = "alone" if is_alone else "split" if id(parameter) in split_ids else "whole"
+            norms[kind].append(norm.to(device, torch.float64).view(1))
+        if math.isinf(p):
+            greatest = torch.cat([norm for kind in norms.values() for norm in kind]).amax().view(1)
+            for group in self._groups(bool(split_ids)):
+                greatest = self._greatest(greatest, group)
+            return float(greatest)
+        whole, split, alone = (torch.cat(kind).pow(p).sum().view(1) for kind in norms.values())
+        total = whole + (self._summed(split, Group.TP) if split_ids else split)
+        if self._sharing is not None:
+            total = self._summed(total, self._sharing)
+        total = total + alone
+        if self._model is not None:
+            total = self._summed(total, Group.PP)
+        return float(total) ** (1.0 / p)
+
+    @torch.no_grad()
+    def squares(
+        self, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]], known: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The squared L2 norm of the whole tensor that each is a part of.
+
+        Args:
+            tensors: pairs of what is updated and the tensor of its shape whose norm is wanted.
+            known: everything that is updated, in the same order on all ranks of a tensor parallel group.
+        """
+        vector, numbers = self._vector(tensors, known)
+        return [vector[numbers[id(updated)]] for updated, _ in tensors]
+
+    @torch.no_grad()
+    def total_square(
+        self, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]], known: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """The squared L2 norm of all whole tensors together, of every stage; arguments as of :meth:`squares`."""
+        vector, _ = self._vector(tensors, known)
+        total = vector.sum().view(1)
+        return (self._summed(total, Group.PP) if self._model is not None else total)[0]
+
+    def _vector(
+        self, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]], known: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[int, int]]:
+        """Squares by number, and the numbers by ``id`` of what is updated."""
+        state = self._model.sharded_state if self._model is not None else None
+        # The sharding numbers what it shares out, also that of which nothing is here; all else, whole on every rank of a
+        # sharding group, comes behind. So the vector is as long on every rank.
+        shared = len(state.pieces) if state is not None else 0
+        numbers = {
+            id(updated): getattr(updated, NUMBER_ATTRIBUTE) for updated in known if shared and _is_numbered(updated)
+        }
+        others = [updated for updated in known if id(updated) not in numbers]
+        numbers.update({id(updated): shared + at for at, updated in enumerate(others)})
+        split_ids = self.split_parameters()
+        split_ids |= {id(piece.optimized) for piece in self._pieces if id(piece.parameter) in split_ids}
+        # The parts of split tensors and all others.
+        vectors = torch.zeros(2, shared + len(others), device=self._session.device)
+        if tensors:
+            rows = torch.tensor([int(id(updated) not in split_ids) for updated, _ in tensors], device=vectors.device)
+            columns = torch.tensor([numbers[id(updated)] for updated, _ in tensors], device=vectors.device)
+            squares = torch.stack([tensor.float().square().sum() for _, tensor in tensors])
+            vectors[rows, columns] = squares.to(vectors.device)
+        vector = self._summed(vectors[0], Group.TP) + vectors[1]
+        if state is not None and shared:
+            state.sum_over_shards(vector[:shared])
+        return vector, numbers
+
+    def _groups(self, any_split: bool) -> Iterator[Group]:
+        """Over which ranks the elements lie."""
+        if any_split:
+            yield Group.TP
+        if self._sharing is not None:
+            yield self._sharing
+        if self._model is not None:
+            yield Group.PP
+
+    def _greatest(self, value: torch.Tensor, group: Group) -> torch.Tensor:
+        if self._session.size(group) == 1:
+            return value
+        everyone = value.new_empty(self._session.size(group))
+        self._session.collectives.all_gather(everyone, value, self._session.groups.group(group)).wait()
+        return everyone.amax().view(1)
+
+    def _summed(self, vector: torch.Tensor, group: Group) -> torch.Tensor:
+        if self._session.size(group) > 1:
+            self._session.collectives.all_reduce(vector, self._session.groups.group(group)).wait()
+        return vector
+
+
+def _is_numbered(updated: torch.Tensor) -> bool:
+    return hasattr(updated, NUMBER_ATTRIBUTE)

@@ -1,0 +1,122 @@
+"""Gradients of pieces: brought from the model to what the optimizer updates, and again if more came after that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from smp_config import Group
+from smp_runtime.errors import SMPUserError
+from smp_runtime.job.session import Session
+from smp_runtime.parameters.optimizer_shards import Piece
+
+
+class MasterGradients:
+    """The gradients that the inner optimizer sees of this rank's pieces.
+
+    They are brought once per update, and what is done to them afterwards stays, unless backward adds to the model's
+    gradients meanwhile: then those are brought again, with what :meth:`scale_down` has done to the earlier ones.
+
+    Args:
+        session: who must agree on an overflow.
+        pieces: what the optimizer updates; may grow.
+    """
+
+    def __init__(self, session: Session, pieces: Sequence[Piece]) -> None:
+        self._session = session
+        self._pieces = pieces
+        self._is_ready = False
+        self._overflow = False
+        self._step = 0
+        #: By piece, the model's gradient that was brought, held so that nothing else gets its memory, and its version.
+        self._brought: dict[Piece, tuple[torch.Tensor, int]] = {}
+
+    @torch.no_grad()
+    def bring(self, scale: float | None) -> bool | None:
+        """Give every piece its gradient, in the type of what is updated, divided by ``scale``; every rank calls it.
+
+        Args:
+            scale: the loss scale of fp16; None leaves the gradients as they are, and no rank waits for another.
+
+        Returns:
+            Whether any rank of the job has a gradient that is not finite, if there is a scale; None if nothing has come
+            since the last call.
+
+        Raises:
+            SMPUserError: gradients were added, with the loss scale, to ones that were divided by it already.
+        """
+        found = [(piece, piece.gradient()) for piece in self._pieces]
+        news = [(piece, gradient) for piece, gradient in found if self._is_new(piece, gradient)]
+        if self._is_ready and not self._any_stage_has(news):
+            return None
+        unscaled = []
+        for piece, gradient in news:
+            former, held = self._brought.get(piece), piece.optimized.grad
+            if gradient is None:
+                piece.optimized.grad = None
+                self._brought.pop(piece, None)
+                continue
+            is_same = former is not None and held is not None and held.data_ptr() == gradient.data_ptr()
+            if is_same and scale is not None:
+                raise SMPUserError(
+                    f"backward added to the gradients of {len(news)} parts of parameters after update_master_grads or "
+                    f"clip_master_grads, which had divided them by the loss scale {scale:g} already; call these once, after the "
+                    "last backward pass before optimizer.step()"
+                )
+            # Copied in every case but one: float32 gradients of a shard belong to nobody else.
+            piece.optimized.grad = gradient.to(piece.optimized.dtype).view(piece.optimized.shape)
+            self._brought[piece] = (gradient, gradient._version)
+            unscaled.append(piece.optimized.grad)
+        overflow = False if scale is None else self._unscale(unscaled, scale)
+        self._overflow = overflow or (self._is_ready and self._overflow)
+        self._is_ready, self._step = True, self._session.step_count
+        self._note_versions()
+        return self._overflow
+
+    @torch.no_grad()
+    def scale_down(self, factor: float) -> None:
+        """Multiply the gradients that were brought, and the model's, to which backward may add more."""
+        held = [piece.optimized.grad for piece in self._pieces if piece.optimized.grad is not None]
+        places = {gradient.data_ptr() for gradient in held}
+        sources = [gradient for gradient, _ in self._brought.values() if gradient.data_ptr() not in places]
+        for gradients in (held, sources):
+            if gradients:
+                torch._foreach_mul_(gradients, factor)
+        self._note_versions()
+
+    def drop(self) -> None:
+        """Forget the gradients."""
+        for piece in self._pieces:
+            piece.optimized.grad = None
+        self._brought.clear()
+        self._is_ready = False
+
+    def _is_new(self, piece: Piece, gradient: torch.Tensor | None) -> bool:
+        if not self._is_ready:
+            return True
+        former = self._brought.get(piece)
+        if former is None or gradient is None:
+            return (former is None) != (gradient is None)
+        brought, version = former
+        return gradient.data_ptr() != brought.data_ptr() or gradient._version != version
+
+    def _any_stage_has(self, news: Sequence[object]) -> bool:
+        """Whether to bring what is new, the same on all ranks: they agree on overflows together."""
+        if self._session.size(Group.PP) > 1:  # backward may pass some stages without adding to any gradient
+            return self._session.step_count != self._step
+        return bool(news)
+
+    def _unscale(self, gradients: Sequence[torch.Tensor], scale: float) -> bool:
+        session = self._session
+        found = torch.zeros(1, device=session.device)
+        if gradients:
+            inverse = torch.full((1,), 1.0 / scale, device=session.device)
+            torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found, inverse)
+        if session.size(Group.WORLD) > 1:
+            session.collectives.all_reduce(found, session.groups.group(Group.WORLD)).wait()
+        return bool(found.item() > 0)
+
+    def _note_versions(self) -> None:
+        """What was just done to the model's gradients is known."""
+        self._brought = {piece: (gradient, gradient._version) for piece, (gradient, _) in self._brought.items()}

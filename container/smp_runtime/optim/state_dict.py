@@ -1,0 +1,179 @@
+"""The state of a wrapped optimizer as a dictionary: whole, this stage's or this rank's part, saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from smp_config import Group
+from smp_runtime.job.session import Session
+from smp_runtime.optim.gathered_state import HALF_KEY, copied, of_all_stages, own_parts, whole_values
+from smp_runtime.optim.loss_scaling import LossScaler
+from smp_runtime.optim.whole_state import load_state, whole_state
+from smp_runtime.parameters.optimizer_shards import Piece
+from smp_runtime.parameters.slices import part_of
+
+if TYPE_CHECKING:
+    from smp_runtime.model.distributed_model import DistributedModel
+
+PARTIAL_KEY = "_smp_is_partial"
+#: Marks a state that holds this rank's shard only.
+SHARD_KEY = "_smp_is_shard"
+
+
+class SavedOptimizer(torch.optim.Optimizer):
+    """A wrapped optimizer with a ``state_dict`` of the inner one, wherever its parts are."""
+
+    optimizer: torch.optim.Optimizer
+    loss_scaler: LossScaler
+    dynamic_loss_scale: bool
+    _session: Session
+    _model: DistributedModel | None
+    _originals: list[list[nn.Parameter]]
+    _pieces: list[Piece]
+
+    def original_groups(self) -> list[list[nn.Parameter]]:
+        """The model's parameters by parameter group, as the script gave them, of all stages and ranks."""
+        if self._model is not None:
+            return [list(parameters) for parameters in self._originals]
+        return [list(group["params"]) for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The full state, numbered and shaped as in one process without half precision.
+
+        With sharded state it is gathered over the data parallel group, with tensor and pipeline parallelism over the
+        ranks of a replica, so every rank of these groups calls it.
+        """
+        return self._gathered_state(to_first=False)
+
+    def _gathered_state(self, *, to_first: bool) -> dict[str, Any]:
+        """:meth:`state_dict` on every rank, or on the first rank of the job and nothing of worth elsewhere."""
+        session, keeps = self._session, not to_first or self._session.rank_in(Group.RDP) == 0
+        state = self.optimizer.state_dict() if self._model is None else self._stage_state(keep=keeps)
+        if not keeps:
+            return {}
+        if session.size(Group.TP) > 1:
+            state = {**state, "state": whole_values(session, self._parameters(), state["state"], to_first=to_first)}
+        if session.size(Group.PP) == 1 or self._model is None:
+            return state
+        merged = of_all_stages(session, state["state"], to_first=to_first)
+        return {**state, "state": {number: state["state"].get(number, merged[number]) for number in sorted(merged)}}
+
+    def full_state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:
+        """:meth:`state_dict`, and under ``fp16_states`` the whole float32 weights and the loss scale in half precision.
+
+        Every rank of the job calls it.
+
+        Args:
+            gather_to_rank0: only the first rank of the job gets it; the others take part, and get ``{}``.
+        """
+        session, to_first = self._session, gather_to_rank0
+        first = session.rank == 0 or not to_first
+        keeps = not to_first or session.rank_in(Group.RDP) == 0
+        state, half = self._gathered_state(to_first=to_first), self._half_states(keep=keeps)
+        if self._model is None or not half or not keeps:
+            return state if first else {}
+        names = sorted(half["masters"])
+        records = {record.name: record for record in self._model.registry}
+        values = {number: {"master": half["masters"][name]} for number, name in enumerate(names)}
+        whole = whole_values(session, [records[name].parameter for name in names], values, to_first=to_first)
+        masters = {names[number]: found["master"] for number, found in whole.items()}
+        if session.size(Group.PP) > 1:
+            masters = of_all_stages(session, masters, to_first=to_first)
+        return {**state, HALF_KEY: {**half, "masters": masters}} if first else {}
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """The model's parameters by their number in a state."""
+        return list(dict.fromkeys(parameter for group in self.original_groups() for parameter in group))
+
+    def stage_state(self) -> dict[str, Any]:
+        """The state of this stage's parameters, with the numbers that they have in the whole; marked as partial."""
+        if self._model is None:
+            return {**self.optimizer.state_dict(), PARTIAL_KEY: True}
+        return {**self._stage_state(), PARTIAL_KEY: True}
+
+    def _stage_state(self, *, keep: bool = True) -> dict[str, Any]:
+        if self._model is None:
+            raise AssertionError("no model is bound")
+        gatherer, pieces = self._model.sharded_state, self._model.pieces or {}
+        return whole_state(self.optimizer, self._originals, pieces, gatherer, keep=keep)
+
+    def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
+        """The state of this rank's stage, marked by the key ``_smp_is_partial``.
+
+        Args:
+            gather_if_shard: False gives this rank's shard only, to be loaded with the same number of ranks.
+        """
+        if not gather_if_shard:
+            return {**self.optimizer.state_dict(), PARTIAL_KEY: True, SHARD_KEY: True}
+        states = self.fp16_states()
+        return {**self.stage_state(), **({HALF_KEY: states} if states else {})}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a full state, whatever number of ranks and precision it was saved with."""
+        state = {key: value for key, value in state_dict.items() if key not in (PARTIAL_KEY, SHARD_KEY, HALF_KEY)}
+        if HALF_KEY in state_dict:
+            self.load_fp16_states(state_dict[HALF_KEY])
+        if self._session.size(Group.TP) > 1 and SHARD_KEY not in state_dict:
+            state = own_parts(self._session, self._parameters(), state)
+        if self._model is None or SHARD_KEY in state_dict:
+            self.optimizer.load_state_dict(copied(state, self._session.device))
+        else:
+            load_state(self.optimizer, self._originals, self._model.pieces or {}, state)
+
+    def fp16_states(self) -> dict[str, Any]:
+        """Float32 master weights by parameter name, and the state of loss scaling; empty without half precision.
+
+        With sharded state they are gathered, so every rank of the data parallel group calls it.
+        """
+        return self._half_states(keep=True)
+
+    def _half_states(self, *, keep: bool) -> dict[str, Any]:
+        if self._model is None or not self._model.precision.is_half:
+            return {}
+        masters = {piece.parameter: piece.optimized.detach() for piece in self._pieces}
+        if self._model.sharded_state is not None:
+            masters = self._model.sharded_state.gather_whole(masters, keep=keep)
+        names = {self._model.registry.record_of(parameter).name: value for parameter, value in masters.items()}
+        scaler = {"loss_scaler": self.loss_scaler.state_dict()} if self._session.cfg.fp16 else {}
+        return {"masters": names, **scaler}
+
+    @torch.no_grad()
+    def load_fp16_states(self, states: Mapping[str, Any]) -> None:
+        """Continue from saved master weights and loss scale."""
+        if not states:
+            return
+        self.load_loss_scale(states.get("loss_scaler"))
+        if self._model is None or not self._model.precision.is_half:
+            for model in self._session.models:  # in full precision they are the weights
+                model.load_state_dict(states["masters"], strict=False)
+            return
+        for piece in self._pieces:
+            record = self._model.registry.record_of(piece.parameter)
+            master = states["masters"].get(record.name)
+            if master is None:
+                continue
+            master = part_of(record, master)
+            piece.optimized.copy_(master.reshape(-1)[piece.start : piece.stop].view(piece.optimized.shape))
+
+    def load_loss_scale(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a saved loss scale; it only means something to fp16, and one that the script fixed stays."""
+        if self._session.cfg.fp16 and self.dynamic_loss_scale and "overflows_left" in (state or {}):
+            self.loss_scaler.load_state_dict(state or {})
+
+    # -- what older helper scripts call ----------------------------------------------------------------------------
+
+    def save_optimizer_backcompat(self, gather_if_shard: bool = True) -> dict[str, Any]:
+        """The same as :meth:`local_state_dict`."""
+        return self.local_state_dict(gather_if_shard=gather_if_shard)
+
+    def load_optimizer_backcompat(self, state_dict: Mapping[str, Any]) -> None:
+        """The same as :meth:`load_state_dict`."""
+        self.load_state_dict(state_dict)
+
+    def _param_id_to_index(self) -> dict[int, int]:
+        """The number of each of the model's parameters in a state, by the parameter's ``id``."""
+        return {id(parameter): number for number, parameter in enumerate(self._parameters())}

@@ -1,0 +1,72 @@
+"""Pieces: what the inner optimizer really updates of each parameter on this rank.
+
+In plain float32 training that is the parameter itself and there are no pieces. In half precision it is a float32
+copy. With sharded state it is the part of the parameter that this rank owns, or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(eq=False)
+class Piece:
+    """The part of a parameter that this rank updates.
+
+    Attributes:
+        parameter: of the model.
+        start: first element of the part, counted in the flattened parameter.
+        stop: behind its last element.
+        optimized: what the optimizer updates; float32, shaped like the parameter if it is whole, else flat.
+        stored: the same elements where the model keeps them; may share storage with ``optimized``.
+        gradient: gives the reduced gradient of these elements, or None.
+    """
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    optimized: nn.Parameter
+    stored: torch.Tensor
+    gradient: Callable[[], torch.Tensor | None]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the piece is the whole parameter."""
+        return self.stop - self.start == self.parameter.numel()
+
+    @torch.no_grad()
+    def store(self) -> None:
+        """Write the updated values into the model."""
+        if self.optimized.data_ptr() != self.stored.data_ptr():
+            self.stored.copy_(self.optimized)
+
+    @torch.no_grad()
+    def take(self, whole: torch.Tensor) -> None:
+        """Take this part of a tensor of the parameter's shape, if the piece has storage of its own."""
+        if whole.shape == self.parameter.shape and self.optimized.data_ptr() != self.stored.data_ptr():
+            self.optimized.copy_(whole.reshape(-1)[self.start : self.stop].view(self.optimized.shape))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the model's values, after a checkpoint was loaded into it."""
+        if self.optimized.data_ptr() != self.stored.data_ptr():
+            self.optimized.copy_(self.stored)
+
+
+def bare_piece(parameter: nn.Parameter) -> Piece:
+    """A piece that is the parameter itself."""
+    return Piece(parameter, 0, parameter.numel(), parameter, parameter.data, lambda: parameter.grad)
+
+
+def whole_piece(parameter: nn.Parameter, master: torch.Tensor) -> Piece:
+    """A piece for replicated half precision training: the whole parameter with its float32 master."""
+    optimized = nn.Parameter(master)
+    return Piece(parameter, 0, parameter.numel(), optimized, parameter.data, lambda: parameter.grad)
+
+
+#: Set by the sharding on what is updated: the number of the parameter among all that are sharded together.
+NUMBER_ATTRIBUTE = "smp_parameter_number"

@@ -1,0 +1,1 @@
+"""Executing: steps on one rank, module calls to other stages and from them."""

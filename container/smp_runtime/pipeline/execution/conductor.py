@@ -1,0 +1,333 @@
+"""Tasks and the baton: a rank has many tasks under way, one worker thread each, and computes in one of them at a time.
+
+A task is a microbatch's step function, or a module call that another stage asked for, or its backward pass. It runs
+until it needs a value that another task or stage makes; then it gives the baton back, which ends one *segment* of it.
+Who gets the baton next follows a planned order where there is one, else a policy (backward first, or forward first).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from smp_runtime.comm.control import timeout_seconds
+from smp_runtime.errors import DeadlineError
+from smp_runtime.module_state.attributes import Attributes
+from smp_runtime.pipeline.execution.task import Abandoned, Order, Task
+from smp_runtime.pipeline.schedule.actions import Action, Event, Segment, TaskKind
+
+#: Seconds that worker threads get to end.
+CLOSE_SECONDS = 10.0
+
+
+class Conductor:
+    """Hands the baton of one rank from task to task.
+
+    All state is guarded by ``lock``, which the server shares; methods say whether the caller holds it.
+
+    Args:
+        lock: of the rank's pipeline.
+        stage: this rank's, for the record.
+        is_admitted: whether a new step function task may begin (microbatches in flight).
+        diverged: called, with the lock held, when the planned order cannot be followed.
+        failed: called, with the lock held, when a task has raised.
+        finished: called, with the lock held, when a task's code has ended; returns what to do without the lock as soon as
+            the next task has the baton.
+        idle: called, with the lock held, when no task can run.
+        device: where worker threads compute.
+        attributes: of this stage's modules; they change with the microbatch that runs.
+    """
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        stage: int,
+        *,
+        is_admitted: Callable[[Task], bool],
+        diverged: Callable[[str], None],
+        failed: Callable[[Task, BaseException], None],
+        finished: Callable[[Task], Callable[[], None] | None],
+        idle: Callable[[], None],
+        device: torch.device,
+        attributes: Attributes | None = None,
+    ) -> None:
+        self._lock = lock
+        self._stage = stage
+        self._is_admitted = is_admitted
+        self._diverged = diverged
+        self._failed = failed
+        self._finished = finished
+        self._idle = idle
+        self._device = device
+        self._attributes = attributes
+        self._waiting: dict[tuple[TaskKind, int, tuple[int, ...]], Task] = {}
+        self._by_event: dict[Event, list[Task]] = {}
+        self._running: Task | None = None
+        self._idle_threads: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._spare = 0
+        self._live = 0
+        self._all_ended = threading.Condition(lock)
+        self._local = threading.local()
+        #: Called with every finished segment's task, start and stop; for the timeline.
+        self.observe: Callable[[Task, float, float], None] | None = None
+        self.is_aborted = False
+        self.forward_first = False
+        self.order: Order | None = None
+        self.records = True
+        self.record: list[Segment] = []
+        #: When the last segment ended.
+        self.last_progress = time.perf_counter()
+
+    # -- what a worker thread calls --------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> Task | None:
+        """The task that runs on the calling thread."""
+        return getattr(self._local, "task", None)
+
+    def wait(self, task: Task, events: Iterable[Event], is_there: Callable[[Event], bool]) -> None:
+        """End the running segment of ``task``; returns when ``events`` have come and it has the baton again.
+
+        Raises:
+            Abandoned: the step has failed meanwhile.
+            DeadlineError: nothing came in time.
+        """
+        self._settle()
+        with self._lock:
+            if self.is_aborted:
+                raise Abandoned
+            self._end_segment(task)
+            if task.random is not None:
+                task.random.capture()
+            task.part += 1
+            self._enqueue(task, events, is_there)
+            if (order := self.order) is not None and task.part >= order.parts.get(task.key, 0):
+                self._diverged(f"{task} waits once more than it did")
+            self._running = None
+            self._hand_over()
+        arrived = task.turn.acquire(timeout=timeout_seconds())
+        if self.is_aborted:
+            raise Abandoned
+        if not arrived:
+            raise DeadlineError(
+                f"{task} waited {timeout_seconds():.0f} s for {sorted(task.missing, key=str)[:3]} from other stages; check "
+                "that every rank runs the step, or raise SMP_TIMEOUT_SECONDS"
+            )
+        if task.random is not None:
+            task.random.restore()
+
+    # -- what the server calls, with the lock held -----------------------------------------------------------------
+
+    def add(self, task: Task, events: Iterable[Event], is_there: Callable[[Event], bool]) -> None:
+        """A new task, which can begin once ``events`` have come."""
+        self._enqueue(task, events, is_there)
+        if (order := self.order) is not None and task.key not in order.parts:
+            self._diverged(f"{task} was not asked for in the recorded step")
+
+    def arrived(self, event: Event) -> None:
+        """Something that tasks may wait for is there."""
+        for task in self._by_event.pop(event, ()):
+            task.missing.discard(event)
+
+    def poke(self) -> None:
+        """Hand the baton to a task that can run, if nobody has it."""
+        if self._running is None and not self.is_aborted:
+            self._hand_over()
+
+    def give(self, task: Task, event: Event) -> None:
+        """Note that the running segment has made ``event`` available."""
+        if self.records:
+            task.gives.append((event, time.perf_counter() - task.began))
+
+    def reset(self, order: Sequence[Action] | None, *, forward_first: bool, records: bool = True) -> None:
+        """Begin a step, in a planned order if there is one."""
+        self.order = None if order is None else Order(order)
+        self.records = records
+        self.forward_first = forward_first
+        self.record = []
+        self.is_aborted = False
+        self.last_progress = time.perf_counter()
+
+    def abort(self) -> None:
+        """Wake every task of the step, so that it ends."""
+        self.is_aborted = True
+        self.order = None
+        waiting, self._waiting = self._waiting, {}
+        self._by_event.clear()
+        for task in waiting.values():
+            task.turn.release()
+
+    def wait_for_end(self, seconds: float) -> bool:
+        """Wait until no task of an aborted step runs any more; returns whether that came true in time."""
+        with self._lock:
+            return self._all_ended.wait_for(lambda: self._live == 0, seconds)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a task has the baton."""
+        return self._running is not None
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether tasks could run but the planned order holds them back."""
+        return self._running is None and any(not task.missing for task in self._waiting.values())
+
+    def waiting_tasks(self) -> list[Task]:
+        """The tasks that wait for the baton or for values."""
+        return list(self._waiting.values())
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, task: Task, events: Iterable[Event], is_there: Callable[[Event], bool]) -> None:
+        task.needs = tuple(events)
+        task.missing = {event for event in task.needs if not is_there(event)}
+        for event in task.missing:
+            self._by_event.setdefault(event, []).append(task)
+        self._waiting[task.key] = task
+
+    def _settle(self) -> None:
+        """A recorded segment lasts until the GPU has done its work; plans from the time of launching would not fit."""
+        if self.records and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _end_segment(self, task: Task) -> None:
+        now = time.perf_counter()
+        self.last_progress = now
+        if self.records:
+            self.record.append(
+                Segment(task.action, self._stage, now - task.began, task.phase, task.needs, tuple(task.gives))
+            )
+            task.gives = []
+        if self.observe is not None:
+            self.observe(task, task.began, now)
+        if self._attributes is not None:
+            self._attributes.segment_ended()
+
+    def _choose(self) -> Task | None:
+        if self.order is not None:
+            following = self.order.next
+            if following is not None:
+                task = self._waiting.get((following.kind, following.microbatch, following.path))
+                if task is None or task.missing or task.part != following.part or not self._may_begin(task):
+                    return None
+                self.order.position += 1
+                return task
+            if not self._waiting:
+                return None
+            self._diverged("there is more to do than in the recorded step")
+        best, best_rank = None, None
+        for task in self._waiting.values():
+            if task.missing or not self._may_begin(task):
+                continue
+            is_late = (task.phase is TaskKind.BACKWARD) == self.forward_first
+            rank: Any = (is_late, task.microbatch, task.kind is not TaskKind.STEP, task.path)
+            if best_rank is None or rank < best_rank:
+                best, best_rank = task, rank
+        return best
+
+    def _may_begin(self, task: Task) -> bool:
+        return task.kind is not TaskKind.STEP or task.part > 0 or self._is_admitted(task)
+
+    def _hand_over(self) -> None:
+        """Choose who runs next and wake it; on return ``_running`` is that task or None."""
+        task = self._choose()
+        if task is None:
+            self._idle()
+            return
+        del self._waiting[task.key]
+        self._running = task
+        if self._attributes is not None:
+            self._attributes.switch(task.microbatch, is_forward=task.phase is not TaskKind.BACKWARD)
+        task.began = time.perf_counter()
+        if task.has_thread:
+            task.turn.release()
+        else:
+            task.has_thread = True
+            self._live += 1
+            if getattr(self._local, "is_ending", False):
+                self._local.next = task  # this thread goes on with it
+            elif self._spare == 0:
+                thread = threading.Thread(target=self._work, args=(task,), name="smp-pipeline-worker", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            else:
+                self._spare -= 1
+                self._idle_threads.put(task)
+
+    def _work(self, first: Task) -> None:
+        """A worker thread: runs tasks, one after the other, until it is told to end."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        task: Task | None = first
+        while task is not None:
+            self._local.task = task
+            try:
+                task = self._run(task)
+            finally:
+                self._local.task = None
+            if task is None:
+                with self._lock:
+                    self._spare += 1
+                task = self._idle_threads.get()
+
+    def _run(self, task: Task) -> Task | None:
+        """Run a task to its end; returns one that can begin now, for the same thread."""
+        error: BaseException | None = None
+        try:
+            if task.random is not None:
+                task.random.restore()
+            with torch.autograd.set_multithreading_enabled(False):
+                if task.context is not None:
+                    task.context.run(task.work, task)
+                else:
+                    task.work(task)
+        except Abandoned:
+            pass
+        except BaseException as caught:
+            error = caught
+        post: Callable[[], None] | None = None
+        if error is None:
+            self._settle()
+        with self._lock:
+            self._live -= 1
+            is_current = self._running is task
+            if is_current:
+                self._end_segment(task)
+                self._running = None
+            if error is not None:
+                self._failed(task, error)
+            elif not self.is_aborted and is_current:
+                if (order := self.order) is not None and task.part + 1 < order.parts.get(task.key, 0):
+                    self._diverged(f"{task} waited less often than it did")
+                task.code_done = True
+                post = self._finished(task)
+            if self._live == 0:
+                self._all_ended.notify_all()
+            self._local.is_ending = True
+            self.poke()
+            self._local.is_ending = False
+            following: Task | None = self._local.__dict__.pop("next", None)
+        if post is not None:
+            self._post(task, post)
+        return following
+
+    def _post(self, task: Task, post: Callable[[], None]) -> None:
+        try:
+            post()
+        except Exception as error:
+            with self._lock:
+                self._failed(task, error)
+
+    def close(self) -> None:
+        """End the worker threads; one that still runs native code when the interpreter ends would abort the process."""
+        for _ in self._threads:
+            self._idle_threads.put(None)
+        until = time.monotonic() + CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))

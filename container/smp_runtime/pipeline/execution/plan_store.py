@@ -1,0 +1,148 @@
+"""Planned orders: which kinds of steps have been recorded, and in which order each stage runs their work."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment, smooth
+from smp_runtime.pipeline.schedule.planner import plan as make_plan
+from smp_runtime.pipeline.schedule.simulation import simulate
+from smp_runtime.pipeline.transport.messages import Begin, Record, StepKind
+
+logger = logging.getLogger("smp")
+
+#: Seconds that a message takes; plans need not know better, since stages wait for what is late.
+LATENCY = 0.0005
+#: A kind of step that leaves its planned order so often in a row is not planned again.
+MOST_DIVERGENCES = 3
+#: Kinds that are remembered.
+MOST_KINDS = 256
+#: The first order comes from a step that warmed up; after so many steps in it, it is planned again from what they take.
+STEPS_BEFORE_REVIEW = 5
+#: Another order must be so much better, for the durations that are known by then.
+WORTH_CHANGING = 0.98
+
+
+@dataclass
+class KindPlan:
+    """What is known of one kind of step.
+
+    Attributes:
+        orders: by stage; None before it is planned.
+        is_new: whether the other stages have not got it yet.
+        divergences: steps in a row that left the order.
+        replayed: steps in a row that followed it.
+    """
+
+    orders: dict[int, tuple[Action, ...]] | None = None
+    is_new: bool = False
+    divergences: int = 0
+    replayed: int = 0
+
+    @property
+    def replays(self) -> bool:
+        return self.orders is not None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the next step is planned from, if it does not leave the order."""
+        return self.divergences < MOST_DIVERGENCES if self.orders is None else self.replayed + 1 == STEPS_BEFORE_REVIEW
+
+    def order_of(self, stage: int) -> tuple[Action, ...] | None:
+        """The order to send to a stage, if it has not got it."""
+        return self.orders.get(stage, ()) if self.orders is not None and self.is_new else None
+
+
+class Plans:
+    """The plans of one pipeline; made on the root stage, kept by every stage.
+
+    Args:
+        policy: ``"interleaved"`` or ``"simple"``.
+        active: most microbatches in flight.
+        share: gives the orders of all pipelines that must agree; the first one's count.
+    """
+
+    def __init__(self, policy: str, active: int, share: Callable[[Any], list[Any]] | None = None) -> None:
+        self._policy = policy
+        self._active = active
+        self._share = share
+        self._plans: dict[Hashable, KindPlan] = {}
+        self._orders: dict[Hashable, tuple[Action, ...]] = {}
+        self._changes_buffers: dict[Hashable, bool] = {}
+
+    def of(self, kind: Hashable) -> KindPlan:
+        """On the root stage: what is known of a kind."""
+        if kind not in self._plans and len(self._plans) >= MOST_KINDS:
+            self._plans.clear()
+        plan = self._plans.setdefault(kind, KindPlan())
+        return plan
+
+    def order(self, begin: Begin) -> Sequence[Action] | None:
+        """On every stage: the order of the step that begins."""
+        if begin.order is not None:
+            if len(self._orders) >= MOST_KINDS:
+                self._orders.clear()
+            self._orders[begin.kind] = begin.order
+        return self._orders.get(begin.kind) if begin.replays else None
+
+    def order_counts(self, kind: StepKind) -> bool:
+        """On the root stage: whether modules change buffers or attributes in such a step, as running statistics do.
+
+        Then the order of the microbatches counts, which only a planned order guarantees. Assumed before one was seen.
+        """
+        return self._changes_buffers.get(kind.course, True)
+
+    def wants_record(self, kind: Hashable, diverged: bool) -> bool:
+        """On the root stage, at the end of a step: whether to plan from what the stages recorded in it."""
+        plan = self._plans[kind]
+        is_recorded = plan.is_recorded
+        plan.is_new = False
+        if diverged:
+            plan.divergences += 1
+            plan.orders, plan.replayed = None, 0
+            if plan.divergences == MOST_DIVERGENCES:
+                logger.info(
+                    "steps of one kind differ from each other; their work runs in the order in which it arrives from now on"
+                )
+            return False
+        if plan.orders is not None:
+            plan.divergences = 0
+            plan.replayed += 1
+        return is_recorded
+
+    def learn(self, kind: StepKind, records: Sequence[Record]) -> None:
+        """On the root stage: plan, unless calls waited in that step for results that are known by now."""
+        changed = any(record.changed_buffers for record in records)
+        self._changes_buffers[kind.course] = changed or self._changes_buffers.get(kind.course, False)
+        segments = [segment for record in records for segment in record.segments]
+        is_serial = any(record.is_serial for record in records)
+        if is_serial:
+            self._plans[kind].divergences = MOST_DIVERGENCES  # there is nothing to plan
+        unplanned = is_serial or any(record.learned for record in records)
+        orders = None if unplanned else self._plan(segments, self._plans[kind].orders)
+        if self._share is not None:
+            orders = self._share(orders)[0]
+        if orders is None:
+            return
+        plan = self._plans[kind]
+        plan.orders = orders
+        plan.is_new = True
+
+    def _plan(
+        self, segments: Sequence[Segment], present: Mapping[int, tuple[Action, ...]] | None
+    ) -> dict[int, tuple[Action, ...]] | None:
+        try:
+            smoothed = smooth(segments)
+            made = make_plan(smoothed, policy=self._policy, active=self._active, latency=LATENCY)
+            if present is not None:
+                now = simulate(present, smoothed, active=self._active, latency=LATENCY).makespan
+                if made.makespan > WORTH_CHANGING * now:
+                    return None
+        except ScheduleError as error:
+            logger.warning("no order could be planned, work runs as it arrives: %s", error)
+            return None
+        logger.debug("planned a step: %.1f ms, idle %s, %s", made.makespan * 1e3, made.idle, made.rule)
+        return {stage: tuple(order) for stage, order in made.orders.items()}

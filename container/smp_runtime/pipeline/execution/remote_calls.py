@@ -1,0 +1,346 @@
+"""Calls of modules that another stage owns: forward sends arguments, backward sends gradients, both as handles."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from smp_runtime.errors import SMPRuntimeError, SMPUserError
+from smp_runtime.pipeline.execution.call_predictions import Learned, Outcome, Prediction, Predictions, outcome_of
+from smp_runtime.pipeline.execution.stage_context import Hub, current_modes
+from smp_runtime.pipeline.execution.task import Task
+from smp_runtime.pipeline.transport.messages import Back, Call, Modes, Slot
+from smp_runtime.pipeline.transport.packing import Packed, pack, restore_into, unpack
+from smp_runtime.tensors.handles import Handle, Meta, Name, Path
+
+
+class RemoteCaller:
+    """Makes the calls of one rank.
+
+    Args:
+        hub: of this rank's pipeline.
+    """
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._predictions = Predictions()
+        self._toggles = 0
+        #: The node of the graph that backward reaches in every call, unless it computes gradients of given tensors only.
+        self._accumulates = get_gradient_edge(hub.anchor).node
+
+    def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module at ``path``, which another stage owns; returns its result, with handles for tensors.
+
+        Raises:
+            SMPUserError: outside a step, or an argument that cannot travel.
+        """
+        hub = self._hub
+        task = hub.conductor.current
+        if task is None:
+            raise SMPUserError(
+                f"module {path!r} lies on pipeline stage {hub.stage_of(path)} and was called on stage {hub.stage} outside a "
+                "step; call the model only inside a function decorated with smp.step"
+            )
+        if torch._C._current_graph_task_id() != -1:
+            raise SMPUserError(
+                f"module {path!r} lies on pipeline stage {hub.stage_of(path)} and was called again on stage {hub.stage} in "
+                "backward, by a checkpointed region around it; checkpoint with smp.set_activation_checkpointing, which runs "
+                "modules again on their own stage, or checkpoint only what lies on one stage"
+            )
+        packed = pack((args, kwargs), modules=hub.paths)
+        tensors = [t.unchanged() if isinstance(t, Handle) else t for t in packed.tensors]
+        modes = current_modes()
+        metas = tuple(Meta.of(tensor) for tensor in tensors)
+        training = hub.switches.of_call(path)
+        if hub.switches.toggles != self._toggles:  # what requires gradients is part of all that was learned
+            self._toggles = hub.switches.toggles
+            self._predictions = Predictions()
+        prediction = self._predictions.of((path, packed.head, metas, modes, training))
+        call = RemoteCall(hub, task, path, prediction, packed, tensors, modes, training, self._accumulates)
+        if modes.grad:
+            inputs = [tensor for tensor in tensors if tensor.requires_grad]
+            outputs: Sequence[torch.Tensor] = _Remote.apply(call, hub.anchor, *inputs)
+        else:
+            outputs = call.forward()
+        result, changed = unpack(call.outcome.head, outputs, module_of=hub.modules.__getitem__)
+        if changed is not None:
+            restore_into((args, kwargs), changed)
+        return result
+
+
+class RemoteCall:
+    """One call of one microbatch.
+
+    Attributes:
+        outcome: what it gives.
+    """
+
+    outcome: Outcome
+
+    def __init__(
+        self,
+        hub: Hub,
+        task: Task,
+        path: str,
+        prediction: Prediction,
+        packed: Packed,
+        tensors: list[torch.Tensor],
+        modes: Modes,
+        training: bytes,
+        accumulates: Any,
+    ) -> None:
+        self._hub = hub
+        self._module = path
+        self._stage = hub.stage_of(path)
+        self._microbatch = task.microbatch
+        self._path: Path = (*task.path, task.calls)
+        task.calls += 1
+        self._nth = task.called.get(path, 0)
+        task.called[path] = self._nth + 1
+        self._task = task
+        self._prediction = prediction
+        self._packed = packed
+        self._tensors: list[torch.Tensor] | None = tensors
+        self._modes = modes
+        self._training = training
+        self._accumulates = accumulates
+        #: Of the arguments that require gradients: whether the caller has a handle, not the tensor.
+        self._by_handle = [isinstance(t, Handle) for t in tensors if t.requires_grad] if modes.grad else []
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        """Post the request; returns the tensors of the result."""
+        hub, task, prediction = self._hub, self._task, self._prediction
+        slots, inline = self._argument_slots()
+        self._came = tuple(slot.comes for slot in slots)
+        known = prediction.forward.setdefault(self._came, Learned())
+        waits = not (known.is_known and hub.predicts)
+        expected = None if waits else known.digest
+        hub.opens(task, "F", self._path)
+        goes = () if waits else tuple(sorted(known.goes))
+        message = Call(
+            self._microbatch,
+            self._path,
+            self._module,
+            self._packed.head,
+            self._packed.mutable,
+            tuple(slots),
+            self._modes,
+            self._training,
+            self._nth,
+            waits,
+            expected,
+            goes,
+            tuple(inline),
+        )
+        hub.send(self._stage, message, list(inline.values()))
+        self._tensors = None
+        arguments = [(slot.name, slot.owner) for slot in slots]
+        if waits:
+            reply = hub.wait_for_reply(task, "F", self._path)
+            self.outcome = outcome_of(reply.head, reply.slots, self._path, [name for name, _ in arguments])
+            hub.learned += known.observe(self.outcome)
+            prediction.learn_touched(reply)
+            results = list(reply.slots)
+        else:
+            if known.outcome is None:
+                raise AssertionError("a known result without its outcome")
+            self.outcome = known.outcome
+            results = self._slots_of(self.outcome, arguments)
+            self._announce(results, goes, "F")
+        return tuple(self._handles_of(task, results, known).values())
+
+    def _argument_slots(self) -> tuple[list[Slot], dict[Name, torch.Tensor]]:
+        """The arguments by name, and the tensors that go with the request."""
+        hub, values = self._hub, self._hub.values
+        touched = self._prediction.touched
+        slots: list[Slot] = []
+        inline: dict[Name, torch.Tensor] = {}
+        for index, tensor in enumerate(self._tensors or ()):
+            comes = touched is not None and touched[index]
+            meta = Meta.of(tensor)
+            if isinstance(tensor, Handle):
+                slots.append(Slot(tensor.value_name, tensor.owner, meta, comes or tensor.owner == self._stage))
+                if comes:
+                    self._direct(tensor)
+                continue
+            name, is_there = values.hand(tensor, ("A", self._microbatch, self._path, index), self._stage, comes)
+            if not values.has(name):
+                values.put(name, tensor.detach(), made_by=self._task)
+            slots.append(Slot(name, hub.stage, meta, comes or is_there))
+            if comes and not is_there:
+                inline[name] = tensor.detach()
+        return slots, inline
+
+    def _slots_of(self, outcome: Outcome, arguments: Sequence[tuple[Name, int]]) -> list[Slot | None]:
+        return [
+            None if template is None else template.slot(self._microbatch, self._path, arguments)
+            for template in outcome.templates
+        ]
+
+    def _announce(self, results: Sequence[Slot | None], goes: Iterable[tuple[int, int]], kind: str) -> None:
+        """What the called stage makes itself goes where it was needed before, unasked."""
+        for index, stage in goes:
+            if (slot := results[index]) is not None and slot.name[:3] == (kind, self._microbatch, self._path):
+                self._hub.values.announce(slot.name, stage)
+
+    def _direct(self, handle: Handle) -> None:
+        """The called stage needs the elements of a handle."""
+        if handle.owner != self._stage:
+            if handle.needed is not None:
+                handle.needed(self._stage)
+            self._hub.values.direct(handle.value_name, handle.owner, self._stage)
+
+    def _handles_of(self, task: Task, slots: Sequence[Slot | None], known: Learned) -> dict[int, Handle]:
+        """Handles for the tensors of a result, by position; where their elements are needed goes to what is known of it."""
+        hub = self._hub
+        handles = {}
+        for index, slot in enumerate(slots):
+            if slot is not None:
+                handles[index] = handle = Handle(hub.values, slot.name, slot.owner, slot.meta, hub.device)
+                handle.needed = functools.partial(known.is_needed, index)
+
+        def learn_home() -> None:
+            for index, handle in handles.items():
+                if handle.touched:
+                    known.is_needed(index, hub.stage)
+
+        task.ended.append(learn_home)
+        return handles
+
+    @property
+    def differentiable(self) -> list[bool]:
+        """Which outputs require gradients."""
+        return [template is not None and template.meta.requires_grad for template in self.outcome.templates]
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Post the backward pass; returns the gradients of the arguments that require them."""
+        hub = self._hub
+        task = hub.conductor.current
+        if task is None:
+            raise SMPUserError(
+                f"backward reached module {self._module!r} of pipeline stage {self._stage} outside its step; call "
+                "model.backward(loss) inside the function decorated with smp.step"
+            )
+        if torch.is_grad_enabled():
+            raise SMPUserError(
+                f"module {self._module!r} lies on pipeline stage {self._stage}, and backward went through it with "
+                f"create_graph=True on stage {hub.stage}, but no graph of a backward pass leads from stage to stage; keep what is "
+                "differentiated twice on one stage (smp.set_partition), or leave create_graph out"
+            )
+        # False for torch.autograd.grad and backward(inputs=...).
+        accumulates: bool = torch._C._will_engine_execute_node(self._accumulates)
+        slots: list[Slot | None] = []
+        inline: dict[Name, torch.Tensor] = {}
+        for index, gradient in enumerate(gradients):
+            if gradient is None:
+                slots.append(None)
+                continue
+            meta = Meta.of(gradient)
+            template = self.outcome.templates[index]
+            made_there = template is not None and template.kind == "F" and template.suffix == ()
+            if isinstance(gradient, Handle):
+                comes = made_there or gradient.owner == self._stage
+                slots.append(Slot(gradient.value_name, gradient.owner, meta, comes))
+                if comes:
+                    self._direct(gradient)
+                continue
+            name: Name = ("G", self._microbatch, self._path, index)
+            hub.conductor.give(task, name)  # not kept: it goes to one stage, which uses it once
+            slots.append(Slot(name, hub.stage, meta, True))
+            inline[name] = gradient.detach()
+        # A gradient's name depends on what was handed over as elements, and what by name.
+        course = (self._came, accumulates, tuple(None if slot is None else slot.comes for slot in slots))
+        learned = self._prediction.backward.setdefault(course, Learned())
+        waits = not (learned.is_known and hub.predicts)
+        here = {(index, hub.stage) for index, by_handle in enumerate(self._by_handle) if not by_handle}
+        goes = tuple(sorted(here if waits else here | learned.goes))
+        hub.opens(task, "B", self._path)
+        message = Back(
+            self._microbatch,
+            self._path,
+            tuple(slots),
+            task.in_model_backward,
+            accumulates,
+            waits,
+            None if waits else learned.digest,
+            goes,
+            tuple(inline),
+        )
+        hub.send(self._stage, message, list(inline.values()))
+        given = [slot.name for slot in slots if slot is not None]
+        owners = [(slot.name, slot.owner) for slot in slots if slot is not None]
+        if waits:
+            reply = hub.wait_for_reply(task, "B", self._path)
+            outcome = outcome_of(b"", reply.slots, self._path, given)
+            hub.learned += learned.observe(outcome)
+            results = list(reply.slots)
+        else:
+            if learned.outcome is None:
+                raise AssertionError("a known result without its outcome")
+            results = self._slots_of(learned.outcome, owners)
+        self._announce(results, goes, "B")
+        handles = self._handles_of(task, results, learned)
+        returned: list[torch.Tensor | None] = []
+        for index, (slot, by_handle) in enumerate(zip(results, self._by_handle, strict=True)):
+            if slot is None or by_handle:
+                returned.append(handles.get(index))
+            else:
+                returned.append(hub.values.fetch(slot.name, slot.owner).detach())
+        return returned
+
+
+class _Remote(torch.autograd.Function):
+    """The place of a remote call in the caller's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, call: RemoteCall, anchor: torch.Tensor, *inputs: torch.Tensor) -> Any:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        outputs = call.forward()
+        fixed = [o for o, differentiable in zip(outputs, call.differentiable, strict=True) if not differentiable]
+        ctx.mark_non_differentiable(*fixed)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if all(gradient is None for gradient in gradients):
+            return (None, None, *([None] * (len(ctx.needs_input_grad) - 2)))
+        return (None, None, *ctx.call.backward(gradients))
+
+
+class RemoteEntry:
+    """Stands in for a module's call on the stages that do not own it."""
+
+    def __init__(self, caller: RemoteCaller, path: str) -> None:
+        self._caller = caller
+        self._path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._caller.call(self._path, args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _NotHere(self._path)
+
+    def __reduce__(self) -> Any:
+        return _NotHere, (self._path,)
+
+
+class _NotHere:
+    """What is left of a remote module in a copy of the model."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise SMPRuntimeError(
+            f"this is a copy of module {self._path!r}, whose parameters are on another pipeline stage; only the original can "
+            "be called"
+        )

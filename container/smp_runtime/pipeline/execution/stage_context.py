@@ -1,0 +1,140 @@
+"""What the parts of a rank's pipeline share: its place, its values, its tasks, and the way to the other stages."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from smp_runtime.module_state.flags import Switches, TaskState
+from smp_runtime.pipeline.execution.conductor import Conductor
+from smp_runtime.pipeline.execution.task import Task
+from smp_runtime.pipeline.execution.value_store import Values
+from smp_runtime.pipeline.transport.messages import Modes, Reply
+from smp_runtime.tensors.handles import Path
+from smp_runtime.tensors.random_state import RandomState, task_seed
+
+
+@dataclass
+class Hub:
+    """The shared state of one rank's pipeline.
+
+    Attributes:
+        stage: this rank's position in its pipeline group.
+        device: where it computes.
+        lock: guards everything here, the tasks and the values.
+        send: message and tensors to a stage; the message gets the number of the step.
+        modules: by path.
+        paths: path by module identity.
+        stage_of: stage of every module by path.
+        replica: data parallel rank, part of every task's seed.
+        predicts: whether calls whose result is known in advance return without waiting for it.
+        seed: of the step.
+        replies: to calls whose result was not known in advance.
+        opened: requests that are not done, with the task that posted each.
+        learned: results that were not known in advance, in this step.
+        switches: the flags of all modules and parameters.
+    """
+
+    stage: int
+    device: torch.device
+    lock: threading.RLock
+    send: Callable[..., None]
+    modules: Mapping[str, nn.Module]
+    stage_of: Callable[[str], int]
+    replica: int = 0
+    predicts: bool = True
+    seed: int = 0
+    paths: dict[int, str] = field(default_factory=dict)
+    replies: dict[Any, Reply] = field(default_factory=dict)
+    opened: dict[tuple[str, int, Path], Task] = field(default_factory=dict)
+    learned: int = 0
+    conductor: Conductor = field(init=False)
+    values: Values = field(init=False)
+    anchor: torch.Tensor = field(init=False)
+    switches: Switches = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Something that requires a gradient, so that the result of a call does even where no argument does.
+        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
+        self.switches = Switches(self.modules, self.stage_of, self.stage, lambda path: self.modules[path])
+
+    def is_there(self, event: Any) -> bool:
+        """Whether a task need not wait for something: a value, or a reply ``("r", …)``."""
+        return event in self.replies or self.values.has(event)
+
+    def random_state(self, microbatch: int, module: str, nth: int) -> RandomState:
+        """Where a task's random numbers begin, and the flags of the modules that it runs."""
+        seed = task_seed(self.seed, self.replica, microbatch, module, nth)
+        return TaskState(seed, self.device, self.switches, module)
+
+    def buffer_versions(self) -> list[tuple[int, int]]:
+        """Another list when a module of this stage has changed a buffer, in place or by putting another in its place."""
+        own = (module for path, module in self.modules.items() if self.stage_of(path) == self.stage)
+        return [(id(buffer), buffer._version) for module in own for buffer in module.buffers(recurse=False)]
+
+    def opens(self, task: Task, kind: str, path: Path) -> None:
+        """A task posts a request; it is not done before the request is."""
+        with self.lock:
+            task.open += 1
+            self.opened[kind, task.microbatch, path] = task
+            self.conductor.give(task, ("q", kind, task.microbatch, path))
+
+    def wait_for_reply(self, task: Task, kind: str, path: Path) -> Reply:
+        """The reply to a request that was posted."""
+        event = ("r", kind, task.microbatch, path)
+        self.conductor.wait(task, (event,), self.is_there)
+        with self.lock:
+            return self.replies.pop(event)
+
+
+def current_modes() -> Modes:
+    """The calling thread's modes."""
+    autocast = tuple(
+        (kind, torch.is_autocast_cache_enabled(), torch.get_autocast_dtype(kind))
+        for kind in ("cuda", "cpu")
+        if torch.is_autocast_enabled(kind)
+    )
+    return Modes(torch.is_grad_enabled(), autocast, default_device())
+
+
+def default_device() -> str | None:
+    """The kind of device that the calling thread makes tensors on by default; None where nobody has set one."""
+    if not torch._C._len_torch_function_stack():  # asked for at every call
+        return None
+    stack = reversed(_get_current_function_mode_stack())
+    return next((mode.device.type for mode in stack if isinstance(mode, DeviceContext)), None)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def in_modes(modes: Modes) -> contextlib.AbstractContextManager[None]:
+    """Run with the modes of another thread."""
+    # As a rule they are this thread's already.
+    return _NOTHING if modes == current_modes() else _entered(modes)
+
+
+def keeps_otherwise() -> bool:
+    """Whether hooks of the calling thread change how autograd keeps tensors for backward: no other thread sees those."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None
+
+
+@contextlib.contextmanager
+def _entered(modes: Modes) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(modes.grad))
+        for kind, caches, dtype in modes.autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=caches))
+        if modes.device is not None:
+            # Without a number: where this rank computes, since its threads have that for their current device.
+            stack.enter_context(torch.device(modes.device))
+        yield

@@ -1,0 +1,110 @@
+"""A task: the work of one microbatch in one module call, on a thread that computes only while it holds the baton."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from smp_runtime.pipeline.schedule.actions import Action, Event, TaskKind
+from smp_runtime.tensors.random_state import RandomState
+
+
+class Abandoned(BaseException):
+    """Ends a task of a step that has failed; not an ``Exception``, so that no module swallows it."""
+
+
+class Task:
+    """Work of one microbatch on this stage.
+
+    Args:
+        kind: step function, forward or backward.
+        microbatch: its number.
+        path: its call numbers.
+        label: module path, for messages and pictures.
+        work: what it does.
+        random: the state of its random numbers; None leaves the generators alone.
+
+    Attributes:
+        part: number of the segment that runs or comes next.
+        phase: which pass of the microbatch it belongs to; a step function changes it when it calls backward.
+        calls: requests that it has posted.
+        open: those that are not done.
+    """
+
+    def __init__(
+        self,
+        kind: TaskKind,
+        microbatch: int,
+        path: tuple[int, ...],
+        label: str,
+        work: Callable[[Task], None],
+        random: RandomState | None = None,
+        context: contextvars.Context | None = None,
+    ) -> None:
+        self.kind = kind
+        self.microbatch = microbatch
+        self.path = path
+        self.label = label
+        self.work = work
+        self.random = random
+        self.context = context
+        self.part = 0
+        self.phase = TaskKind.BACKWARD if kind is TaskKind.BACKWARD else TaskKind.FORWARD
+        self.calls = 0
+        self.open = 0
+        self.code_done = False
+        self.in_model_backward = False
+        self.missing: set[Event] = set()
+        self.needs: tuple[Event, ...] = ()
+        self.gives: list[tuple[Event, float]] = []
+        self.began = 0.0
+        self.has_thread = False
+        #: Held while it is not the task's turn: a bare lock wakes a thread much faster than an event.
+        self.turn = threading.Lock()
+        self.turn.acquire()
+        #: Values that the task has waited for or made, so that it does not wait for them again.
+        self.known: set[Event] = set()
+        #: How often this task has called each module.
+        self.called: dict[str, int] = {}
+        #: Which tensors of its result the caller needs, by position.
+        self.home: set[int] = set()
+        #: Values for the caller, sent when the task ends.
+        self.parcel: dict[Any, torch.Tensor] = {}
+        #: Called when the code of the task has ended.
+        self.ended: list[Callable[[], None]] = []
+
+    @property
+    def key(self) -> tuple[TaskKind, int, tuple[int, ...]]:
+        return self.kind, self.microbatch, self.path
+
+    @property
+    def action(self) -> Action:
+        return Action(self.kind, self.microbatch, self.path, self.part)
+
+    def __repr__(self) -> str:
+        return f"{self.kind}{self.microbatch} {self.label}"
+
+
+class Order:
+    """A planned order being replayed.
+
+    Attributes:
+        actions: of this stage.
+        parts: how many segments each task has in the recorded step.
+    """
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self.actions = list(actions)
+        self.position = 0
+        self.parts: dict[tuple[TaskKind, int, tuple[int, ...]], int] = {}
+        for action in self.actions:
+            key = (action.kind, action.microbatch, action.path)
+            self.parts[key] = max(self.parts.get(key, 0), action.part + 1)
+
+    @property
+    def next(self) -> Action | None:
+        return self.actions[self.position] if self.position < len(self.actions) else None

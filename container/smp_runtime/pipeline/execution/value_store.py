@@ -1,0 +1,182 @@
+"""The tensors that this stage makes for others, and those that others made for it, by name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from smp_runtime.errors import SMPRuntimeError, SMPUserError
+from smp_runtime.pipeline.execution.conductor import Conductor
+from smp_runtime.pipeline.execution.task import Task
+from smp_runtime.pipeline.transport.messages import Deliver, Value
+from smp_runtime.tensors.handles import Name, Path
+
+
+class Values:
+    """Keeps values until their microbatch is finished, and brings each to the stages that want it.
+
+    Args:
+        lock: of the rank's pipeline.
+        stage: this rank's.
+        conductor: is told what has arrived.
+        send: sends a message with tensors to a stage.
+    """
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        stage: int,
+        conductor: Conductor,
+        send: Callable[[int, object, list[torch.Tensor]], None],
+    ) -> None:
+        self._lock = lock
+        self._stage = stage
+        self._conductor = conductor
+        self._send = send
+        self._tensors: dict[Name, torch.Tensor] = {}
+        self._versions: dict[Name, int] = {}
+        self._names: dict[int, set[Name]] = {}
+        self._wanted: dict[Name, set[int]] = {}
+        #: Values and stages that they go to: asked for, sent, or sent unasked.
+        self._directed: dict[int, set[tuple[Name, int]]] = {}
+        #: Plain tensors that were handed to other stages already, by identity: masks go to every layer.
+        self._handed: dict[int, dict[int, tuple[torch.Tensor, int, Name, set[int]]]] = {}
+
+    def has(self, name: object) -> bool:
+        """Whether a value, or anything else that a task may wait for by name, is here."""
+        return name in self._tensors
+
+    def get(self, name: Name) -> torch.Tensor:
+        """A value that is here."""
+        return self._tensors[name]
+
+    def take(self, name: Name) -> torch.Tensor:
+        """A value that is here; the gradient of an output is forgotten, since nobody else may ask for it."""
+        return self._tensors.pop(name) if name[0] == "G" else self._tensors[name]
+
+    def put(self, name: Name, tensor: torch.Tensor, *, made_by: Task | None = None) -> None:
+        """A value was made here or has arrived: send it to the stages that want it and wake the tasks that wait."""
+        with self._lock:
+            if self._conductor.is_aborted:
+                return
+            self._tensors[name] = tensor
+            self._versions[name] = tensor._version
+            self._names.setdefault(name[1], set()).add(name)
+            if made_by is not None:
+                made_by.known.add(name)
+                self._conductor.give(made_by, name)
+            stages = self._wanted.pop(name, ())
+            self._conductor.arrived(name)
+            self._conductor.poke()
+        for stage in stages:
+            self._send(stage, Value((name,)), [tensor])
+
+    def put_all(self, names: Sequence[Name], tensors: Sequence[torch.Tensor]) -> None:
+        """Values that came with a message."""
+        for name, tensor in zip(names, tensors, strict=True):
+            self.put(name, tensor)
+
+    def deliver(self, name: Name, stage: int) -> None:
+        """Send a value of this stage to another one, as soon as it exists.
+
+        Raises:
+            SMPUserError: it was changed in place since it was handed on.
+        """
+        with self._lock:
+            tensor = self._tensors.get(name)
+            if tensor is None:
+                self._wanted.setdefault(name, set()).add(stage)
+        if tensor is None:
+            return
+        if tensor._version != self._versions[name]:
+            raise SMPUserError(
+                f"a tensor of shape {list(tensor.shape)} was changed in place after it was passed to a module of another pipeline "
+                f"stage, and stage {stage} needs the elements as they were; change a copy of it (x = x + y instead of x += y)"
+            )
+        self._send(stage, Value((name,)), [tensor])
+
+    def direct(self, name: Name, owner: int, stage: int) -> None:
+        """Have ``owner`` send a value to ``stage``, unless it does so already."""
+        if owner == stage or not self.announce(name, stage):
+            return
+        if owner == self._stage:
+            self.deliver(name, stage)
+        else:
+            self._send(owner, Deliver(name, stage), [])
+
+    def announce(self, name: Name, stage: int) -> bool:
+        """A value will go to a stage unasked; returns whether that is new."""
+        with self._lock:
+            directed = self._directed.setdefault(name[1], set())
+            before = len(directed)
+            directed.add((name, stage))
+            return len(directed) > before
+
+    def fetch(self, name: Name, owner: int) -> torch.Tensor:
+        """A value, waited for if need be; the task that calls gives the baton back meanwhile.
+
+        Raises:
+            SMPRuntimeError: outside a step, when the value is gone.
+        """
+        task = self._conductor.current
+        if task is None:
+            tensor = self._tensors.get(name)
+            if tensor is None:
+                raise SMPRuntimeError(
+                    f"a tensor of microbatch {name[1]} from pipeline stage {owner} was used after its microbatch had ended; "
+                    "return it from the step function, which brings it to every rank"
+                )
+            return tensor
+        if name not in task.known:
+            if name not in self._tensors:
+                self.direct(name, owner, self._stage)
+            self._conductor.wait(task, (name,), self.has)
+            task.known.add(name)
+        return self._tensors[name]
+
+    def hand(self, tensor: torch.Tensor, name: Name, stage: int, comes: bool) -> tuple[Name, bool]:
+        """Name a plain tensor that goes to ``stage``; with ``comes``, the caller sends it along.
+
+        Returns:
+            Its name (an older one if it was handed on before), and whether it is at ``stage`` already.
+        """
+        handed = self._handed.setdefault(name[1], {})
+        known = handed.get(id(tensor))
+        if known is None or known[0] is not tensor or known[1] != tensor._version:
+            known = (tensor, tensor._version, name, set())
+            handed[id(tensor)] = known
+        is_there = stage in known[3]
+        if comes:
+            known[3].add(stage)
+        return known[2], is_there
+
+    def release(self, microbatch: int) -> None:
+        """Forget the values of a finished microbatch."""
+        with self._lock:
+            for name in self._names.pop(microbatch, ()):
+                self._tensors.pop(name, None)
+                self._versions.pop(name, None)
+            self._directed.pop(microbatch, None)
+            self._handed.pop(microbatch, None)
+
+    def clear(self) -> None:
+        """Forget everything: the step is over."""
+        with self._lock:
+            self._tensors.clear()
+            self._versions.clear()
+            self._names.clear()
+            self._wanted.clear()
+            self._directed.clear()
+            self._handed.clear()
+
+    @property
+    def count(self) -> int:
+        """Values that are kept now."""
+        return len(self._tensors)
+
+
+def child_of(path: Path, prefix: Path) -> Path | None:
+    """What follows ``prefix`` in ``path``, or None."""
+    return path[len(prefix) :] if path[: len(prefix)] == prefix else None

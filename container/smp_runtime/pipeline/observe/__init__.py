@@ -1,0 +1,1 @@
+"""Seeing: the timeline of a rank."""

@@ -1,0 +1,302 @@
+"""Recording what a rank computed and when, cheaply enough to stay on during a real run.
+
+Every rank has a :class:`Recorder` when ``SMP_TIMELINE`` says how many steps to keep. An action costs one appended tuple;
+only the newest steps are kept, so a long job does not grow. The file goes to the job's output data when that many steps
+are full for the first time, and again, with the newest steps, when the session ends: a job that is killed leaves the
+first ones. ``smp-estimator timeline`` reads the files of all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from smp_config.timeline import TIMELINE_VARIABLE, Kind, RankTimeline, StepTimeline, StoredAction, steps_to_keep
+from smp_runtime.comm.control import RUNTIME_CHANNEL
+from smp_runtime.errors import SMPRuntimeError
+
+if TYPE_CHECKING:
+    from smp_runtime.comm.control import ControlPlane
+
+logger = logging.getLogger("smp")
+
+_JOB_VARIABLE = "TRAINING_JOB_NAME"
+_FOLDER_VARIABLE = "SM_OUTPUT_DATA_DIR"
+
+#: Round trips with rank 0; the fastest of them counts.
+_ROUND_TRIPS = 8
+
+_Recorded = tuple[str, Kind, int, str, float, float]
+
+
+# -- one clock for all ranks -------------------------------------------------------------------------------------
+
+
+class ClockSample(NamedTuple):
+    """A round trip: sent and received on the own clock, answered on the other."""
+
+    sent: float
+    answered: float
+    received: float
+
+
+@dataclass(frozen=True)
+class SharedClock:
+    """What the ranks agree on before they record.
+
+    Attributes:
+        job: names this run.
+        offset: seconds to add to the own clock to get rank 0's.
+        error: most seconds that ``offset`` can be wrong by.
+    """
+
+    job: str
+    offset: float = 0.0
+    error: float = 0.0
+
+
+def estimate_offset(samples: Iterable[ClockSample]) -> tuple[float, float]:
+    """Seconds to add to the own clock to get the other, and the most that they can be wrong by.
+
+    The answer was given at some moment of the round trip; the middle is at most half a round trip away from it. So the
+    fastest round trip says most, and the others nothing more. (Cristian 1989, "Probabilistic clock synchronization".)
+
+    Raises:
+        SMPRuntimeError: no sample, or a clock that ran backwards.
+    """
+    fastest = min(samples, key=lambda sample: sample.received - sample.sent, default=None)
+    if fastest is None or fastest.received < fastest.sent:
+        raise SMPRuntimeError(
+            f"the clocks of two ranks cannot be compared: the fastest round trip is {fastest}; a clock ran backwards or "
+            "nothing was measured: record without them, SMP_TIMELINE=0"
+        )
+    return fastest.answered - (fastest.sent + fastest.received) / 2, (fastest.received - fastest.sent) / 2
+
+
+def share_clock(
+    control: ControlPlane, *, clock: Callable[[], float] = time.perf_counter, machine: str | None = None
+) -> SharedClock:
+    """Agree on rank 0's clock; every rank of the job calls it.
+
+    Ranks on one machine read the same clock (``CLOCK_MONOTONIC``, also in containers), so only others measure.
+
+    Args:
+        control: the control plane.
+        clock: what this rank's times are read from.
+        machine: ranks of the same one share a clock; default: what the kernel says.
+    """
+    machine = machine_identity() if machine is None else machine
+    if control.rank:
+        control.send(machine, 0, RUNTIME_CHANNEL)
+        job, same = control.receive(0, RUNTIME_CHANNEL)
+        if same:
+            return SharedClock(job)
+        samples = []
+        for _ in range(_ROUND_TRIPS):
+            sent = clock()
+            control.send(None, 0, RUNTIME_CHANNEL)
+            answered = control.receive(0, RUNTIME_CHANNEL)
+            samples.append(ClockSample(sent, answered, clock()))
+        return SharedClock(job, *estimate_offset(samples))
+    job = "-".join(part for part in (os.environ.get(_JOB_VARIABLE, ""), uuid.uuid4().hex[:12]) if part)
+    for rank in range(1, control.size):
+        same = control.receive(rank, RUNTIME_CHANNEL) == machine != ""
+        control.send((job, same), rank, RUNTIME_CHANNEL)
+        for _ in range(0 if same else _ROUND_TRIPS):
+            control.receive(rank, RUNTIME_CHANNEL)
+            control.send(clock(), rank, RUNTIME_CHANNEL)
+    return SharedClock(job)
+
+
+def machine_identity() -> str:
+    """The same text for processes that read the same monotonic clock; empty where the kernel does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+    with contextlib.suppress(OSError):
+        # A container may have a time namespace of its own, whose monotonic clock is shifted.
+        boot += os.readlink("/proc/self/ns/time")
+    return boot
+
+
+# -- recording ---------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """One rank's recorder. Times are those of ``time.perf_counter``; calls come from one thread at a time.
+
+    Args:
+        stage: this rank's place in its pipeline.
+        rank: its global rank.
+        keep: so many of the newest steps.
+        folder: where the file goes by itself; None writes only what :meth:`write` is told to.
+        clock: what the ranks agreed on.
+        replica: the same for all ranks of one pipeline, another for each pipeline beside it.
+        host: the host's name.
+        world_size: ranks of the job that record; 0 when unknown.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        rank: int,
+        *,
+        keep: int = 10,
+        folder: Path | None = None,
+        clock: SharedClock | None = None,
+        replica: int = 0,
+        host: str = "",
+        world_size: int = 0,
+    ) -> None:
+        self.stage = stage
+        self.rank = rank
+        self.keep = keep
+        self._folder = folder
+        self._clock = clock or SharedClock(os.environ.get(_JOB_VARIABLE, ""))
+        self._about: dict[str, Any] = {"replica": replica, "host": host, "world_size": world_size}
+        self._steps: deque[tuple[int, float, float, Sequence[_Recorded], bool]] = deque(maxlen=keep)
+        self._number: int | None = None
+        self._start = 0.0
+        #: Where actions go now; between steps a queue without room, so that :meth:`add` need not ask.
+        self._actions: list[_Recorded] | deque[_Recorded] = deque(maxlen=0)
+        self._unwritten = False
+        self._first_write_due = True
+
+    def begin_step(self, number: int) -> None:
+        """A step begins. One that has not ended (it failed) is forgotten."""
+        self._number = number
+        self._actions = []
+        self._start = time.perf_counter()
+
+    def add(self, name: str, kind: Kind, microbatch: int, path: str, start: float, stop: float) -> None:
+        """Something was computed. Between steps nothing is recorded.
+
+        Args:
+            name: what a picture shows, such as ``"F2 transformer.h.3"``.
+            kind: "F" forward, "B" backward, "S" the step function's own code.
+            path: the module's.
+            start, stop: of ``time.perf_counter()``, in seconds.
+        """
+        self._actions.append((name, kind, microbatch, path, start, stop))
+
+    def end_step(self, failed: bool = False) -> None:
+        """The step that began has ended; the oldest that is too many is dropped.
+
+        Args:
+            failed: whether by an error.
+        """
+        stop = time.perf_counter()
+        if self._number is None:
+            return
+        self._steps.append((self._number, self._start, stop, self._actions, failed))
+        self._number = None
+        self._actions = deque(maxlen=0)
+        self._unwritten = True
+        if self._first_write_due and len(self._steps) == self.keep:
+            self._first_write_due = False
+            self._write_safely()
+
+    def close(self) -> None:
+        """The session ends: write what has not been written."""
+        if self._unwritten:
+            self._write_safely()
+
+    def timeline(self) -> RankTimeline:
+        """What has been recorded, in the form of the file."""
+        names: dict[str, int] = {}
+        paths: dict[str, int] = {}
+        steps = []
+        for number, begun, ended, recorded, failed in self._steps:
+            actions: list[StoredAction] = [
+                (names.setdefault(name, len(names)), kind, microbatch, paths.setdefault(path, len(paths)), start, stop)
+                for name, kind, microbatch, path, start, stop in recorded
+            ]
+            steps.append(StepTimeline(number=number, start=begun, stop=ended, actions=actions, failed=failed))
+        return RankTimeline(
+            job=self._clock.job,
+            rank=self.rank,
+            stage=self.stage,
+            offset=self._clock.offset,
+            offset_error=self._clock.error,
+            names=list(names),
+            paths=list(paths),
+            steps=steps,
+            **self._about,
+        )
+
+    def write(self, folder: Path) -> Path:
+        """Write ``timeline-rank<N>.json``, whole or not at all.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
+        made = self.timeline()
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder / made.file_name
+        partial = folder / f".{made.file_name}.{os.getpid()}"
+        try:
+            partial.write_text(made.model_dump_json(), encoding="utf-8")
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
+        self._unwritten = False
+        return target
+
+    def _write_safely(self) -> None:
+        """A picture that cannot be kept is no reason to lose a job."""
+        if self._folder is None:
+            return
+        try:
+            self.write(self._folder)
+        except Exception as error:
+            logger.warning("rank %d: the timeline cannot be written to %s: %s", self.rank, self._folder, error)
+
+
+def recorder_of_job(
+    stage: int,
+    control: ControlPlane,
+    *,
+    replica: int = 0,
+    environ: Mapping[str, str] | None = None,
+) -> Recorder | None:
+    """The recorder that the environment asks for; every rank of the job calls it, since they agree on a clock.
+
+    Returns:
+        None when ``SMP_TIMELINE`` is not set, or 0. Without ``SM_OUTPUT_DATA_DIR`` one that writes no file, since the
+        working directory may be anybody's.
+
+    Raises:
+        ConfigError: ``SMP_TIMELINE`` is no number of steps.
+    """
+    environ = os.environ if environ is None else environ
+    keep = steps_to_keep(environ)
+    if not keep:
+        return None
+    folder = environ.get(_FOLDER_VARIABLE)
+    if not folder and control.rank == 0:
+        logger.warning(
+            "%s is %d, but %s is not set: the timelines have no folder to go to and are not kept; set it to one",
+            TIMELINE_VARIABLE,
+            keep,
+            _FOLDER_VARIABLE,
+        )
+    return Recorder(
+        stage,
+        control.rank,
+        keep=keep,
+        folder=Path(folder) if folder else None,
+        clock=share_clock(control),
+        replica=replica,
+        host=environ.get("SMP_HOST") or environ.get("SM_CURRENT_HOST") or socket.gethostname(),
+        world_size=control.size,
+    )

@@ -1,0 +1,1 @@
+"""Deciding: what a model does, what it costs, and where it is cut."""

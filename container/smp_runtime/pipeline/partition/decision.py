@@ -1,0 +1,184 @@
+"""The partition decision of a job: traced and made on one rank, the same on all."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_config import ModelParallelParameters
+from smp_config.in_flight import in_flight_counts
+from smp_runtime.comm.control import ControlPlane
+from smp_runtime.errors import SMPError, SMPRuntimeError, SMPUserError
+from smp_runtime.pipeline.partition.assignment import Assignment, idle_stages
+from smp_runtime.pipeline.partition.costs import CostSettings
+from smp_runtime.pipeline.partition.manual_stages import ManualAssignment
+from smp_runtime.pipeline.partition.module_tree import Trace, note_recomputed, untraced
+from smp_runtime.pipeline.partition.partitioner import partition
+from smp_runtime.pipeline.partition.report import describe
+from smp_runtime.pipeline.partition.tracing import trace
+
+logger = logging.getLogger("smp")
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """How the tracing step runs.
+
+    Attributes:
+        run: the step function with the first microbatch.
+        device: where it runs.
+        times: whether execution times are measured.
+        memory: whether activation memory is measured, not estimated.
+        recomputed: paths of modules that backward computes again, and whether their inputs are kept.
+        placed: context in which the model is on ``device``; entered on the rank that traces alone.
+    """
+
+    run: Callable[[], object]
+    device: torch.device
+    times: bool = False
+    memory: bool = False
+    recomputed: Mapping[str, bool] = field(default_factory=dict)
+    placed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+
+def decide(
+    module: nn.Module,
+    tracing: Tracing,
+    parameters: ModelParallelParameters,
+    manual: ManualAssignment,
+    control: ControlPlane,
+    *,
+    tracing_rank: int = 0,
+    optimizer_bytes: float = 8.0,
+) -> Assignment:
+    """Which stage gets which module; every rank of the job calls it and gets the same answer.
+
+    Args:
+        module: the whole model.
+        tracing: used on one rank, unless ``skip_tracing`` or a manual or loaded partition makes it unnecessary.
+        manual: what the script has set by hand.
+        control: brings the decision to every rank.
+        tracing_rank: global rank that decides.
+        optimizer_bytes: state per element of a trained parameter.
+
+    Raises:
+        SMPUserError: a partition that does not fit, on every rank with the same message.
+    """
+    # The answer, and the log's text; or None, why not, and whether that is the script's fault.
+    decision: tuple[Any, str, bool] = (None, "", False)
+    failure: BaseException | None = None
+    if control.rank == tracing_rank:
+        try:
+            assignment, text = _decided(module, tracing, parameters, manual, optimizer_bytes)
+            decision = (assignment.to_dict(), text, False)
+        except Exception as error:  # the others wait for the decision
+            # What we raise says what is wrong by itself; other errors need their name.
+            text = str(error) if isinstance(error, SMPError) else f"{type(error).__name__}: {error}"
+            decision, failure = (None, text, isinstance(error, SMPUserError)), error
+    everyone = [tracing_rank, *(rank for rank in range(control.size) if rank != tracing_rank)]
+    if control.rank == tracing_rank:
+        control.broadcast(decision, everyone)
+    else:
+        decision = control.broadcast(None, everyone)
+    answer, text, is_users = decision
+    if failure is not None:
+        raise failure
+    if answer is None:
+        kind = SMPUserError if is_users else SMPRuntimeError
+        raise kind(f"the model could not be partitioned on rank {tracing_rank}: {text}")
+    if control.rank == tracing_rank:
+        logger.info(text)
+    return Assignment.from_dict(answer)
+
+
+def _decided(
+    module: nn.Module,
+    tracing: Tracing,
+    parameters: ModelParallelParameters,
+    manual: ManualAssignment,
+    optimizer_bytes: float,
+) -> tuple[Assignment, str]:
+    stages = parameters.pipeline_parallel_degree
+    active = min(parameters.active_microbatches or stages + 2, parameters.microbatches)
+    settings = CostSettings(
+        memory_weight=0.8 if parameters.memory_weight is None else parameters.memory_weight,
+        in_flight=in_flight_counts(
+            stages, parameters.microbatches, active, backward_first=parameters.pipeline == "interleaved"
+        ),
+        optimizer_bytes=optimizer_bytes,
+    )
+    if parameters.load_partition and parameters.partition_file:
+        assignment = Assignment.load(parameters.partition_file)
+        assignment.check(module, stages)
+        manual.review(module, assignment)
+        _warn_of_idle(
+            assignment, untraced(module), "partition_file has no module there; let the model be partitioned anew"
+        )
+        return assignment, describe(untraced(module), assignment, settings)
+    seen = _traced(module, tracing, parameters)
+    manual.review(module)
+    if parameters.auto_partition:
+        if manual.used_contexts:
+            logger.warning(
+                "smp.partition was used, but auto_partition is true, so the model is partitioned automatically; set "
+                "auto_partition to false to keep the script's partition, or use smp.set_partition to place single modules"
+            )
+        assignment = partition(seen, stages, settings, pinned=manual.pins(module))
+    else:
+        assignment = manual.resolve(module, seen)
+        how = (
+            f"the script placed no module there, and default_partition is {manual.default}; place some with smp.partition or "
+            "smp.set_partition, set auto_partition to true"
+        )
+        _warn_of_idle(assignment, seen, how)
+    assignment.attributes = list(seen.attributes)
+    _tell_bound(seen)
+    if parameters.partition_file:
+        files = assignment.save(parameters.partition_file)
+        logger.info("the partition is written to %s", " and ".join(map(str, files)))
+    return assignment, describe(seen, assignment, settings)
+
+
+def _tell_bound(seen: Trace) -> None:
+    """What a model passes on past its calls keeps modules together that could be on several stages."""
+    uses = [use for use in seen.foreign_uses if use.kind == "attribute"]
+    if uses:
+        paths = dict.fromkeys(path for use in uses for path in (use.holder, use.user))
+        shown = ", ".join(repr(path) if path else "the model itself" for path in list(paths)[:4])
+        logger.warning(
+            "%s%s are on one stage, since attributes such as %s are set by one module and used by another while they run; "
+            "return these values from forward instead to let the modules lie apart",
+            shown,
+            f" and {len(paths) - 4} more" if len(paths) > 4 else "",
+            uses[0].parameter,
+        )
+
+
+def _warn_of_idle(assignment: Assignment, trace: Trace, how: str) -> None:
+    """Say which stages have no modules, and ``how`` that came about and can be changed."""
+    used = {assignment.stage_of(node.path) for node in trace.root.walk() if not node.is_container}
+    if idle := [stage for stage in range(assignment.stages) if stage not in used]:
+        logger.warning("%s: %s, or lower pipeline_parallel_degree", idle_stages(idle), how)
+
+
+def _traced(module: nn.Module, tracing: Tracing, parameters: ModelParallelParameters) -> Trace:
+    if parameters.skip_tracing:
+        return untraced(module)
+    try:
+        with tracing.placed():
+            seen = trace(module, tracing.run, device=tracing.device, times=tracing.times, memory=tracing.memory)
+    except torch.cuda.OutOfMemoryError as error:
+        size = sum(parameter.nbytes for parameter in module.parameters()) / 2**30
+        raise SMPUserError(
+            f"the tracing step ran out of memory on {tracing.device} ({str(error).splitlines()[0]}): it runs the whole model, "
+            f'{size:.1f} GiB of parameters, with one microbatch on one rank; pass trace_device="cpu" to '
+            "smp.DistributedModel, or set skip_tracing to true"
+        ) from error
+    note_recomputed(seen, tracing.recomputed)
+    return seen

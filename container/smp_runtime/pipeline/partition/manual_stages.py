@@ -1,0 +1,199 @@
+"""Stages set by hand: ``smp.partition(i)`` while a model is built, ``smp.set_partition(module, i)`` afterwards.
+
+Both leave marks in the module itself, so copies of a module keep them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from smp_runtime.errors import SMPUserError
+from smp_runtime.pipeline.partition.assignment import Assignment, check_together
+from smp_runtime.pipeline.partition.module_tree import ModuleNode, ModuleTree, Trace, untraced
+
+logger = logging.getLogger("smp")
+
+_BUILT_IN = "_smp_partition"
+_SET_TO = "_smp_set_partition"
+#: All calls of :meth:`ManualAssignment.set_partition` for a module, the newest last: the call's name, and the stage.
+_CALLS = "_smp_set_partition_calls"
+
+#: A warning names so many modules.
+_NAMED = 3
+
+
+class ManualAssignment:
+    """The stages that a script asks for.
+
+    :meth:`set_partition` counts for the module and all modules in it, except those that it was called for themselves;
+    it wins over the context that a module was built in, and over earlier calls. Modules with neither go to the default.
+    In an automatic partition contexts do not count, and :meth:`pins` are the modules that it leaves where the script has
+    put them.
+
+    Args:
+        stages: their number.
+        default: stage of modules built outside all contexts.
+        automatic: whether the model is partitioned automatically.
+
+    Attributes:
+        used_contexts: whether a context was entered; with ``automatic`` the caller should warn that it did not count.
+    """
+
+    def __init__(self, stages: int, default: int = 0, *, automatic: bool = False) -> None:
+        self.stages = stages
+        self.default = default
+        self.automatic = automatic
+        self.used_contexts = False
+        #: Class and stage by the name of the call. Names and not references, since a copy of the module may be wrapped.
+        self._calls: dict[str, tuple[str, int]] = {}
+
+    @contextlib.contextmanager
+    def partition(self, stage: int) -> Iterator[None]:
+        """Modules that are constructed, copied or unpickled inside belong to ``stage``; the innermost context wins.
+
+        Raises:
+            SMPUserError: no such stage.
+        """
+        self._check(stage, "smp.partition")
+        self.used_contexts = True
+        # Each context puts its own functions over those of the one around it, so the innermost is seen last.
+        construct, restore = nn.Module.__init__, nn.Module.__setstate__
+
+        def constructed(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            construct(module, *args, **kwargs)
+            module.__dict__[_BUILT_IN] = stage
+
+        def restored(module: nn.Module, state: Any) -> None:
+            restore(module, state)
+            module.__dict__[_BUILT_IN] = stage
+
+        _replace(constructed, restored)
+        try:
+            yield
+        finally:
+            _replace(construct, restore)
+
+    def set_partition(self, module: nn.Module, stage: int) -> None:
+        """Put a module, and all in it that are not set themselves, on a stage.
+
+        Raises:
+            SMPUserError: no such stage, or no module.
+        """
+        if not isinstance(module, nn.Module):
+            raise SMPUserError(
+                f"smp.set_partition got a {type(module).__name__}; pass a module of the model, such as model.module.encoder"
+            )
+        self._check(stage, "smp.set_partition")
+        call, before = uuid.uuid4().hex, module.__dict__.get(_CALLS, ())
+        self._calls[call] = type(module).__name__, stage
+        module.__dict__[_SET_TO] = stage
+        module.__dict__[_CALLS] = (*before, (call, stage))
+
+    def review(self, model: nn.Module, loaded: Assignment | None = None) -> None:
+        """Warn of calls of :meth:`set_partition` that do not count, when the partition is decided.
+
+        Args:
+            model: the whole model.
+            loaded: the partition where it was read from a file; None where the script was asked.
+        """
+        tree = ModuleTree(model)
+        marked = [(node, tree.modules[key].__dict__.get(_CALLS, ())) for key, node in tree.nodes()]
+        seen = {call for _, calls in marked for call, _ in calls}
+        foreign = [f"a {name} (stage {stage})" for call, (name, stage) in self._calls.items() if call not in seen]
+        if foreign:
+            logger.warning(
+                "smp.set_partition has no effect for %s: no such module is in the model that was wrapped; call it for modules of "
+                "that model, such as model.module.encoder, and after all that copies or replaces them",
+                _some(foreign),
+            )
+        moved = [
+            f"{node.path or '(model)'} ({', then '.join(f'stage {stage}' for _, stage in calls)})"
+            for node, calls in marked
+            if len({stage for _, stage in calls}) > 1
+        ]
+        if moved and loaded is None:
+            logger.warning(
+                "smp.set_partition was called with different stages for %s; the last call counts: remove the others",
+                _some(moved),
+            )
+        apart = [
+            f"{node.path or '(model)'} (stage {calls[-1][1]}, but {loaded.stage_of(node.path)} in the file)"
+            for node, calls in marked
+            if loaded is not None and calls and loaded.stage_of(node.path) != calls[-1][1]
+        ]
+        if apart:
+            logger.warning(
+                "smp.set_partition has no effect for %s: load_partition is true, so the stages are those of partition_file; set "
+                "load_partition to false to place modules",
+                _some(apart),
+            )
+
+    def pins(self, model: nn.Module) -> dict[str, int]:
+        """Path and stage of the modules that :meth:`set_partition` was called for."""
+        tree = ModuleTree(model)
+        settings = ((tree.modules[key].__dict__.get(_SET_TO), node) for key, node in tree.nodes())
+        return {node.path: stage for stage, node in settings if stage is not None}
+
+    def resolve(self, model: nn.Module, trace: Trace | None = None) -> Assignment:
+        """The stages of all modules as the script has set them.
+
+        Args:
+            model: the model.
+            trace: if known, parameters that a module uses of another are checked too.
+
+        Raises:
+            SMPUserError: modules that share a parameter are set apart, or the default is missing.
+        """
+        tree = ModuleTree(model)
+        module_of = {node.path: tree.modules[key] for key, node in tree.nodes()}
+        placement: dict[str, int] = {}
+
+        def visit(node: ModuleNode, inherited: int | None) -> None:
+            marks = module_of[node.path].__dict__
+            inherited = marks.get(_SET_TO, inherited)
+            stage = marks.get(_BUILT_IN, self.default) if inherited is None else inherited
+            self._check(stage, f"module {node.path!r}: partition")
+            for path in (node.path, *node.aliases):
+                placement[path] = stage
+            for child in node.children:
+                visit(child, inherited)
+
+        visit(tree.root, None)
+        assignment = Assignment(self.stages, placement)
+        check_together(assignment, trace or untraced(model))
+        return assignment
+
+    def _check(self, stage: int, where: str) -> None:
+        if isinstance(stage, bool) or not isinstance(stage, int):
+            raise SMPUserError(f"{where} got {stage!r}, a {type(stage).__name__}; pass the number of a stage")
+        if not 0 <= stage < self.stages:
+            raise SMPUserError(
+                f"{where} got {stage}, but pipeline_parallel_degree is {self.stages}, so stages are 0 to {self.stages - 1}; "
+                "use one of these, or raise the degree"
+            )
+
+
+def hand_on_stage(original: nn.Module, made: nn.Module) -> None:
+    """A module that takes the place of another one goes to the stage that the script has set for that."""
+    if (stage := vars(original).get(_BUILT_IN)) is not None:
+        for part in made.modules():
+            vars(part)[_BUILT_IN] = stage
+    for key in (_SET_TO, _CALLS):
+        if key in vars(original):
+            vars(made)[key] = vars(original)[key]
+
+
+def _some(items: list[str]) -> str:
+    more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
+    return ", ".join(items[:_NAMED]) + more
+
+
+def _replace(construct: Any, restore: Any) -> None:
+    setattr(nn.Module, "__init__", construct)  # noqa: B010 - mypy knows no assignment to a method
+    setattr(nn.Module, "__setstate__", restore)  # noqa: B010

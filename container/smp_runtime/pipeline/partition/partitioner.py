@@ -1,0 +1,210 @@
+"""Deciding which stage gets which modules.
+
+The modules are put in the order in which they run, every module's own frame after the modules in it: so the own frame
+of a module that is split belongs to the last stage that it reaches, and head and loss are on the last stage of all.
+This sequence is cut into consecutive segments with the least greatest cost, exactly. Modules that share a parameter
+are taken out of the sequence, and all stages are tried for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from smp_runtime.errors import SMPUserError
+from smp_runtime.pipeline.partition.assignment import Assignment, idle_stages
+from smp_runtime.pipeline.partition.best_cuts import Crossing, Matrix, best_cuts, crossing_costs
+from smp_runtime.pipeline.partition.costs import CostModel, CostSettings, Need
+from smp_runtime.pipeline.partition.module_tree import Trace
+from smp_runtime.pipeline.partition.placeable_parts import Parts
+
+logger = logging.getLogger("smp")
+
+#: Placements of groups that are all tried; beyond, one group after the other is improved, in so many rounds.
+_MOST_PLACEMENTS = 256
+_MOST_ROUNDS = 4
+#: What a placement of a group may cost more, in mean stages, if it spares a microbatch one way back and forth.
+_DETOUR = 0.1
+
+
+def partition(
+    trace: Trace,
+    stages: int,
+    settings: CostSettings | None = None,
+    *,
+    pinned: Mapping[str, int] | None = None,
+) -> Assignment:
+    """Assign every module to a stage. The same input gives the same result.
+
+    Args:
+        trace: the model, from :func:`~smp_runtime.pipeline.partition.tracing.trace` or
+            :func:`~smp_runtime.pipeline.partition.module_tree.untraced`.
+        stages: their number.
+        settings: how costs are weighed.
+        pinned: stages that were set by hand, by path; modules in a pinned module go with it unless they are pinned
+            themselves.
+
+    Raises:
+        SMPUserError: pinned modules that must be together but are not, unknown paths, or stages out of range.
+    """
+    if stages < 1:
+        raise SMPUserError(f"the number of stages is {stages}; it must be 1 or more")
+    search = _Search(CostModel(trace, stages, settings or CostSettings()), pinned or {})
+    placement = search.best()
+    for node in trace.root.walk():
+        for alias in node.aliases:
+            placement[alias] = placement[node.path]
+    assignment = Assignment(stages, placement)
+    empty = [stage for stage in range(stages) if stage not in search.used]
+    if empty:
+        logger.warning(
+            "%s: the model has %d part%s that can be placed, and there are %d stages; lower pipeline_parallel_degree%s",
+            idle_stages(empty),
+            len(search.parts),
+            "" if len(search.parts) == 1 else "s",
+            stages,
+            ", or pin fewer modules with smp.set_partition" if pinned else "",
+        )
+    return assignment
+
+
+class _Search:
+    """One decision.
+
+    Attributes:
+        used: stages that got something, after :meth:`best`.
+        parts: what is placed.
+    """
+
+    def __init__(self, model: CostModel, pinned: Mapping[str, int]) -> None:
+        self.model = model
+        self.used: set[int] = set()
+        self.parts = Parts(model, pinned)
+        self._free = [index for index, group in enumerate(self.parts.groups) if group.stage is None]
+        self._traffic: dict[frozenset[int], Matrix] = {}
+        needs = [unit.need for unit in self.parts.sequence]
+        columns = ([n.fixed for n in needs], [n.activations for n in needs], [n.work for n in needs])
+        #: Sums over the first 0, 1, 2 … units.
+        self._running = [np.concatenate([[0.0], np.cumsum(column)]) for column in columns]
+
+    def best(self) -> dict[str, int]:
+        """Stage of every path."""
+        stages, length = self.model.stages, len(self.parts.sequence)
+        most = max(stages, min(_MOST_PLACEMENTS, int(5e8 / (max(1, length) ** 2 * stages))))
+        found = self._try_all() if stages ** len(self._free) <= most else self._improve()
+        if found is None:
+            raise AssertionError("no way to fill the stages")
+        of_position = np.repeat(np.arange(stages), np.diff([*found.begins, length])).tolist()
+        placement = {}
+        for path, (position, group) in self.parts.place_of.items():
+            placement[path] = found.groups[group or 0] if position is None else of_position[position]
+        self.used = {*of_position, *found.groups}
+        return placement
+
+    def _try_all(self) -> _Found | None:
+        tries = itertools.product(range(self.model.stages), repeat=len(self._free))
+        return _least(self._cut(chosen) for chosen in tries)
+
+    def _improve(self) -> _Found | None:
+        """Too many groups to try all placements: move one at a time while it helps."""
+        chosen = [self.model.stages - 1] * len(self._free)
+        best = self._cut(chosen)
+        for _ in range(_MOST_ROUNDS):
+            before = best
+            for index in range(len(chosen)):
+                options = [[*chosen[:index], stage, *chosen[index + 1 :]] for stage in range(self.model.stages)]
+                best = _least([best, *(self._cut(option) for option in options)])
+                if best is not None:
+                    chosen = [best.groups[number] for number in self._free]
+            if best is before:
+                break
+        return best
+
+    def _cut(self, chosen: Sequence[int]) -> _Found | None:
+        """The best cut of the sequence with the free groups on the chosen stages."""
+        free = dict(zip(self._free, chosen, strict=True))
+        groups = [free[i] if group.stage is None else group.stage for i, group in enumerate(self.parts.groups)]
+        bare = set(range(self.model.stages)) - set(groups)
+        too_few = len(bare) > len(self.parts.sequence)
+        costs = []
+        for stage in range(self.model.stages):
+            costs.append(self._segment_costs(stage, frozenset(i for i, at in enumerate(groups) if at == stage)))
+        cut = best_cuts(costs, [too_few or stage not in bare for stage in range(self.model.stages)])
+        if cut is None:
+            return None
+        greatest, squares, begins = cut
+        ends = [*begins[1:], len(self.parts.sequence)]
+        empty = sum(begins[stage] == ends[stage] for stage in bare)
+        detours = _DETOUR / self.model.stages * self._detours(groups, begins, ends)
+        return _Found((empty, greatest + detours, squares), groups, begins)
+
+    def _segment_costs(self, stage: int, here: frozenset[int]) -> Matrix:
+        """Cost of the stage with these groups, for every segment of the sequence."""
+        extra = sum((self.parts.groups[index].need for index in here), Need())
+        fixed, activations, work = (
+            running[None, :] - running[:, None] + more
+            for running, more in zip(self._running, (extra.fixed, extra.activations, extra.work), strict=True)
+        )
+        weight = self.model.settings.memory_weight
+        memory = (fixed + activations * self.model.in_flight[stage]) / self.model.total_bytes
+        cost: Matrix = weight * memory + (1 - weight) * work / self.model.total_work
+        return cost + self._traffic_costs(here)
+
+    def _traffic_costs(self, here: frozenset[int]) -> Matrix:
+        """For a stage with these groups. Kept: there are few sets of groups, and many placements."""
+        if here not in self._traffic:
+            crossings = []
+            for charge in self.model.charges:
+                producer, its_group = self.parts.place_of[charge.producer]
+                places = [self.parts.place_of[path] for path in charge.consumers]
+                positions = sorted({position for position, _ in places if position is not None})
+                groups = {group for _, group in places if group is not None}
+                if set(positions) <= {producer} and groups <= {its_group}:
+                    continue  # one unit
+                inside = its_group is not None and its_group in here
+                crossings.append(
+                    Crossing(producer, inside, tuple(positions), bool(groups & here), bool(groups - here), charge.cost)
+                )
+            self._traffic[here] = crossing_costs(len(self.parts.sequence), crossings)
+        return self._traffic[here]
+
+    def _detours(self, groups: Sequence[int], begins: Sequence[int], ends: Sequence[int]) -> int:
+        """How often a microbatch leaves its way through the stages because a module is bound to another one.
+
+        A head on an early stage is one, and the worst, for backward begins there. What is called early may well be on
+        the last stage, where the step function begins.
+        """
+        last, count = self.model.stages - 1, 0
+        for group, stage in zip(self.parts.groups, groups, strict=True):
+            for gap in group.gaps:
+                count += ends[stage] < gap or (begins[stage] > gap and stage != last)
+        return count
+
+
+@dataclass
+class _Found:
+    """A cut, and the stages of all groups that it belongs to."""
+
+    score: tuple[int, float, float]
+    groups: list[int]
+    begins: list[int]
+
+
+def _least(found: Iterable[_Found | None]) -> _Found | None:
+    """The best, the earliest of equals; differences of rounding do not count."""
+    best: _Found | None = None
+    for candidate in found:
+        if candidate is not None and (best is None or _is_less(candidate.score, best.score)):
+            best = candidate
+    return best
+
+
+def _is_less(score: tuple[int, float, float], other: tuple[int, float, float]) -> bool:
+    for one, two in zip(score, other, strict=True):
+        if abs(one - two) > 1e-9 * abs(two):
+            return one < two
+    return False

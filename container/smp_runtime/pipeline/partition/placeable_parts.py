@@ -1,0 +1,275 @@
+"""The parts that a partition decision places: the model as a sequence, and what is bound together.
+
+A *unit* is one module's own frame, or a small module with all in it. Units stand in the order in which they run, the
+modules in a module before its own frame. Units that must be on one stage and are not next to each other form a
+*group*, which stands outside the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from smp_runtime.errors import SMPUserError
+from smp_runtime.pipeline.partition.costs import CostModel, Need
+from smp_runtime.pipeline.partition.module_tree import ModuleNode, together_with_reasons
+
+#: A module that costs less than this part of a mean stage is not split.
+_GRAIN = 0.02
+#: Longest sequence; the search uses matrices with its square of entries.
+_MOST_UNITS = 1200
+
+
+@dataclass
+class Unit:
+    """Modules that are never apart: one module's own frame, or a small module with all in it, or a bound group."""
+
+    paths: tuple[str, ...]
+    need: Need
+
+
+@dataclass
+class Group:
+    """Units that must be on one stage, and are not next to each other.
+
+    Attributes:
+        need: of all of them.
+        gaps: for each of its units, how many units of the sequence run before it.
+        stage: where it must be; None if any stage will do.
+    """
+
+    need: Need
+    gaps: tuple[int, ...]
+    stage: int | None
+
+
+class Parts:
+    """What can be placed.
+
+    Args:
+        model: costs.
+        pinned: stages that were set by hand, by path.
+
+    Attributes:
+        sequence: units that are cut into segments.
+        groups: what each of them needs in sum, and where it is.
+        place_of: for every path its position in the sequence, or the number of its group.
+
+    Raises:
+        SMPUserError: pinned modules that must be together but are not, unknown paths, or stages out of range.
+    """
+
+    def __init__(self, model: CostModel, pinned: Mapping[str, int]) -> None:
+        bound = _pins(model, pinned)
+        bound += [_Bound(paths, f"they share {reason}") for paths, reason in together_with_reasons(model.trace)]
+        followers = dict(_followers(model.trace.root, model.trace.traced))
+        units, members = _joined(model, _units(model, bound, followers), bound)
+        group_of = {number: index for index, (numbers, _) in enumerate(members) for number in numbers}
+        alone = [number for number in range(len(units)) if number not in group_of]
+        position_of = {number: position for position, number in enumerate(alone)}
+        self.sequence = [units[number] for number in alone]
+        self.groups: list[Group] = []
+        for numbers, stage in members:
+            gaps = tuple(sum(other < number for other in alone) for number in numbers)
+            self.groups.append(Group(sum((units[number].need for number in numbers), Need()), gaps, stage))
+        self.place_of: dict[str, tuple[int | None, int | None]] = {}
+        for number, unit in enumerate(units):
+            for path in unit.paths:
+                self.place_of[path] = position_of.get(number), group_of.get(number)
+        for path, above in followers.items():
+            self.place_of[path] = self.place_of[above]
+        if len(self.place_of) != len(model.needs):
+            raise AssertionError("a module is in no unit")
+
+    def __len__(self) -> int:
+        return len(self.sequence) + len(self.groups)
+
+
+@dataclass
+class _Bound:
+    """Modules that must be on one stage: why, and on which if that is set by hand, for the module ``top``."""
+
+    paths: tuple[str, ...]
+    reason: str
+    stage: int | None = None
+    top: str = ""
+
+
+def _pins(model: CostModel, pinned: Mapping[str, int]) -> list[_Bound]:
+    """What was set by hand: each pinned module with all in it that is not pinned otherwise."""
+    known = model.trace.nodes()
+    aliases = {alias: node.path for node in known.values() for alias in node.aliases}
+    stage_at: dict[str, int] = {}
+    for path, stage in pinned.items():
+        if path not in known and path not in aliases:
+            raise SMPUserError(f"smp.set_partition names the module {path!r}, which the model does not have")
+        if not 0 <= stage < model.stages:
+            raise SMPUserError(
+                f"module {path!r} is set to partition {stage}, but there are {model.stages} stages, 0 to "
+                f"{model.stages - 1}; use one of these, or raise pipeline_parallel_degree"
+            )
+        stage_at[aliases.get(path, path)] = stage
+    members: dict[str, list[str]] = {path: [] for path in stage_at}
+
+    def visit(node: ModuleNode, under: str | None) -> None:
+        under = node.path if node.path in stage_at else under
+        if under is not None:
+            members[under].append(node.path)
+        for child in node.children:
+            visit(child, under)
+
+    visit(model.trace.root, None)
+    return [_Bound(tuple(paths), "one is part of the other", stage_at[top], top) for top, paths in members.items()]
+
+
+def _followers(root: ModuleNode, traced: bool) -> Iterator[tuple[str, str]]:
+    """Modules that have nothing of their own, each with the module above it whose stage they take."""
+
+    def visit(node: ModuleNode, above: str) -> Iterator[tuple[str, str]]:
+        idle = node.is_container or (traced and node.calls == 0 and not any(n.calls for n in node.walk()))
+        follows = node is not root and idle and not node.parameters and (node.is_container or not node.elements)
+        if follows:
+            yield node.path, above
+        for child in node.children:
+            yield from visit(child, above if follows else node.path)
+
+    yield from visit(root, "")
+
+
+def _units(model: CostModel, bound: Sequence[_Bound], followers: Mapping[str, str]) -> list[Unit]:
+    """The model as a sequence: the modules in a module first, then its own frame; small modules stay whole."""
+    in_flight = sum(model.in_flight) / model.stages
+    sizes: dict[str, int] = {}
+    must_open: set[str] = set()
+    bound_to: dict[str, list[int]] = {}
+    for index, group in enumerate(bound):
+        for path in group.paths:
+            bound_to.setdefault(path, []).append(index)
+    counts: dict[str, dict[int, int]] = {}
+    costs: dict[str, float] = {}
+
+    def measure(node: ModuleNode) -> tuple[Need, dict[int, int]]:
+        need, inside = model.needs[node.path], dict.fromkeys(bound_to.get(node.path, ()), 1)
+        for child in node.children:
+            child_need, child_inside = measure(child)
+            need += child_need
+            for index, count in child_inside.items():
+                inside[index] = inside.get(index, 0) + count
+        sizes[node.path] = 1 + sum(sizes[child.path] for child in node.children)
+        costs[node.path], counts[node.path] = model.share(need, in_flight), inside
+        for index, count in inside.items():
+            group = bound[index]
+            # Bound to something outside, or bound while other modules in here are not.
+            if count < len(group.paths) or (group.stage is not None and count < sizes[node.path]):
+                must_open.add(node.path)
+        return need, inside
+
+    measure(model.trace.root)
+    grain = _GRAIN / model.stages
+    while True:
+        units = list(_opened(model, model.trace.root, grain, costs, must_open, followers))
+        if len(units) <= _MOST_UNITS or grain > 1:
+            return units
+        grain *= 2
+
+
+def _opened(
+    model: CostModel,
+    node: ModuleNode,
+    grain: float,
+    costs: Mapping[str, float],
+    must_open: set[str],
+    followers: Mapping[str, str],
+) -> Iterator[Unit]:
+    open_it = node.path in must_open or costs[node.path] > grain or node is model.trace.root or node.is_container
+    if node.children and node.is_divisible and open_it:
+        children = callees_in_order(node)
+        for child in children:
+            yield from _opened(model, child, grain, costs, must_open, followers)
+        if node.path not in followers:
+            yield Unit((node.path,), model.needs[node.path])
+    elif node.path not in followers:
+        paths = tuple(inner.path for inner in node.walk() if inner.path not in followers)
+        yield Unit(paths, model.subtree(node))
+
+
+def callees_in_order(node: ModuleNode) -> list[ModuleNode]:
+    """Children, where containers with nothing of their own are replaced by what they hold, by the order of calls.
+
+    Two lists whose modules take turns are so put in the order in which the modules run.
+    """
+    found: list[ModuleNode] = []
+    for child in node.children:
+        found += callees_in_order(child) if child.is_container and not child.parameters else [child]
+    never = float("inf")
+    return sorted(found, key=lambda child: min((n.order for n in child.walk() if n.order >= 0), default=never))
+
+
+def _joined(
+    model: CostModel, units: list[Unit], bound: Sequence[_Bound]
+) -> tuple[list[Unit], list[tuple[list[int], int | None]]]:
+    """Units that are bound together and adjacent, or nearly, become one; the others form groups.
+
+    Returns:
+        The units, and for each group the numbers of its units and its stage, if that is settled.
+    """
+    number_of = {path: number for number, unit in enumerate(units) for path in unit.paths}
+    leader = list(range(len(units)))
+    stage_of: dict[int, tuple[int, str]] = {}
+
+    def find(number: int) -> int:
+        while leader[number] != number:
+            number = leader[number]
+        return number
+
+    for group in bound:
+        numbers = sorted({number_of[path] for path in group.paths if path in number_of})
+        if not numbers:
+            continue
+        first = min(find(number) for number in numbers)
+        settled = [stage_of[find(number)] for number in numbers if find(number) in stage_of]
+        if group.stage is not None:
+            settled.append((group.stage, group.top))
+        if len({stage for stage, _ in settled}) > 1:
+            (one, here), (other, there) = settled[0], next(s for s in settled if s[0] != settled[0][0])
+            raise SMPUserError(
+                f"modules {here!r} and {there!r} are set to partitions {one} and {other}, but {group.reason}, so they must "
+                f"be on one stage: set both to partition {one}"
+            )
+        for number in numbers:
+            leader[find(number)] = first
+        if settled:
+            stage_of[first] = settled[0]
+    members: dict[int, list[int]] = {}
+    for number in range(len(units)):
+        members.setdefault(find(number), []).append(number)
+    root = find(number_of[""])
+    if len(members[root]) > 1 or root in stage_of:
+        # The step function runs with the root's own frame, on the last stage unless set otherwise.
+        stage_of.setdefault(root, (model.stages - 1, ""))
+    in_flight = sum(model.in_flight) / model.stages
+    merged: dict[int, range] = {}
+    for first, numbers in members.items():
+        span = range(numbers[0], numbers[-1] + 1)
+        between = set(span) - set(numbers)
+        alone = all(find(number) == number and len(members[number]) == 1 for number in between)
+        extra = sum(model.share(units[number].need, in_flight) for number in between)
+        if len(numbers) > 1 and first not in stage_of and alone and extra <= _GRAIN / 2 / model.stages:
+            merged[first] = span
+    absorbed = {number: first for first, span in merged.items() for number in span}
+    result: list[Unit] = []
+    new_number: dict[int, int] = {}
+    for number, unit in enumerate(units):
+        first = absorbed.get(number, number)
+        if first != number:
+            whole = result[new_number[first]]
+            result[new_number[first]] = Unit(whole.paths + unit.paths, whole.need + unit.need)
+        else:
+            new_number[number] = len(result)
+            result.append(unit)
+    groups = []
+    for first, numbers in members.items():
+        if first in stage_of or (len(numbers) > 1 and first not in merged and first not in absorbed):
+            stage = stage_of[first][0] if first in stage_of else None
+            groups.append(([new_number[number] for number in numbers], stage))
+    return result, groups

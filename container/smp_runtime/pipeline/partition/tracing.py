@@ -1,0 +1,448 @@
+"""The tracing step: the model runs one microbatch, forward only, and leaves its tree with costs behind, and no mark.
+
+Modules are seen at ``nn.Module.__call__``, which also the classes with a ``__call__`` of their own come through, with
+all arguments, hooks included. Operations are seen below autograd, parameters where Python hands them to a function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from smp_runtime.errors import SMPUserError
+from smp_runtime.module_state.snapshot import Former, no_backward, restored
+from smp_runtime.pipeline.partition.module_times import repeated, settled
+from smp_runtime.pipeline.partition.module_tree import Flow, ForeignUse, ModuleNode, ModuleTree, Trace, order_by_call
+from smp_runtime.tensors.nested import argument_tensors, storage_of, tensor_bytes, tensors_in, total_bytes
+
+#: Floating point operations that a device does while it moves one byte of its memory.
+_MACHINE_BALANCE = {"cpu": 10.0}
+_ACCELERATOR_BALANCE = 100.0
+#: These touch only the rows that they return, not the whole of their arguments.
+_LOOKUPS = {
+    torch.ops.aten.embedding,
+    torch.ops.aten.index_select,
+    torch.ops.aten.gather,
+    torch.ops.aten.index,
+    torch.ops.aten._embedding_bag,
+}
+#: Functions that read a parameter's value without giving a tensor.
+_READERS = {
+    "item",
+    "tolist",
+    "numpy",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "__array__",
+    "equal",
+    "allclose",
+}
+
+
+def trace(
+    model: nn.Module,
+    run: Callable[[], object],
+    *,
+    device: torch.device | str,
+    times: bool = False,
+    memory: bool = False,
+) -> Trace:
+    """Run a step function once and record what each module costs.
+
+    The model's buffers, gradients, attributes and flags, and the random generators, are afterwards as before.
+    ``backward()`` does nothing meanwhile.
+
+    Args:
+        model: the whole model, with values or on the meta device.
+        run: calls the step function with one microbatch.
+        device: where the model will be trained; decides what moving memory costs against computing.
+        times: measure seconds too, by running several times more; see :mod:`smp_runtime.pipeline.partition.module_times`.
+        memory: measure what autograd keeps for backward; otherwise it is estimated from the sizes of what modules
+            return.
+
+    Raises:
+        SMPUserError: the parameters are on the meta device and the model reads values.
+    """
+    tree = ModuleTree(model)
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    device = torch.device(device)
+    try:
+        with restored(model) as former, no_backward():
+            recorder = _Recorder(tree, _MACHINE_BALANCE.get(device.type, _ACCELERATOR_BALANCE), memory)
+            with recorder.running():
+                run()
+            recorder.note_changes(former)
+        if times:
+            if on_meta:
+                raise SMPUserError(
+                    "trace_execution_times is true, but the parameters are on the meta device, where nothing takes "
+                    "time; set trace_execution_times=False, or delayed_parameter_initialization to false"
+                )
+            _measure_times(model, tree, run, device)
+    except (RuntimeError, NotImplementedError) as error:
+        if on_meta and "meta" in str(error).lower():
+            raise SMPUserError(
+                f"the tracing step cannot run: {error} (parameters without values are on the meta device, and the model "
+                "or the step function reads a value or moves data off it); set skip_tracing to true, or "
+                "delayed_parameter_initialization to false"
+            ) from error
+        raise
+    order_by_call(tree.root)
+    recorder.finish()
+    return Trace(tree.root, recorder.flows(), list(recorder.foreign), recorder.attributes, traced=True, timed=times)
+
+
+def _measure_times(model: nn.Module, tree: ModuleTree, run: Callable[[], object], device: torch.device) -> None:
+    """Write the seconds of each module's own frame into the nodes, which have their operations already."""
+
+    def once() -> _Stopwatch:
+        watch = _Stopwatch(tree, device)
+        with restored(model), no_backward(), watch.running():
+            run()
+        return watch
+
+    watches = repeated(once)
+    kinds = {}
+    for identity, node in tree.nodes():
+        module, calls = tree.modules[identity], tuple(watches[0].calls[node.path])
+        parameters = tuple((p.shape, p.dtype) for p in module.parameters(recurse=False))
+        kinds[node.path] = (type(module), parameters, calls, node.flops)
+    seconds = settled([watch.seconds for watch in watches], kinds)
+    for _, node in tree.nodes():
+        node.seconds = seconds.get(node.path, 0.0)
+
+
+class _Calls:
+    """Follows the calls of a model's modules on this thread.
+
+    Attributes:
+        frames: the modules that are being called now, outermost first; the root stands below all, for the step
+            function's own code runs on the rank that has the root.
+    """
+
+    def __init__(self, tree: ModuleTree) -> None:
+        self.tree = tree
+        self.frames: list[ModuleNode] = [tree.root]
+        self._thread = threading.get_ident()
+
+    def entered(self, node: ModuleNode, inputs: tuple[Any, ...]) -> None:
+        """A call begins; its node is already the innermost frame."""
+
+    def left(self, node: ModuleNode, output: Any) -> None:
+        """A call ended; its node is no longer a frame. ``output`` is None if it raised."""
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch all calls inside."""
+        original = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            node = self.tree.node_of(module)
+            if node is None or threading.get_ident() != self._thread:
+                return original(module, *args, **kwargs)
+            output = None
+            self.frames.append(node)
+            self.entered(node, (args, kwargs))
+            try:
+                output = original(module, *args, **kwargs)
+                return output
+            finally:
+                self.frames.pop()
+                self.left(node, output)
+
+        setattr(nn.Module, "__call__", call)  # noqa: B010 - mypy knows no assignment to a method
+        try:
+            yield
+        finally:
+            setattr(nn.Module, "__call__", original)  # noqa: B010
+
+
+class _Recorder(_Calls):
+    """Counts operations, bytes and uses of values, and writes them into the nodes."""
+
+    def __init__(self, tree: ModuleTree, balance: float, measures_memory: bool) -> None:
+        super().__init__(tree)
+        self.foreign: dict[ForeignUse, None] = {}
+        self.attributes: list[tuple[str, str]] = []
+        #: Whose frames read or set an attribute or buffer of another module: modules by identity, and names.
+        self._accesses: defaultdict[tuple[int, str], dict[str, None]] = defaultdict(dict)
+        self._balance = balance
+        self._measures_memory = measures_memory
+        self._order = 0
+        #: Who wrote a storage last. The weak references keep the numbers from being used again.
+        self._makers: dict[int, tuple[StorageWeakRef, ModuleNode]] = {}
+        self._versions: defaultdict[int, int] = defaultdict(int)
+        self._consumers: dict[tuple[int, int], tuple[ModuleNode, dict[str, int]]] = {}
+        self._kept: set[int] = set()
+        self._exposed: set[int] = set()
+        for parameter, holder, _ in tree.parameters.values():
+            self._made(parameter, holder)
+            self._kept.add(storage_of(parameter))
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        packing: Any = contextlib.nullcontext()
+        if self._measures_memory:
+            packing = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        with super().running(), packing, _Operations(self), _ParameterUses(self), _AttributeUses(self):
+            yield
+
+    def finish(self) -> None:
+        """Nothing is free: a module that was called costs at least one operation."""
+        for node in self.tree.root.walk():
+            node.flops = max(node.flops, float(node.calls))
+
+    def flows(self) -> list[Flow]:
+        """Tensors with the same maker and the same users are one flow."""
+        total: defaultdict[tuple[str, tuple[str, ...]], int] = defaultdict(int)
+        for maker, users in self._consumers.values():
+            total[maker.path, tuple(users)] += max(users.values())
+        return [Flow(maker, users, size) for (maker, users), size in total.items() if size]
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def entered(self, node: ModuleNode, inputs: tuple[Any, ...]) -> None:
+        if node.order < 0:
+            node.order, self._order = self._order, self._order + 1
+        node.calls += 1
+        tensors = tensors_in(inputs)
+        node.input_bytes = max(node.input_bytes, total_bytes(tensors))
+        self._exposed.update(id(tensor) for tensor in tensors if id(tensor) in self.tree.buffers)
+
+    def left(self, node: ModuleNode, output: Any) -> None:
+        tensors = tensors_in(output)
+        node.output_bytes = max(node.output_bytes, total_bytes(tensors))
+        for tensor in tensors:
+            if id(tensor) in self.tree.parameters or id(tensor) in self.tree.buffers:
+                self._exposed.add(id(tensor))
+            storage = storage_of(tensor)
+            if not self._measures_memory and storage not in self._kept and self._maker(tensor) is node:
+                self._kept.add(storage)
+                node.activation_bytes += tensor_bytes(tensor)
+
+    # -- operations ------------------------------------------------------------------------------------------------
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        """One operation ran in the innermost frame."""
+        node = self.frames[-1]
+        inputs, outputs = argument_tensors((args, kwargs)), argument_tensors(out)
+        for tensor in inputs:
+            self._used(tensor, node)
+        if func.is_view:
+            for tensor in outputs:  # a view of a view of a value keeps the value's maker
+                if storage_of(tensor) not in self._makers:
+                    self._made(tensor, node)
+            return
+        for tensor in outputs:
+            self._made(tensor, node)
+        moved = total_bytes(outputs)
+        moved = 2 * moved if func._overloadpacket in _LOOKUPS else moved + total_bytes(inputs)
+        backward = min(2, sum(tensor.requires_grad for tensor in inputs)) if torch.is_grad_enabled() else 0
+        node.flops += (1 + backward) * max(_flops(func, args, kwargs, out), moved * self._balance)
+
+    def _made(self, tensor: torch.Tensor, node: ModuleNode) -> None:
+        storage = storage_of(tensor)
+        reference = (
+            StorageWeakRef(tensor.untyped_storage()) if storage not in self._makers else self._makers[storage][0]
+        )
+        self._makers[storage] = reference, node
+        self._versions[storage] += 1
+
+    def _maker(self, tensor: torch.Tensor) -> ModuleNode:
+        entry = self._makers.get(storage_of(tensor))
+        return self.tree.root if entry is None else entry[1]
+
+    def _used(self, tensor: torch.Tensor, node: ModuleNode) -> None:
+        maker, storage = self._maker(tensor), storage_of(tensor)
+        if maker is not node and tensor.dim() > 0:
+            value = storage, self._versions[storage]
+            users = self._consumers.setdefault(value, (maker, {}))[1]
+            users[node.path] = max(users.get(node.path, 0), tensor_bytes(tensor))
+
+    # -- memory and parameters -------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Size:
+        storage = storage_of(tensor)
+        if storage not in self._kept:
+            self._kept.add(storage)
+            if storage not in self._makers:
+                self._made(tensor, self.frames[-1])
+            self.frames[-1].activation_bytes += tensor.untyped_storage().nbytes()
+        return tensor.shape
+
+    def parameter_used(self, parameter: torch.Tensor) -> None:
+        """A function got a parameter of the model as an argument."""
+        _, holder, name = self.tree.parameters[id(parameter)]
+        user = self.frames[-1]
+        holds = any(held.name == name for held in user.parameters)
+        # What a module returned, others may use: it comes to them as a value.
+        if not holds and id(parameter) not in self._exposed:
+            self.foreign[ForeignUse(user.path, holder.path, name)] = None
+
+    # -- buffers and attributes ------------------------------------------------------------------------------------
+
+    def buffer_used(self, buffer: torch.Tensor) -> None:
+        """A function got a buffer of the model as an argument."""
+        if id(buffer) not in self._exposed:
+            _, module, name = self.tree.buffers[id(buffer)]
+            self.attribute_used(module, name)
+
+    def attribute_used(self, module: nn.Module, name: str) -> None:
+        """An attribute of a module is read or set."""
+        node = self.tree.node_of(module)
+        if node is not None and node is not self.frames[-1] and threading.get_ident() == self._thread:
+            self._accesses[id(module), name][self.frames[-1].path] = None
+
+    def note_changes(self, former: Former) -> None:
+        """Who uses buffers and attributes that change while the model runs must be where they change."""
+        changed = [(module, name, "attribute") for module, name in former.changed_attributes()]
+        for identity in dict.fromkeys(identity for identity, _ in self._accesses):
+            module = self.tree.modules[identity]
+            changed += [(module, name, "buffer") for name in former.changed_buffers(module)]
+        for module, name, kind in changed:
+            node = self.tree.node_of(module)
+            if node is None:
+                continue
+            if kind == "attribute":
+                self.attributes.append((node.path, name))
+            called = f"{node.path}.{name}" if node.path else name
+            for user in self._accesses.get((id(module), name), ()):
+                self.foreign[ForeignUse(user, node.path, called, kind)] = None
+
+
+class _Operations(TorchDispatchMode):
+    """Shows every operation below autograd to a recorder."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and func._overloadpacket not in flop_registry:
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        out = func(*args, **kwargs)
+        self._recorder.operation(func, args, kwargs, out)
+        return out
+
+
+class _ParameterUses(TorchFunctionMode):
+    """Shows a recorder each parameter whose value a function reads; looking at shapes and types is no use of it."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        parameters, buffers = self._recorder.tree.parameters, self._recorder.tree.buffers
+        used = [t for t in argument_tensors((args, kwargs)) if id(t) in parameters or id(t) in buffers]
+        if used and (getattr(func, "__name__", "") in _READERS or tensors_in(out)):
+            for tensor in used:
+                if id(tensor) in parameters:
+                    self._recorder.parameter_used(tensor)
+                else:
+                    self._recorder.buffer_used(tensor)
+        return out
+
+
+class _AttributeUses:
+    """Shows a recorder what is read and set on modules, by name: of plain attributes PyTorch sees nothing."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        self._recorder = recorder
+        self._set: Any = nn.Module.__setattr__
+
+    def __enter__(self) -> None:
+        used, put = self._recorder.attribute_used, self._set
+
+        def read(module: nn.Module, name: str) -> Any:
+            used(module, name)
+            return super(nn.Module, module).__getattribute__(name)
+
+        def write(module: nn.Module, name: str, value: Any) -> None:
+            used(module, name)
+            put(module, name, value)
+
+        setattr(nn.Module, "__getattribute__", read)  # noqa: B010 - mypy knows no assignment to a method
+        setattr(nn.Module, "__setattr__", write)  # noqa: B010
+
+    def __exit__(self, *error: object) -> None:
+        delattr(nn.Module, "__getattribute__")
+        setattr(nn.Module, "__setattr__", self._set)  # noqa: B010
+
+
+class _Stopwatch(_Calls):
+    """Measures the seconds of each module's own frame, in one run.
+
+    Attributes:
+        seconds: by path.
+        calls: of every module by path, the shapes of the arguments of its calls.
+    """
+
+    def __init__(self, tree: ModuleTree, device: torch.device) -> None:
+        super().__init__(tree)
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.calls: defaultdict[str, list[tuple[torch.Size, ...]]] = defaultdict(list)
+        self._device = device
+        self._last = self._now()
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def entered(self, node: ModuleNode, inputs: tuple[Any, ...]) -> None:
+        self._charge(self.frames[-2])
+        self.calls[node.path].append(tuple(tensor.shape for tensor in tensors_in(inputs)))
+        self._last = self._now()
+
+    def left(self, node: ModuleNode, output: Any) -> None:
+        self._charge(node)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        self._last = self._now()
+        with super().running():
+            yield
+            self._charge(self.frames[-1])
+
+    def _charge(self, node: ModuleNode) -> None:
+        now = self._now()
+        self.seconds[node.path] += now - self._last
+        self._last = now
+
+
+def _unpack(shape: torch.Size) -> torch.Tensor:
+    raise SMPUserError(
+        f"the model asks autograd for gradients while it is traced (a saved tensor of shape {list(shape)} is read), but "
+        "with trace_memory_usage=True saved tensors are measured and not kept; set trace_memory_usage=False"
+    )
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> float:
+    packet = func._overloadpacket
+    if packet in flop_registry:
+        return float(flop_registry[packet](*args, **kwargs, out_val=out))
+    if "scaled_dot_product" in packet.__name__ and "backward" not in packet.__name__:
+        return float(sdpa_flop_count(*(argument.shape for argument in args[:3])))
+    return 0.0

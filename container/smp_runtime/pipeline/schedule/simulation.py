@@ -1,0 +1,454 @@
+"""Running a schedule without processes: a clock over the recorded graph, the check of an order, and its figures.
+
+Times are whole nanoseconds inside, so that things that happen at the same moment do so exactly and every run of the
+simulation, on every machine, takes the same decisions.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from smp_runtime.pipeline.schedule.actions import Action, Event, Orders, ScheduleError, Segment, TaskKind
+
+_NANOSECONDS = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of a simulated schedule. Seconds throughout.
+
+    Attributes:
+        start, finish: of every action.
+        makespan: end of the last action.
+        idle: per rank, the fraction of the makespan in which it computes nothing.
+        in_flight: per rank, the most microbatches that had begun a segment of their forward phase there and not yet ended
+            their last segment there. What a rank's activations grow with.
+        active: the most microbatches begun and not finished, over all ranks.
+    """
+
+    start: dict[Action, float]
+    finish: dict[Action, float]
+    makespan: float
+    idle: dict[int, float]
+    in_flight: dict[int, int]
+    active: int
+
+
+def simulate(orders: Orders, segments: Iterable[Segment], *, active: int, latency: float = 0.0) -> Run:
+    """Run ``orders`` on the recorded graph: every rank starts the next action of its order as soon as it can.
+
+    Args:
+        orders: for every rank, its actions in order.
+        segments: the recorded graph.
+        active: most microbatches begun and not finished; one more begins only when another has finished everywhere.
+        latency: seconds from rank to rank.
+
+    Raises:
+        ScheduleError: an action is missing, unknown, stands twice or on a wrong rank, an event is given by nobody, or
+            the order deadlocks; the message then names the circle of waits.
+    """
+    graph = Graph(segments, latency)
+    sequence = _sequence(orders, graph)
+    return summary(graph, replay(graph, sequence, active, graph.ns))
+
+
+def validate(orders: Orders, segments: Iterable[Segment], *, active: int, latency: float = 0.0) -> None:
+    """Raise :class:`ScheduleError` if ``orders`` is incomplete or cannot run to its end; see :func:`simulate`."""
+    simulate(orders, segments, active=active, latency=latency)
+
+
+def slowdowns(
+    orders: Orders,
+    segments: Iterable[Segment],
+    *,
+    active: int,
+    latency: float = 0.0,
+    noise: float = 0.2,
+    samples: int = 5,
+    seed: int = 0,
+) -> list[float]:
+    """Makespan ÷ makespan without noise, when every segment takes up to ``noise`` more or less than recorded.
+
+    One figure per sample, each with durations drawn anew (uniform, from ``seed``): how a fixed order takes it when the
+    real durations are not those that it was planned for.
+    """
+    graph = Graph(segments, latency)
+    sequence = _sequence(orders, graph)
+    quiet = replay(graph, sequence, active, graph.ns).makespan or 1
+    return [time / quiet for time in noisy_makespans(graph, sequence, active, noise=noise, samples=samples, seed=seed)]
+
+
+# ---- the graph ----
+
+
+class Graph:
+    """Segments compiled to numbers: nodes are positions in ``segments``, edges carry the time after a node's start.
+
+    With ``ascending``, a segment also follows the same (kind, path, part) of the next lower microbatch on its rank. In
+    ``ranks`` and ``microbatches`` stand the real numbers; inside, both count from 0.
+    """
+
+    def __init__(self, segments: Iterable[Segment], latency: float, *, ascending: bool = False) -> None:
+        self.segments = list(segments)
+        self.latency = _nanoseconds(latency)
+        self.index = {segment.action: i for i, segment in enumerate(self.segments)}
+        if len(self.index) < len(self.segments):
+            raise ScheduleError(f"action {_first_double(s.action for s in self.segments)} was recorded twice.")
+        self.ranks = sorted({segment.rank for segment in self.segments})
+        self.microbatches = sorted({segment.action.microbatch for segment in self.segments})
+        rank_number = {rank: r for r, rank in enumerate(self.ranks)}
+        microbatch_number = {k: i for i, k in enumerate(self.microbatches)}
+        self.rank = [rank_number[segment.rank] for segment in self.segments]
+        self.microbatch = [microbatch_number[segment.action.microbatch] for segment in self.segments]
+        self.ns = [_nanoseconds(segment.seconds) for segment in self.segments]
+        self.forward = [segment.phase is not TaskKind.BACKWARD for segment in self.segments]
+        self.successors: list[list[tuple[int, int]]] = [[] for _ in self.segments]  # (node, event offset or -1 = end)
+        self.needed = [0] * len(self.segments)
+        self.giver = self._givers()
+        self._connect_events()
+        self._connect_parts()
+        if ascending:
+            self._connect_microbatches()
+
+    def _givers(self) -> dict[Event, tuple[int, int]]:
+        givers: dict[Event, tuple[int, int]] = {}
+        for i, segment in enumerate(self.segments):
+            for event, at in segment.gives:
+                if event in givers:
+                    other = self.segments[givers[event][0]].action
+                    raise ScheduleError(f"event {event} was recorded twice: given by {other} and by {segment.action}.")
+                givers[event] = i, min(_nanoseconds(at), self.ns[i])
+        return givers
+
+    def _connect_events(self) -> None:
+        for i, segment in enumerate(self.segments):
+            for event in segment.needs:
+                if event not in self.giver:
+                    raise ScheduleError(
+                        f"{segment.action} on rank {segment.rank} needs {event}, which no recorded segment gives. "
+                        "Record whole steps, of every rank."
+                    )
+                source, at = self.giver[event]
+                # On its own rank the giver's end comes first anyway.
+                self._connect(source, i, -1 if self.rank[source] == self.rank[i] else at)
+
+    def _connect_parts(self) -> None:
+        tasks: dict[tuple[TaskKind, int, tuple[int, ...]], list[int]] = {}
+        for i, segment in enumerate(self.segments):
+            action = segment.action
+            tasks.setdefault((action.kind, action.microbatch, action.path), []).append(i)
+        for parts in tasks.values():
+            parts.sort(key=lambda i: self.segments[i].action.part)
+            for one, following in itertools.pairwise(parts):
+                self._connect(one, following, -1)
+
+    def _connect_microbatches(self) -> None:
+        alike: dict[tuple[int, TaskKind, tuple[int, ...], int], list[int]] = {}
+        for i, segment in enumerate(self.segments):
+            action = segment.action
+            alike.setdefault((self.rank[i], action.kind, action.path, action.part), []).append(i)
+        for nodes in alike.values():
+            nodes.sort(key=lambda i: self.microbatch[i])
+            for one, following in itertools.pairwise(nodes):
+                self._connect(one, following, -1)
+
+    def _connect(self, source: int, target: int, at: int) -> None:
+        self.successors[source].append((target, at))
+        self.needed[target] += 1
+
+    def travel(self, source: int, target: int) -> int:
+        return 0 if self.rank[source] == self.rank[target] else self.latency
+
+    def sources(self, node: int) -> list[int]:
+        """Nodes that must give something before ``node`` can start."""
+        return [i for i, edges in enumerate(self.successors) if any(target == node for target, _ in edges)]
+
+    def topological(self) -> list[int]:
+        """All nodes, sources first.
+
+        Raises:
+            ScheduleError: segments wait for each other in a circle, whatever the order.
+        """
+        left = list(self.needed)
+        found = [i for i, count in enumerate(left) if count == 0]
+        for i in found:  # grows while it is read
+            for target, _ in self.successors[i]:
+                left[target] -= 1
+                if left[target] == 0:
+                    found.append(target)
+        if len(found) < len(left):
+            blocked = {i for i, count in enumerate(left) if count}
+            first = min(blocked)
+            raise ScheduleError(_in_words(_circle(first, lambda i: self._blocked_source(i, blocked)), self))
+        return found
+
+    def _blocked_source(self, node: int, blocked: set[int]) -> tuple[int, str]:
+        source = next(i for i in self.sources(node) if i in blocked)
+        return source, "needs what comes from"
+
+
+def _nanoseconds(seconds: float) -> int:
+    if not 0 <= seconds < 1e9:
+        raise ScheduleError(f"a duration of {seconds} s was recorded. Durations are seconds from 0 up.")
+    return round(seconds * _NANOSECONDS)
+
+
+def _first_double(actions: Iterable[Action]) -> Action | None:
+    seen: set[Action] = set()
+    for action in actions:
+        if action in seen:
+            return action
+        seen.add(action)
+    return None
+
+
+# ---- the clock ----
+
+
+class Picker(Protocol):
+    """Decides what a free rank starts."""
+
+    def pick(self, clock: Clock, rank: int, now: int) -> int:
+        """A node that is ready on ``rank`` and allowed by the clock, or -1 to wait until something happens."""
+
+
+class Clock:
+    """Runs a graph: one segment at a time per rank, non-preemptive, chosen by a :class:`Picker`.
+
+    Attributes:
+        ready: per rank, nodes that could start now.
+        coming: per rank, nodes that will be ready at a known later time, with that time.
+        open: microbatches begun and not yet known to be finished.
+        order, start, finish: what ran.
+    """
+
+    def __init__(self, graph: Graph, active: int, ns: Sequence[int]) -> None:
+        self.graph = graph
+        self.active = active
+        self.ns = ns
+        size, ranks, microbatches = len(graph.segments), len(graph.ranks), len(graph.microbatches)
+        self.ready: list[set[int]] = [set() for _ in range(ranks)]
+        self.coming: list[dict[int, int]] = [{} for _ in range(ranks)]
+        self.order: list[list[int]] = [[] for _ in range(ranks)]
+        self.start = [-1] * size
+        self.finish = [-1] * size
+        self.makespan = 0
+        self.done = 0
+        # Microbatches, over all ranks.
+        self.begun = [False] * microbatches
+        self.home = [0] * microbatches
+        self.finished = [False] * microbatches
+        self.lowest = 0  # the lowest microbatch that is not finished
+        self.open = 0
+        self.most_open = 0
+        self.left = [0] * microbatches
+        # And on each rank, at [rank][microbatch].
+        self.left_at = [[0] * microbatches for _ in range(ranks)]
+        self.opened = [[False] * microbatches for _ in range(ranks)]
+        self.in_flight = [0] * ranks
+        self.most_in_flight = [0] * ranks
+        for r, k in zip(graph.rank, graph.microbatch, strict=True):
+            self.left[k] += 1
+            self.left_at[r][k] += 1
+
+    def may_begin(self, node: int) -> bool:
+        """Whether the rule of active microbatches lets this node start."""
+        return self.open < self.active or self.begun[self.graph.microbatch[node]]
+
+    def run(self, picker: Picker) -> Clock:
+        """Until nothing more happens. With ``done`` short of the number of segments, the picker got stuck."""
+        graph = self.graph
+        missing = list(graph.needed)
+        available = [0] * len(missing)
+        busy = [False] * len(graph.ranks)
+        rank_of, ns = graph.rank, self.ns
+        # (time, what, node or microbatch); ends before arrivals, so that a rank that gets free sees all that is there.
+        end, arrival, finished = 0, 1, 2
+        events: list[tuple[int, int, int]] = [(0, arrival, i) for i, count in enumerate(missing) if count == 0]
+        heapq.heapify(events)
+        while events:
+            now = events[0][0]
+            while events and events[0][0] == now:
+                _, what, node = heapq.heappop(events)
+                if what == end:
+                    busy[rank_of[node]] = False
+                    known = self._end(node, now)
+                    if known >= 0:
+                        heapq.heappush(events, (known, finished, graph.microbatch[node]))
+                elif what == arrival:
+                    self.coming[rank_of[node]].pop(node, None)
+                    self.ready[rank_of[node]].add(node)
+                else:
+                    self._finished(node)
+            for r, waiting in enumerate(self.ready):
+                if busy[r] or not waiting:
+                    continue
+                node = picker.pick(self, r, now)
+                if node < 0:
+                    continue
+                busy[r] = True
+                self._start(node, r, now)
+                heapq.heappush(events, (now + ns[node], end, node))
+                for target, at in graph.successors[node]:
+                    if at < 0 or at > ns[node]:
+                        at = ns[node]
+                    to = rank_of[target]
+                    time = now + at + (graph.latency if to != r else 0)
+                    if time > available[target]:
+                        available[target] = time
+                    missing[target] -= 1
+                    if missing[target] == 0:
+                        self.coming[to][target] = available[target]
+                        heapq.heappush(events, (available[target], arrival, target))
+        return self
+
+    def _start(self, node: int, r: int, now: int) -> None:
+        self.ready[r].discard(node)
+        self.order[r].append(node)
+        self.start[node] = now
+        k = self.graph.microbatch[node]
+        if not self.begun[k]:
+            self.begun[k] = True
+            self.home[k] = r
+            self.open += 1
+            self.most_open = max(self.most_open, self.open)
+        if self.graph.forward[node] and not self.opened[r][k]:
+            self.opened[r][k] = True
+            self.in_flight[r] += 1
+            self.most_in_flight[r] = max(self.most_in_flight[r], self.in_flight[r])
+
+    def _end(self, node: int, now: int) -> int:
+        """Take note; the time at which the microbatch's home knows that it is finished, or -1."""
+        r, k = self.graph.rank[node], self.graph.microbatch[node]
+        self.finish[node] = now
+        self.makespan = max(self.makespan, now)
+        self.done += 1
+        self.left_at[r][k] -= 1
+        if self.left_at[r][k] == 0 and self.opened[r][k]:
+            self.in_flight[r] -= 1
+        self.left[k] -= 1
+        if self.left[k]:
+            return -1
+        return now + (self.graph.latency if self.home[k] != r else 0)
+
+    def _finished(self, k: int) -> None:
+        self.finished[k] = True
+        self.open -= 1
+        while self.lowest < len(self.finished) and self.finished[self.lowest]:
+            self.lowest += 1
+
+
+class _Replay:
+    """Starts what the order names next, and nothing else."""
+
+    def __init__(self, sequence: Sequence[Sequence[int]]) -> None:
+        self.sequence = sequence
+
+    def pick(self, clock: Clock, rank: int, now: int) -> int:
+        node = self.sequence[rank][len(clock.order[rank])]
+        return node if node in clock.ready[rank] and clock.may_begin(node) else -1
+
+
+def replay(graph: Graph, sequence: Sequence[Sequence[int]], active: int, ns: Sequence[int]) -> Clock:
+    """Run fixed orders, in node numbers, with durations ``ns``; ScheduleError when they deadlock."""
+    clock = Clock(graph, active, ns).run(_Replay(sequence))
+    if clock.done < len(graph.segments):
+        raise ScheduleError(_deadlock(clock, sequence))
+    return clock
+
+
+def noisy_makespans(
+    graph: Graph, sequence: Sequence[Sequence[int]], active: int, *, noise: float, samples: int, seed: int
+) -> list[int]:
+    """Makespans in nanoseconds of a fixed order with durations drawn anew for every sample."""
+    draw = random.Random(seed)
+    return [
+        replay(graph, sequence, active, [round(ns * draw.uniform(1 - noise, 1 + noise)) for ns in graph.ns]).makespan
+        for _ in range(samples)
+    ]
+
+
+def summary(graph: Graph, clock: Clock) -> Run:
+    """The figures of a finished clock, in seconds and real rank numbers."""
+    actions = [segment.action for segment in graph.segments]
+    busy = [0] * len(graph.ranks)
+    for r, ns in zip(graph.rank, clock.ns, strict=True):
+        busy[r] += ns
+    return Run(
+        start={action: time / _NANOSECONDS for action, time in zip(actions, clock.start, strict=True)},
+        finish={action: time / _NANOSECONDS for action, time in zip(actions, clock.finish, strict=True)},
+        makespan=clock.makespan / _NANOSECONDS,
+        idle={rank: 1 - busy[r] / clock.makespan if clock.makespan else 0.0 for r, rank in enumerate(graph.ranks)},
+        in_flight=dict(zip(graph.ranks, clock.most_in_flight, strict=True)),
+        active=clock.most_open,
+    )
+
+
+# ---- what is wrong with an order ----
+
+
+def _sequence(orders: Orders, graph: Graph) -> list[list[int]]:
+    """The orders in node numbers, once it is sure that every action stands exactly once and on its rank."""
+    for rank, order in orders.items():
+        double = _first_double(order)
+        if double is not None:
+            raise ScheduleError(f"{double} stands twice in the order of rank {rank}. An action runs exactly once.")
+        for action in order:
+            if action not in graph.index:
+                raise ScheduleError(f"{action} is in the order of rank {rank}, but was not recorded on any rank.")
+            home = graph.segments[graph.index[action]].rank
+            if home != rank:
+                raise ScheduleError(f"{action} is in the order of rank {rank}, but was recorded on rank {home}.")
+    sequence = [[graph.index[action] for action in orders.get(rank, ())] for rank in graph.ranks]
+    named = {node for nodes in sequence for node in nodes}
+    for node, segment in enumerate(graph.segments):
+        if node not in named:
+            raise ScheduleError(f"{segment.action} was recorded on rank {segment.rank}, but its order lacks it.")
+    return sequence
+
+
+def _deadlock(clock: Clock, sequence: Sequence[Sequence[int]]) -> str:
+    """Follow what each rank's next action waits for until an action comes up again."""
+    graph = clock.graph
+    heads = {r: order[len(clock.order[r])] for r, order in enumerate(sequence) if len(clock.order[r]) < len(order)}
+
+    def waits_for(node: int) -> tuple[int, str]:
+        r = graph.rank[node]
+        if heads[r] != node:
+            return heads[r], "comes in its rank's order after"
+        for source in graph.sources(node):
+            if clock.finish[source] < 0:
+                return source, "needs what comes from"
+        begun = next(k for k, begun in enumerate(clock.begun) if begun and not clock.finished[k])
+        unfinished = next(i for i, k in enumerate(graph.microbatch) if k == begun and clock.finish[i] < 0)
+        return unfinished, f"may only begin when one of {clock.active} active microbatches is finished, which lacks"
+
+    return _in_words(_circle(next(iter(heads.values())), waits_for), graph)
+
+
+def _circle(node: int, waits_for: Callable[[int], tuple[int, str]]) -> list[tuple[int, str]]:
+    """``(node, why it waits for the following one)`` around the circle that is reached from ``node``."""
+    path: dict[int, str] = {}
+    while node not in path:
+        source, path[node] = waits_for(node)
+        node = source
+    nodes = list(path)
+    return [(i, path[i]) for i in nodes[nodes.index(node) :]]
+
+
+def _in_words(circle: list[tuple[int, str]], graph: Graph) -> str:
+    waits = "; ".join(
+        f"{_named(node, graph)} {why} {_named(circle[(i + 1) % len(circle)][0], graph)}"
+        for i, (node, why) in enumerate(circle)
+    )
+    return f"the schedule deadlocks: {waits}. Change the order of one of these ranks."
+
+
+def _named(node: int, graph: Graph) -> str:
+    segment = graph.segments[node]
+    return f"{segment.action} (rank {segment.rank})"

@@ -1,0 +1,1 @@
+"""Moving: structures as bytes, messages and tensors between stages."""

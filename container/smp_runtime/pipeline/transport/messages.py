@@ -1,0 +1,237 @@
+"""What the ranks of a pipeline say to each other: requests, replies, values and the frame of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from smp_config.failure import FailureRecord
+from smp_runtime.pipeline.transport.step_call import StepCall
+from smp_runtime.tensors.handles import Meta, Name, Path
+
+
+class Slot(NamedTuple):
+    """A tensor in a request or reply.
+
+    Attributes:
+        name: under which its owner keeps it.
+        owner: stage that has it, or will.
+        meta: its shape and type.
+        comes: whether it is in the message or on its way; else the receiver asks for it when it touches it.
+    """
+
+    name: Name
+    owner: int
+    meta: Meta
+    comes: bool
+
+
+class Modes(NamedTuple):
+    """Thread-local modes of PyTorch that a called module must see.
+
+    Attributes:
+        grad: whether graphs are recorded.
+        autocast: kinds of devices that cast, whether they keep cast weights, and to what.
+        device: kind of device on which tensors are made by default, each rank's own of it; None where none is set.
+    """
+
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    device: str | None = None
+
+
+class Call(NamedTuple):
+    """Run a module forward. Tensors of the message: those named in ``inline``."""
+
+    microbatch: int
+    path: Path
+    module: str
+    head: bytes
+    mutable: bool  # whether the arguments hold something that the module could change
+    slots: tuple[Slot, ...]
+    modes: Modes
+    training: bytes  # flags of the module and of all in it
+    nth: int  # how often the caller's task has called this module before
+    wants_reply: bool
+    expected: bytes | None  # digest of the outputs that the caller has predicted
+    goes: tuple[tuple[int, int], ...]  # outputs, and stages to send them to unasked
+    inline: tuple[Name, ...]
+
+
+class Back(NamedTuple):
+    """Run a call's backward pass, from the gradients of its outputs. Tensors: those named in ``inline``."""
+
+    microbatch: int
+    path: Path
+    slots: tuple[Slot | None, ...]
+    in_model_backward: bool
+    accumulates: bool  # whether parameters get gradients, which torch.autograd.grad leaves alone
+    wants_reply: bool
+    expected: bytes | None
+    goes: tuple[tuple[int, int], ...]  # gradients, and stages to send them to unasked
+    inline: tuple[Name, ...]
+
+
+class Reply(NamedTuple):
+    """What a call or its backward pass has given; sent only when the caller could not predict it."""
+
+    kind: str
+    microbatch: int
+    path: Path
+    head: bytes
+    slots: tuple[Slot | None, ...]
+    touched: tuple[bool, ...]
+
+
+class Done(NamedTuple):
+    """A request and everything that it asked of others is done."""
+
+    kind: str
+    microbatch: int
+    path: Path
+
+
+class Deliver(NamedTuple):
+    """Send a value to another stage as soon as it exists."""
+
+    name: Name
+    stage: int
+
+
+class Value(NamedTuple):
+    """Values; their tensors travel with the message."""
+
+    names: tuple[Name, ...]
+
+
+class Release(NamedTuple):
+    """A microbatch is finished: forget its values."""
+
+    microbatch: int
+
+
+class StepKind(NamedTuple):
+    """What steps have in common that take an equal course, as a rule.
+
+    Attributes:
+        course: step function and modes.
+        shapes: of its arguments.
+    """
+
+    course: Hashable
+    shapes: Hashable
+
+
+class Begin(NamedTuple):
+    """The root stage has begun the step.
+
+    Attributes:
+        seed: from which every task's random numbers follow.
+        kind: of step: recorded order belongs to one kind.
+        replays: whether the planned order of this kind is replayed.
+        order: this stage's planned order, if it was planned since the last step of this kind.
+        is_recorded: whether the stages record what they do.
+        is_serial: whether the microbatches run one after the other.
+        requires: which parameters require gradients.
+        call: how the root stage's script has called the step.
+    """
+
+    seed: int
+    kind: StepKind
+    replays: bool
+    order: Any
+    is_recorded: bool
+    is_serial: bool
+    requires: bytes
+    call: StepCall
+
+
+class Diverged(NamedTuple):
+    """The step does not follow the planned order; it goes on in the order in which work arrives."""
+
+    why: str
+
+
+class End(NamedTuple):
+    """All microbatches are done. Tensors of the message: those in the outputs.
+
+    Attributes:
+        outputs: what the step function returned, packed.
+        wants_record: whether the root stage plans from this step.
+        training: flags of all modules that the step function has left, None where it has changed none.
+    """
+
+    outputs: bytes
+    wants_record: bool
+    training: bytes | None
+
+
+class Record(NamedTuple):
+    """What a stage did in the step.
+
+    Attributes:
+        segments: of its tasks.
+        learned: results that were not known in advance.
+        changed_buffers: whether its modules changed buffers, or attributes that the next microbatch reads.
+        is_serial: whether no microbatch may begin before the one before it is finished, because of such attributes.
+    """
+
+    segments: Any
+    learned: int
+    changed_buffers: bool
+    is_serial: bool
+
+
+class Fail(NamedTuple):
+    """An error that ends the step on all stages.
+
+    Attributes:
+        place: what raised: a module or the step function.
+        failure: the error itself.
+    """
+
+    stage: int
+    rank: int
+    place: str
+    failure: FailureRecord
+
+
+#: A message with the number of its step and what has ended meanwhile, as it travels: all of it plain tuples, since pickling
+#: named ones costs more than all else in a message. The step; the message, None where it brings only news; the news.
+Stamped = tuple[int, "tuple[Any, ...] | None", tuple[tuple[Any, ...], ...]]
+
+_KINDS: tuple[Any, ...] = (
+    *(Value, Call, Back, Done, Release, Reply, Deliver),
+    *(Begin, Diverged, End, Record, Fail),
+)
+_CODES = {kind: code for code, kind in enumerate(_KINDS)}
+#: Where a message has slots.
+_SLOTS: dict[Any, int] = {kind: kind._fields.index("slots") for kind in (Call, Back, Reply)}
+_MODES = Call._fields.index("modes")
+
+
+def plain(message: Any) -> tuple[Any, ...]:
+    """A message as plain tuples: the number of its kind, then its fields."""
+    kind = type(message)
+    fields = list(message)
+    if (place := _SLOTS.get(kind)) is not None:
+        fields[place] = tuple(
+            [None if slot is None else (*slot[:2], tuple(slot[2]), slot[3]) for slot in fields[place]]
+        )
+        if kind is Call:
+            fields[_MODES] = tuple(fields[_MODES])
+    return _CODES[kind], *fields
+
+
+def named(fields: tuple[Any, ...]) -> Any:
+    """The message that :func:`plain` made plain."""
+    kind = _KINDS[fields[0]]
+    if (place := _SLOTS.get(kind)) is None:
+        return kind(*fields[1:])
+    values = list(fields[1:])
+    values[place] = tuple([None if s is None else Slot(s[0], s[1], Meta(*s[2]), s[3]) for s in values[place]])
+    if kind is Call:
+        values[_MODES] = Modes(*values[_MODES])
+    return kind(*values)

@@ -1,0 +1,160 @@
+"""The connection to one other stage: written without waiting for the other side, read ahead."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from smp_runtime.pipeline.transport.tensor_channels import Lane
+
+_READ_AHEAD_BYTES = 2**16
+#: The system takes at most 1,024 pieces in one call.
+_MOST_PIECES = 512
+#: How much later than an error of a process group the end of the connection may show, when a rank has died.
+_DEATH_SECONDS = 2.0
+
+
+class Ended(Exception):
+    """A connection gives no more; its argument is why."""
+
+
+class Peer:
+    """The way to and from one other stage."""
+
+    def __init__(self, stage: int, rank: int, connection: socket.socket, out: Sequence[Lane], back: Sequence[Lane]):
+        self.stage = stage
+        self.rank = rank
+        self.connection = connection
+        self.out = out
+        self.back = back
+        #: Held while tensors are posted and their message is written: all lanes see one order. Messages without such
+        #: tensors do without, since a thread that sends one may hold what a receiver thread needs.
+        self.order = threading.Lock()
+        #: Guards what follows; told when it changes.
+        self.changed = threading.Condition()
+        #: Pieces, and what must live as long as they do.
+        self.backlog: deque[tuple[list[memoryview], Sequence[torch.Tensor]]] = deque()
+        self.nudged = False  # there is something to tell that can wait
+        self.broken: BaseException | None = None  # the connection is lost
+        self.left = False  # the other side has said goodbye
+        self.closed = False  # this side has
+        self.reading = True
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} (rank {self.rank})"
+
+    def write(self, pieces: list[memoryview], lasting: list[bool], alive: Sequence[torch.Tensor] = ()) -> None:
+        """Hand pieces to the system as far as it takes them at once, the rest to the sender thread.
+
+        Args:
+            lasting: for each piece whether nobody will change its memory; the rest of others is copied.
+            alive: whose memory the pieces are.
+        """
+        with self.changed:
+            if self.broken is not None:
+                return  # reported already, and there is nobody to read it
+            if not self.backlog:
+                try:
+                    pieces = write_pieces(self.connection, pieces, socket.MSG_DONTWAIT)
+                except OSError as error:
+                    self.break_off(error)
+                    return
+            if pieces:
+                lasting = lasting[len(lasting) - len(pieces) :]
+                rest = [p if lasts else memoryview(bytes(p)) for p, lasts in zip(pieces, lasting, strict=True)]
+                self.backlog.append((rest, alive))
+                self.changed.notify_all()
+
+    def write_last(self, words: bytes, error: BaseException) -> None:
+        """Write ``words`` behind what is still to be written, and nothing after."""
+        with self.changed:
+            self.write([memoryview(words)], [True])
+            self.broken = self.broken or error
+            self.changed.notify_all()
+
+    def has_ended(self, error: BaseException) -> bool:
+        """Whether the other side's end explains an error on the way of a tensor."""
+        if self.broken is not None:
+            return True
+        if not isinstance(error, RuntimeError) or isinstance(error, torch.cuda.OutOfMemoryError):
+            return False  # no error of a process group
+        ended = select.poll()
+        try:
+            ended.register(self.connection, getattr(select, "POLLRDHUP", 0))
+        except (OSError, ValueError):
+            return True  # closed
+        return bool(ended.poll(_DEATH_SECONDS * 1000))
+
+    def break_off(self, error: BaseException) -> None:
+        """Give up writing and wake the receiver thread, which reports the loss after what still came in."""
+        with self.changed:
+            if self.broken is None:
+                self.broken = error
+            self.backlog.clear()
+            self.changed.notify_all()
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+
+class Reader:
+    """Reads a connection ahead, so that a small message costs one call."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._memory = memoryview(bytearray(_READ_AHEAD_BYTES))
+        self._start = self._end = 0
+
+    def take(self, size: int) -> memoryview:
+        """The next bytes, valid until the next call."""
+        if size > len(self._memory):
+            large = memoryview(bytearray(size))
+            self.fill(large)
+            return large
+        have = self._end - self._start
+        if have < size:
+            self._memory[:have] = self._memory[self._start : self._end]
+            self._start, self._end = 0, have
+            while self._end < size:
+                self._end += self._more(self._memory[self._end :])
+        self._start += size
+        return self._memory[self._start - size : self._start]
+
+    def fill(self, target: memoryview) -> None:
+        """Fill ``target`` with the next bytes."""
+        done = min(len(target), self._end - self._start)
+        target[:done] = self._memory[self._start : self._start + done]
+        self._start += done
+        while done < len(target):
+            done += self._more(target[done:], socket.MSG_WAITALL)
+
+    def _more(self, target: memoryview, flags: int = 0) -> int:
+        try:
+            count = self._connection.recv_into(target, 0, flags)
+        except OSError as error:
+            raise Ended(error) from error
+        if not count:
+            raise Ended(EOFError("the stream has ended"))
+        return count
+
+
+def write_pieces(connection: socket.socket, pieces: list[memoryview], flags: int) -> list[memoryview]:
+    """Write pieces until all are out or, with ``MSG_DONTWAIT``, the system takes no more; returns what is left."""
+    first = 0
+    pieces = list(pieces)
+    while first < len(pieces):
+        try:
+            count = connection.sendmsg(pieces[first : first + _MOST_PIECES], (), flags)
+        except BlockingIOError:
+            break
+        while first < len(pieces) and count >= len(pieces[first]):
+            count -= len(pieces[first])
+            first += 1
+        if count:
+            pieces[first] = pieces[first][count:]
+    return pieces[first:]

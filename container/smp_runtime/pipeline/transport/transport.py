@@ -1,0 +1,429 @@
+"""Messages with tensors between the ranks of a pipeline group: in order, without waiting for the receiver."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smp_runtime.comm.control import ControlPlane, timeout_seconds
+from smp_runtime.errors import DeadlineError, SMPRuntimeError
+from smp_runtime.pipeline.transport.connections import connect_all
+from smp_runtime.pipeline.transport.peer import Ended, Peer, Reader, write_pieces
+from smp_runtime.pipeline.transport.tensor_channels import (
+    Announcement,
+    Lane,
+    announce,
+    byte_count,
+    bytes_of,
+    choose_lanes,
+    dense,
+    lane_of,
+    meet,
+    use_device,
+)
+
+logger = logging.getLogger("smp")
+
+#: Kind of a frame, then the bytes of its pickled part.
+_FRAME = struct.Struct("!BQ")
+_MESSAGE, _GOODBYE, _LAST_WORDS = 0, 1, 2
+
+_CLOSE_SECONDS = 10.0
+
+_open_transports: weakref.WeakSet[Transport] = weakref.WeakSet()
+
+
+class StageFailed(SMPRuntimeError):
+    """A stage has told that something failed there, and that it can neither send nor receive any more.
+
+    Attributes:
+        words: what its ``on_failed`` returned.
+    """
+
+    def __init__(self, stage: str, words: Any) -> None:
+        super().__init__(f"{stage} cannot go on, as its last message says: {words}")
+        self.words = words
+
+
+class Transport:
+    """Messages between the ranks of one pipeline group.
+
+    A message is a small picklable head and tensors of any dtype and shape. Messages from one stage arrive in the
+    order of their ``send``. Collective over ``ranks``: all of them construct it.
+
+    Args:
+        control: used once, to exchange addresses.
+        ranks: global ranks of the group; a stage is a position in it.
+        device: where received tensors of an accelerator are put; tensors in host memory stay there.
+        on_message: called as ``on_message(stage, head, tensors)`` on the receiver thread of that stage (on the
+            sender's own thread for a message to the own stage); must be quick, since it holds up what comes after.
+        on_lost: called as ``on_lost(stage, error)`` on the receiver thread, once when the connection to a stage that
+            has not closed its transport breaks, with :class:`StageFailed` if that stage has said why, and for every
+            exception of ``on_message``.
+        on_failed: called as ``on_failed(error, doing)``, once, on whichever thread something of this rank itself fails on
+            the way from or to a stage, such as memory for a tensor; ``doing`` says in words what it was about. Nothing
+            can be sent or received any more. Returns what the other stages are told, picklable.
+        on_left: called as ``on_left(stage)`` on the receiver thread when a stage has closed its transport in good order,
+            after its last message and before sending to it raises.
+        afterthought: called as ``afterthought(stage)`` on a thread of its own after :meth:`nudge`; gives a head to send, or
+            None when there is nothing left to say.
+        make_group: ``make_group((source, destination))``, a process group for tensors of ``device`` from one global
+            rank to another, such as :func:`~smp_runtime.pipeline.transport.tensor_channels.directed_groups` returns.
+            None: they travel through host memory.
+        consumer: CUDA stream that computes with received tensors; None for the default stream.
+        delay: for tests: seconds by which the receiver holds back each message.
+
+    Attributes:
+        stage: position of this rank.
+        bytes_sent: bytes of heads and tensors, by stage.
+        messages_sent: by stage.
+
+    Raises:
+        DeadlineError, SMPRuntimeError: a rank of the group did not connect in time or cannot be reached, or a process group
+            does not work.
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        ranks: Sequence[int],
+        *,
+        device: torch.device,
+        on_message: Callable[[int, Any, list[torch.Tensor]], None],
+        on_lost: Callable[[int, BaseException], None],
+        on_failed: Callable[[BaseException, str], Any] = lambda error, doing: (
+            f"{doing}: {type(error).__name__}: {error}"
+        ),
+        on_left: Callable[[int], None] = lambda stage: None,
+        afterthought: Callable[[int], Any] = lambda stage: None,
+        make_group: Callable[[tuple[int, int]], dist.ProcessGroup] | None = None,
+        consumer: torch.cuda.Stream | None = None,
+        delay: Callable[[], float] | None = None,
+    ) -> None:
+        mine = control.rank
+        self.stage = list(ranks).index(mine)
+        self._device = device
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._on_failed = on_failed
+        self._on_left = on_left
+        self._afterthought = afterthought
+        self._delay = delay
+        self._closed = False
+        self._failing = threading.Lock()
+        self._failed = False
+        self.bytes_sent = dict.fromkeys(range(len(ranks)), 0)
+        self.messages_sent = dict.fromkeys(range(len(ranks)), 0)
+        self._peers: dict[int, Peer] = {}
+        for stage, connection in sorted(connect_all(control, ranks, timeout_seconds()).items()):
+            rank = ranks[stage]
+            out = choose_lanes(device, rank, make_group and make_group((mine, rank)), consumer)
+            back = choose_lanes(device, rank, make_group and make_group((rank, mine)), consumer)
+            self._peers[stage] = Peer(stage, rank, connection, out, back)
+        _open_transports.add(self)
+        self._posting: list[Lane] = []  # lanes that keep what they send
+        if make_group is not None:
+            self._posting = [peer.out[1] for peer in self._peers.values()]
+            try:
+                both = {peer.rank: (peer.out[1], peer.back[1]) for peer in self._peers.values()}
+                meet(mine, ranks, both, device, timeout_seconds())
+            except BaseException:
+                self._forget()
+                raise
+        for peer in self._peers.values():
+            for work, name in ((self._receive, "from"), (self._work_off, "to")):
+                threading.Thread(target=work, args=(peer,), name=f"smp-{name}-{peer.stage}", daemon=True).start()
+
+    def send(self, stage: int, head: Any, tensors: Sequence[torch.Tensor] = (), *, copy: bool = True) -> None:
+        """Send a message; returns without waiting for the receiver.
+
+        A message to the own stage is delivered before this returns, tensors as they are. One to a stage whose
+        connection is lost is dropped: ``on_lost`` has told, or is about to.
+
+        Args:
+            stage: receiver.
+            head: small; pickled.
+            tensors: sent detached, with their strides if they fill their memory.
+            copy: False promises that nobody changes the tensors' memory any more, which saves a copy of what cannot be
+                written at once.
+
+        Raises:
+            SMPRuntimeError: that stage or this one has closed its transport.
+            SMPUserError: a sparse, quantized or meta tensor, or one on a foreign device.
+        """
+        if stage == self.stage:
+            self.messages_sent[stage] += 1
+            self._on_message(stage, head, list(tensors))
+            return
+        peer = self._peers[stage]
+        announced: list[tuple] = []  # without their class, which would cost as much as all else
+        posted: list[tuple[Lane, torch.Tensor]] = []
+        pieces = [memoryview(b"")]
+        lasting = [True]
+        alive = []
+        size = 0
+        for given in tensors:
+            lane = lane_of(given, peer.out, self._device)
+            tensor = dense(given)
+            announced.append(tuple(announce(tensor, lane)))
+            inline = peer.out[lane].inline(tensor)
+            # Memory that was made on the way here belongs to nobody else.
+            made = tensor if inline is None else inline
+            ours = not copy or (made is not given and made.data_ptr() != given.data_ptr())
+            count = byte_count(tensor)
+            if inline is None:
+                posted.append((peer.out[lane], tensor if ours else tensor.detach().clone()))
+            elif count:
+                pieces.append(bytes_of(inline, count))
+                lasting.append(ours)
+                alive.append(inline)
+            size += count
+        body = pickle.dumps((head, announced), protocol=5)
+        pieces[0] = memoryview(_FRAME.pack(_MESSAGE, len(body)) + body)
+        size += len(pieces[0])
+        if not posted:
+            self._put(peer, pieces, lasting, alive, size)
+            return
+        try:
+            with peer.order:
+                self._check_open(peer)
+                if peer.broken is None:
+                    for out, tensor in posted:
+                        out.post(tensor)
+                self._put(peer, pieces, lasting, alive, size)
+        except SMPRuntimeError:
+            raise
+        except BaseException as error:
+            # What has been posted of the message would be taken for the next one's.
+            if not peer.has_ended(error):
+                self._fail(error, f"sending to stage {stage}")
+                raise
+            peer.break_off(error)
+
+    def _put(
+        self,
+        peer: Peer,
+        pieces: list[memoryview],
+        lasting: list[bool],
+        alive: Sequence[torch.Tensor],
+        size: int,
+    ) -> None:
+        with peer.changed:
+            self._check_open(peer)
+            peer.write(pieces, lasting, alive)
+            self.bytes_sent[peer.stage] += size
+            self.messages_sent[peer.stage] += 1
+
+    def _check_open(self, peer: Peer) -> None:
+        if self._closed:
+            raise SMPRuntimeError(f"stage {self.stage} sends to {peer} after closing its transport")
+        if peer.left:
+            raise SMPRuntimeError(
+                f"stage {self.stage} sends to {peer}, which has closed its transport in good order; every stage must "
+                "finish the same steps before one of them leaves"
+            )
+
+    def nudge(self, stage: int) -> None:
+        """Have the afterthought for a stage sent soon, while the calling thread goes on with what is more urgent."""
+        peer = self._peers[stage]
+        with peer.changed:
+            peer.nudged = True
+            peer.changed.notify_all()
+
+    def flush(self, seconds: float) -> None:
+        """Return when everything sent so far is out of this process's memory.
+
+        Raises:
+            DeadlineError: a stage did not take it within ``seconds``.
+        """
+        deadline = time.monotonic() + seconds
+        for peer in self._peers.values():
+            with peer.changed:
+                out = peer.changed.wait_for(lambda peer=peer: not peer.backlog, deadline - time.monotonic())  # type: ignore[misc]
+                waiting = sum(len(piece) for pieces, _ in peer.backlog for piece in pieces)
+            if not out:
+                raise DeadlineError(
+                    f"{waiting:,} bytes for {peer} are still here after {seconds:g} s, because it does not read; check that "
+                    "it still runs"
+                )
+            if peer.broken is None and not peer.left:
+                for lane in peer.out:
+                    lane.flush(deadline)
+
+    def prune(self) -> None:
+        """Give back the device memory of what has been sent, which else stays until the next message to the same stage."""
+        for lane in self._posting:
+            lane.prune()
+
+    def close(self) -> None:
+        """Say goodbye to every stage and stop delivering; what was sent is given a few seconds to leave."""
+        if self._closed:
+            return
+        self._closed = True
+        goodbye = memoryview(_FRAME.pack(_GOODBYE, 0))
+        for peer in self._peers.values():
+            with peer.order:
+                if not peer.left:
+                    peer.write([goodbye], [True])
+        try:
+            self.flush(min(_CLOSE_SECONDS, timeout_seconds()))
+        except Exception as error:
+            logger.warning("closing the transport of stage %d: %s", self.stage, error)
+        for peer in self._peers.values():
+            with peer.changed:
+                peer.closed = True
+                peer.changed.notify_all()
+                # The receiver thread still takes what comes, since closing on unread data would look like a crash.
+                if peer.reading:
+                    with contextlib.suppress(OSError):
+                        peer.connection.shutdown(socket.SHUT_WR)
+                else:
+                    peer.connection.close()
+        _open_transports.discard(self)
+
+    def _work_off(self, peer: Peer) -> None:
+        """The sender thread: writes what could not be written at once, and what can wait."""
+        try:
+            use_device(self._device)
+            self._drain(peer)
+        except BaseException as error:
+            self._fail(error, f"sending to stage {peer.stage}")
+
+    def _drain(self, peer: Peer) -> None:
+        while True:
+            with peer.changed:
+                peer.changed.wait_for(
+                    lambda: bool(peer.backlog) or peer.nudged or peer.closed or peer.broken is not None
+                )
+                nudged, peer.nudged = peer.nudged, False
+                if not peer.backlog and (peer.closed or peer.broken is not None):
+                    return
+                pieces = peer.backlog[0][0] if peer.backlog else []
+            if nudged and (head := self._afterthought(peer.stage)) is not None:
+                with contextlib.suppress(SMPRuntimeError):  # nobody is left who could hear it
+                    self.send(peer.stage, head)
+            if not pieces:
+                continue
+            try:
+                write_pieces(peer.connection, pieces, 0)
+            except OSError as error:
+                peer.break_off(error)
+                return
+            with peer.changed:
+                if peer.backlog:
+                    peer.backlog.popleft()
+                peer.changed.notify_all()
+
+    def _receive(self, peer: Peer) -> None:
+        """The receiver thread: hands on messages until the other side leaves or is lost."""
+        reader = Reader(peer.connection)
+        try:
+            use_device(self._device)
+            while True:
+                kind, size = _FRAME.unpack(reader.take(_FRAME.size))
+                if kind != _MESSAGE:
+                    self._part(peer, kind, reader.take(size))
+                    return
+                head, announced = pickle.loads(reader.take(size))
+                tensors = [self._next_tensor(peer, Announcement(*each), reader) for each in announced]
+                if self._delay is not None:
+                    time.sleep(self._delay())
+                if not self._closed:
+                    self._hand_over(peer, head, tensors)
+                del head, announced, tensors  # what was handed over must not live until the next message
+        except Ended as ended:
+            self._lose(peer, ended.args[0])
+        except BaseException as error:
+            if peer.has_ended(error):
+                self._lose(peer, error)
+            else:
+                self._fail(error, f"receiving from stage {peer.stage}")
+        finally:
+            with peer.changed:
+                peer.reading = False
+                if peer.closed:
+                    peer.connection.close()
+
+    def _part(self, peer: Peer, kind: int, body: memoryview) -> None:
+        """The other side will say no more."""
+        if kind == _GOODBYE:
+            self._on_left(peer.stage)
+            peer.left = True
+            return
+        error = StageFailed(str(peer), pickle.loads(body))
+        peer.break_off(error)
+        if not (self._closed or self._failed):
+            self._report(peer, error)
+
+    def _lose(self, peer: Peer, error: BaseException) -> None:
+        peer.break_off(error)
+        if not (self._closed or self._failed):
+            self._report(peer, _loss(peer))
+
+    def _fail(self, error: BaseException, doing: str) -> None:
+        """Something failed on this rank: tell it, and the other stages, and let nothing follow."""
+        with self._failing:
+            if self._failed or self._closed:
+                return
+            self._failed = True
+        words = "its own log says why"
+        try:
+            words = self._on_failed(error, doing)
+        except Exception:
+            logger.exception("handling an error failed, which was: %r", error)
+        body = pickle.dumps(words, protocol=5)
+        for peer in self._peers.values():
+            peer.write_last(_FRAME.pack(_LAST_WORDS, len(body)) + body, error)
+
+    @staticmethod
+    def _next_tensor(peer: Peer, announced: Announcement, reader: Reader) -> torch.Tensor:
+        return peer.back[announced.lane].receive(announced, reader.fill)
+
+    def _hand_over(self, peer: Peer, head: Any, tensors: list[torch.Tensor]) -> None:
+        try:
+            self._on_message(peer.stage, head, tensors)
+        except Exception as error:
+            self._report(peer, error)
+
+    def _report(self, peer: Peer, error: BaseException) -> None:
+        try:
+            self._on_lost(peer.stage, error)
+        except Exception:
+            logger.exception("handling the loss of %s failed", peer)
+
+    def _forget(self) -> None:
+        """In a forked child: its copies of the connections must not outlive the rank."""
+        for peer in self._peers.values():
+            peer.connection.close()
+
+
+def _loss(peer: Peer) -> SMPRuntimeError:
+    cause = peer.broken
+    said = "it ended the connection" if isinstance(cause, EOFError) else str(cause)
+    error = SMPRuntimeError(
+        f"the connection to {peer} is lost ({said}), and it had not closed it in good order; its process probably died: "
+        f"look for the first error in the log of rank {peer.rank}"
+    )
+    error.__cause__ = cause
+    return error
+
+
+def _forget_in_child() -> None:
+    for transport in list(_open_transports):
+        transport._forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)

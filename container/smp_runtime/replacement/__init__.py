@@ -1,0 +1,1 @@
+"""Which modules are distributed by tensor parallelism, and what stands in their place."""

@@ -1,0 +1,85 @@
+"""The modules that are distributed out of the box: PyTorch's, and Hugging Face's when they are met."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import nn
+
+from smp_runtime.nn.embedding import DistributedEmbedding
+from smp_runtime.nn.linear import DistributedLinear
+from smp_runtime.nn.lm_head import DistributedTransformerLMHead
+from smp_runtime.nn.transformer import DistributedTransformer
+from smp_runtime.replacement.registration import (
+    Arguments,
+    Registration,
+    arguments_of,
+    distributed_classes,
+    register,
+    register_later,
+)
+
+_MODELS = "transformers.models"
+_ROOM = "smp_runtime.replacement.huggingface"
+
+#: Hugging Face's classes, and the function that registers each.
+_HUGGING_FACE = {
+    "gpt2.modeling_gpt2.GPT2LMHeadModel": "gpt2.register_model",
+    "gpt2.modeling_gpt2.GPT2Model": "gpt2.register_model",
+    "gptj.modeling_gptj.GPTJForCausalLM": "gptj.register_model",
+    "gptj.modeling_gptj.GPTJModel": "gptj.register_model",
+    "gpt_neo.modeling_gpt_neo.GPTNeoForCausalLM": "gptneo.register_model",
+    "gpt_neo.modeling_gpt_neo.GPTNeoModel": "gptneo.register_model",
+    "gpt_neox.modeling_gpt_neox.GPTNeoXForCausalLM": "gptneox.register_model",
+    "gpt_neox.modeling_gpt_neox.GPTNeoXModel": "gptneox.register_model",
+    "llama.modeling_llama.LlamaForCausalLM": "llama.register_model",
+    "llama.modeling_llama.LlamaModel": "llama.register_model",
+    "bert.modeling_bert.BertEncoder": "bert.register_model",
+    "roberta.modeling_roberta.RobertaEncoder": "roberta.register_model",
+}
+
+
+@functools.cache
+def register_all() -> None:
+    """Register them; only the first call does something."""
+    # When one is met; what a script has registered stands until then, and afterwards.
+    register_later("torch.nn.modules.linear.Linear", f"{__name__}.register_linear")
+    register_later("torch.nn.modules.sparse.Embedding", f"{__name__}.register_embedding")
+    for name, function in _HUGGING_FACE.items():
+        register_later(f"{_MODELS}.{name}", f"{_ROOM}.{function}")
+
+
+#: What scope keywords can override, besides what registered modules take.
+OVERRIDABLE = (DistributedLinear, DistributedEmbedding, DistributedTransformer, DistributedTransformerLMHead)
+
+
+def register_linear(kind: type) -> None:
+    """Register ``nn.Linear``."""
+    register(kind, Registration(DistributedLinear, arguments=_linear))
+
+
+def register_embedding(kind: type) -> None:
+    """Register ``nn.Embedding``."""
+    register(kind, Registration(DistributedEmbedding, arguments=_embedding, only_if="distribute_embedding"))
+
+
+def _linear(module: nn.Linear) -> Arguments:
+    settings = {"bias": module.bias is not None, "dtype": module.weight.dtype}
+    return (module.in_features, module.out_features), settings
+
+
+def _embedding(module: nn.Embedding) -> Arguments:
+    return (module.num_embeddings, module.embedding_dim), {
+        "padding_idx": module.padding_idx,
+        "max_norm": module.max_norm,
+        "scale_grad_by_freq": module.scale_grad_by_freq,
+        "sparse": module.sparse,
+        "initializer_range": 1.0,  # as nn.Embedding draws
+    }
+
+
+def known_arguments() -> set[str]:
+    """Names that the distributed modules take."""
+    register_all()
+    modules = [*OVERRIDABLE, *distributed_classes()]
+    return {name for module in modules for name in arguments_of(module)}

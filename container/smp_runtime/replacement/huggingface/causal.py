@@ -1,0 +1,184 @@
+"""Causal language models of Hugging Face: a distributed model that is called, and answers, like the original."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from smp_runtime.errors import SMPUserError
+from smp_runtime.nn.distributed_module import NotDistributableError
+from smp_runtime.nn.lm_head import DistributedTransformerLMHead, additive_mask
+from smp_runtime.replacement.huggingface.translation import CausalNames
+from smp_runtime.replacement.registration import Arguments, Registration, register
+from smp_runtime.tensor_parallel.masks import additive
+
+#: Arguments of ``forward`` that ask for what a distributed model does not have.
+_REFUSED = ("past_key_values", "layer_past", "inputs_embeds", "head_mask", "output_attentions", "output_hidden_states")
+#: Rotary embeddings whose frequencies do not change with the sequence.
+_STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
+
+
+class CausalModel(DistributedTransformerLMHead):
+    """Returns what a Hugging Face model does: an output object, or a tuple.
+
+    Args:
+        with_cross_outputs: whether the original's output objects have fields of cross attention.
+        state_names: what the original calls its parameters.
+        settings: of :class:`DistributedTransformerLMHead`.
+    """
+
+    def __init__(
+        self, with_cross_outputs: bool = False, state_names: CausalNames | None = None, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.with_cross_outputs = with_cross_outputs
+        self.state_names = state_names
+
+    def forward(
+        self,
+        inputs: tuple[Any, ...],
+        return_dict: bool = True,
+        logits_to_keep: int | torch.Tensor = 0,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """See :class:`DistributedTransformerLMHead`; masks are Hugging Face's, with 1 for a position that counts."""
+        from transformers import modeling_outputs as outputs
+
+        ids, mask, token_types, positions, labels = inputs
+        self._agree_on_inputs(ids, token_types, labels)
+        cross = "AndCrossAttentions" if self.with_cross_outputs else ""
+        hidden = self.hidden_states(ids, _additive(mask, self.hidden_dtype), token_types, positions)
+        if not self.add_lm_head:
+            made = getattr(outputs, f"BaseModelOutputWithPast{cross}")(last_hidden_state=hidden)
+        elif labels is None:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            made = _causal_output(outputs, self.with_cross_outputs)(logits=self.logits(hidden[:, kept, :]))
+        else:
+            loss, logits = self.loss_and_logits(hidden, labels, num_items_in_batch)
+            made = _causal_output(outputs, self.with_cross_outputs)(loss=loss, logits=logits)
+        return made if return_dict else made.to_tuple()
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """The word embedding."""
+        return self.word_embedding
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Checkpoint the layers, as ``smp.set_activation_checkpointing`` does; ``use_reentrant`` does not matter."""
+        settings = gradient_checkpointing_kwargs or {}
+        self.transformer.checkpoint_layers(preserve_rng_state=bool(settings.get("preserve_rng_state", True)))
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Let the layers keep all that backward needs."""
+        self.transformer.gradient_checkpointing = False
+
+
+def _causal_output(outputs: Any, with_cross: bool) -> Any:
+    return outputs.CausalLMOutputWithCrossAttentions if with_cross else outputs.CausalLMOutputWithPast
+
+
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A mask of ``[batch, seq]`` with 1 for a position that counts; one of four dims is additive, or boolean."""
+    if mask is None or mask.dim() == 4:
+        return additive(mask, dtype)
+    return additive_mask(mask == 0, dtype)
+
+
+def register_causal(
+    kind: type, settings: Callable[[Any], dict[str, Any]], names: CausalNames, *, has_cross: bool = False
+) -> None:
+    """Register a Hugging Face class; ``settings`` makes keyword arguments of its configuration."""
+    with_head = kind.__name__.endswith(("LMHeadModel", "ForCausalLM"))
+
+    def init_hook(config: Any, *_: Any, **__: Any) -> Arguments:
+        if getattr(config, "add_cross_attention", False):
+            raise NotDistributableError(
+                "its configuration has add_cross_attention, which is not distributed; use the original"
+            )
+        made = {**settings(config), "add_lm_head": with_head, "with_cross_outputs": has_cross, "state_names": names}
+        if not with_head:
+            made["lm_head_bias"] = False
+        return (), made
+
+    register(
+        kind,
+        Registration(
+            CausalModel,
+            init_hook,
+            _forward_hook(kind),
+            arguments=lambda module: ((module.config,), {}),
+            is_whole_model=True,
+            translations=(names.to_theirs, names.to_ours),
+        ),
+    )
+
+
+def _forward_hook(kind: type) -> Callable[..., Arguments]:
+    """Translates the arguments of ``kind.forward``, in whatever order this version of Transformers has them."""
+    original = kind.forward  # type: ignore[attr-defined]
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def hook(*args: Any, **kwargs: Any) -> Arguments:
+        given = dict(signature.bind(None, *args, **kwargs).arguments)
+        given |= given.pop("kwargs", {})
+        for name in _REFUSED:
+            if given.get(name) is not None and given[name] is not False:
+                raise SMPUserError(
+                    f"{kind.__name__} is distributed and takes no {name}; leave it out, or create the model outside of "
+                    "smp.tensor_parallelism()"
+                )
+        inputs = tuple(
+            given.get(name) for name in ("input_ids", "attention_mask", "token_type_ids", "position_ids", "labels")
+        )
+        if inputs[0] is None:
+            raise SMPUserError(f"{kind.__name__} got no input_ids; pass them")
+        options = {
+            name: given[name] for name in ("logits_to_keep", "num_items_in_batch") if given.get(name) is not None
+        }
+        if given.get("return_dict") is False:
+            options["return_dict"] = False
+        return (inputs,), options
+
+    return hook
+
+
+def rotary_settings(config: Any, head_size: int, *, share: float = 1.0) -> Mapping[str, Any]:
+    """The rotary embedding of a configuration, computed by Transformers.
+
+    Raises:
+        NotDistributableError: its frequencies change with the sequence.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = getattr(config, "rope_scaling", None) or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in _STATIC_ROTARY:
+        raise NotDistributableError(
+            f"its rope_scaling is of type {kind!r}, whose frequencies change with the sequence; use one of "
+            f"{', '.join(_STATIC_ROTARY)}"
+        )
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    if 2 * len(frequencies) > head_size:
+        raise NotDistributableError(f"it rotates {2 * len(frequencies)} channels of heads that have {head_size}")
+    return {
+        "rotary_frequencies": tuple(frequencies.tolist()),
+        "rotary_interleaved": False,
+        "rotary_scale": float(scale),
+    }
+
+
+def activation(name: Any) -> str:
+    """An activation that distributed layers have.
+
+    Raises:
+        NotDistributableError: they do not have it.
+    """
+    from smp_runtime.nn.settings import ACTIVATIONS
+
+    if name not in ACTIVATIONS:
+        raise NotDistributableError(f"its activation is {name!r}; distributed layers have {', '.join(ACTIVATIONS)}")
+    return str(name)

@@ -1,0 +1,123 @@
+"""BERT's encoder, which RoBERTa shares: embeddings, pooler and heads around it stay Hugging Face's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from smp_runtime.errors import SMPUserError
+from smp_runtime.nn.distributed_module import NotDistributableError
+from smp_runtime.nn.transformer import DistributedTransformer
+from smp_runtime.replacement.huggingface.causal import activation
+from smp_runtime.replacement.huggingface.translation import EncoderNames, LayerNames
+from smp_runtime.replacement.registration import Arguments, Registration, register
+
+NAMES = EncoderNames(
+    LayerNames(
+        {
+            "attention.self.query.weight": "attention.query.weight",
+            "attention.self.query.bias": "attention.query.bias",
+            "attention.self.key.weight": "attention.key.weight",
+            "attention.self.key.bias": "attention.key.bias",
+            "attention.self.value.weight": "attention.value.weight",
+            "attention.self.value.bias": "attention.value.bias",
+            "attention.output.dense.weight": "attention.dense.weight",
+            "attention.output.dense.bias": "attention.dense.bias",
+            "attention.output.LayerNorm.weight": "attention.layernorm.weight",
+            "attention.output.LayerNorm.bias": "attention.layernorm.bias",
+            "intermediate.dense.weight": "output.dense1.weight",
+            "intermediate.dense.bias": "output.dense1.bias",
+            "output.dense.weight": "output.dense2.weight",
+            "output.dense.bias": "output.dense2.bias",
+            "output.LayerNorm.weight": "output.layernorm.weight",
+            "output.LayerNorm.bias": "output.layernorm.bias",
+        }
+    )
+)
+
+
+class Encoder(DistributedTransformer):
+    """A distributed transformer that knows what the original calls its parameters."""
+
+    state_names = NAMES
+
+
+def init_hook(config: Any, *_: Any, **__: Any) -> Arguments:
+    """Arguments of the distributed transformer for a ``BertConfig`` or ``RobertaConfig``."""
+    if config.add_cross_attention:
+        raise NotDistributableError(
+            "its configuration has add_cross_attention, which is not distributed; use the original"
+        )
+    kind = getattr(config, "position_embedding_type", "absolute")
+    if kind != "absolute":
+        raise NotDistributableError(f"its position_embedding_type is {kind!r}; distributed layers have 'absolute'")
+    return (), {
+        "num_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "attention_head_size": config.hidden_size // config.num_attention_heads,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "attention_dropout_prob": config.attention_probs_dropout_prob,
+        "hidden_dropout_prob": config.hidden_dropout_prob,
+        "activation": activation(config.hidden_act),
+        "layernorm_epsilon": config.layer_norm_eps,
+        "initializer_range": config.initializer_range,
+        "use_normal_initialization": True,
+        "causal_mask_size": config.max_position_embeddings if config.is_decoder else None,
+        "pre_layernorm": False,
+        "post_layernorm": True,
+    }
+
+
+def forward_hook(
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    head_mask: Any = None,
+    encoder_hidden_states: torch.Tensor | None = None,
+    encoder_attention_mask: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    use_cache: bool | None = None,
+    output_attentions: bool | None = False,
+    output_hidden_states: bool | None = False,
+    return_dict: bool | None = True,
+    cache_position: torch.Tensor | None = None,
+) -> Arguments:
+    """Arguments of the distributed transformer's ``forward``."""
+    masks = head_mask if isinstance(head_mask, list | tuple) else [head_mask]
+    asked = {
+        "head_mask": any(mask is not None for mask in masks),
+        "past_key_values": past_key_values is not None,
+        "output_attentions": bool(output_attentions),
+        "output_hidden_states": bool(output_hidden_states),
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise SMPUserError(
+                f"the encoder is distributed and takes no {name}; leave it out, or create the model outside of "
+                "smp.tensor_parallelism()"
+            )
+    return ((hidden_states, attention_mask),), {}
+
+
+def return_hook(result: tuple[Any, ...]) -> Any:
+    """What the original encoder returns."""
+    from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+    return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=result[0])
+
+
+def register_encoder(kind: type) -> None:
+    """Register an encoder's class."""
+    register(
+        kind,
+        Registration(
+            Encoder,
+            init_hook,
+            forward_hook,
+            return_hook,
+            arguments=lambda module: ((module.config,), {}),
+            is_whole_model=True,
+            translations=(NAMES.to_theirs, NAMES.to_ours),
+        ),
+    )

@@ -1,0 +1,301 @@
+"""States of Hugging Face models under the names of the distributed modules, and back again, bit for bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from smp_runtime.job import session as sessions
+
+#: Causal masks and frequencies that older versions of Transformers saved and the distributed layers compute.
+_COMPUTED = re.compile(r"(^|\.)(attn|attn\.attention|attention|self_attn)\.(masked_)?bias$|(^|\.)rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """How one layer's parameters are called.
+
+    Attributes:
+        names: the distributed layer's name for each of Hugging Face's; several if the original has them in one.
+        transposed: those of Hugging Face's that are stored ``[in, out]``.
+    """
+
+    names: Mapping[str, str | tuple[str, ...]]
+    transposed: frozenset[str] = frozenset()
+
+    def to_ours(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """A parameter of :attr:`names` under its names here."""
+        target = self.names[name]
+        value = value.t().contiguous() if name in self.transposed else value
+        if isinstance(target, str):
+            yield target, value
+            return
+        for part_name, part in zip(target, value.chunk(len(target), 0), strict=True):
+            yield part_name, part.contiguous()
+
+    def to_theirs(self, layer: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """One layer's parameters under Hugging Face's names, in the original's order."""
+        for name, target in self.names.items():
+            parts = (target,) if isinstance(target, str) else target
+            if not all(part in layer for part in parts):
+                continue
+            value = layer[parts[0]] if len(parts) == 1 else torch.cat([layer[part] for part in parts], 0)
+            yield name, value.t().contiguous() if name in self.transposed else value
+
+    def own_names(self, layer: Mapping[str, Any]) -> set[str]:
+        """The names in a distributed layer's state that :meth:`to_theirs` translates."""
+        targets = ((target,) if isinstance(target, str) else target for target in self.names.values())
+        return {part for parts in targets if all(name in layer for name in parts) for part in parts}
+
+
+@dataclass(frozen=True)
+class CausalNames:
+    """How a causal language model's parameters are called.
+
+    The model may be a part of another; everything around it keeps its names.
+
+    Attributes:
+        root: Hugging Face's name of the model inside the one with the head.
+        layers: its list of layers.
+        outer: the distributed model's name for each parameter outside the layers, by Hugging Face's in the model inside.
+        layer: of each layer.
+        head: Hugging Face's name of the head's weight; tied to the word embedding if the distributed model has none.
+        head_bias: of its bias.
+    """
+
+    root: str
+    layers: str
+    outer: Mapping[str, str]
+    layer: LayerNames
+    head: str = "lm_head.weight"
+    head_bias: str = "lm_head.bias"
+    ours: Mapping[str, str] = field(default_factory=lambda: {"head": "lm_head.weight", "bias": "lm_head.bias"})
+
+    # -- from Hugging Face ---------------------------------------------------------------------------------------------
+
+    def to_ours(self, state: Mapping[str, Any], heads: Mapping[str, bool] | None = None) -> dict[str, Any]:
+        """A state of the Hugging Face model, of the model inside it, or of one with either somewhere in it.
+
+        Args:
+            state: by Hugging Face's names.
+            heads: of distributed models that are known, see :meth:`to_theirs`.
+        """
+        result = dict(state)
+        for place in self._places_of_theirs(state):
+            root, kept = self._levels(place, state, heads or {})
+            result = _replaced(result, kept, self._one_to_ours(_below(result, kept), root))
+        return result
+
+    def _places_of_theirs(self, state: Mapping[str, Any]) -> list[str]:
+        """What stands in front of each list of layers; that the layers are of this kind shows in their names."""
+        pattern = re.compile(rf"(|.*\.){self.layers}\.\d+\.(.+)")
+        found = (pattern.fullmatch(name) for name in state)
+        return list(dict.fromkeys(match[1] for match in found if match and match[2] in self.layer.names))
+
+    def _levels(self, place: str, state: Mapping[str, Any], heads: Mapping[str, bool]) -> tuple[str, str]:
+        """The root inside the distributed model, or nothing; and what stands in front of that."""
+        root = f"{self.root}."
+        if place != root and not place.endswith(f".{root}"):
+            return "", place
+        around = place.removesuffix(root)
+        if around in heads or place in heads:
+            return (root, around) if around in heads else ("", place)
+        beside = {name for name in _below(state, around) if not name.startswith(root)}
+        # With another head around it the model inside stays where it is.
+        return (root, around) if beside <= {self.head, self.head_bias} else ("", place)
+
+    def _one_to_ours(self, state: Mapping[str, Any], root: str) -> dict[str, Any]:
+        heads = {self.head: self.ours["head"], self.head_bias: self.ours["bias"]}
+        layer = re.compile(rf"{re.escape(root + self.layers)}\.(\d+)\.(.+)")
+        outer = {root + name: own for name, own in self.outer.items()}
+        result: dict[str, Any] = {}
+        for name, value in state.items():
+            if name in heads:
+                result[heads[name]] = value
+            elif name in outer:
+                result[outer[name]] = value
+            elif (match := layer.fullmatch(name)) and match[2] in self.layer.names:
+                for own, part in self.layer.to_ours(match[2], value):
+                    result[f"transformer.seq_layers.{match[1]}.{own}"] = part
+            elif not _COMPUTED.search(name):
+                result[name] = value
+        embedding = result.get("word_embedding.weight")
+        head = result.get(self.ours["head"])
+        if embedding is not None and head is not None and (head is embedding or torch.equal(head, embedding)):
+            del result[self.ours["head"]]
+        return result
+
+    # -- to Hugging Face -----------------------------------------------------------------------------------------------
+
+    def to_theirs(self, state: Mapping[str, Any], heads: Mapping[str, bool] | None = None) -> dict[str, Any]:
+        """A whole state, of a distributed model or of one with such models in it, under Hugging Face's names.
+
+        Args:
+            state: by the names of the wrapped model.
+            heads: what stands in front of each distributed model, and whether it is one with a head; without it, one
+                that has its original's place in a model with another head counts as one without.
+        """
+        if heads is None:
+            heads = {place: self._seems_to_have_a_head(place, state) for place in self._places(state)}
+        result = dict(state)
+        for place, has_head in heads.items():
+            result = _replaced(result, place, self._one_to_theirs(_below(result, place), has_head))
+        return result
+
+    def headless_to_theirs(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A whole state under Hugging Face's names, where no distributed model in it has a head."""
+        return self.to_theirs(state, dict.fromkeys(self._places(state), False))
+
+    @staticmethod
+    def _places(state: Mapping[str, Any]) -> list[str]:
+        """What stands in front of each distributed model."""
+        pattern = re.compile(r"(|.*\.)transformer\.seq_layers\.\d+\..+")
+        return list(dict.fromkeys(match[1] for name in state if (match := pattern.fullmatch(name))))
+
+    def part_to_theirs(self, part: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole state of one distributed model, ``part``."""
+        return self.to_theirs(state, {"": part.add_lm_head})
+
+    def _seems_to_have_a_head(self, place: str, state: Mapping[str, Any]) -> bool:
+        is_root = place == f"{self.root}." or place.endswith(f".{self.root}.")
+        return not is_root or place + self.ours["head"] in state or place + self.ours["bias"] in state
+
+    def _one_to_theirs(self, state: Mapping[str, Any], has_head: bool) -> dict[str, Any]:
+        root = f"{self.root}." if has_head else ""
+        layers: dict[int, dict[str, Any]] = {}
+        rest = dict(state)
+        for name in state:
+            if match := re.fullmatch(r"transformer\.seq_layers\.(\d+)\.(.+)", name):
+                layers.setdefault(int(match[1]), {})[match[2]] = rest.pop(name)
+        embedding = state.get("word_embedding.weight")
+        result: dict[str, Any] = {}
+        last: dict[str, Any] = {}
+        for name, own in self.outer.items():
+            if own in rest:
+                # What follows the layers in the original does so here.
+                (last if own.startswith("layernorm.") else result)[root + name] = rest.pop(own)
+        for number in sorted(layers):
+            result |= {f"{root}{self.layers}.{number}.{n}": v for n, v in self.layer.to_theirs(layers[number])}
+            own_names = self.layer.own_names(layers[number])
+            result |= {
+                f"transformer.seq_layers.{number}.{n}": v for n, v in layers[number].items() if n not in own_names
+            }
+        result |= last
+        if has_head:
+            head = rest.pop(self.ours["head"], embedding)
+            if head is not None:
+                result[self.head] = head
+            if self.ours["bias"] in rest:
+                result[self.head_bias] = rest.pop(self.ours["bias"])
+        return result | rest
+
+
+@dataclass(frozen=True)
+class EncoderNames:
+    """How an encoder's parameters are called, whatever stands around it."""
+
+    layer: LayerNames
+
+    def to_ours(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state of a Hugging Face model with such an encoder."""
+        result: dict[str, Any] = {}
+        for name, value in state.items():
+            match = re.fullmatch(r"(|.*\.)layer\.(\d+)\.(.+)", name)
+            if match and match[3] in self.layer.names:
+                for own, part in self.layer.to_ours(match[3], value):
+                    result[f"{match[1]}seq_layers.{match[2]}.{own}"] = part
+            else:
+                result[name] = value
+        return result
+
+    def to_theirs(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A whole state of the model with the distributed encoder."""
+        pattern = re.compile(r"(|(?:.*\.)?(?!transformer\.)[^.]+\.)seq_layers\.(\d+)\.(.+)")
+        layers: dict[tuple[str, str], dict[str, Any]] = {}
+        for name, value in state.items():
+            if match := pattern.fullmatch(name):
+                layers.setdefault((match[1], match[2]), {})[match[3]] = value
+        result: dict[str, Any] = {}
+        done: set[tuple[str, str]] = set()
+        for name, value in state.items():
+            match = pattern.fullmatch(name)
+            if match is None or match[3] not in self.layer.own_names(layers[match[1], match[2]]):
+                result[name] = value
+            elif (place := (match[1], match[2])) not in done:
+                done.add(place)
+                translated = self.layer.to_theirs(layers[place])
+                result |= {f"{match[1]}layer.{match[2]}.{theirs}": part for theirs, part in translated}
+        return result
+
+    def part_to_theirs(self, part: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole state of one distributed encoder."""
+        return self.to_theirs(state)
+
+
+def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """What stands behind ``prefix``, without it."""
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+def _replaced(state: Mapping[str, Any], prefix: str, below: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with everything behind ``prefix`` replaced, in the place where the first of it was."""
+    result: dict[str, Any] = {}
+    for name, value in state.items():
+        if not name.startswith(prefix):
+            result[name] = value
+        elif below:
+            result |= {prefix + inner: part for inner, part in below.items()}
+            below = {}
+    return result
+
+
+class Names(Protocol):
+    """Names of one kind of model, both ways."""
+
+    def to_ours(self, state: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def to_theirs(self, state: Mapping[str, Any]) -> dict[str, Any]: ...
+
+
+class Translator(Protocol):
+    """``translate(state_dict, max_seq_len=None)``; ``max_seq_len`` is accepted."""
+
+    def __call__(self, state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]: ...
+
+
+def translators(names: Names, model: str) -> tuple[Translator, Translator]:
+    """The public functions of a model: from its states to ours for ``model.load_state_dict``, and back.
+
+    Names that they do not know stay. A state alone does not tell a model with a tied head from the one inside it; the
+    wrapped models of this process do, if the state's names are one of theirs.
+    """
+
+    def from_hf(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
+        if isinstance(names, CausalNames):
+            return names.to_ours(state_dict, _wrapped_heads(names))
+        return names.to_ours(state_dict)
+
+    def to_hf(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
+        if isinstance(names, CausalNames):
+            heads = _wrapped_heads(names)
+            known = {place: head for place, head in heads.items() if f"{place}word_embedding.weight" in state_dict}
+            return names.to_theirs(state_dict, known or None)
+        return names.to_theirs(state_dict)
+
+    from_hf.__doc__ = f"A state of {model} for ``model.load_state_dict``; ``max_seq_len`` is accepted."
+    to_hf.__doc__ = f"A full ``model.state_dict()`` for {model}; ``max_seq_len`` is accepted."
+    return from_hf, to_hf
+
+
+def _wrapped_heads(names: CausalNames) -> dict[str, bool]:
+    """Where this process's wrapped models have distributed ones of this kind, and whether those have a head."""
+    found: dict[str, set[bool]] = {}
+    for model in sessions.current().models if sessions.is_initialized() else ():
+        for path, part in model.module.named_modules(remove_duplicate=False):
+            if getattr(part, "state_names", None) is names:
+                found.setdefault(f"{path}." if path else "", set()).add(bool(part.add_lm_head))
+    return {place: heads.pop() for place, heads in found.items() if len(heads) == 1}

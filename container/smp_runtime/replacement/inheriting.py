@@ -1,0 +1,145 @@
+"""What a replaced module had besides its weights, and its distributed form gets: types, frozen parameters, checkpointing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from smp_config import ModelParallelParameters
+from smp_runtime.activations.marking import is_marked
+from smp_runtime.nn.transformer import DistributedTransformer
+from smp_runtime.parameters.precision import Precision
+
+logger = logging.getLogger("smp")
+
+#: From a state of the original to one of the distributed module.
+Renaming = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+#: What the replaced module had, and scripts read.
+_KEPT_ATTRIBUTES = ("config", "generation_config")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Marks what is frozen in a state without values; no parameter of a model has this type.
+_FROZEN = torch.complex128
+_HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class _NothingIsEqual(TorchFunctionMode):
+    """Tensors without values cannot be compared; parameters of which each has a name of its own are not tied."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return False if func is torch.equal else func(*args, **(kwargs or {}))
+
+
+def parameter_type(original: nn.Module, options: ModelParallelParameters) -> torch.dtype | None:
+    """In which floating point type to make the parameters of a module that replaces ``original``.
+
+    None leaves it to the distributed modules: when the original has several types, under ``fp16_params``, and under
+    ``fp16`` and ``bf16``, where the weights that are made become the float32 master weights and would be rounded.
+    """
+    if options.fp16_params or Precision.of(options).is_half:
+        return None
+    types = {parameter.dtype for parameter in original.parameters() if parameter.is_floating_point()}
+    return types.pop() if len(types) == 1 else None
+
+
+@torch.no_grad()
+def set_parameter_type(made: nn.Module, dtype: torch.dtype) -> None:
+    """Cast what a distributed module has made without looking at the type that it shall have."""
+    for parameter in made.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def inherit(original: nn.Module, made: nn.Module, to_ours: Renaming | None, title: str, *, warns: bool) -> None:
+    """Set on ``made`` what scripts may have set on ``original``; what cannot be is warned about.
+
+    Args:
+        original: the module that is replaced.
+        made: its distributed form.
+        to_ours: how parameters are renamed; None if they keep their names.
+        title: of the original, for warnings.
+        warns: whether this rank says them.
+    """
+    made.train(original.training)
+    for attribute in _KEPT_ATTRIBUTES:
+        if hasattr(original, attribute) and not hasattr(made, attribute):
+            setattr(made, attribute, getattr(original, attribute))
+    for warning in (
+        *_inherit_freezing(original, made, to_ours),
+        *_inherit_checkpointing(original, made),
+        *_lost_hooks(original),
+    ):
+        if warns:
+            logger.warning("%s is distributed, but %s", title, warning)
+
+
+def _inherit_freezing(original: nn.Module, made: nn.Module, to_ours: Renaming | None) -> Iterator[str]:
+    parameters = dict(original.named_parameters())
+    frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
+    if frozen and len(frozen) == len(parameters):
+        made.requires_grad_(False)
+        return
+    found = dict(made.named_parameters())
+    # A state without values shows where each parameter goes; those that are frozen have a type of their own in it.
+    state: Mapping[str, Any] = {
+        name: torch.empty(parameter.shape, device="meta", dtype=_FROZEN if name in frozen else torch.float32)
+        for name, parameter in parameters.items()
+    }
+    if to_ours is not None:
+        with _NothingIsEqual():
+            state = to_ours(state)
+    ours = [name for name, value in state.items() if value.dtype is _FROZEN]
+    lost = [name for name in ours if name not in found]
+    for name in ours:
+        if name in found:
+            found[name].requires_grad_(False)
+    if lost:
+        yield (
+            f"it has no parameter for {_listed(lost)}, which had requires_grad=False: set requires_grad on the parameters of "
+            "the distributed module, before smp.DistributedOptimizer is made; by name, in model.named_parameters()"
+        )
+
+
+def _inherit_checkpointing(original: nn.Module, made: nn.Module) -> Iterator[str]:
+    asked = [part for part in original.modules() if part.__dict__.get("gradient_checkpointing") and not is_marked(part)]
+    if not asked:
+        return
+    transformers = [part for part in made.modules() if isinstance(part, DistributedTransformer)]
+    # Transformers leaves its settings as keywords of a function.
+    settings = getattr(asked[0].__dict__.get("_gradient_checkpointing_func"), "keywords", {})
+    for transformer in transformers:
+        transformer.checkpoint_layers(preserve_rng_state=bool(settings.get("preserve_rng_state", True)))
+    if not transformers:
+        yield (
+            "its gradient checkpointing is lost, since it has no sequence of layers: call smp.set_activation_checkpointing "
+            "on parts of the wrapped model, after smp.DistributedModel"
+        )
+
+
+def _lost_hooks(original: nn.Module) -> Iterator[str]:
+    having = [
+        name or type(original).__name__ for name, part in original.named_modules() if _any_of(part.__dict__, _HOOKS)
+    ]
+    having += [
+        name
+        for name, parameter in original.named_parameters()
+        if any(getattr(parameter, kind, None) for kind in _HOOKS_OF_PARAMETERS)
+    ]
+    if having:
+        yield (
+            f"hooks were registered on {_listed(having)}, which it replaces, and are not called: register them on modules "
+            "or parameters of the wrapped model, after smp.DistributedModel"
+        )
+
+
+def _any_of(attributes: Mapping[str, Any], names: tuple[str, ...]) -> bool:
+    return any(attributes.get(name) for name in names)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(repr(name) for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

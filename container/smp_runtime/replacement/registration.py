@@ -1,0 +1,215 @@
+"""Which distributed module stands for which ordinary one, and how their interfaces translate."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from smp_runtime.errors import SMPUserError
+from smp_runtime.job.module_manager import Translate
+
+#: Arguments of a call: positional ones, and keywords.
+Arguments = tuple[Any, Mapping[str, Any]]
+_GIVEN = "_smp_arguments"
+
+
+@dataclass(frozen=True)
+class Registration:
+    """How one class of modules is distributed.
+
+    Attributes:
+        dist_module: the distributed class.
+        init_hook: from the original's constructor arguments to the distributed one's.
+        forward_hook: likewise for ``forward``.
+        return_hook: from what the distributed module returns to what the original would.
+        arguments: the constructor arguments of an instance; default: those it was made with.
+        is_whole_model: modules inside it are never meant to be distributed on their own.
+        only_if: name of a switch that the scope must turn on.
+        translations: of a model's state to the original's names, and back.
+    """
+
+    dist_module: Any
+    init_hook: Callable[..., Any] | None = None
+    forward_hook: Callable[..., Any] | None = None
+    return_hook: Callable[..., Any] | None = None
+    arguments: Callable[[Any], Arguments] | None = None
+    is_whole_model: bool = False
+    only_if: str | None = None
+    translations: tuple[Translate, Translate] | None = None
+
+    def distributed(
+        self, original: nn.Module, overrides: Mapping[str, Any], automatic: Mapping[str, Any] | None = None
+    ) -> nn.Module:
+        """The distributed module for ``original``, with new weights.
+
+        Args:
+            original: the module that it replaces.
+            overrides: win over its own arguments.
+            automatic: used where neither gives a value.
+        """
+        args, kwargs = self.arguments(original) if self.arguments is not None else original.__dict__[_GIVEN]
+        if self.init_hook is not None:
+            args, kwargs = _pair("init_hook", self.init_hook(*args, **kwargs))
+        signature = inspect.signature(self.dist_module)
+        try:
+            settings = dict(signature.bind_partial(*args).arguments)
+        except TypeError as error:
+            raise SMPUserError(
+                f"{self.dist_module.__name__} cannot be made with the arguments {args!r} of {type(original).__name__} "
+                f"({error}); register it with an init_hook that translates them"
+            ) from None
+        taken = arguments_of(self.dist_module)
+        settings |= {**kwargs, **{name: value for name, value in overrides.items() if name in taken}}
+        settings = {name: value for name, value in (automatic or {}).items() if name in taken} | settings
+        made = self.dist_module(**settings)
+        self._adapt(made)
+        return made
+
+    def _adapt(self, made: nn.Module) -> None:
+        """Give the distributed module the original's interface."""
+        translate_inputs, translate_result = self.forward_hook, self.return_hook
+        if translate_inputs is not None:
+
+            def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+                args, kwargs = _pair("forward_hook", translate_inputs(*args, **kwargs))
+                return tuple(args), dict(kwargs)
+
+            made.register_forward_pre_hook(before, with_kwargs=True)
+        if translate_result is not None:
+
+            def behind(_: nn.Module, args: Any, result: Any) -> Any:
+                return translate_result(result)
+
+            made.register_forward_hook(behind)
+
+
+_by_class: dict[type, Registration] = {}
+#: Classes of packages that may not be installed: the full name of the class, and of a function that registers it.
+_by_name: dict[str, str] = {}
+
+
+class tp_register:
+    """Decorator that registers ``dist_module`` as the distributed form of the class it stands on.
+
+    Args:
+        dist_module: a subclass of ``smp.nn.DistributedModule``.
+        init_hook: from the arguments of the original's ``__init__`` (without self) to ``(args, kwargs)`` of
+            ``dist_module``'s.
+        forward_hook: likewise for ``forward``.
+        return_hook: from what ``dist_module`` returns to what the original would.
+
+    Raises:
+        SMPUserError: ``dist_module`` is no such subclass, or a hook cannot be called.
+    """
+
+    def __init__(
+        self,
+        dist_module: type,
+        init_hook: Callable[..., Any] | None = None,
+        forward_hook: Callable[..., Any] | None = None,
+        return_hook: Callable[..., Any] | None = None,
+    ) -> None:
+        self._arguments = (dist_module, init_hook, forward_hook, return_hook)
+
+    def __call__(self, module_cls: type) -> type:
+        tp_register_with_module(module_cls, *self._arguments)
+        return module_cls
+
+
+def tp_register_with_module(
+    module_cls: type,
+    dist_module: type,
+    init_hook: Callable[..., Any] | None = None,
+    forward_hook: Callable[..., Any] | None = None,
+    return_hook: Callable[..., Any] | None = None,
+) -> None:
+    """Register ``dist_module`` as the distributed form of ``module_cls``; see :class:`tp_register`.
+
+    Call it before the modules are created, since their arguments are noted then.
+    """
+    from smp_runtime.nn.distributed_module import DistributedModule
+
+    for what, given, base in (("module_cls", module_cls, nn.Module), ("dist_module", dist_module, DistributedModule)):
+        if not (isinstance(given, type) and issubclass(given, base)):
+            raise SMPUserError(f"{what} is {given!r}; it must be a subclass of {base.__name__}")
+    for name, hook in (("init_hook", init_hook), ("forward_hook", forward_hook), ("return_hook", return_hook)):
+        if hook is not None and not callable(hook):
+            raise SMPUserError(f"{name} is {hook!r}; pass a function, or None")
+    register(module_cls, Registration(dist_module, init_hook, forward_hook, return_hook))
+    _note_arguments(module_cls)
+
+
+def register(module_cls: type, how: Registration) -> None:
+    """Register a class; a later registration replaces an earlier one."""
+    _by_class[module_cls] = how
+
+
+def register_later(class_name: str, function_name: str) -> None:
+    """Register a class by its full name; ``function_name`` names a function that does it when one is met."""
+    _by_name[class_name] = function_name
+
+
+def registration_of(module: nn.Module) -> Registration | None:
+    """How a module is distributed, or None; subclasses of a registered class are not."""
+    kind = type(module)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind not in _by_class and name in _by_name:
+        place, _, function = _by_name[name].rpartition(".")
+        getattr(importlib.import_module(place), function)(kind)
+    return _by_class.get(kind)
+
+
+def arguments_of(dist_module: Any) -> set[str]:
+    """Names that a distributed module takes; ``**options`` are those of its base class and of a transformer layer."""
+    from smp_runtime.nn.settings import LayerSettings
+
+    names: set[str] = set()
+    for base in inspect.getmro(dist_module):
+        if "__init__" not in vars(base):
+            continue
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+        names |= {parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD and p.name == "options" for p in parameters):
+            return names
+        names |= set(LayerSettings.names())
+    return names
+
+
+def _note_arguments(module_cls: Any) -> None:
+    """Let instances remember what they were made with."""
+    original = vars(module_cls).get("__init__", module_cls.__init__)
+    if getattr(original, "_smp_notes", False):
+        return
+
+    @functools.wraps(original)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        if type(self) is module_cls:
+            self.__dict__[_GIVEN] = (args, kwargs)
+        original(self, *args, **kwargs)
+
+    noting._smp_notes = True  # type: ignore[attr-defined]
+    module_cls.__init__ = noting
+
+
+def was_noted(module: nn.Module) -> bool:
+    """Whether a module remembers its arguments; one made before its class was registered does not."""
+    return _GIVEN in module.__dict__
+
+
+def _pair(name: str, value: Any) -> Arguments:
+    if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)):
+        raise SMPUserError(
+            f"{name} returned {value!r}; it must return (args, kwargs): a sequence of positional arguments and a dictionary"
+        )
+    return tuple(value[0]), value[1]
+
+
+def distributed_classes() -> list[Any]:
+    """The distributed classes of all registrations."""
+    return [how.dist_module for how in _by_class.values()]

@@ -1,0 +1,124 @@
+"""Which modules are to be distributed: marked while they are created inside a scope, or afterwards by name."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from smp_config.errors import suggest
+from smp_runtime.errors import SMPUserError
+from smp_runtime.replacement.builtin import known_arguments
+
+_MARK = "_smp_tensor_parallelism"
+
+#: Keywords that switch something on or off; those that no module takes choose kernels, which PyTorch does by itself.
+SWITCHES = frozenset(
+    """attention_in_fp32 query_key_layer_scaling fused_softmax fused_dropout fused_bias_gelu distribute_embedding use_alibi
+    fp32_residual_addition flash_attention zero_init""".split()
+)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a script asked for a module.
+
+    Attributes:
+        enabled: whether it is to be distributed.
+        overrides: arguments of the distributed module, by name.
+    """
+
+    enabled: bool = False
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+
+_NO_MARK = Mark()
+_scopes: list[Mark] = []
+
+
+@contextlib.contextmanager
+def tensor_parallelism(enabled: bool = True, **overrides: Any) -> Iterator[None]:
+    """Distribute the supported modules created inside, when ``smp.DistributedModel`` wraps the model.
+
+    Of modules inside each other the outermost is distributed. Of scopes inside each other the innermost counts. A
+    module that shares weights with another, or whose sizes the tensor parallel degree does not divide, is left as it
+    is, with a warning.
+
+    Args:
+        enabled: False leaves the modules created inside as they are.
+        overrides: arguments of the distributed modules, in place of those that the original's would give.
+
+    Raises:
+        SMPUserError: an unknown keyword, or a switch that is not true or false.
+    """
+    mark = Mark(_truth("enabled", enabled), _checked(overrides))
+    if not _scopes:
+        _begin_marking()
+    _scopes.append(mark)
+    try:
+        yield
+    finally:
+        _scopes.pop()
+        if not _scopes:
+            _end_marking()
+
+
+def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **overrides: Any) -> None:
+    """Distribute the outermost supported modules in ``module``, itself included, or leave all of them as they are.
+
+    For models whose creation a script cannot put a scope around; call it before ``smp.DistributedModel``. A later
+    call for a part of the module counts for that part.
+
+    Args:
+        module: any module.
+        enabled: False takes the whole subtree out.
+        overrides: as in :func:`tensor_parallelism`.
+    """
+    if not isinstance(module, nn.Module):
+        raise SMPUserError(f"set_tensor_parallelism got a {type(module).__name__}; pass a module of the model")
+    mark = Mark(_truth("enabled", enabled), _checked(overrides))
+    for part in module.modules():
+        part.__dict__[_MARK] = mark
+
+
+def mark_of(module: nn.Module) -> Mark:
+    """What a script asked for ``module``."""
+    return module.__dict__.get(_MARK, _NO_MARK)
+
+
+def _begin_marking() -> None:
+    original = nn.Module.__init__
+
+    @functools.wraps(original)
+    def marking(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if _scopes:
+            self.__dict__[_MARK] = _scopes[-1]
+
+    nn.Module.__init__ = marking  # type: ignore[method-assign]
+
+
+def _end_marking() -> None:
+    nn.Module.__init__ = inspect.unwrap(nn.Module.__init__)  # type: ignore[method-assign]
+
+
+def _checked(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name, value in overrides.items():
+        if name in SWITCHES:
+            _truth(name, value)
+        elif name not in (known := known_arguments() | SWITCHES):
+            raise SMPUserError(
+                f"no distributed module has an argument {name!r}{suggest(name, known)}; it would have no effect: remove it"
+            )
+    return dict(overrides)
+
+
+def _truth(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise SMPUserError(f"{name} is {value!r}, a {type(value).__name__}; it is a switch: use True or False")
+    return value

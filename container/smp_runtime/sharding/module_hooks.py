@@ -1,0 +1,373 @@
+"""When units are used: hooks on modules, on their outputs and inputs, and on what autograd saves for backward."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_runtime.sharding.gradients import ShardedGradients
+from smp_runtime.sharding.live_parameters import LiveParameters
+from smp_runtime.sharding.sharded_unit import ShardedUnit, Use
+
+
+@dataclasses.dataclass
+class _Call:
+    """A module call that is running, with its inputs, the units that it needs and its use of each."""
+
+    module: nn.Module
+    inputs: Any
+    units: list[ShardedUnit]
+    uses: list[Use]
+    start: int
+
+
+@dataclasses.dataclass
+class _Pass:
+    """A backward pass that is running: uses that it has reached and not passed, and how many more of each unit it will."""
+
+    open: list[tuple[ShardedUnit, Use]] = dataclasses.field(default_factory=list)
+    reached: dict[int, ShardedUnit] = dataclasses.field(default_factory=dict)
+    counts: dict[int, int] = dataclasses.field(default_factory=dict)
+    left: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+class _Calls(threading.local):
+    """The calls that run in a thread, the innermost last, and the hook that sees what they save."""
+
+    def __init__(self) -> None:
+        self.running: list[_Call] = []
+        self.pack: Callable[[torch.Tensor], Any] | None = None
+
+
+class ModuleUses:
+    """Gathers units before a module's forward and backward, and lets go of them after.
+
+    * Forward: before a module is called, the units of its parameters are gathered; after it, they are let go.
+    * Reading a parameter of a module that is not running (``self.child.weight`` in the parent's forward, an
+      ``nn.ParameterList``) gathers it too, for the rest of the call that reads it.
+    * Backward: when the gradient of a module's output is there, its units are needed again, unless autograd has
+      saved nothing of them. What backward unpacks is gathered in any case.
+    * A trained unit is let go when all its gradients have come, a frozen one or one that several calls share when
+      the gradients of the call's inputs have. Not all ranks use the same parameters of a unit, but all must let go of
+      it before it is needed again: at the latest when backward reaches what was called before it, or ends.
+
+    Args:
+        module: the model.
+        units: of its parameters.
+        live: gathers and frees.
+        gradients: sends the gradients of what backward has passed.
+    """
+
+    def __init__(
+        self, module: nn.Module, units: Sequence[ShardedUnit], live: LiveParameters, gradients: ShardedGradients
+    ) -> None:
+        self._live = live
+        self._gradients = gradients
+        self._clock = 0
+        self._passes: dict[int, _Pass] = {}
+        self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
+        self._by_storage = {unit.storage_key: unit for unit in units}
+        self._calls = _Calls()
+        #: Called when a backward pass has reached its first use, before anything is gathered for it.
+        self.backward_begins: Callable[[], None] = lambda: None
+        self._registered: dict[int, list[ShardedUnit]] = {}
+        whole: dict[int, list[ShardedUnit]] = {}
+        for unit in units:
+            if unit.module is not None:
+                whole.setdefault(id(unit.module), []).append(unit)
+        self._handles = []
+        for part in module.modules():
+            own = whole.get(id(part), [])
+            if not any(True for _ in part.children()):
+                own = own + [u for u in self.units_held_by(part) if u not in own]
+            self._registered[id(part)] = own
+            self._handles.append(part.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
+            # Also after an error: checkpointing ends a recomputation with one, as soon as it has what it wants.
+            self._handles.append(part.register_forward_hook(self._after, always_call=True))
+            if self.units_held_by(part) and not isinstance(part._parameters, _WatchedParameters):
+                part._parameters = _WatchedParameters(part._parameters, self)
+
+    def register(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """From now on ``module`` needs ``parameter`` whenever it is called."""
+        unit = self._unit_of.get(id(parameter))
+        needed = self._registered.get(id(module))
+        if unit is not None and needed is not None and unit not in needed:
+            needed.append(unit)
+
+    def close(self) -> None:
+        """Take the hooks off the modules."""
+        for handle in self._handles:
+            handle.remove()
+
+    def reset(self) -> None:
+        """Forget calls that an error has ended."""
+        self._calls.running.clear()
+        self._passes.clear()
+
+    def units_held_by(self, module: nn.Module) -> list[ShardedUnit]:
+        found: list[ShardedUnit] = []
+        for parameter in module._parameters.values():
+            unit = self._unit_of.get(id(parameter))
+            if unit is not None and unit not in found:
+                found.append(unit)
+        return found
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        units = list(self._registered.get(id(module), ()))
+        uses: list[Use] = []
+        self._clock += 1
+        call = _Call(module, (args, kwargs), units, uses, self._clock)
+        self._calls.running.append(call)
+        for unit in units:
+            uses.append(self._enter(unit, call))
+
+    def _enter(self, unit: ShardedUnit, call: _Call) -> Use:
+        if unit.calls == 0:
+            self._live.need(unit)
+        unit.calls += 1
+        unit.called = unit.called or call.start
+        use = Use(start=call.start)
+        # Inside somebody else's saved tensor hooks (checkpointing has some) nobody tells what is saved.
+        use.saved = False if self._watches() else None
+        use.saves_before = unit.saves
+        return use
+
+    def _watches(self) -> bool:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return hooks is not None and hooks[0] is self._calls.pack
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._calls.running:
+            return
+        call = self._calls.running.pop()
+        if call.module is not module:
+            raise AssertionError("module calls ended in another order than they began")
+        self._clock += 1
+        for unit, use in zip(call.units, call.uses, strict=False):
+            use.end = self._clock
+            if use.saved is not None:
+                use.saved = unit.saves != use.saves_before
+        if call.units and torch.is_grad_enabled():
+            self._watch_inputs(call.units, call.uses, call.inputs)
+            self._watch_outputs(call.units, call.uses, output)
+        # An error in between leaves units that were not entered yet.
+        for unit in call.units[: len(call.uses)]:
+            unit.calls -= 1
+            self._live.done(unit)
+
+    def read(self, parameter: torch.Tensor) -> None:
+        """A parameter is read as a module's attribute."""
+        if not self._calls.running:
+            return
+        unit = self._unit_of.get(id(parameter))
+        call = self._calls.running[-1]
+        if unit is None or (unit.ready and unit.calls) or unit in call.units:
+            return
+        call.uses.append(self._enter(unit, call))
+        call.units.append(unit)
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def _watch_outputs(self, units: list[ShardedUnit], uses: list[Use], output: Any) -> None:
+        tensors = [t for t in _tensors(output) if t.grad_fn is not None]
+        if not tensors:
+            return
+        weak = weakref.ref(self)
+        if torch._C._current_graph_task_id() == -1:  # a recomputation is part of a use that was counted
+            for unit in units:
+                unit.forward_uses += 1
+
+        def backward_begins(_: torch.Tensor) -> None:
+            if (me := weak()) is not None:
+                for unit, use in zip(units, uses, strict=False):
+                    me._backward_begins(unit, use)
+
+        for tensor in tensors:
+            tensor.register_hook(backward_begins)
+
+    def _watch_inputs(self, units: list[ShardedUnit], uses: list[Use], inputs: Any) -> None:
+        tensors = {id(t): t for t in _tensors(inputs) if t.grad_fn is not None}
+        weak = weakref.ref(self)
+
+        def gradient_came(_: torch.Tensor) -> None:
+            if (me := weak()) is not None:
+                for unit, use in zip(units, uses, strict=False):
+                    use.inputs -= 1
+                    if use.inputs <= 0:
+                        me._backward_passed(unit, use)
+                    else:
+                        me._backward_passes(unit, use)
+
+        for use in uses:
+            use.inputs = len(tensors)
+        for tensor in tensors.values():
+            tensor.register_hook(gradient_came)
+
+    def _backward_begins(self, unit: ShardedUnit, use: Use) -> None:
+        if use.began:
+            return
+        use.began = True
+        self._reach(unit, use)
+        unit.open_uses.add(use)
+        unit.quiet = False
+        if use.saved is not False:
+            self._live.need(unit)
+
+    def _backward_passes(self, unit: ShardedUnit, use: Use) -> None:
+        """One input's gradient has come; another's, if calls share that input, comes only after backward of all."""
+        # What was seen to be saved is gathered again when it is unpacked, so room may be made of the unit meanwhile.
+        if use in unit.open_uses and all(other.saved is not None for other in unit.open_uses):
+            unit.quiet = True
+
+    def _backward_passed(self, unit: ShardedUnit, use: Use) -> None:
+        if use not in unit.open_uses:
+            return
+        if unit.trained and unit.forward_uses <= 1:
+            # Its gradients tell exactly when all that reads the weights has run.
+            unit.quiet = True
+            return
+        unit.open_uses.discard(use)
+        unit.quiet = unit.quiet and bool(unit.open_uses)
+        self._live.done(unit)
+
+    def _reach(self, unit: ShardedUnit, use: Use) -> None:
+        """Backward has reached a use, so it has passed all that were called after the use had ended."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._passes:
+            weak = weakref.ref(self)
+
+            def backward_ends() -> None:
+                if (me := weak()) is not None:
+                    me._end_pass(task)
+
+            self.backward_begins()
+            self._passes[task] = _Pass()
+            torch.autograd.Variable._execution_engine.queue_callback(backward_ends)
+        now = self._passes[task]
+        for other in [other for other in now.open if other[1].start > use.end]:
+            self._leave(now, *other)
+        if id(unit) not in now.reached:
+            now.reached[id(unit)] = unit
+            now.left[id(unit)] = unit.uses_per_pass or unit.forward_uses or 1
+        now.counts[id(unit)] = now.counts.get(id(unit), 0) + 1
+        now.open.append((unit, use))
+        self._gradients.reach(unit)
+
+    def _leave(self, now: _Pass, unit: ShardedUnit, use: Use) -> None:
+        """Backward has passed a use: nothing that it runs from now on reads the weights for it."""
+        now.open.remove((unit, use))
+        now.left[id(unit)] -= 1
+        if now.left[id(unit)] > 0:
+            return
+        if use in unit.open_uses:
+            self.gradients_complete(unit)
+        self._gradients.leave(unit)
+
+    def _end_pass(self, task: int) -> None:
+        """Backward has ended: whatever it reached, it has passed."""
+        now = self._passes.pop(task, None)
+        if now is None:  # abandoned
+            return
+        for unit, use in now.open:
+            if use in unit.open_uses:
+                unit.open_uses.discard(use)
+                if not unit.open_uses:
+                    self.gradients_complete(unit)
+        for key, unit in now.reached.items():
+            unit.uses_per_pass = now.counts[key]
+            unit.came.clear()
+        self._gradients.end(list(now.reached.values()))
+
+    def gradients_complete(self, unit: ShardedUnit) -> None:
+        """All gradients of a unit have come, so backward has passed all its uses."""
+        unit.came.clear()
+        unit.open_uses.clear()
+        unit.quiet = False
+        unit.forward_uses = 0
+        self._live.done(unit)
+
+    # -- what autograd saves ---------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def watch_saved(self) -> Iterator[None]:
+        """Notice what autograd saves of gathered parameters inside, and gather it again when backward unpacks it."""
+        weak = weakref.ref(self)
+        by_storage = self._by_storage
+
+        def pack(tensor: torch.Tensor) -> Any:
+            unit = by_storage.get(tensor.untyped_storage()._cdata)
+            if unit is None:
+                return tensor
+            unit.saves += 1
+            return _Saved(unit, tensor.detach())
+
+        def unpack(packed: Any) -> torch.Tensor:
+            if not isinstance(packed, _Saved):
+                return packed
+            me = weak()
+            if me is not None and not packed.unit.ready:
+                me._live.need(packed.unit)
+            return packed.tensor
+
+        before, self._calls.pack = self._calls.pack, pack
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                yield
+        finally:
+            self._calls.pack = before
+
+
+@dataclasses.dataclass(eq=False)
+class _Saved:
+    """A view of a unit's whole that autograd keeps; valid whenever the unit is gathered."""
+
+    unit: ShardedUnit
+    tensor: torch.Tensor
+
+
+class _WatchedParameters(dict):
+    """A module's parameters, which tell when one is read."""
+
+    def __init__(self, parameters: Mapping[str, Any], uses: ModuleUses) -> None:
+        super().__init__(parameters)
+        self._uses = weakref.ref(uses)
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        if parameter is not None and (uses := self._uses()) is not None:
+            uses.read(parameter)
+        return parameter
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return dict, (dict(self.items()),)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """All tensors in nested containers, dataclasses and other plain objects."""
+    found: list[torch.Tensor] = []
+    waiting, seen = [value], set()
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, str | bytes | int | float | bool | type(None) | nn.Module) or id(item) in seen:
+            continue
+        elif isinstance(item, Mapping):
+            seen.add(id(item))
+            waiting.extend(item.values())
+        elif isinstance(item, list | tuple | set | frozenset):
+            seen.add(id(item))
+            waiting.extend(item)
+        elif hasattr(item, "__dict__"):
+            seen.add(id(item))
+            waiting.extend(vars(item).values())
+    return found

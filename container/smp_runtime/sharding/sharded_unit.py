@@ -1,0 +1,190 @@
+"""Sharded units: some parameters in one flat buffer that exists only while they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from smp_runtime.comm.collectives import Work
+from smp_runtime.sharding.flat_unit import ALIGNMENT, Fragment
+
+
+@dataclass(eq=False)
+class Use:
+    """One call of a module that needs a unit, from its forward to its backward.
+
+    Attributes:
+        saved: whether autograd keeps a view of the unit's parameters for backward; None if nobody watched.
+        inputs: input tensors whose gradients are still to come; 0 once backward has passed.
+        began: whether backward has reached the call.
+        saves_before: the count of the unit's saves when the call began.
+        start: when the call began, in ticks.
+        end: when it ended.
+    """
+
+    saved: bool | None = None
+    inputs: int = 0
+    began: bool = False
+    saves_before: int = 0
+    start: int = 0
+    end: int = 0
+
+
+class ShardedUnit:
+    """Parameters of which each rank keeps an equal shard, and all ranks the whole while it is used.
+
+    The whole is one buffer, ``[shards * shard_elements]``, whose storage is empty when the unit is not gathered.
+    Tensors that autograd has saved are views of it, so they are valid again when the unit is gathered again. The
+    parameters themselves then show a placeholder of their shape that is full of NaN: reading it is harmless and
+    loud, and it takes no memory.
+
+    Args:
+        name: of the module, for messages.
+        module: whose call uses all parameters, or None.
+        parameters: all trained or all frozen.
+        dtype: in which they are stored and computed with.
+        shards: ranks that share the unit.
+        position: number of this rank's shard.
+        device: where the parameters will be.
+
+    Attributes:
+        shard: this rank's part, ``[shard_elements]``.
+        work: the gather under way, or None.
+        ready: whether the parameters hold their values.
+        calls: module calls that are running and use the unit.
+        open_uses: calls whose backward has begun and not ended.
+        quiet: backward has passed the calls, but not all gradients have come.
+        saves: how often autograd has saved a view of the parameters.
+        came: numbers of the parameters whose gradients have come in this backward pass.
+        called: when the unit was first called in this window, in ticks; 0 if it was not.
+        uses_per_pass: calls that the last backward pass over the unit reached; 0 before the first one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module | None,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        shards: int,
+        position: int,
+        device: torch.device,
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.parameters = list(parameters)
+        self.dtype = dtype
+        self.device = device
+        self.trained = parameters[0].requires_grad
+        self.shards = shards
+        self.position = position
+        self.offsets: list[int] = []
+        self.filled = 0
+        for parameter in parameters:
+            self.offsets.append(self.filled)
+            self.filled += parameter.numel()
+        per_rank = -(-self.filled // shards)
+        self.shard_elements = -(-per_rank // ALIGNMENT) * ALIGNMENT
+        self.shapes = [parameter.shape for parameter in parameters]
+        self.shard = torch.zeros(self.shard_elements, dtype=dtype, device=self.device)
+        self._full = torch.empty(shards * self.shard_elements, dtype=dtype, device=self.device)
+        self._nbytes = self._full.untyped_storage().nbytes()
+        self._views = self.views_of(self._full)
+        self._part = self.part_of(self._full)
+        self._full.untyped_storage().resize_(0)
+        nothing = torch.full((), float("nan"), dtype=dtype, device=self.device)
+        self._placeholders = [nothing.expand(shape) for shape in self.shapes]
+        self.work: Work | None = None
+        self.ready = False
+        self.calls = 0
+        self.open_uses: set[Use] = set()
+        self.quiet = False
+        self.saves = 0
+        self.forward_uses = 0
+        self.came: set[int] = set()
+        self.called = 0
+        self.uses_per_pass = 0
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The buffer of the whole; only to be read and written while its storage is there."""
+        return self._full
+
+    @property
+    def storage_key(self) -> int:
+        """What identifies the storage of the whole, for as long as the unit lives."""
+        return self._full.untyped_storage()._cdata
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing that runs needs the parameters."""
+        return self.calls == 0 and not self.open_uses
+
+    # -- the whole -------------------------------------------------------------------------------------------------
+
+    def allocate(self) -> torch.Tensor:
+        """Give the whole its storage; returns it, with anything in it."""
+        self._full.untyped_storage().resize_(self._nbytes)
+        return self._full
+
+    def attach(self) -> None:
+        """Let the parameters be views of the whole."""
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.data = view
+        self.ready = True
+
+    def detach(self) -> None:
+        """Free the whole; the parameters show the placeholder."""
+        for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
+            parameter.data = placeholder
+        self._full.untyped_storage().resize_(0)
+        self.ready = False
+
+    @torch.no_grad()
+    def fill_from_shard(self) -> None:
+        """Allocate and attach without a collective: this rank's shard is valid, the rest is NaN."""
+        self.allocate().fill_(float("nan"))
+        self._part.copy_(self.shard)
+        self.attach()
+
+    @torch.no_grad()
+    def keep_shard(self) -> None:
+        """Take this rank's shard from the whole, after somebody wrote into the parameters."""
+        self.shard.copy_(self._part)
+
+    # -- the shard -------------------------------------------------------------------------------------------------
+
+    def part_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a buffer of this unit's layout."""
+        return flat[self.position * self.shard_elements : (self.position + 1) * self.shard_elements]
+
+    def fragment(self, index: int) -> Fragment | None:
+        """The part of one parameter that lies in this rank's shard, or None."""
+        begin = self.position * self.shard_elements
+        offset, length = self.offsets[index], self.shapes[index].numel()
+        start, stop = max(begin, offset), min(begin + self.shard_elements, offset + length)
+        return Fragment(index, start - offset, stop - offset, start - begin) if start < stop else None
+
+    def slice_of(self, flat_shard: torch.Tensor, fragment: Fragment) -> torch.Tensor:
+        """A fragment's elements in a buffer of the shard's layout, shaped like the parameter if it is whole."""
+        part = flat_shard[fragment.offset : fragment.offset + fragment.stop - fragment.start]
+        shape = self.shapes[fragment.index]
+        return part.view(shape) if part.numel() == shape.numel() else part
+
+    @torch.no_grad()
+    def take(self, index: int, value: torch.Tensor) -> None:
+        """Keep this rank's part of one parameter's whole value."""
+        fragment = self.fragment(index)
+        if fragment is not None:
+            part = value.detach().reshape(-1)[fragment.start : fragment.stop]
+            self.shard[fragment.offset : fragment.offset + part.numel()].copy_(part)
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' shapes in any buffer of this unit's layout."""
+        return [
+            flat[offset : offset + shape.numel()].view(shape)
+            for offset, shape in zip(self.offsets, self.shapes, strict=True)
+        ]

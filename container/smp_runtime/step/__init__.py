@@ -1,0 +1,1 @@
+"""``@smp.step``: a function that runs once per microbatch."""

@@ -1,0 +1,242 @@
+"""``@smp.step``: a function that runs once per microbatch, with gradients reduced once at its end."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch.utils._pytree import tree_map
+
+from smp_config import Group
+from smp_runtime.comm.devices import in_order_with_script
+from smp_runtime.errors import SMPUserError
+from smp_runtime.job import session as sessions
+from smp_runtime.pipeline.transport.messages import StepKind
+from smp_runtime.pipeline.transport.step_call import StepCall, probe
+from smp_runtime.step.output import StepOutput, merge_outputs
+from smp_runtime.step.splitting import batch_samples, shapes_in, split_argument
+
+if TYPE_CHECKING:
+    from smp_runtime.job.session import Session
+    from smp_runtime.model.distributed_model import DistributedModel
+
+
+#: How many calls of a step are looked at, to see whether the ranks of a pipeline have read the same batch.
+_PROBED_CALLS = 2
+
+
+class StepFunction:
+    """A step-decorated function.
+
+    Args:
+        function: what runs for one microbatch.
+        non_split_inputs: names of arguments that go whole to every microbatch.
+        input_split_axes: batch axis of arguments by name, where it is not 0.
+        detach_outputs: whether returned tensors lose their graph.
+
+    Raises:
+        SMPUserError: a name that the function has no argument for.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        non_split_inputs: Sequence[str] = (),
+        input_split_axes: Mapping[str, int] | None = None,
+        detach_outputs: bool = True,
+    ) -> None:
+        self._function = function
+        self._whole = frozenset(non_split_inputs)
+        self._axes = dict(input_split_axes or {})
+        self._detach = detach_outputs
+        self._name = getattr(function, "__qualname__", type(function).__name__)
+        self._probes = _PROBED_CALLS
+        self._signature = inspect.signature(function)
+        self._check_names()
+        functools.update_wrapper(self, function)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
+        # A step may be a method: its instance is an argument that is never split.
+        return self if instance is None else functools.partial(self._call, (instance,))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run every microbatch; see :func:`step` for what is split and returned."""
+        return self._call((), *args, **kwargs)
+
+    def _call(self, bound: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+        session = sessions.current()
+        if session.microbatch is not None:
+            raise SMPUserError(
+                f"the step {self._function.__name__!r} was called inside another step; call it outside, or take the "
+                "decorator off the inner function"
+            )
+        count = session.cfg.microbatches
+        names = self._argument_names(len(bound) + len(args))[len(bound) :]
+        axes = [self._axes.get(name, 0) for name in names]
+        split_args = [
+            [value] * count if name in self._whole else split_argument(name, value, count, axis)
+            for name, value, axis in zip(names, args, axes, strict=True)
+        ]
+        split_kwargs = {
+            name: [value] * count
+            if name in self._whole
+            else split_argument(name, value, count, self._axes.get(name, 0))
+            for name, value in kwargs.items()
+        }
+        microbatches = [
+            functools.partial(
+                self._function,
+                *bound,
+                *(slices[index] for slices in split_args),
+                **{name: slices[index] for name, slices in split_kwargs.items()},
+            )
+            for index in range(count)
+        ]
+        if session.size(Group.PP) > 1 and torch.is_inference_mode_enabled():
+            microbatches = [_with_plain_tensors(microbatch) for microbatch in microbatches]
+        session.progress.step_begins()
+        models = session.models
+        for model in models:
+            model.partition(microbatches[0])
+        for model in models:
+            model.begin_step()
+        try:
+            returned = self._run(session, models, microbatches)
+        except BaseException:
+            for model in models:
+                model.abandon_step()
+            raise
+        trained = [model.finish_step() for model in models]
+        merged = merge_outputs(returned, detach=self._detach)
+        if any(trained):
+            samples = batch_samples([*args, *kwargs.values()], [*axes, *(self._axes.get(name, 0) for name in kwargs)])
+            replicas = session.size(Group.RDP if session.cfg.prescaled_batch else Group.DP)
+            session.progress.note_samples(samples * replicas)
+            session.progress.note_loss(_first_scalar(merged))
+        session.step_count += 1
+        return merged
+
+    def _run(
+        self, session: Session, models: Sequence[DistributedModel], microbatches: Sequence[functools.partial[Any]]
+    ) -> list[Any]:
+        """What the function returns for each microbatch: one after the other, or through the model's pipeline."""
+        pipeline = next((model.pipeline for model in models if model.pipeline is not None), None)
+        if pipeline is not None:
+            first = microbatches[0]
+            course = (id(self), torch.is_grad_enabled(), tuple(model.training for model in models))
+            kind = StepKind(course, shapes_in(first.args, first.keywords))
+            looked_at = probe([first.args, first.keywords]) if self._probes > 0 else None
+            self._probes -= 1
+            call = StepCall(self._name, (*course[1:2], *course[2]), kind.shapes, looked_at)
+            flags = [model.module.training for model in models]
+            with in_order_with_script(session.device):
+                results = pipeline.run_step(kind, microbatches, call)
+            for model, flag in zip(models, flags, strict=True):
+                if model.module.training != flag:  # switched in the step, which only one stage has run
+                    model.training = model.module.training
+            return results
+        returned = []
+        try:
+            # Backward on the calling thread, as in a pipeline: recomputation finds there what forward has left.
+            with torch.autograd.set_multithreading_enabled(False):
+                for index, microbatch in enumerate(microbatches):
+                    session.microbatch = index
+                    returned.append(microbatch())
+        finally:
+            session.microbatch = None
+        return returned
+
+    def _argument_names(self, count: int) -> list[str]:
+        """The parameter name of each positional argument; those of ``*args`` share one name."""
+        names: list[str] = []
+        for parameter in self._signature.parameters.values():
+            if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                names += [parameter.name] * (count - len(names))
+            elif parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+                names.append(parameter.name)
+        if count > len(names):
+            raise TypeError(
+                f"{self._function.__name__}() takes {len(names)} positional arguments but {count} were given"
+            )
+        return names[:count]
+
+    def _check_names(self) -> None:
+        parameters = self._signature.parameters
+        if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+            return
+        for given, names in (("non_split_inputs", self._whole), ("input_split_axes", self._axes)):
+            for name in names:
+                if name not in parameters:
+                    raise SMPUserError(
+                        f"{given} names {name!r}, but {self._function.__name__}() has the arguments "
+                        f"{', '.join(parameters)}; use one of these"
+                    )
+
+
+@overload
+def step(function: Callable[..., Any], /) -> StepFunction: ...
+
+
+@overload
+def step(
+    *,
+    non_split_inputs: Sequence[str] | None = None,
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> Callable[[Callable[..., Any]], StepFunction]: ...
+
+
+def step(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    non_split_inputs: Sequence[str] | None = None,
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> StepFunction | Callable[[Callable[..., Any]], StepFunction]:
+    """Decorate one forward and backward pass (or one forward pass, for evaluation).
+
+    Tensor arguments, also inside lists, tuples, dictionaries and sets, and objects with
+    ``smp_slice(num_mb, mb, axis)`` are split along axis 0 into ``microbatches`` parts; the function runs once for
+    each. Tensors in what it returns become :class:`StepOutput`; other leaves become a list with one entry per
+    microbatch. Gradients are reduced over the data parallel ranks once, when the last microbatch is done.
+
+    Args:
+        non_split_inputs: names of arguments that every microbatch gets whole.
+        input_split_axes: batch axis by argument name, where it is not 0.
+        detach_outputs: False keeps the graph of returned tensors alive.
+    """
+
+    def decorate(wrapped: Callable[..., Any]) -> StepFunction:
+        return StepFunction(wrapped, tuple(non_split_inputs or ()), input_split_axes, detach_outputs)
+
+    return decorate if function is None else decorate(function)
+
+
+def _with_plain_tensors(microbatch: functools.partial[Any]) -> functools.partial[Any]:
+    """The microbatch without tensors of inference mode: these do not tell whether they were changed, as a pipeline asks.
+
+    Its threads run without gradients then, which gives the same results.
+    """
+
+    def plain(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.is_inference() else leaf
+
+    with torch.inference_mode(False):
+        args, kwargs = tree_map(plain, (microbatch.args, microbatch.keywords))
+    return functools.partial(microbatch.func, *args, **kwargs)
+
+
+def _first_scalar(merged: Any) -> list[torch.Tensor]:
+    """The outputs of the first floating point scalar that a step returned: by convention its loss."""
+    if isinstance(merged, StepOutput):
+        first = merged.outputs[0]
+        return merged.outputs if first.numel() == 1 and first.is_floating_point() else []
+    children = merged.values() if isinstance(merged, Mapping) else merged if isinstance(merged, list | tuple) else ()
+    for child in children:
+        if found := _first_scalar(child):
+            return found
+    return []

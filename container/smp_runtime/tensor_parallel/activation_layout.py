@@ -1,0 +1,221 @@
+"""How activations lie on the ranks between the layers of a distributed block: the seam behind ``optimize``.
+
+Outside a block every rank has the whole batch (``prescaled_batch``) or a batch of its own. Inside, activations are
+either *replicated*: every rank has all rows of all batches (``speed``), or *sliced*: every rank has a part of the
+rows (``memory``). With a batch per rank the slices are these batches; with a common batch they are parts of the
+sequence, padded if the number of ranks does not divide it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from smp_runtime.tensor_parallel import collectives
+from smp_runtime.tensor_parallel.group import TensorGroup
+from smp_runtime.tensor_parallel.linear_functions import columns, rows
+from smp_runtime.tensor_parallel.masks import additive, agree_on_mask, agree_on_shape
+from smp_runtime.tensor_parallel.random_tracker import RandomTracker
+
+
+class Flow(Protocol):
+    """One way for activations to lie.
+
+    Attributes:
+        rows_see_all: whether what works on rows (layer norms, biases of outputs) sees all rows of the group's batch, or
+            has its gradient summed as if it did; else its gradient is that of this rank's own batch.
+    """
+
+    rows_see_all: bool
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[batch, seq, hidden]`` as it is outside, laid as inside."""
+        ...
+
+    def leave(self, hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The way back; ``like`` is what entered."""
+        ...
+
+    def enter_mask(
+        self, mask: torch.Tensor | None, like: torch.Tensor, causal: bool, positions: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """An additive mask ``[batch or 1, 1, queries or 1, keys]`` for the whole of what ``like`` is a part of.
+
+        With a batch per rank the ranks find out here, or in :meth:`enter` if that is called first, whether their batches
+        have one shape.
+
+        Args:
+            mask: additive, or boolean with True for a position that takes part.
+            like: the activations whose positions are the mask's keys.
+            causal: whether attention never looks ahead.
+            positions: what :meth:`enter_ids` will get for the same activations; all ranks have them, or none.
+
+        Raises:
+            SMPUserError: batches of different shapes, positions on some ranks only, or a mask of whole numbers.
+        """
+        ...
+
+    def enter_ids(self, ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+        """Whole numbers ``[batch or 1, seq]`` for the whole of what ``like`` is a part of."""
+        ...
+
+    def columns(
+        self, hidden: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor, ...]:
+        """This rank's features of all rows."""
+        ...
+
+    def rows(self, features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """From this rank's features of all rows back to activations as they lie inside."""
+        ...
+
+    def shared(self, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """Replicated parameters, made ready for use on activations as they lie inside."""
+        ...
+
+    def dropout(self, hidden: torch.Tensor, probability: float, training: bool) -> torch.Tensor:
+        """Dropout of activations as they lie inside."""
+        ...
+
+
+class _Flow:
+    """What both ways share."""
+
+    #: Along which dim activations are sliced inside, or None.
+    _dim: int | None = None
+
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+        #: What the ranks just agreed on the shape of, by its id.
+        self._agreed: int | None = None
+
+    def columns(
+        self, hidden: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor, ...]:
+        return columns(hidden, self._group, self._dim, weights, biases)
+
+    def rows(self, features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return rows(features, self._group, self._dim, weight, bias)
+
+    def _check_shape(self, hidden: torch.Tensor) -> None:
+        """Batches of one shape, unless the mask has been asked about them already: one exchange is enough."""
+        known, self._agreed = self._agreed, None
+        if known != id(hidden):
+            agree_on_shape(self._group, hidden)
+
+    def _mask_for_all_batches(
+        self, mask: torch.Tensor | None, like: torch.Tensor, positions: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        mask = agree_on_mask(self._group, mask, like, positions=positions)
+        self._agreed = id(like)
+        return None if mask is None else self._for_all_batches(mask, like.shape[0])
+
+    def _for_all_batches(self, tensor: torch.Tensor, batch: int) -> torch.Tensor:
+        """Every rank's masks or positions, each for a batch of its own."""
+        if tensor.shape[0] == 1 and batch > 1:
+            tensor = tensor.expand(batch, *tensor.shape[1:])
+        return self._group.gather(tensor.detach(), 0)
+
+
+class ReplicatedFlow(_Flow):
+    """``speed``: all rows on every rank; one all-reduce forward and one backward per half block."""
+
+    rows_see_all = True
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._group.prescaled:
+            return hidden
+        self._check_shape(hidden)
+        return collectives.gathered(hidden, self._group, 0, partial=False)
+
+    def leave(self, hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return hidden if self._group.prescaled else collectives.sliced(hidden, self._group, 0)
+
+    def enter_mask(
+        self, mask: torch.Tensor | None, like: torch.Tensor, causal: bool, positions: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        mask = additive(mask, like.dtype)
+        return mask if self._group.prescaled else self._mask_for_all_batches(mask, like, positions)
+
+    def enter_ids(self, ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+        return ids if ids is None or self._group.prescaled else self._for_all_batches(ids, like.shape[0])
+
+    def shared(self, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:
+        return list(parameters)
+
+    def dropout(self, hidden: torch.Tensor, probability: float, training: bool) -> torch.Tensor:
+        if not training or probability == 0.0:
+            return hidden
+        with RandomTracker.of(self._group).replicated(hidden.device):
+            return F.dropout(hidden, probability)
+
+
+class SlicedFlow(_Flow):
+    """``memory``: a part of the rows on every rank; gathered before each half block, and reduce-scattered behind it."""
+
+    def __init__(self, group: TensorGroup) -> None:
+        super().__init__(group)
+        self._dim = 1 if group.prescaled else 0
+        self.rows_see_all = group.prescaled
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not self._group.prescaled:
+            self._check_shape(hidden)
+            return hidden
+        missing = self._missing(hidden.shape[1])
+        return collectives.sliced(F.pad(hidden, (0, 0, 0, missing)) if missing else hidden, self._group, 1)
+
+    def leave(self, hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        if not self._group.prescaled:
+            return hidden
+        whole = collectives.gathered(hidden, self._group, 1, partial=False)
+        return whole if whole.shape[1] == like.shape[1] else whole[:, : like.shape[1]]
+
+    def enter_mask(
+        self, mask: torch.Tensor | None, like: torch.Tensor, causal: bool, positions: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        mask = additive(mask, like.dtype)
+        if not self._group.prescaled:
+            return self._mask_for_all_batches(mask, like, positions)
+        missing = self._missing(like.shape[1])
+        if mask is None:
+            if not missing or causal:  # padding comes last, where causal attention never looks
+                return None
+            mask = like.new_zeros(1, 1, 1, like.shape[1])
+        # Under cross attention there are as many queries as the other states have positions.
+        queries = self._missing(mask.shape[2]) if mask.shape[2] > 1 else 0
+        return F.pad(F.pad(mask, (0, missing), value=torch.finfo(mask.dtype).min), (0, 0, 0, queries))
+
+    def enter_ids(self, ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+        if ids is None:
+            return None
+        if not self._group.prescaled:
+            return self._for_all_batches(ids, like.shape[0])
+        return F.pad(ids, (0, self._missing(like.shape[1])))
+
+    def shared(self, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:
+        # With a batch per rank, their gradients are averaged with those of ordinary layers, once per step.
+        return collectives.shared(self._group, *parameters) if self._group.prescaled else list(parameters)
+
+    def dropout(self, hidden: torch.Tensor, probability: float, training: bool) -> torch.Tensor:
+        if not training or probability == 0.0:
+            return hidden
+        with RandomTracker.of(self._group).split(hidden.device):
+            return F.dropout(hidden, probability)
+
+    def _missing(self, length: int) -> int:
+        return -length % self._group.size
+
+
+def split_dropout(group: TensorGroup, device: torch.device, active: bool) -> contextlib.AbstractContextManager[None]:
+    """Around attention on this rank's heads: its dropout is independent of the other ranks'."""
+    return RandomTracker.of(group).split(device) if active and group.size > 1 else contextlib.nullcontext()
+
+
+def choose_flow(group: TensorGroup) -> Flow:
+    """The way that ``optimize`` asks for."""
+    return SlicedFlow(group) if group.slices_activations and group.size > 1 else ReplicatedFlow(group)

@@ -1,0 +1,141 @@
+"""Random numbers of tensor parallel layers: some must agree over the group, the others must not.
+
+Dropout on a replicated activation must drop the same elements on every rank; on what only this rank has (its heads,
+its slice) it must be independent. A script may seed its ranks alike or differently, so neither follows from the
+default generator: the tracker derives both from a number that the group's first rank drew.
+
+Recomputation in backward (activation checkpointing) must repeat the forward pass. PyTorch restores the default
+generator for it, so the tracker draws a *mark* from there: a mark that it has seen before asks for the same numbers
+again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+import torch
+
+from smp_config import Group
+from smp_runtime.job.session import Session
+from smp_runtime.parameters.deferred_creation import Deferral
+from smp_runtime.tensor_parallel.group import TensorGroup
+
+#: Marks kept for recomputation; one per dropout of a training step.
+_REMEMBERED = 2**16
+
+_trackers: weakref.WeakKeyDictionary[Session, RandomTracker] = weakref.WeakKeyDictionary()
+
+
+class RandomTracker:
+    """Two families of random numbers, switched on around an operation that draws from the default generator.
+
+    Args:
+        base: the number both derive from, the same on every rank of the group.
+        rank: position in the group.
+        is_alone: whether the other ranks do not do the same now; such uses are not counted.
+    """
+
+    def __init__(self, base: int, rank: int, is_alone: Callable[[], bool] = lambda: False) -> None:
+        self._base = base
+        self._is_alone = is_alone
+        self._rank = rank
+        self._uses = 0
+        self._marks: OrderedDict[int, int] = OrderedDict()
+
+    @classmethod
+    def of(cls, group: TensorGroup) -> RandomTracker:
+        """The tracker of a group; all ranks call it together the first time, which distributed modules do."""
+        session = group.session
+        found = _trackers.get(session)
+        if found is None and group.is_tracing:  # alone, before parameters that are created later have values
+            return cls(0, group.rank, lambda: True)
+        if found is None:
+            state = torch.get_rng_state()
+            # Replicas that draw the same weights, or are seeded alike, drop out different elements all the same.
+            base = mixed(group.agree(draw_seed()), session.rank_in(Group.RDP))
+            torch.set_rng_state(state)  # a script's own numbers do not depend on which module was the first
+            found = _trackers[session] = cls(base, group.rank, lambda: group.is_tracing)
+        return found
+
+    @classmethod
+    def prepare(cls, group: TensorGroup) -> None:
+        """Make the tracker of a group, with numbers from this place in a model's creation, also where that is deferred."""
+        deferral = Deferral.current()
+        if deferral is None:
+            cls.of(group)
+        elif group.session not in _trackers:
+            deferral.later(_make_tracker, group)
+
+    @contextlib.contextmanager
+    def replicated(self, device: torch.device) -> Iterator[None]:
+        """Random numbers inside are the same on every rank of the group."""
+        with self._seeded(device, 0):
+            yield
+
+    @contextlib.contextmanager
+    def split(self, device: torch.device) -> Iterator[None]:
+        """Random numbers inside are independent on every rank of the group."""
+        with self._seeded(device, 1 + self._rank):
+            yield
+
+    @contextlib.contextmanager
+    def _seeded(self, device: torch.device, stream: int) -> Iterator[None]:
+        if device.type == "meta":  # no values, no random numbers
+            yield
+            return
+        seed = mixed(self._base, self._use(), stream)
+        generator = (
+            torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+        )
+        before = generator.get_state()
+        generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            generator.set_state(before)
+
+    def _use(self) -> int:
+        """The number of this use, or of the forward pass that it repeats."""
+        mark = draw_seed()
+        if self._is_alone():
+            return 0
+        if mark not in self._marks:
+            self._uses += 1
+            self._marks[mark] = self._uses
+            if len(self._marks) > _REMEMBERED:
+                self._marks.popitem(last=False)
+        return self._marks[mark]
+
+
+def _make_tracker(group: TensorGroup) -> None:
+    RandomTracker.of(group)
+
+
+def tracker_state(session: Session, state: dict[str, int] | None = None) -> dict[str, int] | None:
+    """What a session's tracker goes on from, for a checkpoint; with ``state``, it goes on from there."""
+    found = _trackers.get(session)
+    if found is None:
+        return None
+    if state is not None:
+        found._base, found._uses = state["base"], state["uses"]
+        found._marks.clear()
+    return {"base": found._base, "uses": found._uses}
+
+
+def draw_seed() -> int:
+    """A seed from the default generator of the CPU."""
+    return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+
+
+def mixed(*numbers: int) -> int:
+    """A seed that depends on all of ``numbers``; close ones give seeds far apart (the finaliser of splitmix64)."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) % 2**64
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+        state ^= state >> 31
+    return state >> 1

@@ -1,0 +1,85 @@
+"""Tensors in the arguments and results of calls, and their sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+#: Containers and the attributes of objects are followed this deep in search of tensors.
+_DEPTH = 6
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a structure, each once: containers, dataclasses and plain objects are looked into."""
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+
+    def look(item: Any, depth: int) -> None:
+        if isinstance(item, torch.Tensor):
+            found[id(item)] = item
+            return
+        if item is None or isinstance(item, str | bytes | int | float | complex | bool | torch.dtype | torch.device):
+            return
+        if depth == 0 or id(item) in seen or isinstance(item, type | nn.Module) or callable(item):
+            return
+        seen.add(id(item))
+        if isinstance(item, Mapping):
+            inside = list(item.values())
+        elif isinstance(item, list | tuple | set | frozenset):
+            inside = list(item)
+        elif dataclasses.is_dataclass(item):
+            inside = [getattr(item, field.name, None) for field in dataclasses.fields(item)]
+        else:
+            inside = list(getattr(item, "__dict__", {}).values())
+        for part in inside:
+            look(part, depth - 1)
+
+    look(value, _DEPTH)
+    return list(found.values())
+
+
+def argument_tensors(value: Any) -> list[torch.Tensor]:
+    """As :func:`tensors_in`, but only in what operations take: quick, for it sees every one of them."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for item in value for tensor in argument_tensors(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in argument_tensors(item)]
+    return []
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number for the memory that a tensor lies in, the same for all its views."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse and wrapper tensors have none
+        return id(tensor)
+
+
+def total_bytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes of several tensors, each counted once."""
+    return sum(tensor_bytes(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values())
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the elements of a tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+def leaves_of(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [leaf for v in value.values() for leaf in leaves_of(v)]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [leaf for v in value for leaf in leaves_of(v)]
+    return [value]
+
+
+def unshared(value: Any) -> Any:
+    """An object whose tensors do not lie in a mapped file any more, wherever they are in it."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
