@@ -90,15 +90,14 @@ class Activations:
         Raises:
             SMPUserError: a checkpointed module is split over stages that were set by hand.
         """
-        from smp_runtime.activations import marking
-        from smp_runtime.activations import self_checkpointing as foreign
+        from smp_runtime.activations import marking, taking_over
 
         placement = self.placement
         if pipeline is not None and (placement is None or placement.pipeline is not pipeline):
             placement = Placement(pipeline, is_manual=self.is_manual)
             self._placement = weakref.ref(placement)
         if pipeline is not None or self.offloader is not None:
-            foreign.take_over(module)
+            taking_over.take_over(module)
         if placement is not None:
             placement.check(module)
         if self.offloader is not None:
