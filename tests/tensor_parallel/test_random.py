@@ -15,7 +15,7 @@ def _config(degree, optimize, prescaled):
 
 def _masks(seed_by_rank):
     import smdistributed.modelparallel.torch as smp
-    from smp_runtime.tensor_parallel.group import current_group
+    from smp_runtime.nn.distributed_module import current_group
     from smp_runtime.tensor_parallel.random_tracker import RandomTracker
 
     torch.manual_seed(smp.rank() if seed_by_rank else 0)

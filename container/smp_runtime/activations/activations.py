@@ -4,28 +4,64 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from smp_runtime.activations.offloading import Offloader
 from smp_runtime.job import session as sessions
-from smp_runtime.job.session import Session
-from smp_runtime.model.staged_regions import Placement
-from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
+from smp_runtime.job.ranks import Ranks
 
 logger = logging.getLogger("smp")
 
-_of_sessions: weakref.WeakKeyDictionary[Session, Activations] = weakref.WeakKeyDictionary()
+
+class StagedRegions(Protocol):
+    """How the regions of a model lie on the stages of a pipeline; the pipeline's side keeps it.
+
+    Attributes:
+        stage: this rank's.
+        groups: requests to groups of modules on other stages.
+    """
+
+    groups: int
+
+    @property
+    def stage(self) -> int: ...
+
+    def stage_of(self, module: nn.Module) -> int | None:
+        """The stage of a module with all that is in it, or None if it is on several; this rank's for a foreign one."""
+        ...
+
+    def check(self, model: nn.Module) -> None:
+        """Look for checkpointed modules that the partition has split."""
+        ...
+
+    def tell_split(self, module: nn.Module) -> None:
+        """Say once that a module is not checkpointed because it is on several stages."""
+        ...
+
+    def call(
+        self, members: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool
+    ) -> Any:
+        """Call modules of another stage one after the other, as one region there."""
+        ...
+
+    def remote_calls(self) -> int:
+        """Modules of other stages that the running task has called so far."""
+        ...
+
+    def where(self) -> tuple[Any, Any, Any] | None:
+        """Place and action of the running task, and the planned order; None outside tasks."""
+        ...
 
 
 class Activations:
     """The checkpointed activations of one rank.
 
     Args:
-        session: of the job; None before ``smp.init``, when regions are plain.
+        ranks: of the job; None before ``smp.init``, when regions are plain.
 
     Attributes:
         offloader: brings kept activations to CPU memory and back; None without ``offload_activations``.
@@ -34,38 +70,38 @@ class Activations:
         regions: how many have run.
     """
 
-    def __init__(self, session: Session | None) -> None:
-        self.device = torch.device("cpu") if session is None else session.device
+    def __init__(self, ranks: Ranks | None) -> None:
+        self.device = torch.device("cpu") if ranks is None else ranks.device
         # The pipeline holds it, and through its model the session, which must not keep itself alive here.
-        self._placement: weakref.ref[Placement] | None = None
+        self._placement: weakref.ref[StagedRegions] | None = None
         self.offloader: Offloader | None = None
-        self.is_manual = session is not None and not session.cfg.auto_partition
         self.regions = 0
-        self._session = None if session is None else weakref.ref(session)
+        self._ranks = ranks
         self._has_warned = False
         self._steps = 0
-        if session is not None and session.cfg.offload_activations:
-            self.offloader = Offloader(session.cfg.activation_loading_horizon, session.device, self._where)
+        if ranks is not None and ranks.cfg.offload_activations:
+            self.offloader = Offloader(ranks.cfg.activation_loading_horizon, ranks.device, self._where)
 
     @classmethod
     def here(cls) -> Activations:
         """Those of the running session; plain ones before ``smp.init``."""
         if not sessions.is_initialized():
             return _plain
-        session = sessions.current()
-        found = _of_sessions.get(session)
-        if found is None:
-            found = _of_sessions[session] = cls(session)
-        return found
+        ranks = sessions.current().ranks
+        return ranks.keep(cls, lambda: cls(ranks))
 
     @property
-    def placement(self) -> Placement | None:
+    def placement(self) -> StagedRegions | None:
         """See the attributes."""
         return None if self._placement is None else self._placement()
 
+    @placement.setter
+    def placement(self, value: StagedRegions) -> None:
+        self._placement = weakref.ref(value)
+
     def device_of(self, leaves: Iterable[Any]) -> torch.device:
         """Whose random numbers a region uses: this rank's device, or before ``smp.init`` that of the arguments."""
-        if self._session is None:
+        if self._ranks is None:
             for leaf in leaves:
                 if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
                     self.device = leaf.device
@@ -81,28 +117,13 @@ class Activations:
         placement = self.placement
         if placement is not None and (place := placement.where()) is not None:
             return place
-        session = None if self._session is None else self._session()
-        return (None if session is None else session.microbatch, ()), None, None
+        return (None if self._ranks is None else self._ranks.step.microbatch, ()), None, None
 
-    def begin_step(self, module: nn.Module, pipeline: Pipeline | None) -> None:
-        """A step of a model begins; every rank of a pipeline calls it.
-
-        Raises:
-            SMPUserError: a checkpointed module is split over stages that were set by hand.
-        """
-        from smp_runtime.activations import marking, taking_over
-
-        placement = self.placement
-        if pipeline is not None and (placement is None or placement.pipeline is not pipeline):
-            placement = Placement(pipeline, is_manual=self.is_manual)
-            self._placement = weakref.ref(placement)
-        if pipeline is not None or self.offloader is not None:
-            taking_over.take_over(module)
-        if placement is not None:
-            placement.check(module)
+    def step_begins(self, has_marks: bool) -> None:
+        """A step begins; ``has_marks`` says whether any module is checkpointed."""
         if self.offloader is not None:
             self.offloader.begin_step()
-            self._warn_if_useless(marking.has_marks(module))
+            self._warn_if_useless(has_marks)
         self._steps += 1
 
     def _warn_if_useless(self, has_marks: bool) -> None:

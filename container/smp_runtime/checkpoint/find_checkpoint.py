@@ -16,8 +16,9 @@ from smp_runtime.checkpoint.files.manifest import (
     newest_name,
     verify,
 )
+from smp_runtime.comm.control import host_name
 from smp_runtime.errors import CheckpointError
-from smp_runtime.job.session import Session, host_name
+from smp_runtime.job.session import Session
 
 logger = logging.getLogger("smp")
 
@@ -41,14 +42,14 @@ def find_checkpoint(session: Session, path: Path, tag: str | None, needs: Needs)
     Raises:
         CheckpointError: on every rank: there is none, it is damaged, or it belongs to another model.
     """
-    everyone = list(range(session.control.size))
+    everyone = list(range(session.ranks.control.size))
     found: dict[_Key, FoundCheckpoint] = {}
     failure = None
     try:
         found = {(c.name, c.save): c for c in reversed(checkpoints_in(path, formers=True))}
     except Exception as error:  # whatever it is, the other ranks wait to be told
         failure = f"{type(error).__name__}: {error}"
-    views = session.control.allgather(([*reversed(found)], newest_name(path), failure), everyone)
+    views = session.ranks.control.allgather(([*reversed(found)], newest_name(path), failure), everyone)
     for rank, (_, _, why) in enumerate(views):
         if why:
             raise CheckpointError(f"rank {rank} cannot look for checkpoints in {path} ({why}); check the path")
@@ -61,15 +62,15 @@ def find_checkpoint(session: Session, path: Path, tag: str | None, needs: Needs)
     for name, save in candidates:
         if save == _DIFFERENT:
             here = [c for c in found.values() if c.name == name and c.manifest is None]
-            problems = _merged(session.control.allgather([why for c in here for why in c.problems], everyone))
+            problems = _merged(session.ranks.control.allgather([why for c in here for why in c.problems], everyone))
             problems = problems or ["hosts have different saves of it"]
         else:
             problems = _problems(session, found[name, save], needs)
         if not problems:
             chosen = found[name, save]
-            if refused and session.rank == 0:
+            if refused and session.ranks.rank == 0:
                 logger.warning("%s; resuming from %s instead", "; ".join(refused), chosen.folder)
-            elif chosen.is_former and chosen.folder.with_name(name).exists() and session.local_rank == 0:
+            elif chosen.is_former and chosen.folder.with_name(name).exists() and session.ranks.local_rank == 0:
                 logger.warning("%s is not the same on all hosts; resuming from %s", path / name, chosen.folder)
             return chosen
         refused.append(f"the checkpoint {path / name} is not whole: {', '.join(problems)}")
@@ -109,7 +110,7 @@ def _candidates(listed: Sequence[Sequence[_Key]], pointed: set[str | None], tag:
 
 def _problems(session: Session, checkpoint: FoundCheckpoint, needs: Needs) -> list[str]:
     """What is wrong with a checkpoint on any rank; its host's ranks share the reading of the files out among them."""
-    everyone = list(range(session.control.size))
+    everyone = list(range(session.ranks.control.size))
     wanted: list[str] | None = None
     refusal: str | None = None
     failure: Exception | None = None
@@ -126,7 +127,7 @@ def _problems(session: Session, checkpoint: FoundCheckpoint, needs: Needs) -> li
             refusal = str(error)
         except Exception as error:  # whatever it is, the other ranks wait to be told
             failure, refusal = error, f"{type(error).__name__}: {error}"
-    views = session.control.allgather((host_name(), wanted, problems, refusal), everyone)
+    views = session.ranks.control.allgather((host_name(), wanted, problems, refusal), everyone)
     refusals = [why for _, _, _, why in views if why]
     if failure is not None:
         raise failure
@@ -136,12 +137,12 @@ def _problems(session: Session, checkpoint: FoundCheckpoint, needs: Needs) -> li
     if said or manifest is None:
         return said
     here = sorted({name for host, names, _, _ in views if host == host_name() for name in names or ()})
-    mine = _share(manifest, here, session.local_rank, session.local_size)
+    mine = _share(manifest, here, session.ranks.local_rank, session.ranks.local_size)
     try:
         problems = verify(checkpoint.folder, manifest, mine)
     except OSError as error:
         problems = [f"it cannot be read ({error})"]
-    return _merged(session.control.allgather(problems, everyone))
+    return _merged(session.ranks.control.allgather(problems, everyone))
 
 
 def _share(manifest: Manifest, files: Sequence[str], index: int, count: int) -> list[str]:

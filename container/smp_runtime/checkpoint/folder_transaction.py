@@ -21,8 +21,9 @@ from smp_runtime.checkpoint.files.manifest import (
 )
 from smp_runtime.checkpoint.files.whole_file import write_text
 from smp_runtime.checkpoint.rank_agreement import Exchange
+from smp_runtime.comm.control import host_name
 from smp_runtime.errors import CheckpointError
-from smp_runtime.job.session import Session, host_name
+from smp_runtime.job.session import Session
 
 logger = logging.getLogger("smp")
 
@@ -50,11 +51,11 @@ class FolderTransaction:
     """
 
     def __init__(self, session: Session, final: Path, problem: str | None = None) -> None:
-        control, everyone = session.control, list(range(session.control.size))
-        self._rank = session.rank
+        control, everyone = session.ranks.control, list(range(session.ranks.control.size))
+        self._rank = session.ranks.rank
         self.final = final
         self.writing = final.with_name(f".{final.name}.tmp")
-        self.keeps_order = session.rank == 0
+        self.keeps_order = session.ranks.rank == 0
         #: What :meth:`_publish` has done so far, the last first, as what takes it back.
         self._done: list[Callable[[], object]] = []
         token = ""
@@ -62,7 +63,7 @@ class FolderTransaction:
             token = f"{random.SystemRandom().getrandbits(64):016x}"
             problem = problem or _failure_of(lambda: self._restart(token))
         self.token = token = control.broadcast(token, everyone)
-        if not self.keeps_order and session.local_rank == 0:
+        if not self.keeps_order and session.ranks.local_rank == 0:
             problem = problem or _failure_of(lambda: self._join(token))
         found = control.allgather((self.keeps_order, host_name(), problem), everyone)
         failures = [(rank, why) for rank, (_, _, why) in enumerate(found) if why]
@@ -188,7 +189,7 @@ def not_saved(final: Path, failures: list[tuple[int, str]]) -> CheckpointError:
 
 def refuse_if_any_failed(session: Session, failure: str | None, final: Path) -> None:
     """Raise on every rank when any rank could not write its part; every rank calls it."""
-    failures = session.control.allgather(failure, list(range(session.control.size)))
+    failures = session.ranks.control.allgather(failure, list(range(session.ranks.control.size)))
     broken = [(rank, why) for rank, why in enumerate(failures) if why]
     if broken:
         raise not_saved(final, broken)

@@ -48,7 +48,7 @@ def save(
     try:
         state = model.state_to_save()
         optimizer_state = optimizer.full_state_dict(gather_to_rank0=True) if optimizer is not None else None
-        if session.rank == 0:
+        if session.ranks.rank == 0:
             save_id = new_save_id()
             content = user_content(save_id)
             folder.mkdir(parents=True, exist_ok=True)
@@ -97,13 +97,13 @@ def resume(
     except Exception as error:  # whatever it is, the other ranks must not load either
         failure = error
     said = None if failure is None else f"{type(failure).__name__}: {failure}"
-    everyone = session.control.allgather(said, list(range(session.control.size)))
+    everyone = session.ranks.control.allgather(said, list(range(session.ranks.control.size)))
     if failure is not None:
         raise failure
     for rank, why in enumerate(everyone):
         if why:
             raise CheckpointError(f"rank {rank} cannot load {file} ({why}); nothing was loaded")
-    if optimizer is not None and optimizer_state is None and session.rank == 0:
+    if optimizer is not None and optimizer_state is None and session.ranks.rank == 0:
         logger.warning(
             "%s has no optimizer state beside it (%s): only the weights are loaded", file, optimizer_file.name
         )

@@ -119,7 +119,7 @@ class Loading:
                     else "; build the model as when it was saved, or pass strict=False"
                 )
             )
-        if (missing or unexpected) and self._session.rank == 0:
+        if (missing or unexpected) and self._session.ranks.rank == 0:
             logger.warning(
                 "%s is loaded without %s; not used of it: %s", self._title, _some(missing), _some(unexpected)
             )
@@ -151,14 +151,14 @@ class Loading:
                 f"{here}, or others; build it from the same parameter groups as when it was saved, or pass load_optimizer=False"
             )
         kind = type(self._optimizer.optimizer).__name__ if self._optimizer is not None else ""
-        if saved.type != kind and self._session.rank == 0:
+        if saved.type != kind and self._session.ranks.rank == 0:
             logger.warning("%s has the state of %s, which is loaded into %s", self._title, saved.type, kind)
 
     def files(self) -> set[str] | None:
         """The files that this rank reads; None as long as nobody knows."""
         if not self._model.partitioned and not self._fits_partition():
             return None
-        rank = self._session.rank
+        rank = self._session.ranks.rank
         found = {name for name in self.manifest.files if name in (PARTITION, "user_content.pt")}
         if self.same_topology and random_states.file_name(rank) in self.manifest.files:
             found.add(random_states.file_name(rank))
@@ -166,7 +166,7 @@ class Loading:
         found |= {file for file, keys in self.manifest.pieces.items() if EXTRA in keys}
         if not self._model.partitioned:
             # Those of this stage in the partition that will be adopted.
-            stage = self._session.rank_in(Group.PP)
+            stage = self._session.ranks.rank_in(Group.PP)
             names = {name for name, r in self.manifest.parameters.items() if r.stage == stage}
             names |= {name for name, r in self.manifest.buffers.items() if r.stage == stage}
             return found | {
@@ -205,16 +205,17 @@ class Loading:
         """Whether ranks correspond to those that saved."""
         saved, session = self.manifest.topology, self._session
         mine = {
-            "world_size": session.control.size,
-            "pipeline": session.size(Group.PP),
-            "tensor": session.size(Group.TP),
-            "placement": session.topology.placement,
+            "world_size": session.ranks.control.size,
+            "pipeline": session.ranks.size(Group.PP),
+            "tensor": session.ranks.size(Group.TP),
+            "placement": session.ranks.topology.placement,
         }
         return all(saved.get(key) == value for key, value in mine.items())
 
     def _fits_partition(self) -> bool:
         return (
-            self.manifest.topology.get("pipeline") == self._session.size(Group.PP) and PARTITION in self.manifest.files
+            self.manifest.topology.get("pipeline") == self._session.ranks.size(Group.PP)
+            and PARTITION in self.manifest.files
         )
 
     # -- loading ---------------------------------------------------------------------------------------------------
@@ -225,9 +226,9 @@ class Loading:
             return
         assignment = Assignment.load(self.folder / PARTITION)
         try:
-            assignment.check(self._model.module, self._session.size(Group.PP))
+            assignment.check(self._model.module, self._session.ranks.size(Group.PP))
         except SMPUserError as error:
-            if self._session.rank == 0:
+            if self._session.ranks.rank == 0:
                 logger.info("the model is partitioned anew: %s", error)
             return
         self._model.adopt(assignment)

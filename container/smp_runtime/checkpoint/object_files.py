@@ -19,12 +19,12 @@ from smp_runtime.job.session import Session
 
 def partial_suffix(session: Session, *, v3: bool = False) -> str:
     """What distinguishes this rank's partial file: ``mp_rank``; ``pp_tp`` with tensor parallelism; or ``pp_tp_rdp``."""
-    pp, tp, rdp = (session.rank_in(group) for group in (Group.PP, Group.TP, Group.RDP))
+    pp, tp, rdp = (session.ranks.rank_in(group) for group in (Group.PP, Group.TP, Group.RDP))
     if v3:
         return f"{pp}_{tp}_{rdp}"
-    if session.size(Group.TP) > 1:
+    if session.ranks.size(Group.TP) > 1:
         return f"{pp}_{tp}"
-    return str(session.rank_in(Group.MP))
+    return str(session.ranks.rank_in(Group.MP))
 
 
 def save(
@@ -63,7 +63,7 @@ def load(
             on, whichever GPU its writer had, and leaves what was on the CPU there.
     """
     if map_location is None:
-        map_location = here(session.device)
+        map_location = here(session.ranks.device)
     path = Path(_name(f) + (f"_{partial_suffix(session, v3=v3)}" if partial else ""))
     if pickle_module is None and not pickle_load_args:
         return read_tensors(path, map_location)

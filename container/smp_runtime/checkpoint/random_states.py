@@ -21,9 +21,9 @@ def file_name(rank: int) -> str:
 def random_state(session: Session) -> dict[str, Any]:
     """This rank's generators, and what tensor parallel layers derive theirs from."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if session.device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(session.device)
-    tracker = tracker_state(session)
+    if session.ranks.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(session.ranks.device)
+    tracker = tracker_state(session.ranks)
     if tracker is not None:
         state["tensor_parallel"] = tracker
     return state
@@ -32,10 +32,10 @@ def random_state(session: Session) -> dict[str, Any]:
 def restore(session: Session, state: dict[str, Any] | None, same_topology: bool) -> None:
     """Continue a rank's random numbers; with other degrees every rank keeps its own, since none corresponds."""
     if state is None or not same_topology:
-        if session.rank == 0:
+        if session.ranks.rank == 0:
             logger.info("random numbers go on from this job's seeds: the checkpoint was saved with other degrees")
         return
     torch.set_rng_state(state["cpu"])
-    if session.device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], session.device)
-    tracker_state(session, state.get("tensor_parallel"))
+    if session.ranks.device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], session.ranks.device)
+    tracker_state(session.ranks, state.get("tensor_parallel"))

@@ -85,9 +85,9 @@ class Share:
     def __init__(self, session: Session, hosts: Sequence[int] | None) -> None:
         self._session = session
         self._hosts = hosts
-        self.rdp = session.rank_in(Group.RDP)
+        self.rdp = session.ranks.rank_in(Group.RDP)
         #: Whether this rank writes what all tensor parallel ranks have alike.
-        self.leads_tensors = session.rank_in(Group.TP) == 0
+        self.leads_tensors = session.ranks.rank_in(Group.TP) == 0
 
     @property
     def has_copies(self) -> bool:
@@ -101,11 +101,11 @@ class Share:
         if self._hosts is None:
             return False
         session = self._session
-        me = session.topology.coordinates(session.rank)
-        for rank in range(session.rank):
-            at = session.topology.coordinates(rank)
+        me = session.ranks.topology.coordinates(session.ranks.rank)
+        for rank in range(session.ranks.rank):
+            at = session.ranks.topology.coordinates(rank)
             same = (at.pp, at.tp, at.rdp % parts) == (me.pp, me.tp, me.rdp % parts)
-            if same and self._hosts[rank] == self._hosts[session.rank]:
+            if same and self._hosts[rank] == self._hosts[session.ranks.rank]:
                 return False
         return True
 
@@ -114,22 +114,22 @@ class Share:
         session = self._session
         if parts == 1:
             return partial_suffix(session)
-        if session.size(Group.MP) == 1 and session.cfg.sharded_data_parallel_degree > 1:
+        if session.ranks.size(Group.MP) == 1 and session.ranks.cfg.sharded_data_parallel_degree > 1:
             return str(self.rdp % parts)
         return self.coordinates(parts)
 
     def coordinates(self, parts: int) -> str:
         """This rank's place on the three axes."""
         session = self._session
-        return f"{session.rank_in(Group.PP)}_{session.rank_in(Group.TP)}_{self.rdp % parts}"
+        return f"{session.ranks.rank_in(Group.PP)}_{session.ranks.rank_in(Group.TP)}_{self.rdp % parts}"
 
 
 def state_parts(session: Session, model: DistributedModel | None) -> int:
     """Among how many neighbours along the reduced data parallel axis optimizer state is shared out."""
     if model is not None and model.shards is not None:
-        return session.size(Group.SHARD)
+        return session.ranks.size(Group.SHARD)
     if model is not None and isinstance(model.sharded_state, ShardedState):
-        return session.size(Group.RDP)
+        return session.ranks.size(Group.RDP)
     return 1
 
 
@@ -286,7 +286,7 @@ def _master_file(
         # Small parameters stay whole on every rank of a sharding group.
         and (sharded is None or (h.record is not None and h.record.parameter in sharded) or share.rdp % parts == 0)
     ]
-    scaler = optimizer.loss_scaler.state_dict() if optimizer is not None and session.cfg.fp16 else None
+    scaler = optimizer.loss_scaler.state_dict() if optimizer is not None and session.ranks.cfg.fp16 else None
     if not held and scaler is None:
         return
     file = f"fp16_states_{share.suffix(parts)}.pt"
@@ -411,7 +411,7 @@ def flat_groups(
     shards = model.shards
     if shards is None:
         raise AssertionError("flat groups belong to sharded data parallelism")
-    degree, position = session.size(Group.SHARD), session.rank_in(Group.SHARD)
+    degree, position = session.ranks.size(Group.SHARD), session.ranks.rank_in(Group.SHARD)
     local = _local(model)
     made = FlatGroups(buffers=[])
     places: dict[torch.nn.Parameter, tuple[int, int, int, int]] = {}

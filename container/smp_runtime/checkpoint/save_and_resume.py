@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from smp_config import Group
 from smp_runtime.checkpoint import full_checkpoint as full
@@ -19,10 +19,8 @@ from smp_runtime.checkpoint.load_partial import Loading
 from smp_runtime.checkpoint.save_partial import Saver, check_tag
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.job.session import Session
-
-if TYPE_CHECKING:
-    from smp_runtime.model.distributed_model import DistributedModel
-    from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+from smp_runtime.model.distributed_model import DistributedModel
+from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 
 logger = logging.getLogger("smp")
 
@@ -72,19 +70,16 @@ def save_checkpoint(
         raise SMPUserError(f"num_kept_partial_checkpoints is {num_kept_partial_checkpoints}; keep at least 1, or None")
     if async_save and not partial:
         raise SMPUserError("async_save is for partial checkpoints, but partial is False; leave one of them out")
-    if model is None and len(session.models) != 1:
-        raise SMPUserError(
-            f"{len(session.models)} wrapped models are alive, so it is not clear which one to save: pass model="
-        )
-    chosen = model or session.model
-    if chosen is None:
-        raise AssertionError("there is one model")
+    models = _models(session)
+    if model is None and len(models) != 1:
+        raise SMPUserError(f"{len(models)} wrapped models are alive, so it is not clear which one to save: pass model=")
+    chosen = model or models[0]
     if not chosen.partitioned:
         raise SMPUserError(
             "the model was not partitioned yet, so there is nothing to save: its weights get their place in the first step; save "
             "after it"
         )
-    optimizer = optimizer or session.optimizer
+    optimizer = optimizer or _optimizer(session)
     if optimizer is not None and not hasattr(optimizer, "original_groups"):
         raise SMPUserError(f"optimizer= is a {type(optimizer).__name__}; pass what smp.DistributedOptimizer returned")
     folder = Path(path)
@@ -152,12 +147,13 @@ def resume_from_checkpoint(
         CheckpointError: nothing to resume, a file is missing or damaged, or it belongs to another model; nothing was
             loaded.
     """
-    if len(session.models) != 1:
+    models = _models(session)
+    if len(models) != 1:
         raise SMPUserError(
-            f"{len(session.models)} wrapped models are alive, so it is not clear which one to load into: keep a reference to "
+            f"{len(models)} wrapped models are alive, so it is not clear which one to load into: keep a reference to "
             "the one that smp.DistributedModel returned"
         )
-    model, optimizer = session.models[0], session.optimizer if load_optimizer else None
+    model, optimizer = models[0], _optimizer(session) if load_optimizer else None
     folder = Path(path)
     if not partial:
         return full.resume(
@@ -167,7 +163,7 @@ def resume_from_checkpoint(
     plans: dict[str, Loading] = {}
 
     def needs(checkpoint: FoundCheckpoint) -> set[str] | None:
-        sharded = session.cfg.sharded_data_parallel_degree > 1
+        sharded = session.ranks.cfg.sharded_data_parallel_degree > 1
         if checkpoint.manifest is not None:
             sharded = sharded or checkpoint.manifest.topology.get("sharded", 1) > 1
         plans[checkpoint.name] = plan = Loading(
@@ -182,7 +178,7 @@ def resume_from_checkpoint(
 
     found = find_checkpoint(session, folder, tag, needs)
     plan = plans[found.name]
-    if load_optimizer and optimizer is None and plan.manifest.optimizer is not None and session.rank == 0:
+    if load_optimizer and optimizer is None and plan.manifest.optimizer is not None and session.ranks.rank == 0:
         logger.warning(
             "%s has the state of an optimizer, but none was wrapped yet: wrap it before resume_from_checkpoint, or pass "
             "load_optimizer=False",
@@ -193,7 +189,7 @@ def resume_from_checkpoint(
         content = user_contents.read(found.folder / USER_CONTENT, trusted=trust_user_content)
     plan.adopt_partition()
     with _raised_on_all(session):
-        random_state = plan.reader.content(random_states.file_name(session.rank))
+        random_state = plan.reader.content(random_states.file_name(session.ranks.rank))
         plan.load()
         random_states.restore(session, random_state, plan.same_topology)
     return content
@@ -209,10 +205,21 @@ def _raised_on_all(session: Session) -> Iterator[None]:
     except CheckpointError as error:
         failure = str(error)
     except Exception as error:  # whatever it is, the other ranks wait to be told
-        failure, other = f"rank {session.rank} could not resume: {type(error).__name__}: {error}", error
-    everyone = session.control.allgather(failure, session.topology.group_of(Group.WORLD, session.rank))
+        failure, other = f"rank {session.ranks.rank} could not resume: {type(error).__name__}: {error}", error
+    everyone = session.ranks.control.allgather(
+        failure, session.ranks.topology.group_of(Group.WORLD, session.ranks.rank)
+    )
     if other is not None:
         raise other
     for why in everyone:
         if why:
             raise CheckpointError(why)
+
+
+def _models(session: Session) -> list[DistributedModel]:
+    return [model for model in session.models if isinstance(model, DistributedModel)]
+
+
+def _optimizer(session: Session) -> DistributedOptimizer | None:
+    optimizer = session.optimizer
+    return optimizer if isinstance(optimizer, DistributedOptimizer) else None

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp")
 
-_savers: weakref.WeakKeyDictionary[Session, Saver] = weakref.WeakKeyDictionary()
-
 
 @dataclass
 class Report:
@@ -101,10 +99,7 @@ class Saver:
     @classmethod
     def of(cls, session: Session) -> Saver:
         """The saver of a session; always the same object."""
-        found = _savers.get(session)
-        if found is None:
-            found = _savers[session] = cls(session)
-        return found
+        return session.ranks.keep(cls, lambda: cls(session))
 
     def wait(self) -> None:
         """Return when the checkpoint that is being written is complete, and named in ``newest``.
@@ -146,24 +141,24 @@ class Saver:
         except Exception as error:
             problem = f"the checkpoint before this one was not saved: {error}"
         try:
-            if session.rank == 0:
+            if session.ranks.rank == 0:
                 content = user_content()
         except Exception as error:  # whatever it is, the other ranks wait to be told
             problem = problem or _words(error)
         transaction = FolderTransaction(session, final, problem)
         if transaction.hosts is not None:  # the same file on every host
-            content = session.control.broadcast(content, list(range(session.control.size)))
+            content = session.ranks.control.broadcast(content, list(range(session.ranks.control.size)))
         exchange: Exchange | None = None
         if in_background:
-            exchange = background_exchange(session.control, transaction.token)
-            if not all(session.control.allgather(exchange is not None, list(range(session.control.size)))):
+            exchange = background_exchange(session.ranks.control, transaction.token)
+            if not all(session.ranks.control.allgather(exchange is not None, list(range(session.ranks.control.size)))):
                 exchange = None  # all ranks must use the same
-            if exchange is None and session.rank == 0:
+            if exchange is None and session.ranks.rank == 0:
                 logger.warning("async_save needs a newer PyTorch: this checkpoint is saved at once")
         # Apart from what follows, where ranks may wait for each other.
         described, undescribed = None, None
         try:
-            described = describe(session, tag, model, optimizer) if session.rank == 0 else None
+            described = describe(session, tag, model, optimizer) if session.ranks.rank == 0 else None
         except Exception as error:  # whatever it is, the other ranks wait to be told
             undescribed = _words(error)
         report, jobs, first = Report(), dict[str, Callable[[], Any]](), None
@@ -176,9 +171,11 @@ class Saver:
         except Exception as error:  # whatever it is, the other ranks wait to be told
             report.failure = _words(error)
         report.failure = undescribed or report.failure
-        together = session.cfg.sharded_data_parallel_degree > 1
+        together = session.ranks.cfg.sharded_data_parallel_degree > 1
         if exchange is None:
-            _complete(transaction, report, first, jobs, described, ControlExchange(session.control), keep, together)
+            _complete(
+                transaction, report, first, jobs, described, ControlExchange(session.ranks.control), keep, together
+            )
             return
         self._thread = threading.Thread(
             target=self._in_background,
@@ -206,7 +203,7 @@ class Saver:
                 jobs[name] = _given(build(self._copied))
             else:
                 jobs[name] = functools.partial(build, _live)
-        jobs[random_states.file_name(session.rank)] = _given(random_states.random_state(session))
+        jobs[random_states.file_name(session.ranks.rank)] = _given(random_states.random_state(session))
         if transaction.keeps_order:
             jobs[USER_CONTENT] = _given(content)
             if model.assignment is not None:
@@ -215,17 +212,17 @@ class Saver:
             config = config_of(model.module)
             if config is not None:  # so that the weights can become a model of Transformers again
                 jobs[CONFIG] = _given((json.dumps(config, indent=2) + "\n").encode())
-        if snapshot and session.device.type == "cuda":
-            torch.cuda.synchronize(session.device)
+        if snapshot and session.ranks.device.type == "cuda":
+            torch.cuda.synchronize(session.ranks.device)
         return jobs
 
     def _sharding_group(self, model: DistributedModel) -> dist.ProcessGroup | None:
         """This rank's sharding group once more, for the thread that writes; every rank makes all of them."""
         session = self._session
         if model.shards is not None and self._group is None:
-            for ranks in session.topology.groups(Group.SHARD):
+            for ranks in session.ranks.topology.groups(Group.SHARD):
                 group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds()), backend="gloo")
-                if session.rank in ranks:
+                if session.ranks.rank in ranks:
                     self._group = group
         return self._group
 
@@ -301,14 +298,14 @@ def _verdict(
 def describe(session: Session, tag: str, model: DistributedModel, optimizer: DistributedOptimizer | None) -> Described:
     """What the manifest says besides what ranks have written."""
     topology = {
-        "world_size": session.control.size,
-        "pipeline": session.size(Group.PP),
-        "tensor": session.size(Group.TP),
-        "sharded": session.cfg.sharded_data_parallel_degree,
-        "shard_optimizer_state": session.cfg.shard_optimizer_state,
-        "placement": session.topology.placement,
+        "world_size": session.ranks.control.size,
+        "pipeline": session.ranks.size(Group.PP),
+        "tensor": session.ranks.size(Group.TP),
+        "sharded": session.ranks.cfg.sharded_data_parallel_degree,
+        "shard_optimizer_state": session.ranks.cfg.shard_optimizer_state,
+        "placement": session.ranks.topology.placement,
     }
-    precision = "fp16" if session.cfg.fp16 else "bf16" if session.cfg.bf16 else "fp32"
+    precision = "fp16" if session.ranks.cfg.fp16 else "bf16" if session.ranks.cfg.bf16 else "fp32"
     entries = updated(model, optimizer) if optimizer is not None else []
     return Described(
         tag,

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from smp_config import Group, Topology, smddp
 from smp_runtime.comm.control import ControlPlane, timeout_seconds
 from smp_runtime.errors import SMPRuntimeError
-from smp_runtime.smddp import register
 
 logger = logging.getLogger("smp")
 
@@ -52,8 +51,6 @@ class ProcessGroups:
         self._rank = control.rank
         device = device or torch.device("cpu")
         self._device = device
-        if backend == smddp.BACKEND:
-            register()
         self._owns_default = not dist.is_initialized()
         if self._owns_default:
             self._start(control, backend, port)

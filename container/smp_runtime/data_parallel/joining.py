@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-if TYPE_CHECKING:
-    from smp_runtime.model.replicas import ReplicatedModel
+
+class Replica(Protocol):
+    """A wrapped model, as one of several."""
+
+    def shadow_step(self) -> None:
+        """Answer the collectives of one step of the others, with nothing to add."""
+
+    def take_over(self, is_last: bool) -> None:
+        """Copy the weights of a rank that was among the last to be done; every rank calls it."""
 
 
 class JoinedModel(Joinable):
     """What PyTorch's ``Join`` context needs to know of a wrapped model."""
 
-    def __init__(self, model: ReplicatedModel, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, model: Replica, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
         self._model = model
         self._group = group
@@ -37,7 +44,7 @@ class JoinedModel(Joinable):
 class _Shadow(JoinHook):
     """Takes part in every step of the others with gradients of zero, then takes over their weights."""
 
-    def __init__(self, model: ReplicatedModel) -> None:
+    def __init__(self, model: Replica) -> None:
         self._model = model
 
     def main_hook(self) -> None:

@@ -11,7 +11,7 @@ from smp_config import Group
 from smp_runtime.comm.bucket_transport import Transport
 from smp_runtime.data_parallel.reducer import GradientReducer
 from smp_runtime.errors import SMPUserError
-from smp_runtime.job.session import Session
+from smp_runtime.job.ranks import Ranks
 from smp_runtime.parameters.registry import ParameterRegistry
 
 
@@ -55,18 +55,18 @@ class ReducerSet:
 Reducer = GradientReducer | ReducerSet
 
 
-def sharing_group(session: Session) -> Group:
+def sharing_group(ranks: Ranks) -> Group:
     """The ranks that share out the optimizer's state of all parameters among them.
 
     Raises:
         SMPUserError: there are none: with a batch per tensor parallel rank, ordinary layers are averaged over more ranks
             than hold the parts of distributed ones.
     """
-    if session.size(Group.TP) == 1:
+    if ranks.size(Group.TP) == 1:
         return Group.DP
-    if not session.cfg.prescaled_batch:
+    if not ranks.cfg.prescaled_batch:
         raise SMPUserError(
-            f"shard_optimizer_state is true and tensor_parallel_degree is {session.size(Group.TP)}, but every tensor parallel rank "
+            f"shard_optimizer_state is true and tensor_parallel_degree is {ranks.size(Group.TP)}, but every tensor parallel rank "
             "has a batch of its own, so that ordinary and distributed layers are averaged over different ranks; set "
             '"prescaled_batch": True, or turn shard_optimizer_state off'
         )
@@ -74,23 +74,23 @@ def sharing_group(session: Session) -> Group:
 
 
 def make_reducer(
-    registry: ParameterRegistry, trained: Sequence[torch.nn.Parameter], session: Session, **options: Any
+    registry: ParameterRegistry, trained: Sequence[torch.nn.Parameter], ranks: Ranks, **options: Any
 ) -> Reducer:
     """What averages the gradients of ``trained``, each over its record's group; ``options`` as of a reducer."""
     by_group: dict[Group, list[torch.nn.Parameter]] = {}
     shares = options.get("buckets") is not None
     for parameter in trained:
-        group = sharing_group(session) if shares else registry.record_of(parameter).reduction
+        group = sharing_group(ranks) if shares else registry.record_of(parameter).reduction
         by_group.setdefault(group, []).append(parameter)
     # With a batch per rank, the gradient of a distributed layer is the sum over the tensor parallel group's batches.
-    divisors = {Group.DP: session.size(Group.DP)}
-    divisors[Group.RDP] = session.size(Group.RDP if session.cfg.prescaled_batch else Group.DP)
+    divisors = {Group.DP: ranks.size(Group.DP)}
+    divisors[Group.RDP] = ranks.size(Group.RDP if ranks.cfg.prescaled_batch else Group.DP)
     reducers = [
         GradientReducer(
             by_group.get(group, []),
-            session.groups.group(group),
-            session.members(group),
-            session.collectives,
+            ranks.groups.group(group),
+            ranks.members(group),
+            ranks.collectives,
             divisor=divisors[group],
             **options,
         )

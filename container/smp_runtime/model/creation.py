@@ -11,7 +11,9 @@ from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
-from smp_runtime.parameters.deferred_creation import deferring
+from smp_runtime.job.session import Session
+from smp_runtime.parameters.deferred_creation import Deferrals, deferring
+from smp_runtime.pipeline.partition.manual_stages import ManualAssignment
 from smp_runtime.replacement import scopes
 
 
@@ -22,7 +24,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     Operations on tensors inside are recorded and run later, so the model's constructor must not read values
     (``item()``, ``if tensor: …``). Inside another such context it changes nothing.
     """
-    with deferring(sessions.current().deferrals) if enabled else contextlib.nullcontext():
+    with deferring(sessions.current().ranks.keep(Deferrals, Deferrals)) if enabled else contextlib.nullcontext():
         yield
 
 
@@ -50,7 +52,7 @@ def model_creation(
     try:
         with (
             scopes.tensor_parallelism(tensor_parallelism, **tensor_parallel_config),
-            delay_param_initialization(enabled=sessions.current().cfg.delayed_parameter_initialization),
+            delay_param_initialization(enabled=sessions.current().ranks.cfg.delayed_parameter_initialization),
         ):
             yield
     finally:
@@ -65,7 +67,7 @@ def partition(partition_id: int) -> contextlib.AbstractContextManager[None]:
     Raises:
         SMPUserError: no such stage.
     """
-    return sessions.current().manual.partition(partition_id)
+    return manual_of(sessions.current()).partition(partition_id)
 
 
 def set_partition(module: nn.Module, pp_rank: int) -> None:
@@ -94,4 +96,15 @@ def set_partition(module: nn.Module, pp_rank: int) -> None:
             "already: the model was partitioned in its first step, or when a checkpoint brought its partition, and parameters do "
             "not move afterwards; call smp.set_partition between smp.DistributedModel and the first step"
         )
-    session.manual.set_partition(module, pp_rank)
+    manual_of(session).set_partition(module, pp_rank)
+
+
+def manual_of(session: Session) -> ManualAssignment:
+    """The stages that the script has set by hand."""
+    ranks = session.ranks
+
+    def make() -> ManualAssignment:
+        cfg = ranks.cfg
+        return ManualAssignment(cfg.pipeline_parallel_degree, cfg.default_partition or 0, automatic=cfg.auto_partition)
+
+    return ranks.keep(ManualAssignment, make)

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from smp_config import Group
 from smp_config.buckets import effective_bucket_bytes
-from smp_runtime.activations.activations import Activations
+from smp_runtime.activations.begin_step import begin_step
 from smp_runtime.activations.marking import carry_over, marks
 from smp_runtime.data_parallel.bucket_transports import HookTransport
 from smp_runtime.data_parallel.joining import JoinedModel
@@ -22,7 +22,9 @@ from smp_runtime.data_parallel.reducer_set import Reducer, make_reducer, sharing
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.model.gradient_window import SteppedModel
-from smp_runtime.parameters.deferred_creation import materialize
+from smp_runtime.model.staged_regions import Placement
+from smp_runtime.optim.clipping_watch import watch_clipping
+from smp_runtime.parameters.deferred_creation import Deferrals, materialize
 from smp_runtime.parameters.optimizer_shards import Piece, bare_piece, whole_piece
 from smp_runtime.parameters.precision import Precision, is_rotary
 from smp_runtime.parameters.registry import ParameterRegistry
@@ -80,14 +82,16 @@ class DistributedModel(SteppedModel):
         super().__init__()
         _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
         self._session = sessions.current()
-        if self._session.size(Group.PP) > 1 and self._session.models:
+        self._ranks = self._session.ranks
+        watch_clipping(self._session)
+        if self._ranks.size(Group.PP) > 1 and self._session.models:
             raise SMPUserError(
                 "a second model was wrapped in smp.DistributedModel, but with pipeline parallelism a script has one; make both "
                 "parts of one nn.Module and wrap that"
             )
-        self.precision = Precision.of(self._session.cfg)
+        self.precision = Precision.of(self._ranks.cfg)
         checkpointed = marks(module)
-        self.module = module = distribute(module, TensorGroup.of(self._session))
+        self.module = module = distribute(module, TensorGroup.of(self._ranks))
         carry_over(checkpointed, module)
         self._alias_module()
         self._averages_microbatches = average_grads_across_microbatches
@@ -106,7 +110,7 @@ class DistributedModel(SteppedModel):
 
         self._bucket_cap_mb = bucket_cap_mb
         self._bucket_view = gradient_as_bucket_view
-        self._overlaps = overlapping_allreduce and self._session.cfg.overlapping_allreduce
+        self._overlaps = overlapping_allreduce and self._ranks.cfg.overlapping_allreduce
         self._trace_device = trace_device
         self._traces_times = trace_execution_times
         self._traces_memory = trace_memory_usage
@@ -116,14 +120,15 @@ class DistributedModel(SteppedModel):
         self.shards: ShardedParameters | None = None
         self.pipeline: Pipeline | None = None
         self.assignment: Assignment | None = None
+        self._staged_regions: Placement | None = None
         self._stage_of: Callable[[str], int] | None = None
-        self._stage = self._session.rank_in(Group.PP)
+        self._stage = self._ranks.rank_in(Group.PP)
         self._reducer: Reducer | None = None
         self._frozen: list[nn.Parameter] = []
         self._waiting: list[Callable[[], Any]] = []
         self._comm_hook: tuple[Any, Callable[..., Any]] | None = None
 
-        self.partitioned = self._session.size(Group.PP) == 1
+        self.partitioned = self._ranks.size(Group.PP) == 1
         if self.partitioned:
             self._place()
         else:
@@ -134,11 +139,11 @@ class DistributedModel(SteppedModel):
 
     def _place(self) -> None:
         """Give this rank's part of the model its place: the recipe of every strategy, in the order that they need."""
-        module, options = self.module, self._session.cfg
+        module, options = self.module, self._ranks.cfg
         divided = options.sharded_data_parallel_degree > 1
-        created_later = make_stand_ins(self._session, module) if divided else []
+        created_later = make_stand_ins(self._ranks, module) if divided else []
         if not divided:
-            materialize(self._session.deferrals, module, self._session.device, take=self._created())
+            materialize(self._ranks.keep(Deferrals, Deferrals), module, self._ranks.device, take=self._created())
         self.registry = ParameterRegistry(module)
         place(module, self.registry)
         if self._stage_of is not None:
@@ -149,15 +154,15 @@ class DistributedModel(SteppedModel):
             self.shards = ShardedParameters(
                 module,
                 list(self.local_parameters()),
-                self._session,
+                self._ranks,
                 self.precision,
                 deferred=frozenset(id(parameter) for _, parameter in created_later),
                 split=frozenset(id(r.parameter) for r in self.registry if r.placement.tensor_axis is not None),
             )
-            create_shards(self._session, module, created_later, self.shards)
+            create_shards(self._ranks, module, created_later, self.shards)
         in_shards = self.shards.parameters if self.shards else set()
-        self._moved(self._session.device)
-        replicated = options.ddp and self._session.size(Group.DP) > 1
+        self._moved(self._ranks.device)
+        replicated = options.ddp and self._ranks.size(Group.DP) > 1
         if replicated:
             self._replicate([*(p for p in self.local_parameters() if p not in in_shards), *self.local_buffers()])
         masters = self.precision.convert(self.local_modules(), skip=in_shards)
@@ -188,7 +193,7 @@ class DistributedModel(SteppedModel):
             self._reducer = make_reducer(
                 self.registry,
                 [parameter for parameter in trained if parameter not in in_shards],
-                self._session,
+                self._ranks,
                 bucket_bytes=bucket_bytes,
                 overlap=self._overlaps,
                 reduce_dtype=self.precision.reduce,
@@ -204,7 +209,7 @@ class DistributedModel(SteppedModel):
         if self._stage_of is None:
             self._follow_loads()
             self._session.adopt_model(self)
-            if self._session.rank == 0:
+            if self._ranks.rank == 0:
                 logger.info(
                     "Partition assignments:\n  %s: %s parameters, rank 0",
                     type(module).__name__,
@@ -219,18 +224,18 @@ class DistributedModel(SteppedModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; inside a step, with one microbatch."""
-        if self._session.is_tracing:
+        if self._ranks.step.is_tracing:
             return self.module(*args, **kwargs)
-        if not self.partitioned or (self.pipeline is not None and self._session.microbatch is None):
+        if not self.partitioned or (self.pipeline is not None and self._ranks.step.microbatch is None):
             raise SMPUserError(
                 "the model was called outside a step, but with pipeline parallelism its modules are on several ranks, which only "
                 "work together inside a step; call it in a function decorated with smp.step, also for evaluation"
             )
-        if self._session.microbatch is None and self.training and torch.is_grad_enabled():
+        if self._ranks.step.microbatch is None and self.training and torch.is_grad_enabled():
             if self._closing_is_queued:  # left by a backward pass that raised
                 self._closing_is_queued = False
                 self._open_window()
-            Activations.here().begin_step(self.module, None)
+            begin_step(self.module, None)
             self._begin_training_pass()
         with self._shards_in_use():
             return self.precision.leave(self.module(*self.precision.enter(args), **self.precision.enter(kwargs)))
@@ -241,7 +246,7 @@ class DistributedModel(SteppedModel):
         if self.shards is None:
             yield
             return
-        evaluates = self._session.microbatch is None and not (self.training and torch.is_grad_enabled())
+        evaluates = self._ranks.step.microbatch is None and not (self.training and torch.is_grad_enabled())
         if evaluates:
             self._open_window()
         try:
@@ -259,14 +264,15 @@ class DistributedModel(SteppedModel):
     def _shard_state(
         self, trained: list[nn.Parameter], masters: Mapping[nn.Parameter, torch.Tensor], unit_bytes: int
     ) -> ShardedState:
-        group = sharing_group(self._session)
+        group = sharing_group(self._ranks)
         return ShardedState(
             trained,
-            self._session.groups.group(group),
-            self._session.members(group),
-            self._session.rank_in(group),
-            self._session.collectives,
-            self._session.control,
+            self._ranks.groups.group(group),
+            self._ranks.members(group),
+            self._ranks.rank_in(group),
+            self._ranks.collectives,
+            self._ranks.control,
+            sharing=group,
             unit_bytes=unit_bytes,
             masters=masters,
             reduce_dtype=self.precision.reduce,
@@ -328,10 +334,10 @@ class DistributedModel(SteppedModel):
         }
         if why := [reason for reason, holds in reasons.items() if holds]:
             raise SMPUserError(
-                f"model.cpu() moves the full model, but with {' and '.join(why)} rank {self._session.rank} holds a part; call "
-                "model.state_dict() on every rank, which gives the full state, and load it into an unwrapped model on the CPU"
+                f"model.cpu() moves the full model, but with {' and '.join(why)} rank {self._ranks.rank} holds a part; "
+                "call model.state_dict() on every rank, which gives the full state, and load it into an unwrapped model on the CPU"
             )
-        self._is_away = self._session.device.type != "cpu"
+        self._is_away = self._ranks.device.type != "cpu"
         return super().to("cpu")
 
     def cuda(self, device: Any = None) -> DistributedModel:
@@ -339,7 +345,7 @@ class DistributedModel(SteppedModel):
         if not self._is_away or self.pieces is not None:
             return self
         self._is_away = False
-        return super().to(self._session.device)
+        return super().to(self._ranks.device)
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 

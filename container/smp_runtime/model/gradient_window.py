@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.activations.activations import Activations
+from smp_runtime.activations.begin_step import begin_step
 from smp_runtime.data_parallel.backward_agreement import BackwardAgreement
 from smp_runtime.data_parallel.gradient_scaling import AccumulationScale
 from smp_runtime.errors import SMPUserError
@@ -59,9 +59,9 @@ class SteppedModel(SavedModel):
             SMPUserError: an output that is not a scalar, without its gradient in ``grad_tensors``; an argument that pipeline
                 parallelism cannot serve; or a second backward pass through a graph that the first has freed.
         """
-        if self._session.is_tracing:
+        if self._ranks.step.is_tracing:
             return
-        if self.pipeline is not None and self._session.microbatch is None:
+        if self.pipeline is not None and self._ranks.step.microbatch is None:
             raise SMPUserError(
                 "model.backward was called outside a step, but with pipeline parallelism gradients flow over several ranks; call "
                 "it in the function decorated with smp.step, right after the loss"
@@ -84,25 +84,25 @@ class SteppedModel(SavedModel):
             with self.pipeline.backward(), _advising(splits=True):
                 torch.autograd.backward(outputs, gradients)
             return
-        self._in_backward, self._session.seed_scale = True, scale
+        self._in_backward, self._ranks.step.seed_scale = True, scale
         try:
             with _advising(splits=False):
                 torch.autograd.backward(outputs, gradients, retain_graph, create_graph, inputs=inputs)
         finally:
-            self._in_backward, self._session.seed_scale = False, 1.0
+            self._in_backward, self._ranks.step.seed_scale = False, 1.0
 
     def _gradient_scale(self) -> float:
         """What a loss is multiplied with: the loss scale of fp16, and one over the microbatches that are averaged."""
         optimizer = next((o for o in self._session.optimizers if o.updates(self)), self._session.optimizer)
         scale = optimizer.loss_scale if optimizer is not None else 1.0
-        inside = self._session.microbatch is not None
-        return scale / self._session.cfg.microbatches if inside and self._averages_microbatches else scale
+        inside = self._ranks.step.microbatch is not None
+        return scale / self._ranks.cfg.microbatches if inside and self._averages_microbatches else scale
 
     def _scale_left(self) -> float:
         """What a gradient that comes now must still be multiplied with: nothing in this model's own :meth:`backward`."""
         if self._in_backward or (self.pipeline is not None and self.pipeline.is_in_model_backward):
             return 1.0
-        return self._gradient_scale() / self._session.seed_scale
+        return self._gradient_scale() / self._ranks.step.seed_scale
 
     def _scale_foreign_gradients(self, trained: Sequence[nn.Parameter]) -> None:
         """``loss.backward()`` inside a step, or another model's, averages over microbatches like :meth:`backward`."""
@@ -113,11 +113,11 @@ class SteppedModel(SavedModel):
 
     def begin_step(self) -> None:
         """A step-decorated function begins."""
-        Activations.here().begin_step(self.module, self.pipeline)
+        begin_step(self.module, self._staged_regions)
         trains = self.training and torch.is_grad_enabled()
         if trains:
             self._begin_training_pass()
-        elif self._joined is None and self._session.step_count == 0:
+        elif self._joined is None and self._ranks.step.count == 0:
             # Later evaluation steps must not wait for other replicas: some ranks may have fewer, or evaluate alone.
             self._share_loaded_state()
         if self._accumulation is not None:
@@ -146,10 +146,10 @@ class SteppedModel(SavedModel):
         if self._agreement is None:
             return trained
         positions = self._agreement.close(trained)
-        if positions and self.shards is not None and self._session.rank_in(Group.DP) not in positions:
-            ranks = [self._session.members(Group.DP)[position] for position in positions]
+        if positions and self.shards is not None and self._ranks.rank_in(Group.DP) not in positions:
+            ranks = [self._ranks.members(Group.DP)[position] for position in positions]
             raise SMPUserError(
-                f"rank {self._session.rank} ran no backward pass in this step, but the data parallel ranks {ranks} did, and with "
+                f"rank {self._ranks.rank} ran no backward pass in this step, but the data parallel ranks {ranks} did, and with "
                 "sharded data parallelism they need its part of the parameters then; run backward on every rank, of a loss "
                 "multiplied by 0 where a rank has nothing to learn"
             )
@@ -188,13 +188,16 @@ class SteppedModel(SavedModel):
 
         Called before anything else watches the gradients, because the others must know before they are sent.
         """
-        session, (position, size) = self._session, (self._session.rank_in(Group.DP), self._session.size(Group.DP))
-        agreement = BackwardAgreement(session.collectives, session.groups.group(Group.DP), position, size)
+        session, (position, size) = (
+            self._session,
+            (self._ranks.rank_in(Group.DP), self._ranks.size(Group.DP)),
+        )
+        agreement = BackwardAgreement(session.ranks.collectives, session.ranks.groups.group(Group.DP), position, size)
         self._agreement = agreement
         weak = weakref.ref(self)
 
         def gradient_comes(_: torch.Tensor) -> None:
-            if session.microbatch is not None:
+            if session.ranks.step.microbatch is not None:
                 agreement.tell()
             elif (model := weak()) is not None and not model._closing_is_queued:
                 model._closing_is_queued = True

@@ -16,6 +16,7 @@ from smp_runtime.comm.broadcasting import broadcast_tensors
 from smp_runtime.data_parallel.joining import JoinedModel
 from smp_runtime.data_parallel.reducer_set import Reducer
 from smp_runtime.errors import SMPUserError
+from smp_runtime.job.ranks import Ranks
 from smp_runtime.job.session import Session
 from smp_runtime.model.wrapped_names import WrappedNames
 from smp_runtime.sharding.sharded_parameters import ShardedParameters
@@ -33,6 +34,7 @@ class ReplicatedModel(WrappedNames):
     sharded_state: ShardedState | ShardedParameters | None
     shards: ShardedParameters | None
     _session: Session
+    _ranks: Ranks
     _reducer: Reducer | None
     _joined: JoinedModel | None
     _frozen: list[nn.Parameter]
@@ -53,7 +55,7 @@ class ReplicatedModel(WrappedNames):
                 else "its weights have left those that the optimizer updates"
             )
             raise SMPUserError(
-                f"model.cpu() has moved the model to the CPU, but this rank trains on {self._session.device}; {goes_on}, or save "
+                f"model.cpu() has moved the model to the CPU, but this rank trains on {self._ranks.device}; {goes_on}, or save "
                 "model.state_dict() without moving the model"
             )
         for parameter in self._frozen:
@@ -71,11 +73,11 @@ class ReplicatedModel(WrappedNames):
         """A state that only some ranks loaded reaches the others before the next step."""
         if self._reducer is None:
             return
-        group, members = self._session.groups.group(Group.DP), self._session.members(Group.DP)
-        mine = self._session.rank_in(Group.DP)
+        group, members = self._ranks.groups.group(Group.DP), self._ranks.members(Group.DP)
+        mine = self._ranks.rank_in(Group.DP)
         counts = torch.zeros(len(members), dtype=torch.int64, device="cpu")
         counts[mine] = self._loads
-        self._session.collectives.all_reduce(counts, group).wait()
+        self._ranks.collectives.all_reduce(counts, group).wait()
         if bool((counts == counts[0]).all()):
             return
         if self.shards is not None:
@@ -113,15 +115,15 @@ class ReplicatedModel(WrappedNames):
         """Copy tensors from a rank of the data parallel group, default the first; split ones from its counterpart."""
         session = self._session
         if source is None:
-            source = session.members(Group.DP)[0]
+            source = session.ranks.members(Group.DP)[0]
         split = {id(record.parameter) for record in self.registry if record.placement.tensor_axis is not None}
         tensors = list(tensors)
         shared = [tensor for tensor in tensors if id(tensor) not in split]
         parts = [tensor for tensor in tensors if id(tensor) in split]
-        broadcast_tensors(shared, source, session.groups.group(Group.DP), session.collectives)
-        if session.size(Group.RDP) > 1:
-            counterpart = session.members(Group.RDP)[session.topology.rank_in(Group.RDP, source)]
-            broadcast_tensors(parts, counterpart, session.groups.group(Group.RDP), session.collectives)
+        broadcast_tensors(shared, source, session.ranks.groups.group(Group.DP), session.ranks.collectives)
+        if session.ranks.size(Group.RDP) > 1:
+            counterpart = session.ranks.members(Group.RDP)[session.ranks.topology.rank_in(Group.RDP, source)]
+            broadcast_tensors(parts, counterpart, session.ranks.groups.group(Group.RDP), session.ranks.collectives)
 
     @contextlib.contextmanager
     def join(self, divide_by_initial_world_size: bool = True, enable: bool = True) -> Iterator[None]:
@@ -146,7 +148,7 @@ class ReplicatedModel(WrappedNames):
                 "join() lets ranks skip updates, but with shard_optimizer_state every rank updates a part of each parameter; "
                 "turn shard_optimizer_state off, or give all ranks the same number of batches"
             )
-        if self._session.cfg.fp16 and enable:
+        if self._ranks.cfg.fp16 and enable:
             raise SMPUserError(
                 "join() lets ranks leave the loop, but with fp16 all ranks agree on overflows in every step; use bf16, or "
                 "give all ranks the same number of batches"
@@ -154,7 +156,7 @@ class ReplicatedModel(WrappedNames):
         if self._reducer is None or not enable:
             yield
             return
-        self._joined = JoinedModel(self, self._session.groups.group(Group.DP), self._session.device)
+        self._joined = JoinedModel(self, self._ranks.groups.group(Group.DP), self._ranks.device)
         try:
             with Join([self._joined]):
                 yield
@@ -183,8 +185,8 @@ class ReplicatedModel(WrappedNames):
 
     def take_over(self, is_last: bool) -> None:
         """Copy the weights of a rank that was among the last to be done; every rank calls it."""
-        members = self._session.members(Group.DP)
-        done_last = self._session.control.allgather(is_last, members)
+        members = self._ranks.members(Group.DP)
+        done_last = self._ranks.control.allgather(is_last, members)
         source = members[done_last.index(True)]
         self._replicate([*self.local_parameters(), *self.local_buffers()], source)
         self._refresh_pieces()

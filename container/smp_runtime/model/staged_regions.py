@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from smp_runtime.activations.activations import Activations
+from smp_runtime.activations.marking import marked_parts
 from smp_runtime.activations.regions import run_region
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
@@ -75,8 +77,6 @@ class Placement:
         Raises:
             SMPUserError: there is one, and the script has set the stages.
         """
-        from smp_runtime.activations.marking import marked_parts
-
         for module in marked_parts(model):
             if self.stage_of(module) is None:
                 self.tell_split(module)
@@ -183,8 +183,6 @@ class Group(nn.Module):
             args: of the first member; each of the others gets the result of the one before.
             kwargs: of the first member.
         """
-        from smp_runtime.activations.activations import Activations
-
         seeds = [self._placement.seed(path, number) for (path, _), number in zip(self._members, numbers, strict=True)]
         here = Activations.here()
         chain = functools.partial(_chain, [module for _, module in self._members], seeds, here.device)

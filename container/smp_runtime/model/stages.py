@@ -18,7 +18,10 @@ from smp_config import Group
 from smp_runtime.activations.marking import recomputed_parts
 from smp_runtime.comm.devices import lane_backend, release_cached_memory
 from smp_runtime.errors import SMPUserError
+from smp_runtime.job.trained import TrainedOptimizer
+from smp_runtime.model.creation import manual_of
 from smp_runtime.model.replicas import ReplicatedModel
+from smp_runtime.model.staged_regions import Placement
 from smp_runtime.module_state.absent_tensors import (
     AbsentAttributes,
     absent_attributes_of,
@@ -51,6 +54,7 @@ class StagedModel(ReplicatedModel):
     assignment: Assignment | None
     precision: Precision
     _absent_attributes: AbsentAttributes | None = None
+    _staged_regions: Placement | None
     _trace_device: str
     _traces_times: bool
     _traces_memory: bool
@@ -73,7 +77,7 @@ class StagedModel(ReplicatedModel):
                 self.partition(microbatch)
             return
         session = self._session
-        device = session.device if self._trace_device == "gpu" else torch.device("cpu")
+        device = session.ranks.device if self._trace_device == "gpu" else torch.device("cpu")
         is_meta = any(parameter.is_meta for parameter in self.module.parameters())
         # Shapes are all that there is before the parameters are created.
         inputs_on = torch.device("meta") if is_meta else device
@@ -87,10 +91,10 @@ class StagedModel(ReplicatedModel):
                 recomputed_parts(self.module),
                 contextlib.nullcontext if is_meta else functools.partial(_wholly_on, self.module, device),
             ),
-            session.cfg,
-            session.manual,
-            session.control,
-            tracing_rank=session.topology.group_of(Group.PP, 0)[session.cfg.tracing_rank or 0],
+            session.ranks.cfg,
+            manual_of(session),
+            session.ranks.control,
+            tracing_rank=session.ranks.topology.group_of(Group.PP, 0)[session.ranks.cfg.tracing_rank or 0],
             optimizer_bytes=_state_bytes(session.optimizer) + (4.0 if self.precision.is_half else 0.0),
         )
         # What tracing has left in reference cycles would keep parameters from being swapped out.
@@ -105,11 +109,11 @@ class StagedModel(ReplicatedModel):
             (microbatch.args, microbatch.keywords),
         )
         training = self.training
-        session.is_tracing, session.microbatch = True, 0
+        session.ranks.step.is_tracing, session.ranks.step.microbatch = True, 0
         try:
             return microbatch.func(*args, **kwargs)
         finally:
-            session.is_tracing, session.microbatch = False, None
+            session.ranks.step.is_tracing, session.ranks.step.microbatch = False, None
             self.training = training  # the step function may switch it; tracing puts back what is inside
 
     def adopt(self, assignment: Assignment) -> None:
@@ -119,29 +123,30 @@ class StagedModel(ReplicatedModel):
             SMPUserError: the decision does not fit this model or this number of stages.
         """
         session = self._session
-        assignment.check(self.module, session.size(Group.PP))
+        assignment.check(self.module, session.ranks.size(Group.PP))
         self.assignment = assignment
-        self._stage_of, self._stage = assignment.stage_of, session.rank_in(Group.PP)
+        self._stage_of, self._stage = assignment.stage_of, session.ranks.rank_in(Group.PP)
         self.registry.place_stages(assignment.stage_of)
         self._place()
-        release_cached_memory(session.device)
-        backend = lane_backend(session.device, session.backend)
-        groups = directed_groups(session.topology.groups(Group.PP), backend) if backend is not None else None
+        release_cached_memory(session.ranks.device)
+        backend = lane_backend(session.ranks.device, session.ranks.backend)
+        groups = directed_groups(session.ranks.topology.groups(Group.PP), backend) if backend is not None else None
         self.pipeline = Pipeline(
-            session.control,
-            session.members(Group.PP),
-            session.device,
+            session.ranks.control,
+            session.ranks.members(Group.PP),
+            session.ranks.device,
             self.module,
             assignment.stage_of,
-            policy=session.cfg.pipeline,
-            active=min(session.cfg.active_microbatches or 1, session.cfg.microbatches),
-            replica=session.rank_in(Group.DP),
-            predicts=session.cfg.fast_mode,
+            policy=session.ranks.cfg.pipeline,
+            active=min(session.ranks.cfg.active_microbatches or 1, session.ranks.cfg.microbatches),
+            replica=session.ranks.rank_in(Group.DP),
+            predicts=session.ranks.cfg.fast_mode,
             begins=self._task_begins,
             share=self._shared if self._must_agree_on_order else None,
             make_group=groups,
-            recorder=recorder_of_job(self._stage, session.control, replica=session.members(Group.PP)[0]),
+            recorder=recorder_of_job(self._stage, session.ranks.control, replica=session.ranks.members(Group.PP)[0]),
         )
+        self._staged_regions = Placement(self.pipeline, is_manual=not session.ranks.cfg.auto_partition)
         self.partitioned = True
         for hook in list(self._post_partition_hooks.values()):
             hook(self, session.optimizer)
@@ -152,20 +157,20 @@ class StagedModel(ReplicatedModel):
 
         All must that gather each other's parameters as they run.
         """
-        return self._session.size(Group.TP) > 1 or self._all_agree_on_order
+        return self._ranks.size(Group.TP) > 1 or self._all_agree_on_order
 
     @property
     def _all_agree_on_order(self) -> bool:
-        return self._session.cfg.deterministic_server or self._session.cfg.sharded_data_parallel_degree > 1
+        return self._ranks.cfg.deterministic_server or self._ranks.cfg.sharded_data_parallel_degree > 1
 
     def _shared(self, value: Any) -> list[Any]:
         """The values of all pipelines that must agree; every root rank calls it at the same step."""
         session = self._session
         group = Group.DP if self._all_agree_on_order else Group.TP
-        return session.control.allgather(value, session.members(group))
+        return session.ranks.control.allgather(value, session.ranks.members(group))
 
     def _task_begins(self, microbatch: int | None) -> None:
-        self._session.microbatch = microbatch
+        self._ranks.step.microbatch = microbatch
 
     def leave(self) -> None:
         """The rank leaves the job: end the pipeline in good order."""
@@ -204,7 +209,7 @@ class StagedModel(ReplicatedModel):
         local = {id(parameter) for parameter in self.local_parameters()}
 
         def take(parameter: nn.Parameter, value: torch.Tensor) -> None:
-            parameter.data = value.to(self._session.device) if id(parameter) in local else value
+            parameter.data = value.to(self._ranks.device) if id(parameter) in local else value
             if id(parameter) not in local:  # at once, so that the model never exists as a whole
                 _without_storage(parameter)
 
@@ -224,7 +229,7 @@ class StagedModel(ReplicatedModel):
         self.module._apply(moved)
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer | None) -> float:
+def _state_bytes(optimizer: TrainedOptimizer | None) -> float:
     """State per element of a trained parameter, in bytes: two moments unless the optimizer is known to need less."""
     settings = optimizer.defaults if optimizer is not None else {}
     if optimizer is None or "betas" in settings:

@@ -39,19 +39,19 @@ class SavedModel(StagedModel):
 
         The others get ``{}``: they only take part, with one flat unit at a time.
         """
-        keeps = self._session.rank_in(Group.RDP) == 0
+        keeps = self._ranks.rank_in(Group.RDP) == 0
         local = self._local_state(keep=keeps)
         return self._gathered(local, True) if keeps else {}
 
     def _gathered(self, local: dict[str, Any], to_first: bool) -> Any:
         """The full state from that of this rank, on all ranks of a model parallel group, or on the first."""
         session = self._session
-        state = whole_state(self.module, local, TensorGroup.of(session), to_first=to_first)
-        if to_first and session.rank_in(Group.TP) != 0:
+        state = whole_state(self.module, local, TensorGroup.of(session.ranks), to_first=to_first)
+        if to_first and session.ranks.rank_in(Group.TP) != 0:
             return {}
         if self._stage_of is not None:
-            mine, members = {k: _on_cpu(v) for k, v in state.items()}, session.members(Group.PP)
-            exchange = session.control.gather if to_first else session.control.allgather
+            mine, members = {k: _on_cpu(v) for k, v in state.items()}, session.ranks.members(Group.PP)
+            exchange = session.ranks.control.gather if to_first else session.ranks.control.allgather
             parts = exchange(mine, members)
             if parts is None:
                 return {}

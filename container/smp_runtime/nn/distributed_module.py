@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import inspect
 import threading
 from collections.abc import Iterator
@@ -15,9 +16,18 @@ from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.parameters.slices import TensorSlice
-from smp_runtime.tensor_parallel.group import TensorGroup, current_group
+from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.initialisation import Fill, make_parameter, weight_stream
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
+
+
+def current_group() -> TensorGroup:
+    """The tensor parallel group of the current session."""
+    return TensorGroup.of(sessions.current().ranks)
+
+
+# A module that is unpickled joins the group of the job that it is in then.
+copyreg.pickle(TensorGroup, lambda _: (current_group, ()))
 
 
 class NotDistributableError(SMPUserError):
@@ -78,7 +88,7 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
         RandomTracker.prepare(self.tensor_group)
         self.tensor_slices: dict[str, TensorSlice] = {}
         self.reductions: dict[str, Group] = {}
-        self._dtype = torch.float16 if sessions.current().cfg.fp16_params else _creation.dtype
+        self._dtype = torch.float16 if sessions.current().ranks.cfg.fp16_params else _creation.dtype
 
     def add_split(self, name: str, shape: tuple[int, ...], dim: int, fill: Fill) -> None:
         """A parameter of which each rank has a part along ``dim``; ``shape`` is that of the whole."""

@@ -28,10 +28,10 @@ _INNER, _OUTER = "_clip_grads_with_norm_", "clip_grad_norm_"
 
 def what_is_missing(session: Session) -> str:
     """Why PyTorch's clipping is wrong in this job; empty where it is right."""
-    parameters = session.cfg
-    if session.size(Group.PP) > 1:
+    parameters = session.ranks.cfg
+    if session.ranks.size(Group.PP) > 1:
         return "takes the norm of one pipeline stage, so that every stage is clipped by another factor"
-    if session.size(Group.TP) > 1:
+    if session.ranks.size(Group.TP) > 1:
         return "takes the norm of one tensor parallel rank's parts, so that equal weights drift apart"
     if parameters.sharded_data_parallel_degree > 1 or parameters.shard_optimizer_state:
         return "finds no gradients, which lie in shards, and has no effect"
@@ -42,11 +42,11 @@ def what_is_missing(session: Session) -> str:
 
 def watch_clipping(session: Session) -> None:
     """Until the session closes: say it once when PyTorch's function clips a wrapped model's parameters and is wrong."""
-    if reason := what_is_missing(session):
+    if (reason := what_is_missing(session)) and session.ranks.kept(_Watch) is None:
         places = (
             [(clip_grad, _INNER)] if hasattr(clip_grad, _INNER) else [(clip_grad, _OUTER), (torch.nn.utils, _OUTER)]
         )
-        watch = _Watch(session, reason)
+        watch = session.ranks.keep(_Watch, lambda: _Watch(session, reason))
         for module, name in places:
             original = getattr(module, name)
             setattr(module, name, watch.around(original))

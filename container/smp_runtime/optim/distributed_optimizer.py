@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,15 +12,13 @@ from torch import nn
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
+from smp_runtime.job.trained import TrainedModel
 from smp_runtime.optim.gradient_norms import WholeNorms
 from smp_runtime.optim.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
 from smp_runtime.optim.master_gradients import MasterGradients
 from smp_runtime.optim.sharding_attributes import ShardingAttributes
 from smp_runtime.optim.state_dict import SavedOptimizer
 from smp_runtime.parameters.optimizer_shards import Piece
-
-if TYPE_CHECKING:
-    from smp_runtime.model.distributed_model import DistributedModel
 
 logger = logging.getLogger("smp")
 
@@ -65,17 +63,18 @@ class DistributedOptimizer(ShardingAttributes, SavedOptimizer):
         self.loss_scale_args = {**DYNAMIC_DEFAULTS, **(dynamic_loss_args or {}), **loss_args}
         scaler = make_loss_scaler(static_loss_scale, dynamic_loss_scale, {**(dynamic_loss_args or {}), **loss_args})
         self._session = sessions.current()
+        self._ranks = self._session.ranks
         # Only float16 overflows; other types train with a scale of 1.
-        self.loss_scaler = scaler if self._session.cfg.fp16 else make_loss_scaler(1.0, False, {})
+        self.loss_scaler = scaler if self._ranks.cfg.fp16 else make_loss_scaler(1.0, False, {})
         self.optimizer = optimizer
         self.dynamic_loss_scale = dynamic_loss_scale
         #: Whether the last step was skipped because of an overflow.
         self.overflow = False
         self._global_grad_norm: float | None = None
-        self._model: DistributedModel | None = None
+        self._model: TrainedModel | None = None
         self._pieces: list[Piece] = []
         self._originals: list[list[nn.Parameter]] = []
-        self._masters = MasterGradients(self._session, self._pieces)
+        self._masters = MasterGradients(self._ranks, self._pieces)
         self._norms = WholeNorms(self._session, None, self._pieces)
         # The base class's own constructor would build groups and state of its own; only its hooks are wanted.
         super().__setstate__({})
@@ -118,7 +117,7 @@ class DistributedOptimizer(ShardingAttributes, SavedOptimizer):
         if self._model is not None:
             self._replace(self.optimizer.param_groups[-1])
 
-    def bind(self, model: DistributedModel) -> None:
+    def bind(self, model: TrainedModel) -> None:
         """Update what ``model`` keeps for updating, instead of its parameters; called once both are wrapped.
 
         With pipeline parallelism it is called again when the model has been partitioned. All stages then bind an optimizer
@@ -129,7 +128,7 @@ class DistributedOptimizer(ShardingAttributes, SavedOptimizer):
         mine = {p for group in self.optimizer.param_groups for p in group["params"]}
         all_stages = {record.parameter for record in model.registry}
         is_staged = model.assignment is not None
-        if hasattr(self.optimizer, "use_norms") and self._session.size(Group.TP) > 1 and mine & all_stages:
+        if hasattr(self.optimizer, "use_norms") and self._ranks.size(Group.TP) > 1 and mine & all_stages:
             self.optimizer.use_norms(self._norms)
         if not mine & (all_stages if is_staged else (model.pieces or {}).keys()):
             return
@@ -164,7 +163,7 @@ class DistributedOptimizer(ShardingAttributes, SavedOptimizer):
                 "optimizer such as AdamW, or smp.optimizers.FusedLAMB or FusedNovoGrad, or turn it off"
             )
         home = (getattr(kind.step, "__module__", None) or "").partition(".")[0]
-        if home not in ("torch", "smp_runtime") and self._session.rank == 0:
+        if home not in ("torch", "smp_runtime") and self._ranks.rank == 0:
             logger.warning(
                 "with %s a rank updates parts of tensors: %s of %s trains rightly only if its update of every element depends on "
                 "that element alone (no norm, no matrix of a whole tensor); if not, use AdamW or smp.optimizers.FusedLAMB",
@@ -173,11 +172,11 @@ class DistributedOptimizer(ShardingAttributes, SavedOptimizer):
                 kind.__module__,
             )
 
-    def updates(self, model: nn.Module) -> bool:
+    def updates(self, model: TrainedModel) -> bool:
         """Whether this optimizer updates pieces of ``model``."""
         return self._model is model
 
-    def drop_gradients_of(self, model: DistributedModel) -> None:
+    def drop_gradients_of(self, model: TrainedModel) -> None:
         """Forget gradients that were brought to the pieces of ``model`` but not used."""
         if self._model is model:
             self._drop_gradients()
@@ -228,7 +227,7 @@ class DistributedOptimizer(ShardingAttributes, SavedOptimizer):
                 result = closure()
         self.update_master_grads()
         if self._model.shards is not None:
-            self.clip_master_grads(self._model.shards.options.clipping)
+            self.clip_master_grads(self._model.shards.clipping)
         if not self.overflow:
             self.optimizer.step()
             self._store()
@@ -247,8 +246,8 @@ class DistributedOptimizer(ShardingAttributes, SavedOptimizer):
         """
         if self._model is None:
             return
-        overflow = self._masters.bring(self.loss_scale if self._session.cfg.fp16 else None)
-        if overflow is not None and self._session.cfg.fp16:
+        overflow = self._masters.bring(self.loss_scale if self._ranks.cfg.fp16 else None)
+        if overflow is not None and self._ranks.cfg.fp16:
             self.overflow = overflow
 
     def _store(self) -> None:

@@ -34,13 +34,13 @@ def record_of(session: Session, parameter: nn.Parameter) -> ParameterRecord | No
 def whole_tensor(session: Session, parameter: nn.Parameter, value: Any) -> Any:
     """A value of a parameter's state whole; the ranks of a tensor parallel group call it for the same ones together."""
     record = record_of(session, parameter)
-    if session.size(Group.TP) == 1 or record is None or not isinstance(value, torch.Tensor):
+    if session.ranks.size(Group.TP) == 1 or record is None or not isinstance(value, torch.Tensor):
         return value
     axis, bounds = record.placement.tensor_axis, record.placement.tensor_slice
     if axis is None or bounds is None or value.shape != parameter.shape or value.dim() == 0:
         return value
-    longest = -(-record.shape[axis] // session.size(Group.TP))
-    return gather_whole(value, TensorSlice(record.shape, axis, *bounds, longest), TensorGroup.of(session))
+    longest = -(-record.shape[axis] // session.ranks.size(Group.TP))
+    return gather_whole(value, TensorSlice(record.shape, axis, *bounds, longest), TensorGroup.of(session.ranks))
 
 
 def whole_values(
@@ -61,7 +61,7 @@ def whole_values(
             value = whole_tensor(session, parameters[number], values[key])
             if not to_first:
                 whole.setdefault(number, {})[key] = value
-            elif session.rank_in(Group.TP) == 0:
+            elif session.ranks.rank_in(Group.TP) == 0:
                 whole.setdefault(number, {})[key] = on_cpu(value)
     return whole
 
@@ -72,10 +72,10 @@ def of_all_stages(session: Session, values: Mapping[Any, Any], *, to_first: bool
     Args:
         to_first: only the first rank of the replica gets it, and ranks without its part of tensors take no part.
     """
-    if to_first and session.rank_in(Group.TP) != 0:
+    if to_first and session.ranks.rank_in(Group.TP) != 0:
         return {}
-    exchange = session.control.gather if to_first else session.control.allgather
-    parts = exchange(tree_map(on_cpu, dict(values)), session.members(Group.PP))
+    exchange = session.ranks.control.gather if to_first else session.ranks.control.allgather
+    parts = exchange(tree_map(on_cpu, dict(values)), session.ranks.members(Group.PP))
     return {key: value for part in parts or [] for key, value in part.items()}
 
 
@@ -122,4 +122,4 @@ def names_by_index(session: Session) -> list[dict[int, str]]:
             record = record_of(session, parameter)
             if record is not None:
                 found.setdefault(id(parameter), record.name)
-    return [dict(enumerate(found.values())) for _ in range(session.size(Group.TP))]
+    return [dict(enumerate(found.values())) for _ in range(session.ranks.size(Group.TP))]

@@ -19,7 +19,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, device: str | None = None, **arguments: Any) -> None:
-        super().__init__(device or sessions.current().device.type, **arguments)
+        super().__init__(device or sessions.current().ranks.device.type, **arguments)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale; with sharded state those of this rank's share."""
@@ -41,18 +41,18 @@ class GradScaler(torch.amp.GradScaler):
     def _begin(self) -> None:
         """What PyTorch does when the first loss is scaled, which other stages never see."""
         if self._enabled and self._scale is None:
-            self._lazy_init_scale_growth_tracker(sessions.current().device)
+            self._lazy_init_scale_growth_tracker(sessions.current().ranks.device)
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         found = super()._unscale_grads_(optimizer, *args, **kwargs)
         # A rank that owns nothing has found nothing, and must say so to the others.
-        return found or {(device := sessions.current().device): torch.zeros((), device=device)}
+        return found or {(device := sessions.current().ranks.device): torch.zeros((), device=device)}
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         session = sessions.current()
-        if session.size(Group.WORLD) > 1:
+        if session.ranks.size(Group.WORLD) > 1:
             for found in optimizer_state["found_inf_per_device"].values():
-                session.collectives.all_reduce(found, session.groups.group(Group.WORLD)).wait()
+                session.ranks.collectives.all_reduce(found, session.ranks.groups.group(Group.WORLD)).wait()
         return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.data_parallel.reducer_set import sharing_group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job.session import Session
+from smp_runtime.job.trained import TrainedModel
 from smp_runtime.parameters.optimizer_shards import NUMBER_ATTRIBUTE, Piece
-
-if TYPE_CHECKING:
-    from smp_runtime.model.distributed_model import DistributedModel
 
 
 class WholeNorms:
@@ -31,18 +27,17 @@ class WholeNorms:
         pieces: of the model, what is updated here instead of parameters; may grow.
     """
 
-    def __init__(self, session: Session, model: DistributedModel | None, pieces: Sequence[Piece]) -> None:
+    def __init__(self, session: Session, model: TrainedModel | None, pieces: Sequence[Piece]) -> None:
         self._session = session
+        self._ranks = session.ranks
         self._model = model
         self._pieces = pieces
         state = model.sharded_state if model is not None else None
-        self._sharing: Group | None = None
-        if model is not None and state is not None:
-            self._sharing = Group.SHARD if model.shards is not None else sharing_group(session)
+        self._sharing: Group | None = None if state is None else state.sharing
 
     def split_parameters(self) -> set[int]:
         """By ``id``, the parameters of which every tensor parallel rank has another part."""
-        if self._session.size(Group.TP) == 1:
+        if self._ranks.size(Group.TP) == 1:
             return set()
         records = (record for model in self._session.models for record in model.registry)
         return {id(record.parameter) for record in records if record.placement.tensor_axis is not None}
@@ -67,7 +62,7 @@ class WholeNorms:
                 f"norm_type is {norm_type}; gradients on several ranks are measured by the p-norm, the p-th root of a sum of p-th "
                 "powers: use a number above 0 such as 2.0, or float('inf') for the greatest element"
             )
-        device = self._session.device
+        device = self._ranks.device
         zero = torch.zeros(1, device=device, dtype=torch.float64)
         # What the sharding does not know is whole on all of its ranks.
         shared_out = self._model.pieces or {} if self._model is not None and self._sharing is not None else None
@@ -130,7 +125,7 @@ class WholeNorms:
         split_ids = self.split_parameters()
         split_ids |= {id(piece.optimized) for piece in self._pieces if id(piece.parameter) in split_ids}
         # The parts of split tensors and all others.
-        vectors = torch.zeros(2, shared + len(others), device=self._session.device)
+        vectors = torch.zeros(2, shared + len(others), device=self._ranks.device)
         if tensors:
             rows = torch.tensor([int(id(updated) not in split_ids) for updated, _ in tensors], device=vectors.device)
             columns = torch.tensor([numbers[id(updated)] for updated, _ in tensors], device=vectors.device)
@@ -151,15 +146,15 @@ class WholeNorms:
             yield Group.PP
 
     def _greatest(self, value: torch.Tensor, group: Group) -> torch.Tensor:
-        if self._session.size(group) == 1:
+        if self._ranks.size(group) == 1:
             return value
-        everyone = value.new_empty(self._session.size(group))
-        self._session.collectives.all_gather(everyone, value, self._session.groups.group(group)).wait()
+        everyone = value.new_empty(self._ranks.size(group))
+        self._ranks.collectives.all_gather(everyone, value, self._ranks.groups.group(group)).wait()
         return everyone.amax().view(1)
 
     def _summed(self, vector: torch.Tensor, group: Group) -> torch.Tensor:
-        if self._session.size(group) > 1:
-            self._session.collectives.all_reduce(vector, self._session.groups.group(group)).wait()
+        if self._ranks.size(group) > 1:
+            self._ranks.collectives.all_reduce(vector, self._ranks.groups.group(group)).wait()
         return vector
 
 

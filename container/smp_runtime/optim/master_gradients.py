@@ -8,7 +8,7 @@ import torch
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
-from smp_runtime.job.session import Session
+from smp_runtime.job.ranks import Ranks
 from smp_runtime.parameters.optimizer_shards import Piece
 
 
@@ -19,12 +19,12 @@ class MasterGradients:
     gradients meanwhile: then those are brought again, with what :meth:`scale_down` has done to the earlier ones.
 
     Args:
-        session: who must agree on an overflow.
+        ranks: who must agree on an overflow.
         pieces: what the optimizer updates; may grow.
     """
 
-    def __init__(self, session: Session, pieces: Sequence[Piece]) -> None:
-        self._session = session
+    def __init__(self, ranks: Ranks, pieces: Sequence[Piece]) -> None:
+        self._ranks = ranks
         self._pieces = pieces
         self._is_ready = False
         self._overflow = False
@@ -70,7 +70,7 @@ class MasterGradients:
             unscaled.append(piece.optimized.grad)
         overflow = False if scale is None else self._unscale(unscaled, scale)
         self._overflow = overflow or (self._is_ready and self._overflow)
-        self._is_ready, self._step = True, self._session.step_count
+        self._is_ready, self._step = True, self._ranks.step.count
         self._note_versions()
         return self._overflow
 
@@ -103,18 +103,18 @@ class MasterGradients:
 
     def _any_stage_has(self, news: Sequence[object]) -> bool:
         """Whether to bring what is new, the same on all ranks: they agree on overflows together."""
-        if self._session.size(Group.PP) > 1:  # backward may pass some stages without adding to any gradient
-            return self._session.step_count != self._step
+        if self._ranks.size(Group.PP) > 1:  # backward may pass some stages without adding to any gradient
+            return self._ranks.step.count != self._step
         return bool(news)
 
     def _unscale(self, gradients: Sequence[torch.Tensor], scale: float) -> bool:
-        session = self._session
-        found = torch.zeros(1, device=session.device)
+        ranks = self._ranks
+        found = torch.zeros(1, device=ranks.device)
         if gradients:
-            inverse = torch.full((1,), 1.0 / scale, device=session.device)
+            inverse = torch.full((1,), 1.0 / scale, device=ranks.device)
             torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found, inverse)
-        if session.size(Group.WORLD) > 1:
-            session.collectives.all_reduce(found, session.groups.group(Group.WORLD)).wait()
+        if ranks.size(Group.WORLD) > 1:
+            ranks.collectives.all_reduce(found, ranks.groups.group(Group.WORLD)).wait()
         return bool(found.item() > 0)
 
     def _note_versions(self) -> None:

@@ -10,14 +10,14 @@ from torch import nn
 from smp_config import Group
 
 if TYPE_CHECKING:
-    from smp_runtime.job.session import Session
+    from smp_runtime.job.ranks import Ranks
     from smp_runtime.parameters.optimizer_shards import Piece
 
 
 class ShardingAttributes:
     """Attributes of an optimizer under sharded data parallelism; without it they do not exist."""
 
-    _session: Session
+    _ranks: Ranks
     _model: Any
     _originals: list[list[nn.Parameter]]
     _pieces: list[Piece]
@@ -34,13 +34,13 @@ class ShardingAttributes:
         self._require_shards("fp32_partitioned_groups_flat")
         pieces = {piece.parameter: piece.optimized.detach() for piece in self._pieces}
         parts = [[pieces[p].reshape(-1).float() for p in group if p in pieces] for group in self._originals]
-        return [torch.cat(found) if found else torch.empty(0, device=self._session.device) for found in parts]
+        return [torch.cat(found) if found else torch.empty(0, device=self._ranks.device) for found in parts]
 
     @property
     def ds_param_shard_group(self) -> torch.distributed.ProcessGroup:
         """The ranks that share one copy of the parameters."""
         self._require_shards("ds_param_shard_group")
-        return self._session.groups.group(Group.SHARD)
+        return self._ranks.groups.group(Group.SHARD)
 
     def _require_shards(self, name: str) -> None:
         if self._model is None or self._model.shards is None:

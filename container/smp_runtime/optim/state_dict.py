@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from smp_config import Group
+from smp_runtime.job.ranks import Ranks
 from smp_runtime.job.session import Session
+from smp_runtime.job.trained import TrainedModel
 from smp_runtime.optim.gathered_state import HALF_KEY, copied, of_all_stages, own_parts, whole_values
 from smp_runtime.optim.loss_scaling import LossScaler
 from smp_runtime.optim.whole_state import load_state, whole_state
 from smp_runtime.parameters.optimizer_shards import Piece
 from smp_runtime.parameters.slices import part_of
-
-if TYPE_CHECKING:
-    from smp_runtime.model.distributed_model import DistributedModel
 
 PARTIAL_KEY = "_smp_is_partial"
 #: Marks a state that holds this rank's shard only.
@@ -31,7 +30,8 @@ class SavedOptimizer(torch.optim.Optimizer):
     loss_scaler: LossScaler
     dynamic_loss_scale: bool
     _session: Session
-    _model: DistributedModel | None
+    _ranks: Ranks
+    _model: TrainedModel | None
     _originals: list[list[nn.Parameter]]
     _pieces: list[Piece]
 
@@ -51,13 +51,13 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     def _gathered_state(self, *, to_first: bool) -> dict[str, Any]:
         """:meth:`state_dict` on every rank, or on the first rank of the job and nothing of worth elsewhere."""
-        session, keeps = self._session, not to_first or self._session.rank_in(Group.RDP) == 0
+        session, keeps = self._session, not to_first or self._ranks.rank_in(Group.RDP) == 0
         state = self.optimizer.state_dict() if self._model is None else self._stage_state(keep=keeps)
         if not keeps:
             return {}
-        if session.size(Group.TP) > 1:
+        if session.ranks.size(Group.TP) > 1:
             state = {**state, "state": whole_values(session, self._parameters(), state["state"], to_first=to_first)}
-        if session.size(Group.PP) == 1 or self._model is None:
+        if session.ranks.size(Group.PP) == 1 or self._model is None:
             return state
         merged = of_all_stages(session, state["state"], to_first=to_first)
         return {**state, "state": {number: state["state"].get(number, merged[number]) for number in sorted(merged)}}
@@ -71,8 +71,8 @@ class SavedOptimizer(torch.optim.Optimizer):
             gather_to_rank0: only the first rank of the job gets it; the others take part, and get ``{}``.
         """
         session, to_first = self._session, gather_to_rank0
-        first = session.rank == 0 or not to_first
-        keeps = not to_first or session.rank_in(Group.RDP) == 0
+        first = session.ranks.rank == 0 or not to_first
+        keeps = not to_first or session.ranks.rank_in(Group.RDP) == 0
         state, half = self._gathered_state(to_first=to_first), self._half_states(keep=keeps)
         if self._model is None or not half or not keeps:
             return state if first else {}
@@ -81,7 +81,7 @@ class SavedOptimizer(torch.optim.Optimizer):
         values = {number: {"master": half["masters"][name]} for number, name in enumerate(names)}
         whole = whole_values(session, [records[name].parameter for name in names], values, to_first=to_first)
         masters = {names[number]: found["master"] for number, found in whole.items()}
-        if session.size(Group.PP) > 1:
+        if session.ranks.size(Group.PP) > 1:
             masters = of_all_stages(session, masters, to_first=to_first)
         return {**state, HALF_KEY: {**half, "masters": masters}} if first else {}
 
@@ -117,10 +117,10 @@ class SavedOptimizer(torch.optim.Optimizer):
         state = {key: value for key, value in state_dict.items() if key not in (PARTIAL_KEY, SHARD_KEY, HALF_KEY)}
         if HALF_KEY in state_dict:
             self.load_fp16_states(state_dict[HALF_KEY])
-        if self._session.size(Group.TP) > 1 and SHARD_KEY not in state_dict:
+        if self._ranks.size(Group.TP) > 1 and SHARD_KEY not in state_dict:
             state = own_parts(self._session, self._parameters(), state)
         if self._model is None or SHARD_KEY in state_dict:
-            self.optimizer.load_state_dict(copied(state, self._session.device))
+            self.optimizer.load_state_dict(copied(state, self._ranks.device))
         else:
             load_state(self.optimizer, self._originals, self._model.pieces or {}, state)
 
@@ -138,7 +138,7 @@ class SavedOptimizer(torch.optim.Optimizer):
         if self._model.sharded_state is not None:
             masters = self._model.sharded_state.gather_whole(masters, keep=keep)
         names = {self._model.registry.record_of(parameter).name: value for parameter, value in masters.items()}
-        scaler = {"loss_scaler": self.loss_scaler.state_dict()} if self._session.cfg.fp16 else {}
+        scaler = {"loss_scaler": self.loss_scaler.state_dict()} if self._ranks.cfg.fp16 else {}
         return {"masters": names, **scaler}
 
     @torch.no_grad()
@@ -161,7 +161,7 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     def load_loss_scale(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a saved loss scale; it only means something to fp16, and one that the script fixed stays."""
-        if self._session.cfg.fp16 and self.dynamic_loss_scale and "overflows_left" in (state or {}):
+        if self._ranks.cfg.fp16 and self.dynamic_loss_scale and "overflows_left" in (state or {}):
             self.loss_scaler.load_state_dict(state or {})
 
     # -- what older helper scripts call ----------------------------------------------------------------------------

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from smp_runtime.errors import CheckpointError
+from smp_runtime.job.trained import SharedState
 from smp_runtime.parameters.optimizer_shards import Piece
 from smp_runtime.tensors.nested import unshared
-
-
-class Gatherer(Protocol):
-    """Brings together what the ranks of a sharding group hold."""
-
-    def gather_whole(
-        self, values: Mapping[nn.Parameter, torch.Tensor], *, keep: bool = True
-    ) -> dict[nn.Parameter, torch.Tensor]: ...
-
-    def gather_objects(self, values: Mapping[nn.Parameter, Any]) -> dict[nn.Parameter, Any]: ...
-
-    def gather_names(self, names: set[str]) -> list[set[str]]: ...
 
 
 def whole_state(
     optimizer: torch.optim.Optimizer,
     originals: Sequence[Sequence[nn.Parameter]],
     pieces: Mapping[nn.Parameter, Piece | None],
-    gatherer: Gatherer | None,
+    gatherer: SharedState | None,
     *,
     keep: bool = True,
 ) -> dict[str, Any]:
@@ -76,7 +65,7 @@ def whole_state(
 
 
 def _all_keys(
-    found: Mapping[str, Mapping[nn.Parameter, Any]], gatherer: Gatherer
+    found: Mapping[str, Mapping[nn.Parameter, Any]], gatherer: SharedState
 ) -> dict[str, Mapping[nn.Parameter, Any]]:
     """The same keys in the same order on every rank: one that owns nothing of a parameter knows none."""
     names = sorted(set().union(*gatherer.gather_names(set(found))))

@@ -201,8 +201,12 @@ class Deferral(TorchDispatchMode):
         return leaf
 
 
+class Deferrals(list[Deferral]):
+    """Records of models whose parameters are not computed yet; kept once per job."""
+
+
 @contextlib.contextmanager
-def deferring(deferrals: list[Deferral]) -> Iterator[None]:
+def deferring(deferrals: Deferrals) -> Iterator[None]:
     """Defer what is created inside, and put the record into the list; inside another deferral that one goes on."""
     if Deferral.current() is not None:
         yield
@@ -216,9 +220,7 @@ def deferring(deferrals: list[Deferral]) -> Iterator[None]:
 StandIn = tuple[nn.Parameter, nn.Parameter]
 
 
-def stand_ins(
-    deferrals: list[Deferral], module: nn.Module, make: Callable[[nn.Parameter], torch.Tensor]
-) -> list[StandIn]:
+def stand_ins(deferrals: Deferrals, module: nn.Module, make: Callable[[nn.Parameter], torch.Tensor]) -> list[StandIn]:
     """Make the parameters of ``module`` real that wait for their values; ``make`` gives the tensor that each becomes.
 
     They stay the same objects, which an optimizer may hold already.
@@ -234,7 +236,7 @@ def stand_ins(
 
 
 def materialize(
-    deferrals: list[Deferral],
+    deferrals: Deferrals,
     module: nn.Module,
     device: torch.device,
     *,

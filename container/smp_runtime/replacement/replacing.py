@@ -11,8 +11,9 @@ from typing import Any
 from torch import nn
 
 from smp_config import Group
+from smp_runtime.job.module_manager import ModuleManager
 from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError, parameters_in
-from smp_runtime.parameters.deferred_creation import deferring
+from smp_runtime.parameters.deferred_creation import Deferrals, deferring
 from smp_runtime.pipeline.partition.manual_stages import hand_on_stage
 from smp_runtime.replacement import builtin
 from smp_runtime.replacement.inheriting import inherit, parameter_type, set_parameter_type
@@ -36,11 +37,11 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
         _warn_if_useless(module, group)
         return module
     # The tracing step of a pipeline runs on one device: where parameters have no values yet, new ones have none either.
-    traced_on_meta = group.session.size(Group.PP) > 1 and any(p.is_meta for p in module.parameters())
+    traced_on_meta = group.ranks.size(Group.PP) > 1 and any(p.is_meta for p in module.parameters())
     uses, paths = _parameter_uses(module), _paths(module)
     made: dict[int, nn.Module] = {}
     seen: set[int] = set()
-    later = deferring(group.session.deferrals) if traced_on_meta else contextlib.nullcontext()
+    later = deferring(group.ranks.keep(Deferrals, Deferrals)) if traced_on_meta else contextlib.nullcontext()
     with later, weight_stream(group):
         for name, original, how, mark in candidates:
             if id(original) in seen:
@@ -65,7 +66,7 @@ def _warn_if_useless(module: nn.Module, group: TensorGroup) -> None:
     """Say that tensor parallelism has nothing to do in a model."""
     if (
         group.size == 1
-        or group.session.rank != 0
+        or group.ranks.rank != 0
         or any(isinstance(part, DistributedModule) for part in module.modules())
     ):
         return
@@ -82,7 +83,7 @@ def _warn_if_useless(module: nn.Module, group: TensorGroup) -> None:
 
 def _automatic(group: TensorGroup) -> Mapping[str, Any]:
     """Arguments of distributed modules that follow from the configuration, unless a script gives them."""
-    sharded = group.size > 1 and group.session.cfg.sharded_data_parallel_degree > 1
+    sharded = group.size > 1 and group.ranks.cfg.sharded_data_parallel_degree > 1
     return {"distribute_embedding": True} if sharded else {}
 
 
@@ -118,7 +119,7 @@ def _try(
     if how.arguments is None and not was_noted(original):
         _left_alone(title, "it was created before its class was registered; register the class first", group)
         return None
-    dtype = parameter_type(original, group.session.cfg) if "dtype" not in mark.overrides else None
+    dtype = parameter_type(original, group.ranks.cfg) if "dtype" not in mark.overrides else None
     try:
         with parameters_in(dtype):
             made = how.distributed(original, mark.overrides, automatic)
@@ -136,7 +137,7 @@ def _try(
         parts = ", ".join(f"{count} × {kind}" for kind, count in nested.items())
         logger.warning("%s is distributed as a whole: %s inside it are not distributed on their own", title, parts)
     if how.translations is not None:
-        group.session.module_manager.note(how.translations)
+        group.ranks.keep(ModuleManager, ModuleManager).note(how.translations)
     to_ours = None if how.translations is None else how.translations[1]
     inherit(original, made, to_ours, title, warns=group.rank == 0)
     hand_on_stage(original, made)

@@ -43,22 +43,22 @@ class SameBatch:
         self._handle = module.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        group, session = self._group, self._group.session
+        group, ranks = self._group, self._group.ranks
         if group.is_tracing:
             return
         self._left -= 1
         if self._left <= 0 and self._handle is not None:
             self._handle.remove()
         mine = {name: _summary(tensor) for name, tensor in (*_tensors("", args), *_tensors("", kwargs))}
-        members = session.members(Group.TP)
-        every = session.control.allgather(mine, members)
+        members = ranks.members(Group.TP)
+        every = ranks.control.allgather(mine, members)
         for rank, theirs in zip(members[1:], every[1:], strict=True):
             names = [name for name in {**every[0], **theirs} if not _alike(every[0].get(name), theirs.get(name))]
             if names:
                 raise SMPUserError(
                     f"prescaled_batch is true, so the ranks {members} of a tensor parallel group share a batch, but rank {rank} "
                     f"called the model with another one than rank {members[0]} ({_listed(names, every[0], theirs)}): shard the "
-                    f"data by smp.rdp_rank() of smp.rdp_size(), which is {session.size(Group.RDP)} here, not by dp_rank, or set "
+                    f"data by smp.rdp_rank() of smp.rdp_size(), which is {ranks.size(Group.RDP)} here, not by dp_rank, or set "
                     "prescaled_batch to false"
                 )
 

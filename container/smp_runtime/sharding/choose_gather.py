@@ -10,48 +10,48 @@ import torch.distributed as dist
 from smp_config import Group
 from smp_runtime.comm.control import host_name, timeout_seconds
 from smp_runtime.comm.devices import plain_backend
-from smp_runtime.job.session import Session
+from smp_runtime.job.ranks import Ranks
 from smp_runtime.sharding.gathers import BackendGathering, Gathering, HierarchicalGathering, PlainGathering
 from smp_runtime.smddp.process_group import SmddpProcessGroup
 
 
-def make_gathering(session: Session, *, hierarchical: bool) -> Gathering:
+def make_gathering(ranks: Ranks, *, hierarchical: bool) -> Gathering:
     """Phases between and inside hosts when the sharding groups span hosts evenly and it was asked for; else one.
 
     A backend that does it in phases itself does so, but for units that its buffers cannot hold.
     """
-    members, mine = session.members(Group.SHARD), session.rank_in(Group.SHARD)
-    plain = PlainGathering(session.collectives, session.groups.group(Group.SHARD), len(members), mine)
-    everyone = list(range(session.control.size))
-    host_of = session.control.allgather(host_name(), everyone)
+    members, mine = ranks.members(Group.SHARD), ranks.rank_in(Group.SHARD)
+    plain = PlainGathering(ranks.collectives, ranks.groups.group(Group.SHARD), len(members), mine)
+    everyone = list(range(ranks.control.size))
+    host_of = ranks.control.allgather(host_name(), everyone)
     if not hierarchical or len(set(host_of)) == 1:
         return plain
-    layouts = [host_layout(group, host_of) for group in session.topology.groups(Group.SHARD)]
+    layouts = [host_layout(group, host_of) for group in ranks.topology.groups(Group.SHARD)]
     if any(layout is None for layout in layouts):
         return plain
-    whole = session.groups.group(Group.SHARD)
-    backend = plain_backend(session.device) if isinstance(whole, SmddpProcessGroup) else None
+    whole = ranks.groups.group(Group.SHARD)
+    backend = plain_backend(ranks.device) if isinstance(whole, SmddpProcessGroup) else None
     in_order = all(
         [rank for row in layout or () for rank in row] == list(group)
-        for group, layout in zip(session.topology.groups(Group.SHARD), layouts, strict=True)
+        for group, layout in zip(ranks.topology.groups(Group.SHARD), layouts, strict=True)
     )
     if backend is not None and not in_order:
         return plain
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     # Every rank of the job makes every group, in the same order.
     for layout in layouts:
-        for ranks in (*layout_rows(layout), *layout_columns(layout)):
-            groups[tuple(ranks)] = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds()), backend=backend)
-    layout = next(found for found in layouts if found and any(session.rank in row for row in found))
-    host = next(number for number, row in enumerate(layout) if session.rank in row)
-    local = layout[host].index(session.rank)
+        for row in (*layout_rows(layout), *layout_columns(layout)):
+            groups[tuple(row)] = dist.new_group(row, timeout=timedelta(seconds=timeout_seconds()), backend=backend)
+    layout = next(found for found in layouts if found and any(ranks.rank in row for row in found))
+    host = next(number for number, row in enumerate(layout) if ranks.rank in row)
+    local = layout[host].index(ranks.rank)
     across, inside = groups[tuple(row[local] for row in layout)], groups[tuple(layout[host])]
     if isinstance(whole, SmddpProcessGroup):
         rows = [[members.index(rank) for rank in row] for row in layout]
-        return BackendGathering(session.collectives, whole, across, inside, rows, mine)
+        return BackendGathering(ranks.collectives, whole, across, inside, rows, mine)
     order = [next((h, row.index(rank)) for h, row in enumerate(layout) if rank in row) for rank in members]
     return HierarchicalGathering(
-        session.collectives, across, inside, (len(layout), host), (len(layout[host]), local), order
+        ranks.collectives, across, inside, (len(layout), host), (len(layout[host]), local), order
     )
 
 

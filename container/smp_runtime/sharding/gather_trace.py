@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
-from smp_runtime.job.session import Session
+from smp_runtime.job.ranks import Ranks
 
 #: Sums of float32 are exact for integers below this.
 _EXACT = 2**24
@@ -57,7 +57,7 @@ def refuse_unequal(sharing: Sequence[Sequence[int]], digests: Sequence[int]) -> 
             )
 
 
-def sharing_positions(session: Session) -> list[list[int]]:
+def sharing_positions(ranks: Ranks) -> list[list[int]]:
     """The sharding groups among the ranks that hold the same parameters, as positions among these."""
-    alike = session.members(Group.RDP)
-    return [[alike.index(r) for r in ranks] for ranks in session.topology.groups(Group.SHARD) if ranks[0] in alike]
+    alike = ranks.members(Group.RDP)
+    return [[alike.index(r) for r in ranks] for ranks in ranks.topology.groups(Group.SHARD) if ranks[0] in alike]

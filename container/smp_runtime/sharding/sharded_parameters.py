@@ -18,7 +18,7 @@ from smp_config import Group
 from smp_runtime.comm.broadcasting import broadcast_tensors
 from smp_runtime.comm.collectives import TorchCollectives
 from smp_runtime.errors import SMPUserError
-from smp_runtime.job.session import Session
+from smp_runtime.job.ranks import Ranks
 from smp_runtime.parameters.optimizer_shards import NUMBER_ATTRIBUTE, Piece
 from smp_runtime.parameters.precision import Precision
 from smp_runtime.sharding.choose_gather import make_gathering
@@ -41,7 +41,7 @@ class ShardedParameters:
         module: the model; its parameters are whole and equal on all replicas, or placeholders whose values come later
             by :meth:`take`.
         parameters: those of this rank, all to be trained or kept; small ones stay whole.
-        session: groups, collectives and settings.
+        ranks: groups, collectives and settings.
         precision: in which type the parameters are stored.
         deferred: by ``id``, parameters whose values come later.
         split: by ``id``, parameters of which every tensor parallel rank has another part.
@@ -53,24 +53,26 @@ class ShardedParameters:
         pieces: what the optimizer updates of each trained parameter, small ones included.
     """
 
+    sharing = Group.SHARD
+
     def __init__(
         self,
         module: nn.Module,
         parameters: Sequence[nn.Parameter],
-        session: Session,
+        ranks: Ranks,
         precision: Precision,
         *,
         deferred: frozenset[int] = frozenset(),
         split: frozenset[int] = frozenset(),
     ) -> None:
         self._split = split
-        self.options = ShardingOptions.of(session.cfg)
-        self._session = session
+        self.options = ShardingOptions.of(ranks.cfg)
+        self._ranks = ranks
         self._precision = precision
-        self._group = session.groups.group(Group.SHARD)
-        self._ranks = session.members(Group.SHARD)
-        collectives, degree = session.collectives, len(self._ranks)
-        gathering = make_gathering(session, hierarchical=self.options.hierarchical)
+        self._group = ranks.groups.group(Group.SHARD)
+        self._members = ranks.members(Group.SHARD)
+        collectives, degree = ranks.collectives, len(self._members)
+        gathering = make_gathering(ranks, hierarchical=self.options.hierarchical)
         chosen = [p for p in parameters if is_sharded(p, self.options)]
         self.whole = [p for p in parameters if not is_sharded(p, self.options)]
         self.units = [
@@ -81,7 +83,7 @@ class ShardedParameters:
                 precision.compute or plan.parameters[0].dtype,
                 degree,
                 gathering.position,
-                session.device,
+                ranks.device,
             )
             for plan in plan_units(module, chosen, self.options)
         ]
@@ -95,12 +97,12 @@ class ShardedParameters:
         self.gradients = ShardedGradients(
             trained,
             self._group,
-            session.groups.group(Group.REPLICA) if session.size(Group.REPLICA) > 1 else None,
-            session.groups.group(Group.RDP),
-            position=session.rank_in(Group.RDP),
-            sharing=sharing_positions(session),
+            ranks.groups.group(Group.REPLICA) if ranks.size(Group.REPLICA) > 1 else None,
+            ranks.groups.group(Group.RDP),
+            position=ranks.rank_in(Group.RDP),
+            sharing=sharing_positions(ranks),
             gathers=self.live.trace,
-            replicas=session.size(Group.RDP),
+            replicas=ranks.size(Group.RDP),
             shard_of=gathering.shard_of,
             collectives=collectives,
             bucket_elements=self.options.bucket_elements,
@@ -121,7 +123,7 @@ class ShardedParameters:
         self._watch_gradients()
         self._follow_writes(module)
         self._reads = StateReads(module, self.uses, degree)
-        self._autocast = AutocastWarning(self.units, session.device, speaks=session.rank == 0)
+        self._autocast = AutocastWarning(self.units, ranks.device, speaks=ranks.rank == 0)
         mark_parameters(self.units)
 
     # -- pieces ----------------------------------------------------------------------------------------------------
@@ -133,9 +135,9 @@ class ShardedParameters:
             (Group.DP, [p for p in parameters if id(p) not in self._split]),
             (Group.RDP, [p for p in parameters if id(p) in self._split]),
         ):
-            values = [p.detach().to(self._session.device) for p in members]
-            source, ranks = self._session.members(group)[0], self._session.groups.group(group)
-            broadcast_tensors(values, source, ranks, self._session.collectives)
+            values = [p.detach().to(self._ranks.device) for p in members]
+            source, process_group = self._ranks.members(group)[0], self._ranks.groups.group(group)
+            broadcast_tensors(values, source, process_group, self._ranks.collectives)
             for parameter, value in zip(members, values, strict=True):
                 self.take(parameter, value)
 
@@ -186,9 +188,14 @@ class ShardedParameters:
         elif parameter in self._numbers:
             parameter.data.copy_(value)
 
+    @property
+    def clipping(self) -> float:
+        """Norm that every update clips its gradients to."""
+        return self.options.clipping
+
     def counts(self, piece: Piece) -> bool:
         """Whether this rank adds a piece to sums over the sharding group: every element counts once."""
-        return piece.parameter in self._where or self._session.rank_in(Group.SHARD) == 0
+        return piece.parameter in self._where or self._ranks.rank_in(Group.SHARD) == 0
 
     @property
     def parameters(self) -> set[nn.Parameter]:
@@ -277,11 +284,11 @@ class ShardedParameters:
 
         A vector with one entry per parameter counts those of whole parameters, which every rank knows, once.
         """
-        if vector.numel() == len(self.pieces) and self._session.rank_in(Group.SHARD) != 0:
+        if vector.numel() == len(self.pieces) and self._ranks.rank_in(Group.SHARD) != 0:
             for parameter in self.whole:
                 if parameter.requires_grad:
                     vector[self._numbers[parameter]] = 0
-        self._session.collectives.all_reduce(vector, self._group).wait()
+        self._ranks.collectives.all_reduce(vector, self._group).wait()
         return vector
 
     # -- whole tensors ---------------------------------------------------------------------------------------------
@@ -324,7 +331,7 @@ class ShardedParameters:
             By parameter, the tensor of the parameter's shape on the CPU, for every parameter that any rank has a value for.
         """
         mine = {self._numbers[p]: v.dtype for p, v in values.items() if p in self._where}
-        everyone = self._session.control.allgather(mine, self._ranks)
+        everyone = self._ranks.control.allgather(mine, self._members)
         known: dict[int, torch.dtype] = {}
         for theirs in everyone:
             known.update(theirs)
@@ -339,11 +346,11 @@ class ShardedParameters:
                 fragment, value = unit.fragment(index), values.get(unit.parameters[index])
                 if fragment is not None and value is not None:
                     unit.slice_of(shard, fragment).copy_(value.view(unit.slice_of(shard, fragment).shape))
-            rows = torch.empty(len(self._ranks), unit.shard_elements, dtype=dtype, device=unit.device)
-            self._session.collectives.all_gather(rows.view(-1), shard, self._group).wait()
+            rows = torch.empty(len(self._members), unit.shard_elements, dtype=dtype, device=unit.device)
+            self._ranks.collectives.all_gather(rows.view(-1), shard, self._group).wait()
             if not keep:
                 continue
-            order = sorted(range(len(self._ranks)), key=self._shard_of.__getitem__)
+            order = sorted(range(len(self._members)), key=self._shard_of.__getitem__)
             flat = (rows if order == sorted(order) else rows[order]).view(-1)
             views = unit.views_of(flat)
             for index in wanted:
@@ -364,8 +371,8 @@ class ShardedParameters:
             Each trained sharded parameter with a tensor of its shape, zero where no rank has a value, and only valid
             until the next unit's are asked for.
         """
-        collectives = self._session.collectives if apart is None else TorchCollectives()
-        device = self._session.device if apart is None else torch.device("cpu")
+        collectives = self._ranks.collectives if apart is None else TorchCollectives()
+        device = self._ranks.device if apart is None else torch.device("cpu")
         for unit in self.units:
             if not unit.trained:
                 continue
@@ -375,15 +382,15 @@ class ShardedParameters:
                 fragment, value = unit.fragment(index), values.get(parameter)
                 if fragment is not None and value is not None:
                     shard[fragment.offset : fragment.offset + value.numel()].copy_(value.reshape(-1))
-            rows = torch.empty(len(self._ranks), unit.shard_elements, dtype=dtype, device=device)
+            rows = torch.empty(len(self._members), unit.shard_elements, dtype=dtype, device=device)
             collectives.all_gather(rows.view(-1), shard, apart or self._group).wait()
-            order = sorted(range(len(self._ranks)), key=self._shard_of.__getitem__)
+            order = sorted(range(len(self._members)), key=self._shard_of.__getitem__)
             flat = (rows if order == sorted(order) else rows[order]).view(-1)
             yield from zip(unit.parameters, unit.views_of(flat), strict=True)
 
     def gather_names(self, names: set[str]) -> list[set[str]]:
         """Every rank's names; every rank of the group calls it."""
-        return self._session.control.allgather(names, self._ranks)
+        return self._ranks.control.allgather(names, self._members)
 
     def gather_objects(self, values: Mapping[nn.Parameter, Any]) -> dict[nn.Parameter, Any]:
         """One object per parameter, from whichever rank has one; every rank of the group calls it."""
@@ -391,7 +398,7 @@ class ShardedParameters:
             self._numbers[p]: value.cpu() if isinstance(value, torch.Tensor) else value for p, value in values.items()
         }
         merged: dict[int, Any] = {}
-        for theirs in self._session.control.allgather(by_number, self._ranks):
+        for theirs in self._ranks.control.allgather(by_number, self._members):
             for number, value in theirs.items():
                 merged.setdefault(number, value)
         return {p: merged[number] for p, number in self._numbers.items() if number in merged}

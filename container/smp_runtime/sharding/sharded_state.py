@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smp_config import Group
 from smp_runtime.comm.bucket_transport import Travel
 from smp_runtime.comm.buckets import Bucket
 from smp_runtime.comm.collectives import Collectives, Work
@@ -43,6 +44,7 @@ class ShardedState:
         unit_bytes: size of a flat unit.
         masters: float32 weights by parameter, for half precision training.
         reduce_dtype: in which gradients are summed; None means in their own type.
+        sharing: the kind of the group.
     """
 
     carries_tail = False
@@ -61,7 +63,9 @@ class ShardedState:
         unit_bytes: int,
         masters: Mapping[nn.Parameter, torch.Tensor],
         reduce_dtype: torch.dtype | None = None,
+        sharing: Group = Group.DP,
     ) -> None:
+        self.sharing = sharing
         self._group = group
         self._ranks = list(ranks)
         self._rank = rank

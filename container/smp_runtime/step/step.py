@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 from torch.utils._pytree import tree_map
@@ -14,15 +14,12 @@ from smp_config import Group
 from smp_runtime.comm.devices import in_order_with_script
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
+from smp_runtime.job.session import Session
+from smp_runtime.job.trained import TrainedModel
 from smp_runtime.pipeline.transport.messages import StepKind
 from smp_runtime.pipeline.transport.step_call import StepCall, probe
 from smp_runtime.step.output import StepOutput, merge_outputs
 from smp_runtime.step.splitting import batch_samples, shapes_in, split_argument
-
-if TYPE_CHECKING:
-    from smp_runtime.job.session import Session
-    from smp_runtime.model.distributed_model import DistributedModel
-
 
 #: How many calls of a step are looked at, to see whether the ranks of a pipeline have read the same batch.
 _PROBED_CALLS = 2
@@ -68,12 +65,12 @@ class StepFunction:
 
     def _call(self, bound: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
         session = sessions.current()
-        if session.microbatch is not None:
+        if session.ranks.step.microbatch is not None:
             raise SMPUserError(
                 f"the step {self._function.__name__!r} was called inside another step; call it outside, or take the "
                 "decorator off the inner function"
             )
-        count = session.cfg.microbatches
+        count = session.ranks.cfg.microbatches
         names = self._argument_names(len(bound) + len(args))[len(bound) :]
         axes = [self._axes.get(name, 0) for name in names]
         split_args = [
@@ -95,7 +92,7 @@ class StepFunction:
             )
             for index in range(count)
         ]
-        if session.size(Group.PP) > 1 and torch.is_inference_mode_enabled():
+        if session.ranks.size(Group.PP) > 1 and torch.is_inference_mode_enabled():
             microbatches = [_with_plain_tensors(microbatch) for microbatch in microbatches]
         session.progress.step_begins()
         models = session.models
@@ -113,14 +110,14 @@ class StepFunction:
         merged = merge_outputs(returned, detach=self._detach)
         if any(trained):
             samples = batch_samples([*args, *kwargs.values()], [*axes, *(self._axes.get(name, 0) for name in kwargs)])
-            replicas = session.size(Group.RDP if session.cfg.prescaled_batch else Group.DP)
+            replicas = session.ranks.size(Group.RDP if session.ranks.cfg.prescaled_batch else Group.DP)
             session.progress.note_samples(samples * replicas)
             session.progress.note_loss(_first_scalar(merged))
-        session.step_count += 1
+        session.ranks.step.count += 1
         return merged
 
     def _run(
-        self, session: Session, models: Sequence[DistributedModel], microbatches: Sequence[functools.partial[Any]]
+        self, session: Session, models: Sequence[TrainedModel], microbatches: Sequence[functools.partial[Any]]
     ) -> list[Any]:
         """What the function returns for each microbatch: one after the other, or through the model's pipeline."""
         pipeline = next((model.pipeline for model in models if model.pipeline is not None), None)
@@ -132,7 +129,7 @@ class StepFunction:
             self._probes -= 1
             call = StepCall(self._name, (*course[1:2], *course[2]), kind.shapes, looked_at)
             flags = [model.module.training for model in models]
-            with in_order_with_script(session.device):
+            with in_order_with_script(session.ranks.device):
                 results = pipeline.run_step(kind, microbatches, call)
             for model, flag in zip(models, flags, strict=True):
                 if model.module.training != flag:  # switched in the step, which only one stage has run
@@ -143,10 +140,10 @@ class StepFunction:
             # Backward on the calling thread, as in a pipeline: recomputation finds there what forward has left.
             with torch.autograd.set_multithreading_enabled(False):
                 for index, microbatch in enumerate(microbatches):
-                    session.microbatch = index
+                    session.ranks.step.microbatch = index
                     returned.append(microbatch())
         finally:
-            session.microbatch = None
+            session.ranks.step.microbatch = None
         return returned
 
     def _argument_names(self, count: int) -> list[str]:

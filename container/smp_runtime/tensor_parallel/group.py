@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -11,12 +10,9 @@ import torch.nn.functional as F
 
 from smp_config import Group
 from smp_runtime.comm.collectives import Collectives, Work
-from smp_runtime.job import session as sessions
-from smp_runtime.job.session import Session
+from smp_runtime.job.ranks import Ranks
 from smp_runtime.parameters.slices import TensorSlice
 from smp_runtime.tensor_parallel.collective_throttle import Throttle
-
-_groups: weakref.WeakKeyDictionary[Session, TensorGroup] = weakref.WeakKeyDictionary()
 
 
 class TensorGroup:
@@ -27,6 +23,7 @@ class TensorGroup:
     shape without the other ranks.
 
     Attributes:
+        ranks: the job's.
         size: ranks in the group.
         rank: position of this rank.
         prescaled: whether all of them get the same batch; else each has its own.
@@ -34,51 +31,37 @@ class TensorGroup:
         device: where this rank computes.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = weakref.ref(session)
-        self._group: dist.ProcessGroup = session.groups.group(Group.TP)
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._group: dist.ProcessGroup = ranks.groups.group(Group.TP)
         self._throttle = Throttle.from_environment()
-        self.size = session.size(Group.TP)
-        self.rank = session.rank_in(Group.TP)
-        self.prescaled = session.cfg.prescaled_batch
-        self.slices_activations = session.cfg.optimize == "memory"
-        self.device = session.device
+        self.size = ranks.size(Group.TP)
+        self.rank = ranks.rank_in(Group.TP)
+        self.prescaled = ranks.cfg.prescaled_batch
+        self.slices_activations = ranks.cfg.optimize == "memory"
+        self.device = ranks.device
 
     @classmethod
-    def of(cls, session: Session) -> TensorGroup:
-        """The group of a session; always the same object."""
-        found = _groups.get(session)
-        if found is None:
-            found = _groups[session] = cls(session)
-        return found
+    def of(cls, ranks: Ranks) -> TensorGroup:
+        """The group of a job; always the same object."""
+        return ranks.keep(cls, lambda: cls(ranks))
 
     def __deepcopy__(self, memo: Any) -> TensorGroup:
         return self
 
-    def __reduce__(self) -> Any:
-        return (current_group, ())
-
-    @property
-    def session(self) -> Session:
-        """The session that the group belongs to."""
-        session = self._session()
-        if session is None:
-            raise AssertionError("a distributed module outlived its session")
-        return session
-
     @property
     def is_tracing(self) -> bool:
         """Whether this rank runs the tracing step, alone."""
-        return self.session.is_tracing
+        return self.ranks.step.is_tracing
 
     @property
     def _collectives(self) -> Collectives:
-        return self.session.collectives
+        return self.ranks.collectives
 
     def agree(self, value: Any) -> Any:
         """The object of the group's first rank, on every rank; all call it."""
-        session = self.session
-        return session.control.broadcast(value, session.members(Group.TP)) if self.size > 1 else value
+        ranks = self.ranks
+        return ranks.control.broadcast(value, ranks.members(Group.TP)) if self.size > 1 else value
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Work:
         """Begin to sum ``tensor`` over the group, in place."""
@@ -153,11 +136,6 @@ class _Nothing:
 
 
 _NOTHING = _Nothing()
-
-
-def current_group() -> TensorGroup:
-    """The tensor parallel group of the current session."""
-    return TensorGroup.of(sessions.current())
 
 
 def join(stacked: torch.Tensor, dim: int) -> torch.Tensor:

@@ -91,9 +91,9 @@ def _agreed(
     others: Mapping[str, torch.Tensor | None],
 ) -> list[tuple[int, ...] | None]:
     """Every rank's ``mask``; over the control plane, so that no device has to be waited for."""
-    session = group.session
+    ranks = group.ranks
     shapes = {name: None if other is None else _whole_shape(other, batch) for name, other in others.items()}
-    every = session.control.allgather((tuple(batch.shape), mask, shapes), session.members(Group.TP))
+    every = ranks.control.allgather((tuple(batch.shape), mask, shapes), ranks.members(Group.TP))
     if any(shape != every[0][0] for shape, _, _ in every):
         raise SMPUserError(
             f"the batches of a tensor parallel group have different shapes, {_listed([shape for shape, _, _ in every])}, but "

@@ -12,21 +12,18 @@ again.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 import torch
 
 from smp_config import Group
-from smp_runtime.job.session import Session
+from smp_runtime.job.ranks import Ranks
 from smp_runtime.parameters.deferred_creation import Deferral
 from smp_runtime.tensor_parallel.group import TensorGroup
 
 #: Marks kept for recomputation; one per dropout of a training step.
 _REMEMBERED = 2**16
-
-_trackers: weakref.WeakKeyDictionary[Session, RandomTracker] = weakref.WeakKeyDictionary()
 
 
 class RandomTracker:
@@ -48,16 +45,15 @@ class RandomTracker:
     @classmethod
     def of(cls, group: TensorGroup) -> RandomTracker:
         """The tracker of a group; all ranks call it together the first time, which distributed modules do."""
-        session = group.session
-        found = _trackers.get(session)
+        found = group.ranks.kept(cls)
         if found is None and group.is_tracing:  # alone, before parameters that are created later have values
             return cls(0, group.rank, lambda: True)
         if found is None:
             state = torch.get_rng_state()
             # Replicas that draw the same weights, or are seeded alike, drop out different elements all the same.
-            base = mixed(group.agree(draw_seed()), session.rank_in(Group.RDP))
+            base = mixed(group.agree(draw_seed()), group.ranks.rank_in(Group.RDP))
             torch.set_rng_state(state)  # a script's own numbers do not depend on which module was the first
-            found = _trackers[session] = cls(base, group.rank, lambda: group.is_tracing)
+            found = group.ranks.keep(cls, lambda: cls(base, group.rank, lambda: group.is_tracing))
         return found
 
     @classmethod
@@ -66,7 +62,7 @@ class RandomTracker:
         deferral = Deferral.current()
         if deferral is None:
             cls.of(group)
-        elif group.session not in _trackers:
+        elif group.ranks.kept(cls) is None:
             deferral.later(_make_tracker, group)
 
     @contextlib.contextmanager
@@ -114,9 +110,9 @@ def _make_tracker(group: TensorGroup) -> None:
     RandomTracker.of(group)
 
 
-def tracker_state(session: Session, state: dict[str, int] | None = None) -> dict[str, int] | None:
-    """What a session's tracker goes on from, for a checkpoint; with ``state``, it goes on from there."""
-    found = _trackers.get(session)
+def tracker_state(ranks: Ranks, state: dict[str, int] | None = None) -> dict[str, int] | None:
+    """What a job's tracker goes on from, for a checkpoint; with ``state``, it goes on from there."""
+    found = ranks.kept(RandomTracker)
     if found is None:
         return None
     if state is not None:

@@ -10,124 +10,124 @@ from smp_runtime.job.session import current
 
 def rank() -> int:
     """Global rank of this process."""
-    return current().rank
+    return current().ranks.rank
 
 
 def size() -> int:
     """Processes over all hosts."""
-    return current().size(Group.WORLD)
+    return current().ranks.size(Group.WORLD)
 
 
 def local_rank() -> int:
     """Rank among the processes of this host."""
-    return current().local_rank
+    return current().ranks.local_rank
 
 
 def local_size() -> int:
     """Processes on this host."""
-    return current().local_size
+    return current().ranks.local_size
 
 
 def tp_rank() -> int:
     """Rank in the tensor parallel group."""
-    return current().rank_in(Group.TP)
+    return current().ranks.rank_in(Group.TP)
 
 
 def tp_size() -> int:
     """Ranks that share each distributed layer."""
-    return current().size(Group.TP)
+    return current().ranks.size(Group.TP)
 
 
 def pp_rank() -> int:
     """Rank in the pipeline parallel group: the stage."""
-    return current().rank_in(Group.PP)
+    return current().ranks.rank_in(Group.PP)
 
 
 def pp_size() -> int:
     """Stages of one replica."""
-    return current().size(Group.PP)
+    return current().ranks.size(Group.PP)
 
 
 def rdp_rank() -> int:
     """Rank in the reduced data parallel group."""
-    return current().rank_in(Group.RDP)
+    return current().ranks.rank_in(Group.RDP)
 
 
 def rdp_size() -> int:
     """Ranks with the same pipeline and tensor coordinates."""
-    return current().size(Group.RDP)
+    return current().ranks.size(Group.RDP)
 
 
 def mp_rank() -> int:
     """Rank in the model parallel group."""
-    return current().rank_in(Group.MP)
+    return current().ranks.rank_in(Group.MP)
 
 
 def mp_size() -> int:
     """Ranks that hold one replica."""
-    return current().size(Group.MP)
+    return current().ranks.size(Group.MP)
 
 
 def dp_rank() -> int:
     """Rank in the data parallel group."""
-    return current().rank_in(Group.DP)
+    return current().ranks.rank_in(Group.DP)
 
 
 def dp_size() -> int:
     """Ranks of one stage."""
-    return current().size(Group.DP)
+    return current().ranks.size(Group.DP)
 
 
 def get_mp_group() -> list[int]:
     """Global ranks of the model parallel group."""
-    return current().members(Group.MP)
+    return current().ranks.members(Group.MP)
 
 
 def get_dp_group() -> list[int]:
     """Global ranks of the data parallel group."""
-    return current().members(Group.DP)
+    return current().ranks.members(Group.DP)
 
 
 def get_tp_group() -> list[int]:
     """Global ranks of the tensor parallel group."""
-    return current().members(Group.TP)
+    return current().ranks.members(Group.TP)
 
 
 def get_pp_group() -> list[int]:
     """Global ranks of the pipeline parallel group."""
-    return current().members(Group.PP)
+    return current().ranks.members(Group.PP)
 
 
 def get_rdp_group() -> list[int]:
     """Global ranks of the reduced data parallel group."""
-    return current().members(Group.RDP)
+    return current().ranks.members(Group.RDP)
 
 
 def get_world_process_group() -> dist.ProcessGroup:
     """All processes, for ``torch.distributed``."""
-    return current().groups.group(Group.WORLD)
+    return current().ranks.groups.group(Group.WORLD)
 
 
 def get_mp_process_group() -> dist.ProcessGroup:
     """The model parallel group, for ``torch.distributed``."""
-    return current().groups.group(Group.MP)
+    return current().ranks.groups.group(Group.MP)
 
 
 def get_dp_process_group() -> dist.ProcessGroup:
     """The data parallel group, for ``torch.distributed``."""
-    return current().groups.group(Group.DP)
+    return current().ranks.groups.group(Group.DP)
 
 
 def get_tp_process_group() -> dist.ProcessGroup:
     """The tensor parallel group, for ``torch.distributed``."""
-    return current().groups.group(Group.TP)
+    return current().ranks.groups.group(Group.TP)
 
 
 def get_pp_process_group() -> dist.ProcessGroup:
     """The pipeline parallel group, for ``torch.distributed``."""
-    return current().groups.group(Group.PP)
+    return current().ranks.groups.group(Group.PP)
 
 
 def get_rdp_process_group() -> dist.ProcessGroup:
     """The reduced data parallel group, for ``torch.distributed``."""
-    return current().groups.group(Group.RDP)
+    return current().ranks.groups.group(Group.RDP)

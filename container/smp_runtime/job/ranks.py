@@ -1,0 +1,160 @@
+"""What a strategy takes of a job: this rank's place among the others, and the ways to them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from smp_config import ConfigError, Group, ModelParallelParameters, Topology
+from smp_runtime.comm.collectives import Collectives
+from smp_runtime.comm.control import ControlPlane, host_name
+from smp_runtime.comm.devices import assign_gpus, choose_backend, sharing_warning, use_device, visible_gpus
+from smp_runtime.comm.groups import ProcessGroups
+from smp_runtime.job.step_state import StepState
+from smp_runtime.smddp.collectives import collectives_of
+from smp_runtime.smddp.registration import BACKEND, register
+
+#: Where the launcher and the training toolkit leave ``mp_parameters``.
+PARAMETERS_VARIABLE = "SM_HP_MP_PARAMETERS"
+
+#: Where they leave the type of the instance that a rank runs on.
+INSTANCE_VARIABLE = "SM_CURRENT_INSTANCE_TYPE"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The place of a rank in its job.
+
+    Attributes:
+        cfg: the typed configuration, the same on all ranks.
+        topology: all groups.
+        rank: global position.
+        local_rank: position among the ranks whose launcher announced the same host name.
+        local_size: their number.
+        device: where this rank computes.
+        backend: of the process groups.
+        control: carries small Python objects between ranks.
+        groups: carry tensors.
+        collectives: what the strategies communicate through.
+        step: what of a step runs on this rank now.
+    """
+
+    cfg: ModelParallelParameters
+    topology: Topology
+    rank: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    backend: str
+    control: ControlPlane
+    groups: ProcessGroups
+    collectives: Collectives
+    step: StepState
+    _kept: dict[object, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def join(
+        cls, parameters: ModelParallelParameters, control: ControlPlane, collectives: Collectives | None = None
+    ) -> tuple[Ranks, str | None]:
+        """Agree with the other ranks and build every group; all ranks call it.
+
+        Args:
+            parameters: the typed configuration.
+            control: this rank's connection to the others.
+            collectives: what the strategies communicate through; None for those of the backend.
+
+        Returns:
+            This rank's place, and a warning about ranks that share a GPU, if there are any.
+
+        Raises:
+            ConfigError: the ranks were configured differently, or their number does not fit.
+        """
+        topology = parameters.topology(control.size)
+        local_rank, local_size, hosts, instance_type, gpus = _agree(control, parameters)
+        device = use_device(assign_gpus(gpus)[control.rank])
+        backend = choose_backend(parameters, device, hosts, instance_type, gpus)
+        if backend == BACKEND:
+            register()
+        ranks = cls(
+            cfg=parameters,
+            topology=topology,
+            rank=control.rank,
+            local_rank=local_rank,
+            local_size=local_size,
+            device=device,
+            backend=backend,
+            control=control,
+            groups=ProcessGroups(control, topology, backend, parameters.ddp_port, device),
+            collectives=collectives or collectives_of(backend),
+            step=StepState(has_threads=topology.size(Group.PP) > 1),
+        )
+        return ranks, sharing_warning(parameters, device, gpus)
+
+    def size(self, group: Group) -> int:
+        """Ranks in this rank's group of that kind."""
+        return self.topology.size(group)
+
+    def rank_in(self, group: Group) -> int:
+        """This rank's position in its group of that kind."""
+        return self.topology.rank_in(group, self.rank)
+
+    def members(self, group: Group) -> list[int]:
+        """Global ranks of this rank's group of that kind."""
+        return self.topology.group_of(group, self.rank)
+
+    def process_group(self, group: Group) -> dist.ProcessGroup:
+        """This rank's process group of that kind."""
+        return self.groups.group(group)
+
+    def keep(self, kind: type[T], make: Callable[[], T]) -> T:
+        """What a room keeps once per job; made when it is asked for first."""
+        if kind not in self._kept:
+            self._kept[kind] = make()
+        return cast(T, self._kept[kind])
+
+    def kept(self, kind: type[T]) -> T | None:
+        """What :meth:`keep` has made, if it has."""
+        return self._kept.get(kind)
+
+
+def _agree(
+    control: ControlPlane, parameters: ModelParallelParameters
+) -> tuple[int, int, int, str | None, list[list[str]]]:
+    """Check that all ranks read one configuration.
+
+    Returns:
+        Local rank, local size, the number of hosts, the type of instance where all hosts are of one, and the GPUs
+        that each rank sees.
+
+    The local rank is the position among the ranks whose launcher announced the same host name, so that
+    several hosts simulated on one machine count as several. Their ranks see the same GPUs all the same.
+    """
+    host = host_name()
+    settings = json.dumps(parameters.to_mp_parameters(), sort_keys=True)
+    mine = (host, settings, os.environ.get(INSTANCE_VARIABLE), visible_gpus())
+    everyone = control.allgather(mine, list(range(control.size)))
+    for rank, (_, theirs, _, _) in enumerate(everyone):
+        if theirs != everyone[0][1]:
+            raise ConfigError(
+                f"rank {rank} was configured with {theirs}, but rank 0 with {everyone[0][1]}; every rank must read "
+                f"the same configuration: check what each passes to smp.init() and its {PARAMETERS_VARIABLE}"
+            )
+    neighbours = [rank for rank, (name, *_) in enumerate(everyone) if name == host]
+    hosts = {name for name, *_ in everyone}
+    # Of a job with several, no rank may decide by its own: they would not choose the same backend.
+    instances = {instance for _, _, instance, _ in everyone}
+    return (
+        neighbours.index(control.rank),
+        len(neighbours),
+        len(hosts),
+        instances.pop() if len(instances) == 1 else None,
+        [gpus for *_, gpus in everyone],
+    )
