@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from launching import print_machine, run_ranks
@@ -52,7 +53,7 @@ def run_rank(case: str, rounds: int, batch: int, precision: str) -> None:
     config = {**CASES[case][2], **({precision: True} if precision != "fp32" else {})}
     session = smp.init(config)
     collectives = CountingCollectives()
-    session.collectives = collectives
+    session.ranks = replace(session.ranks, collectives=collectives)
     device = session.device
     ours = smp.DistributedModel(make_gpt())
     ours_optimizer = smp.DistributedOptimizer(torch.optim.AdamW(ours.parameters(), lr=1e-4))

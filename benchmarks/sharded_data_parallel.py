@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 from launching import print_machine, run_ranks
@@ -75,7 +76,7 @@ def run_rank(case: str, rounds: int, batch: int) -> None:
         }
     )
     collectives = CountingCollectives()
-    session.collectives = collectives
+    session.ranks = replace(session.ranks, collectives=collectives)
     device = session.device
     ours = smp.DistributedModel(make_gpt())
     ours_optimizer = smp.DistributedOptimizer(torch.optim.AdamW(ours.parameters(), lr=1e-4))

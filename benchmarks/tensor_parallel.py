@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import replace
 
 from launching import print_machine, run_ranks
 
@@ -67,7 +68,8 @@ def run_rank(case: str, rounds: int, batch: int, seq: int, hidden: int, heads: i
 
     config = {"tensor_parallel_degree": RANKS, "ddp": True, "optimize": "speed", "prescaled_batch": True}
     session = smp.init(config)
-    session.collectives = collectives = CountingCollectives()
+    collectives = CountingCollectives()
+    session.ranks = replace(session.ranks, collectives=collectives)
     torch.manual_seed(0)
     peer, plan = make_peer(case, hidden, heads, RANKS)
     names = {"norm1": "attention.pre_layernorm", "norm2": "output.pre_layernorm"}

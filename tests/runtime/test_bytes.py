@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from counting import bytes_bound
@@ -17,7 +19,7 @@ def _sent(batches):
 
     session = smp.init()
     collectives = CountingCollectives()
-    session.collectives = collectives
+    session.ranks = replace(session.ranks, collectives=collectives)
     torch.manual_seed(0)
     model = smp.DistributedModel(nn.Sequential(*(nn.Linear(128, 128) for _ in range(24))), bucket_cap_mb=0.25)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()), static_loss_scale=2.0)

@@ -426,6 +426,7 @@ def test_clipping_by_pytorch_is_warned_of_once_where_it_is_wrong(ranks, config, 
 def test_pytorch_has_its_own_function_back_after_the_session(solo):
     own = clip_grad._clip_grads_with_norm_
     session = solo({"fp16": True})
+    smp.DistributedModel(nn.Linear(2, 2))
     assert clip_grad._clip_grads_with_norm_ is not own
     session.close()
     assert clip_grad._clip_grads_with_norm_ is own

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sharded import UNCLIPPED, Blocks, settings
@@ -34,7 +36,8 @@ def _trained(hosts=1):
             return super().reduce_scatter(shard, full, group)
 
     session = smp.init(_trained.config)
-    session.collectives = watched = Watched()
+    watched = Watched()
+    session.ranks = replace(session.ranks, collectives=watched)
     torch.manual_seed(0)
     model = smp.DistributedModel(Blocks())
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,7 +35,8 @@ def _count(microbatches, passes, updates=2):
             return super().__getattribute__(name)
 
     session = smp.init()
-    session.collectives = counting = Counting()
+    counting = Counting()
+    session.ranks = replace(session.ranks, collectives=counting)
     torch.manual_seed(0)
     model = smp.DistributedModel(_stack(), backward_passes_per_step=passes)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ def _measured(layers):
     session = smp.init()
     found = []
     for _ in range(2):
-        session.collectives = recording = Recording()
+        recording = Recording()
+        session.ranks = replace(session.ranks, collectives=recording)
         output = model((x, None))[0]
         forward = (dict(recording.calls), recording.counting.sent)
         recording.calls.clear()
@@ -121,7 +123,8 @@ def _one_linear():
     linear = smp.nn.DistributedLinear(HIDDEN, 32)
     session = smp.init()
     batch = BATCH if smp.state.cfg.prescaled_batch else BATCH // smp.tp_size()
-    session.collectives = recording = Recording()
+    recording = Recording()
+    session.ranks = replace(session.ranks, collectives=recording)
     linear(torch.randn(batch, HIDDEN, requires_grad=True)).sum().backward()
     return dict(recording.calls), recording.counting.sent
 
