@@ -274,9 +274,9 @@ def _scripted(path):
     losses = []
     for number in range(3):
         if number == 2:
-            loads = model._loads
+            loads = model._replicas.loads
             model.module[0].load_state_dict({"0.weight": torch.eye(4), "0.bias": torch.zeros(4)})
-            assert model._loads > loads
+            assert model._replicas.loads > loads
         optimizer.zero_grad()
         losses.append(float(train(torch.ones(4, 4)).reduce_mean()))
         optimizer.step()

@@ -218,7 +218,7 @@ def test_only_the_rank_that_traces_moves_the_whole_model(ranks, skips):
         model = smp.DistributedModel(net)
         loss = float(summing_step(model)(torch.ones(2, 4)).reduce_mean())
         # Where everything of this stage would go, on another kind of device.
-        model._moved(torch.device("meta"))
+        model._stages.move(torch.device("meta"))
         mine = [part for number, part in enumerate(net) if (number >= 2) == smp.pp_rank()]
         return loss, moves, all(t.is_meta for part in mine for t in (*part.parameters(), *part.buffers(), part.table))
 

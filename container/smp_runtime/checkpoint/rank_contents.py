@@ -188,7 +188,7 @@ def _describe(made: Contents, model: DistributedModel) -> None:
             record.parameter.requires_grad,
         )
     for holding in buffers(model):
-        stage = model._stage if model._stage_of is not None else 0
+        stage = model._part.stage if model._part.stage_of is not None else 0
         made.buffers[holding.name] = TensorRecord(
             holding.region.shape, _dtype(holding.tensor), stage=stage, trained=False
         )

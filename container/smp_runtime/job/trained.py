@@ -87,9 +87,13 @@ class TrainedModel(Hashable, Protocol):
 
     module: nn.Module
     training: bool
-    registry: ParameterRegistry
     precision: Precision
-    pieces: dict[nn.Parameter, Piece | None] | None
+
+    @property
+    def registry(self) -> ParameterRegistry: ...
+
+    @property
+    def pieces(self) -> dict[nn.Parameter, Piece | None] | None: ...
 
     @property
     def sharded_state(self) -> SharedState | None: ...

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,34 +15,31 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from smp_config import Group
-from smp_config.buckets import effective_bucket_bytes
 from smp_runtime.activations.begin_step import begin_step
-from smp_runtime.activations.marking import carry_over, marks
-from smp_runtime.data_parallel.bucket_transports import HookTransport
-from smp_runtime.data_parallel.joining import JoinedModel
-from smp_runtime.data_parallel.reducer_set import Reducer, make_reducer, sharing_group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
-from smp_runtime.model.gradient_window import SteppedModel
-from smp_runtime.model.staged_regions import Placement
+from smp_runtime.model import recipe
+from smp_runtime.model.arguments import check_arguments, refuse_if_partial
+from smp_runtime.model.backward import Backward
+from smp_runtime.model.gradient_window import GradientWindow
+from smp_runtime.model.local_part import LocalPart
+from smp_runtime.model.placed import Placed
+from smp_runtime.model.replicas import Replicas
+from smp_runtime.model.stages import Stages, TracingOptions
+from smp_runtime.model.state_dict import PARTIAL_KEY, ModelState
+from smp_runtime.model.wrapped_module import WrappedModule
 from smp_runtime.optim.clipping_watch import watch_clipping
-from smp_runtime.parameters.deferred_creation import Deferrals, materialize
-from smp_runtime.parameters.optimizer_shards import Piece, bare_piece, whole_piece
-from smp_runtime.parameters.precision import Precision, is_rotary
-from smp_runtime.parameters.registry import ParameterRegistry
+from smp_runtime.parameters.optimizer_shards import Piece
+from smp_runtime.parameters.precision import Precision
 from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
 from smp_runtime.pipeline.partition.assignment import Assignment
-from smp_runtime.replacement.placing import place
-from smp_runtime.replacement.replacing import distribute
-from smp_runtime.sharding.deferred_shards import create_shards, make_stand_ins
 from smp_runtime.sharding.sharded_parameters import ShardedParameters
 from smp_runtime.sharding.sharded_state import ShardedState
-from smp_runtime.tensor_parallel.group import TensorGroup
 
 logger = logging.getLogger("smp")
 
 
-class DistributedModel(SteppedModel):
+class DistributedModel(WrappedModule):
     """Trains ``module`` over all processes of the job; gradients are averaged once per step.
 
     The module moves to this rank's device, and its parameters and buffers become those of the first data parallel
@@ -80,203 +79,276 @@ class DistributedModel(SteppedModel):
         find_unused_parameters: bool = False,
     ) -> None:
         super().__init__()
-        _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
-        self._session = sessions.current()
-        self._ranks = self._session.ranks
-        watch_clipping(self._session)
-        if self._ranks.size(Group.PP) > 1 and self._session.models:
+        if isinstance(module, DistributedModel):
+            raise SMPUserError("this model is already wrapped in smp.DistributedModel; wrap it once")
+        check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
+        self._session = session = sessions.current()
+        self._ranks = ranks = session.ranks
+        if ranks.size(Group.PP) > 1 and session.models:
             raise SMPUserError(
                 "a second model was wrapped in smp.DistributedModel, but with pipeline parallelism a script has one; make both "
                 "parts of one nn.Module and wrap that"
             )
-        self.precision = Precision.of(self._ranks.cfg)
-        checkpointed = marks(module)
-        self.module = module = distribute(module, TensorGroup.of(self._ranks))
-        carry_over(checkpointed, module)
-        self._alias_module()
-        self._averages_microbatches = average_grads_across_microbatches
-        self._broadcasts_buffers = broadcast_buffers
-        self._passes_per_reduction = backward_passes_per_step
-        self._passes = 0
-        self._in_backward = False
-        self._joined: JoinedModel | None = None
-        self._closing_is_queued = False
-        self._agreement = None
-        self._accumulation = None
-        self._loads = 0
-        self._is_away = False
+        watch_clipping(session)
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self.precision = Precision.of(ranks.cfg)
+        self.module = recipe.replaced(module, ranks)
+        self._alias_module()
+        weak = weakref.ref(self)  # a part must not keep the wrapper alive
 
-        self._bucket_cap_mb = bucket_cap_mb
-        self._bucket_view = gradient_as_bucket_view
-        self._overlaps = overlapping_allreduce and self._ranks.cfg.overlapping_allreduce
-        self._trace_device = trace_device
-        self._traces_times = trace_execution_times
-        self._traces_memory = trace_memory_usage
-        #: What the optimizer updates instead of the parameters; None when it updates the parameters.
-        self.pieces: dict[nn.Parameter, Piece | None] | None = None
-        self.sharded_state: ShardedState | ShardedParameters | None = None
-        self.shards: ShardedParameters | None = None
-        self.pipeline: Pipeline | None = None
-        self.assignment: Assignment | None = None
-        self._staged_regions: Placement | None = None
-        self._stage_of: Callable[[str], int] | None = None
-        self._stage = self._ranks.rank_in(Group.PP)
-        self._reducer: Reducer | None = None
-        self._frozen: list[nn.Parameter] = []
-        self._waiting: list[Callable[[], Any]] = []
-        self._comm_hook: tuple[Any, Callable[..., Any]] | None = None
+        def trains() -> bool:
+            return (model := weak()) is not None and model._trains
 
-        self.partitioned = self._ranks.size(Group.PP) == 1
+        def loss_scale() -> float:
+            return 1.0 if (model := weak()) is None else model._loss_scale()
+
+        self._part = part = LocalPart(self.module, ranks.rank_in(Group.PP))
+        self._placed = placed = Placed()
+        tracing = TracingOptions(trace_device, trace_execution_times, trace_memory_usage)
+        self._stages = Stages(part, session, self.precision, tracing)
+        self._window = GradientWindow(
+            ranks,
+            trains,
+            passes_per_reduction=backward_passes_per_step,
+            bucket_bytes=int(bucket_cap_mb * 2**20),
+            reducer_options={
+                "overlap": overlapping_allreduce and ranks.cfg.overlapping_allreduce,
+                "bucket_view": gradient_as_bucket_view,
+            },
+        )
+        self._replicas = Replicas(part, placed, ranks, self._window, broadcasts_buffers=broadcast_buffers)
+        self._backward = Backward(
+            ranks, self._stages, loss_scale, averages_microbatches=average_grads_across_microbatches
+        )
+        self._state = ModelState(part, placed, ranks)
         if self.partitioned:
             self._place()
-        else:
-            self.registry = ParameterRegistry(module)
-            place(module, self.registry)
-            self._follow_loads()
-            self._session.adopt_model(self)
+            if ranks.rank == 0:
+                name, elements = type(self.module).__name__, f"{self.registry.elements:,}"
+                logger.info("Partition assignments:\n  %s: %s parameters, rank 0", name, elements)
+        self._replicas.follow_loads()
+        session.adopt_model(self)
 
     def _place(self) -> None:
-        """Give this rank's part of the model its place: the recipe of every strategy, in the order that they need."""
-        module, options = self.module, self._ranks.cfg
-        divided = options.sharded_data_parallel_degree > 1
-        created_later = make_stand_ins(self._ranks, module) if divided else []
-        if not divided:
-            materialize(self._ranks.keep(Deferrals, Deferrals), module, self._ranks.device, take=self._created())
-        self.registry = ParameterRegistry(module)
-        place(module, self.registry)
-        if self._stage_of is not None:
-            self.registry.place_stages(self._stage_of)
-            self._drop_other_stages()
-        # The order matters: replicas agree in full precision, then weights are cast, then their storage is flattened.
-        if divided:
-            self.shards = ShardedParameters(
-                module,
-                list(self.local_parameters()),
-                self._ranks,
-                self.precision,
-                deferred=frozenset(id(parameter) for _, parameter in created_later),
-                split=frozenset(id(r.parameter) for r in self.registry if r.placement.tensor_axis is not None),
-            )
-            create_shards(self._ranks, module, created_later, self.shards)
-        in_shards = self.shards.parameters if self.shards else set()
-        self._moved(self._ranks.device)
-        replicated = options.ddp and self._ranks.size(Group.DP) > 1
-        if replicated:
-            self._replicate([*(p for p in self.local_parameters() if p not in in_shards), *self.local_buffers()])
-        masters = self.precision.convert(self.local_modules(), skip=in_shards)
-        local = {id(parameter) for parameter in self.local_parameters()}
-        here = [record.parameter for record in self.registry if id(record.parameter) in local]
-        trained = [parameter for parameter in here if parameter.requires_grad]
-        updates_by_pieces = bool(masters) or divided or (replicated and options.shard_optimizer_state)
-        known = replicated or updates_by_pieces
-        self._frozen = [parameter for parameter in here if not parameter.requires_grad] if known else []
-        held = sum(parameter.numel() * parameter.element_size() for parameter in trained)
-        bucket_bytes = effective_bucket_bytes(held, int(self._bucket_cap_mb * 2**20))
-        if replicated and options.shard_optimizer_state:
-            self.sharded_state = self._shard_state(trained, masters, bucket_bytes)
-            self.pieces = self.sharded_state.pieces
-            self.registry.place_shards({p: (k.start, k.stop) if k else (0, 0) for p, k in self.pieces.items()})
-        elif self.shards is not None:
-            whole = [parameter for parameter in trained if parameter not in in_shards]
-            self.shards.add_whole({p: whole_piece(p, masters[p]) if p in masters else bare_piece(p) for p in whole})
-            self.sharded_state, self.pieces = self.shards, self.shards.pieces
-            self.registry.place_shards(self.shards.places)
-        elif masters:
-            self.pieces = {parameter: whole_piece(parameter, masters[parameter]) for parameter in trained}
-        if len(here) < len(self.registry):  # the optimizer has nothing to do with other stages' parameters
-            elsewhere = {r.parameter: None for r in self.registry if id(r.parameter) not in local}
-            self.pieces = {**(self.pieces or {}), **elsewhere}
-        if replicated:
-            self._watch_backward(trained)
-            self._reducer = make_reducer(
-                self.registry,
-                [parameter for parameter in trained if parameter not in in_shards],
-                self._ranks,
-                bucket_bytes=bucket_bytes,
-                overlap=self._overlaps,
-                reduce_dtype=self.precision.reduce,
-                bucket_view=self._bucket_view,
-                buckets=self.sharded_state.buckets if isinstance(self.sharded_state, ShardedState) else None,
-                transport=self.sharded_state if isinstance(self.sharded_state, ShardedState) else None,
-            )
-            self._open_window()
-            if self._comm_hook is not None:
-                self._use_comm_hook(*self._comm_hook)
-        if options.fp16 or options.microbatches > 1:
-            self._scale_foreign_gradients(trained)
-        if self._stage_of is None:
-            self._follow_loads()
-            self._session.adopt_model(self)
-            if self._ranks.rank == 0:
-                logger.info(
-                    "Partition assignments:\n  %s: %s parameters, rank 0",
-                    type(module).__name__,
-                    f"{self.registry.elements:,}",
-                )
-        else:
-            for optimizer in self._session.optimizers:
-                optimizer.bind(self)
-            self._load_what_waited()
+        recipe.place(self._ranks, self._stages, self._replicas, self._window, self._backward, self._placed)
+        self._window.install_hook(shares_state=self.sharded_state is not None)
 
-    # -- calls -----------------------------------------------------------------------------------------------------
+    # -- what it is made of ----------------------------------------------------------------------------------------
+
+    @property
+    def pieces(self) -> dict[nn.Parameter, Piece | None] | None:
+        """What the optimizer updates instead of the parameters; None when it updates the parameters."""
+        return self._placed.pieces
+
+    @property
+    def sharded_state(self) -> ShardedState | ShardedParameters | None:
+        """How optimizer state is shared out over the replicas, or None."""
+        return self._placed.sharded_state
+
+    @property
+    def shards(self) -> ShardedParameters | None:
+        """The same with parameters and gradients too, under sharded data parallelism."""
+        return self._placed.shards
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether every rank knows its part; without pipeline parallelism from the beginning."""
+        return self._stages.partitioned
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """Runs the steps; None without pipeline parallelism."""
+        return self._stages.pipeline
+
+    @property
+    def assignment(self) -> Assignment | None:
+        """Which stage has which module; None without pipeline parallelism."""
+        return self._stages.assignment
+
+    # -- the partition ---------------------------------------------------------------------------------------------
+
+    def partition(self, microbatch: functools.partial[Any]) -> None:
+        """Decide which stage gets which module, if that has not been done; every rank calls it in its first step.
+
+        Args:
+            microbatch: runs the step function on the first microbatch, to trace it.
+        """
+        if self.partitioned:
+            return
+        if torch.is_inference_mode_enabled():  # what is made now must serve training later
+            with torch.inference_mode(False), torch.no_grad():
+                self.partition(microbatch)
+            return
+        training = self.training
+        try:
+            assignment = self._stages.decide(microbatch)
+        finally:
+            self.training = training  # the step function may switch it; tracing puts back what is inside
+        self.adopt(assignment)
+
+    def adopt(self, assignment: Assignment) -> None:
+        """Keep this rank's part of the model, and start the pipeline; every rank calls it with the same decision.
+
+        Raises:
+            SMPUserError: the decision does not fit this model or this number of stages.
+        """
+        self._stages.assign(assignment)
+        self._place()
+        for optimizer in self._session.optimizers:
+            optimizer.bind(self)
+        self._state.load_what_waited()
+        self._stages.start()
+        for hook in list(self._post_partition_hooks.values()):
+            hook(self, self._session.optimizer)
+
+    def leave(self) -> None:
+        """The rank leaves the job: end the pipeline in good order."""
+        self._stages.leave()
+
+    # -- steps -----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; inside a step, with one microbatch."""
-        if self._ranks.step.is_tracing:
+        step = self._ranks.step
+        if step.is_tracing:
             return self.module(*args, **kwargs)
-        if not self.partitioned or (self.pipeline is not None and self._ranks.step.microbatch is None):
+        is_outside = step.microbatch is None
+        if not self.partitioned or (self.pipeline is not None and is_outside):
             raise SMPUserError(
                 "the model was called outside a step, but with pipeline parallelism its modules are on several ranks, which only "
                 "work together inside a step; call it in a function decorated with smp.step, also for evaluation"
             )
-        if self._ranks.step.microbatch is None and self.training and torch.is_grad_enabled():
-            if self._closing_is_queued:  # left by a backward pass that raised
-                self._closing_is_queued = False
-                self._open_window()
+        if is_outside and self._trains:
+            self._window.open_after_failure()
             begin_step(self.module, None)
-            self._begin_training_pass()
-        with self._shards_in_use():
+            self._replicas.begin_training_pass()
+        with self._window.forward(evaluates=is_outside and not self._trains):
             return self.precision.leave(self.module(*self.precision.enter(args), **self.precision.enter(kwargs)))
 
-    @contextlib.contextmanager
-    def _shards_in_use(self) -> Iterator[None]:
-        """Around the module's forward: parameters are gathered as they are used."""
-        if self.shards is None:
-            yield
-            return
-        evaluates = self._ranks.step.microbatch is None and not (self.training and torch.is_grad_enabled())
-        if evaluates:
-            self._open_window()
-        try:
-            with self.shards.forward():
-                yield
-        except BaseException:
-            if evaluates:  # forget its order, and let go of what it had gathered
-                self.shards.abandon_window()
-                self._open_window()
-            raise
-        if evaluates:
-            self.shards.finish_window(reduces=False)
-            self._open_window()
+    def backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        *,
+        inputs: Any = None,
+    ) -> None:
+        """Backward from ``tensors``, as ``torch.autograd.backward``; inside a step, of one microbatch.
 
-    def _shard_state(
-        self, trained: list[nn.Parameter], masters: Mapping[nn.Parameter, torch.Tensor], unit_bytes: int
-    ) -> ShardedState:
-        group = sharing_group(self._ranks)
-        return ShardedState(
-            trained,
-            self._ranks.groups.group(group),
-            self._ranks.members(group),
-            self._ranks.rank_in(group),
-            self._ranks.collectives,
-            self._ranks.control,
-            sharing=group,
-            unit_bytes=unit_bytes,
-            masters=masters,
-            reduce_dtype=self.precision.reduce,
+        Gradients are averaged over the microbatches unless ``average_grads_across_microbatches=False``.
+
+        Args:
+            tensors: the loss, or several outputs.
+            grad_tensors: gradients of outputs that are not scalars.
+            retain_graph: keep the graph for another backward pass; not with pipeline parallelism.
+            create_graph: give gradients a graph of their own; not with pipeline parallelism.
+            inputs: the only tensors that get gradients; not with pipeline parallelism.
+
+        Raises:
+            SMPUserError: an output that is not a scalar, without its gradient in ``grad_tensors``; an argument that pipeline
+                parallelism cannot serve; or a second backward pass through a graph that the first has freed.
+        """
+        self._backward.run(tensors, grad_tensors, retain_graph, create_graph, inputs)
+
+    def begin_step(self) -> None:
+        """A step-decorated function begins."""
+        begin_step(self.module, self._stages.regions)
+        if self._trains:
+            self._replicas.begin_training_pass()
+        elif not self._replicas.are_joined and self._ranks.step.count == 0:
+            # Later evaluation steps must not wait for other replicas: some ranks may have fewer, or evaluate alone.
+            self._replicas.share_loaded_state()
+        self._backward.begin_step()
+        self._window.begin_step(agrees=self._trains and not self._replicas.are_joined)
+
+    def finish_step(self) -> bool:
+        """All microbatches are done: reduce gradients, run the hooks; returns whether backward ran."""
+        trained = self._window.finish_step()
+        for hook in list(self._post_step_hooks.values()):
+            hook(self, self._session.optimizer)
+        return trained and torch.is_grad_enabled()
+
+    def abandon_step(self) -> None:
+        """A microbatch raised: its gradients are not reduced."""
+        self._window.abandon_step()
+
+    @property
+    def _trains(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
+    def _loss_scale(self) -> float:
+        """Of the optimizer that updates this model, or of the only one."""
+        optimizer = next((o for o in self._session.optimizers if o.updates(self)), self._session.optimizer)
+        return optimizer.loss_scale if optimizer is not None else 1.0
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backward passes inside accumulate gradients without reducing them; for loops without ``smp.step``."""
+        return self._window.no_sync()
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True
+    ) -> contextlib.AbstractContextManager[None]:
+        """Train with uneven numbers of steps: a rank that has left the loop answers the others until all have.
+
+        Gradients are divided by the number of all ranks, also of those that are done. At the end every rank has the
+        weights of one that trained longest; the optimizer's state of a rank that was done earlier stays behind.
+
+        Args:
+            divide_by_initial_world_size: only True is supported.
+            enable: False makes the context do nothing.
+
+        Raises:
+            SMPUserError: ``divide_by_initial_world_size=False``, or sharded optimizer state, which every rank must update.
+        """
+        return self._replicas.join(divide_by_initial_world_size, enable)
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
+        """The full state under the unwrapped module's names.
+
+        With pipeline or tensor parallelism every rank of a model parallel group calls it.
+
+        Args:
+            gather_to_rank0: only the first rank of each model parallel group gets it, the others ``{}``.
+        """
+        return self._state.gathered(self._state.local(*args, **kwargs), to_first=gather_to_rank0)
+
+    def state_to_save(self) -> dict[str, Any]:
+        """The full state on the first rank of the job, what had to be gathered on the CPU; every rank calls it.
+
+        The others get ``{}``: they only take part, with one flat unit at a time.
+        """
+        return self._state.to_save()
+
+    def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The state of this rank's stage, marked by the key ``_smp_is_partial``."""
+        return {**self._state.local(*args, **kwargs), PARTIAL_KEY: True}
+
+    def load_state_dict(  # type: ignore[override]
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        same_partition_load: bool = False,
+        assign: bool = False,
+    ) -> Any:
+        """Load a full or partial state; names may carry the ``module.`` prefix of other wrappers.
+
+        Before the model is partitioned, a state is kept and loaded when its parameters have a place.
+        """
+        return self._state.load(
+            state_dict,
+            strict,
+            assign,
+            partitioned=self.partitioned,
+            known=self._window.reduces or self.pieces is not None,
         )
+
+    def load_when_partitioned(self, load: Callable[[], Any]) -> None:
+        """Call ``load`` when the parameters have a place."""
+        self._state.when_placed(load)
 
     # -- like any module -------------------------------------------------------------------------------------------
 
@@ -286,7 +358,7 @@ class DistributedModel(SteppedModel):
         if dtype is None:
             return self
         changes = any(p.is_floating_point() and p.dtype is not dtype for p in self.module.parameters())
-        if changes and (self._reducer is not None or self.pieces is not None):
+        if changes and (self._window.reduces or self.pieces is not None):
             raise SMPUserError(
                 f"the model cannot become {dtype} after it was wrapped: gradient reduction and the optimizer already know its "
                 'parameters; cast it before smp.DistributedModel, or train with "fp16" or "bf16"'
@@ -295,18 +367,8 @@ class DistributedModel(SteppedModel):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DistributedModel:
         """What ``to``, ``half`` and the like do to every tensor; in half precision training rotary frequencies are not cast."""
-        if not self.precision.is_half:
+        with self.precision.keeping_rotary(self.module):
             return super()._apply(fn, recurse)
-        kept = [
-            (owner, name, buffer)
-            for owner in self.module.modules()
-            for name, buffer in owner.named_buffers(recurse=False)
-            if is_rotary(name)
-        ]
-        super()._apply(fn, recurse)
-        for owner, name, buffer in kept:
-            setattr(owner, name, buffer.to(getattr(owner, name).device))
-        return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, also those that were reduced to their owner already."""
@@ -327,24 +389,22 @@ class DistributedModel(SteppedModel):
         """
         if not self.partitioned:
             return self
-        reasons = {
-            "pipeline parallelism": self.pipeline is not None,
-            "tensor parallelism": any(True for _ in self.distributed_modules()),
-            "sharded data parallelism": self.shards is not None,
-        }
-        if why := [reason for reason, holds in reasons.items() if holds]:
-            raise SMPUserError(
-                f"model.cpu() moves the full model, but with {' and '.join(why)} rank {self._ranks.rank} holds a part; "
-                "call model.state_dict() on every rank, which gives the full state, and load it into an unwrapped model on the CPU"
-            )
-        self._is_away = self._ranks.device.type != "cpu"
+        refuse_if_partial(
+            self._ranks.rank,
+            {
+                "pipeline parallelism": self.pipeline is not None,
+                "tensor parallelism": any(True for _ in self.distributed_modules()),
+                "sharded data parallelism": self.shards is not None,
+            },
+        )
+        self._placed.is_away = self._ranks.device.type != "cpu"
         return super().to("cpu")
 
     def cuda(self, device: Any = None) -> DistributedModel:
         """Ignored: the model is on this rank's device already, unless :meth:`cpu` has moved it."""
-        if not self._is_away or self.pieces is not None:
+        if not self._placed.is_away or self.pieces is not None:
             return self
-        self._is_away = False
+        self._placed.is_away = False
         return super().to(self._ranks.device)
 
     # -- hooks -----------------------------------------------------------------------------------------------------
@@ -357,51 +417,23 @@ class DistributedModel(SteppedModel):
         Raises:
             SMPUserError: gradients are not all-reduced: no data parallelism, or sharded optimizer state.
         """
+        self._window.hook = (state, hook)
         if self.partitioned:
-            self._use_comm_hook(state, hook)
-        else:
-            self._comm_hook = (state, hook)
-
-    def _use_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        if self._reducer is None or self.sharded_state is not None:
-            why = "sharded optimizer state" if self.sharded_state else "no data parallelism over several ranks"
-            raise SMPUserError(f"register_comm_hook replaces the all-reduce of gradients, but this job has {why}")
-        self._reducer.use_transport(lambda parameters: HookTransport(state, hook, parameters))
+            self._window.install_hook(shares_state=self.sharded_state is not None)
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(model, optimizer)`` once the model is partitioned; at once when it already is."""
-        handle = RemovableHandle(self._post_partition_hooks)
-        self._post_partition_hooks[handle.id] = hook
+        handle = _registered(self._post_partition_hooks, hook)
         if self.partitioned:
             hook(self, self._session.optimizer)
         return handle
 
     def register_post_step_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(model, optimizer)`` after every step-decorated call."""
-        handle = RemovableHandle(self._post_step_hooks)
-        self._post_step_hooks[handle.id] = hook
-        return handle
+        return _registered(self._post_step_hooks, hook)
 
 
-def _check_arguments(
-    module: Any, trace_device: str, trace_execution_times: bool, backward_passes_per_step: int, bucket_cap_mb: float
-) -> None:
-    if not isinstance(module, nn.Module):
-        raise SMPUserError(
-            f"smp.DistributedModel wraps an nn.Module, but got a {type(module).__name__}: pass the model"
-        )
-    if isinstance(module, DistributedModel):
-        raise SMPUserError("this model is already wrapped in smp.DistributedModel; wrap it once")
-    if trace_device not in ("cpu", "gpu"):
-        raise SMPUserError(f"trace_device is {trace_device!r}; it must be 'gpu' or 'cpu'")
-    if trace_execution_times and trace_device == "cpu":
-        raise SMPUserError(
-            "trace_execution_times is true but trace_device is 'cpu', whose times say nothing about the GPU; "
-            "use trace_device='gpu' or leave execution times off"
-        )
-    if backward_passes_per_step < 1:
-        raise SMPUserError(
-            f"backward_passes_per_step is {backward_passes_per_step}; it counts accumulated steps: use 1 or more"
-        )
-    if bucket_cap_mb <= 0:
-        raise SMPUserError(f"bucket_cap_mb is {bucket_cap_mb}; it is a bucket's size in MiB: use for example 25")
+def _registered(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

@@ -1,141 +1,239 @@
-"""A wrapped model in its steps: backward passes, how gradients are scaled, and when they are reduced."""
+"""The window of gradients that one reduction covers: the backward passes of a step, or of several."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.activations.begin_step import begin_step
 from smp_runtime.data_parallel.backward_agreement import BackwardAgreement
-from smp_runtime.data_parallel.gradient_scaling import AccumulationScale
+from smp_runtime.data_parallel.bucket_transports import HookTransport
+from smp_runtime.data_parallel.reducer_set import Reducer, make_reducer
 from smp_runtime.errors import SMPUserError
-from smp_runtime.model.state_dict import SavedModel
+from smp_runtime.job.ranks import Ranks
+from smp_runtime.parameters.registry import ParameterRegistry
+from smp_runtime.sharding.sharded_parameters import ShardedParameters
+from smp_runtime.sharding.sharded_state import ShardedState
 
-#: How PyTorch's error about a graph that was freed begins.
-_SECOND_BACKWARD = "Trying to backward through the graph a second time"
+
+class ReducerOptions(TypedDict):
+    """What a script can say of how gradients are reduced."""
+
+    overlap: bool
+    bucket_view: bool
 
 
-class SteppedModel(SavedModel):
-    """A wrapped model whose gradients are reduced when a step, or a backward pass outside steps, has ended."""
+class GradientWindow:
+    """Says when gradients of a model are reduced, and who takes part.
 
-    _averages_microbatches: bool
-    _passes_per_reduction: int
-    _in_backward: bool
-    _closing_is_queued: bool
-    _agreement: BackwardAgreement | None
-    _accumulation: AccumulationScale | None
-    _post_step_hooks: OrderedDict[int, Callable[..., Any]]
+    Args:
+        ranks: groups and collectives.
+        trains: whether the model is in training mode, with gradients.
+        passes_per_reduction: backward passes whose gradients accumulate before one reduction.
+        bucket_bytes: size of a gradient bucket.
+        reducer_options: more of a reducer.
 
-    # -- backward --------------------------------------------------------------------------------------------------
+    Attributes:
+        shards: the sharded part of the model, whose gradients are reduced in the same windows; or None.
+        hook: a communication hook and its state, which :meth:`install_hook` puts in place; or None.
+    """
 
-    def backward(
+    def __init__(
         self,
-        tensors: Any,
-        grad_tensors: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
+        ranks: Ranks,
+        trains: Callable[[], bool],
         *,
-        inputs: Any = None,
+        passes_per_reduction: int,
+        bucket_bytes: int,
+        reducer_options: ReducerOptions,
     ) -> None:
-        """Backward from ``tensors``, as ``torch.autograd.backward``; inside a step, of one microbatch.
+        self._ranks = ranks
+        self._trains = trains
+        self._passes_per_reduction = passes_per_reduction
+        self.bucket_bytes = bucket_bytes
+        self._reducer_options = reducer_options
+        self._passes = 0
+        self._closing_is_queued = False
+        self._reducer: Reducer | None = None
+        self.hook: tuple[Any, Callable[..., Any]] | None = None
+        self._agreement: BackwardAgreement | None = None
+        self.shards: ShardedParameters | None = None
 
-        Gradients are averaged over the microbatches unless ``average_grads_across_microbatches=False``.
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are reduced at all."""
+        return self._reducer is not None
+
+    @property
+    def bucket_order(self) -> list[list[int]]:
+        """Indices of the parameters of each bucket, for tests and reports."""
+        return [] if self._reducer is None else self._reducer.bucket_order
+
+    def watch_backward(self, trained: Sequence[nn.Parameter]) -> None:
+        """Tell the other ranks when backward begins in a step; without a step, it is a window of its own.
+
+        Called before anything else watches the gradients, because the others must know before they are sent.
+        """
+        ranks = self._ranks
+        agreement = BackwardAgreement(
+            ranks.collectives, ranks.groups.group(Group.DP), ranks.rank_in(Group.DP), ranks.size(Group.DP)
+        )
+        self._agreement = agreement
+        weak = weakref.ref(self)
+
+        def gradient_comes(_: torch.Tensor) -> None:
+            if ranks.step.microbatch is not None:
+                agreement.tell()
+            elif (window := weak()) is not None and not window._closing_is_queued:
+                window._closing_is_queued = True
+                torch.autograd.Variable._execution_engine.queue_callback(window._close)
+
+        if self.shards is not None:  # gathers parameters before the first gradient comes
+            self.shards.uses.backward_begins = agreement.tell
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(gradient_comes)
+
+    def reduce(
+        self,
+        registry: ParameterRegistry,
+        trained: Sequence[nn.Parameter],
+        bucket_bytes: int,
+        dtype: torch.dtype | None,
+        state: ShardedState | None,
+    ) -> None:
+        """Gradients of ``trained`` get what reduces them, and the first window begins.
 
         Args:
-            tensors: the loss, or several outputs.
-            grad_tensors: gradients of outputs that are not scalars.
-            retain_graph: keep the graph for another backward pass; not with pipeline parallelism.
-            create_graph: give gradients a graph of their own; not with pipeline parallelism.
-            inputs: the only tensors that get gradients; not with pipeline parallelism.
+            registry: says over which ranks each is averaged.
+            trained: parameters that are whole on this rank.
+            bucket_bytes: size of a bucket.
+            dtype: in which gradients are summed; None means in their own type.
+            state: shares out optimizer state, so that gradients go to their owners only; or None.
+        """
+        buckets, options = state.buckets if state else None, self._reducer_options
+        self._reducer = make_reducer(
+            registry,
+            trained,
+            self._ranks,
+            bucket_bytes=bucket_bytes,
+            reduce_dtype=dtype,
+            buckets=buckets,
+            transport=state,
+            **options,
+        )
+        self.open()
+
+    def install_hook(self, *, shares_state: bool) -> None:
+        """Let the communication hook that was given average the gradients, instead of an all-reduce.
 
         Raises:
-            SMPUserError: an output that is not a scalar, without its gradient in ``grad_tensors``; an argument that pipeline
-                parallelism cannot serve; or a second backward pass through a graph that the first has freed.
+            SMPUserError: gradients are not all-reduced.
         """
-        if self._ranks.step.is_tracing:
+        if self.hook is None:
             return
-        if self.pipeline is not None and self._ranks.step.microbatch is None:
-            raise SMPUserError(
-                "model.backward was called outside a step, but with pipeline parallelism gradients flow over several ranks; call "
-                "it in the function decorated with smp.step, right after the loss"
-            )
-        outputs = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
-        gradients = [None] * len(outputs) if given is None else list(given)
-        scale = self._gradient_scale()
-        for index, (output, gradient) in enumerate(zip(outputs, gradients, strict=True)):
-            if gradient is None and output.numel() != 1:
-                raise SMPUserError(
-                    f"backward got an output of shape {list(output.shape)} without a gradient; reduce it to a scalar "
-                    "loss, or pass its gradient in grad_tensors"
-                )
-            if scale != 1.0:
-                seed = torch.ones_like(output) if gradient is None else gradient
-                gradients[index] = seed * scale
-        if self.pipeline is not None:
-            _refuse(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
-            with self.pipeline.backward(), _advising(splits=True):
-                torch.autograd.backward(outputs, gradients)
-            return
-        self._in_backward, self._ranks.step.seed_scale = True, scale
-        try:
-            with _advising(splits=False):
-                torch.autograd.backward(outputs, gradients, retain_graph, create_graph, inputs=inputs)
-        finally:
-            self._in_backward, self._ranks.step.seed_scale = False, 1.0
+        if self._reducer is None or shares_state:
+            why = "sharded optimizer state" if shares_state else "no data parallelism over several ranks"
+            raise SMPUserError(f"register_comm_hook replaces the all-reduce of gradients, but this job has {why}")
+        state, hook = self.hook
+        self._reducer.use_transport(lambda parameters: HookTransport(state, hook, parameters))
 
-    def _gradient_scale(self) -> float:
-        """What a loss is multiplied with: the loss scale of fp16, and one over the microbatches that are averaged."""
-        optimizer = next((o for o in self._session.optimizers if o.updates(self)), self._session.optimizer)
-        scale = optimizer.loss_scale if optimizer is not None else 1.0
-        inside = self._ranks.step.microbatch is not None
-        return scale / self._ranks.cfg.microbatches if inside and self._averages_microbatches else scale
+    def open(self) -> None:
+        """Gradients that come from now on belong to the next pass, which reduces if it completes a group of passes."""
+        if self._reducer is not None:
+            self._reducer.begin_window(reduces=self._completes(self._passes + 1))
+        if self.shards is not None:
+            self.shards.begin_window("train" if self._trains() else "evaluate")
 
-    def _scale_left(self) -> float:
-        """What a gradient that comes now must still be multiplied with: nothing in this model's own :meth:`backward`."""
-        if self._in_backward or (self.pipeline is not None and self.pipeline.is_in_model_backward):
-            return 1.0
-        return self._gradient_scale() / self._ranks.step.seed_scale
+    def open_after_failure(self) -> None:
+        """A training pass begins outside steps: what a backward pass that raised has left is forgotten."""
+        if self._closing_is_queued:
+            self._closing_is_queued = False
+            self.open()
 
-    def _scale_foreign_gradients(self, trained: Sequence[nn.Parameter]) -> None:
-        """``loss.backward()`` inside a step, or another model's, averages over microbatches like :meth:`backward`."""
-        weak = weakref.ref(self)
-        self._accumulation = AccumulationScale(trained, lambda: 1.0 if (me := weak()) is None else me._scale_left())
+    def begin_step(self, *, agrees: bool) -> None:
+        """A step begins.
 
-    # -- the step --------------------------------------------------------------------------------------------------
-
-    def begin_step(self) -> None:
-        """A step-decorated function begins."""
-        begin_step(self.module, self._staged_regions)
-        trains = self.training and torch.is_grad_enabled()
-        if trains:
-            self._begin_training_pass()
-        elif self._joined is None and self._ranks.step.count == 0:
-            # Later evaluation steps must not wait for other replicas: some ranks may have fewer, or evaluate alone.
-            self._share_loaded_state()
-        if self._accumulation is not None:
-            self._accumulation.refresh()
-        if self._agreement is not None and self._joined is None and trains:
+        Args:
+            agrees: whether the ranks find out together if any of them runs backward in it.
+        """
+        if self._agreement is not None and agrees:
             self._agreement.open()
-        self._open_window()
+        self.open()
 
     def finish_step(self) -> bool:
-        """All microbatches are done: reduce gradients, run the hooks; returns whether backward ran."""
-        trained = True if self._reducer is None else self._reducer.touched or (self.shards or self._reducer).touched
+        """All microbatches are done: reduce gradients; returns whether backward ran on this rank."""
+        if self._reducer is None:
+            return True
+        trained = self._reducer.touched or (self.shards is not None and self.shards.touched)
+        if self._anyone_trained(trained):
+            self.finish_pass()
+        self.open()
+        return trained
+
+    def abandon_step(self) -> None:
+        """A microbatch raised: its gradients are not reduced."""
+        if self._agreement is not None:
+            self._agreement.abandon()
+        self.open()
+
+    def finish_pass(self) -> None:
+        """Backward has run: gradients are summed, and ready for the update if this completes a group of passes."""
+        self._passes += 1
         if self._reducer is not None:
-            if self._anyone_trained(trained):
-                self._finish_pass()
-            self._open_window()
-        for hook in list(self._post_step_hooks.values()):
-            hook(self, self._session.optimizer)
-        return trained and torch.is_grad_enabled()
+            self._reducer.finish_window()
+        if self.shards is not None:
+            self.shards.finish_window(reduces=self._completes(self._passes))
+
+    @contextlib.contextmanager
+    def forward(self, *, evaluates: bool) -> Iterator[None]:
+        """Around a model's forward pass: sharded parameters are gathered as they are used.
+
+        Args:
+            evaluates: whether it is a window of its own, which nothing is reduced in.
+        """
+        shards = self.shards
+        if shards is None:
+            yield
+            return
+        if evaluates:
+            self.open()
+        try:
+            with shards.forward():
+                yield
+        except BaseException:
+            if evaluates:  # forget its order, and let go of what it had gathered
+                shards.abandon_window()
+                self.open()
+            raise
+        if evaluates:
+            shards.finish_window(reduces=False)
+            self.open()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside accumulate gradients without reducing them; for loops without ``smp.step``."""
+        before, self._passes_per_reduction = (self._passes_per_reduction, self._passes), 2**62
+        self.open()
+        try:
+            yield
+        finally:
+            self._passes_per_reduction, self._passes = before
+            self.open()
+
+    def _completes(self, passes: int) -> bool:
+        return passes % self._passes_per_reduction == 0
+
+    def _close(self) -> None:
+        """A backward pass outside a step has ended."""
+        self._closing_is_queued = False
+        if self._reducer is not None:
+            self.finish_pass()
+            self.open()
 
     def _anyone_trained(self, trained: bool) -> bool:
         """Whether a data parallel rank has run backward in this step, so that all must reduce.
@@ -147,112 +245,10 @@ class SteppedModel(SavedModel):
             return trained
         positions = self._agreement.close(trained)
         if positions and self.shards is not None and self._ranks.rank_in(Group.DP) not in positions:
-            ranks = [self._ranks.members(Group.DP)[position] for position in positions]
+            others = [self._ranks.members(Group.DP)[position] for position in positions]
             raise SMPUserError(
-                f"rank {self._ranks.rank} ran no backward pass in this step, but the data parallel ranks {ranks} did, and with "
+                f"rank {self._ranks.rank} ran no backward pass in this step, but the data parallel ranks {others} did, and with "
                 "sharded data parallelism they need its part of the parameters then; run backward on every rank, of a loss "
                 "multiplied by 0 where a rank has nothing to learn"
             )
         return bool(positions)
-
-    def abandon_step(self) -> None:
-        """A microbatch raised: its gradients are not reduced."""
-        if self._agreement is not None:
-            self._agreement.abandon()
-        self._open_window()
-
-    def _open_window(self) -> None:
-        """Gradients that come from now on belong to the next pass, which reduces if it completes a group of passes."""
-        if self._reducer is not None:
-            self._reducer.begin_window(reduces=(self._passes + 1) % self._passes_per_reduction == 0)
-        if self.shards is not None:
-            self.shards.begin_window("train" if self.training and torch.is_grad_enabled() else "evaluate")
-
-    def _finish_pass(self) -> None:
-        """Backward has run: gradients are summed, and ready for the update if this completes a group of passes."""
-        self._passes += 1
-        if self._reducer is not None:
-            self._reducer.finish_window()
-        if self.shards is not None:
-            self.shards.finish_window(reduces=self._passes % self._passes_per_reduction == 0)
-
-    def _close_window(self) -> None:
-        """A backward pass outside a step has ended."""
-        self._closing_is_queued = False
-        if self._reducer is not None:
-            self._finish_pass()
-            self._open_window()
-
-    def _watch_backward(self, trained: Sequence[nn.Parameter]) -> None:
-        """Tell the other ranks when backward begins in a step; without a step, it is a window of its own.
-
-        Called before anything else watches the gradients, because the others must know before they are sent.
-        """
-        session, (position, size) = (
-            self._session,
-            (self._ranks.rank_in(Group.DP), self._ranks.size(Group.DP)),
-        )
-        agreement = BackwardAgreement(session.ranks.collectives, session.ranks.groups.group(Group.DP), position, size)
-        self._agreement = agreement
-        weak = weakref.ref(self)
-
-        def gradient_comes(_: torch.Tensor) -> None:
-            if session.ranks.step.microbatch is not None:
-                agreement.tell()
-            elif (model := weak()) is not None and not model._closing_is_queued:
-                model._closing_is_queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(model._close_window)
-
-        if self.shards is not None:  # gathers parameters before the first gradient comes
-            self.shards.uses.backward_begins = agreement.tell
-        for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(gradient_comes)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate gradients without reducing them; for loops without ``smp.step``."""
-        before, self._passes_per_reduction = (self._passes_per_reduction, self._passes), 2**62
-        self._open_window()
-        try:
-            yield
-        finally:
-            self._passes_per_reduction, self._passes = before
-            self._open_window()
-
-
-def _refuse(**given: Any) -> None:
-    """With pipeline parallelism every stage frees its part of the graph as backward leaves it.
-
-    Raises:
-        SMPUserError: an argument asks for more.
-    """
-    names = [f"{name}={value if isinstance(value, bool) else '…'}" for name, value in given.items() if _asks(value)]
-    if names:
-        raise SMPUserError(
-            f"model.backward got {', '.join(names)}, but with pipeline parallelism a microbatch's graph lies on several ranks, "
-            "each of which runs its part once and frees it; sum the losses and call model.backward(sum) once per microbatch, "
-            "without these arguments"
-        )
-
-
-def _asks(value: Any) -> bool:
-    return value if isinstance(value, bool) else value is not None
-
-
-@contextlib.contextmanager
-def _advising(splits: bool) -> Iterator[None]:
-    """PyTorch's error about a second backward pass, with advice that holds here.
-
-    Args:
-        splits: whether the model is split over stages, where a graph cannot be kept.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not str(error).startswith(_SECOND_BACKWARD):
-            raise
-        keep = "" if splits else ", or pass retain_graph=True to the first call"
-        raise SMPUserError(
-            "model.backward went through a graph a second time (or a saved tensor in it was read after backward), but backward "
-            f"frees a graph as it runs; sum the losses and call model.backward(sum) once per microbatch{keep}"
-        ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,136 +14,122 @@ from torch.distributed.algorithms.join import Join
 from smp_config import Group
 from smp_runtime.comm.broadcasting import broadcast_tensors
 from smp_runtime.data_parallel.joining import JoinedModel
-from smp_runtime.data_parallel.reducer_set import Reducer
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job.ranks import Ranks
-from smp_runtime.job.session import Session
-from smp_runtime.model.wrapped_names import WrappedNames
-from smp_runtime.sharding.sharded_parameters import ShardedParameters
-from smp_runtime.sharding.sharded_state import ShardedState
+from smp_runtime.model.gradient_window import GradientWindow
+from smp_runtime.model.local_part import LocalPart
+from smp_runtime.model.placed import Placed
 
 
-class ReplicatedModel(WrappedNames):
-    """A wrapped model that knows its replicas.
+class Replicas:
+    """The data parallel ranks of a model, seen from one of them.
 
-    Attributes:
-        sharded_state: how optimizer state is shared out over the replicas, or None.
-        shards: the same with parameters and gradients too, under sharded data parallelism.
+    Args:
+        part: of the model on this rank.
+        placed: what the recipe has made of it.
+        ranks: groups and collectives.
+        window: whose gradients are reduced over the replicas.
+        broadcasts_buffers: whether buffers are copied from the first replica at every training step.
     """
 
-    sharded_state: ShardedState | ShardedParameters | None
-    shards: ShardedParameters | None
-    _session: Session
-    _ranks: Ranks
-    _reducer: Reducer | None
-    _joined: JoinedModel | None
-    _frozen: list[nn.Parameter]
-    _broadcasts_buffers: bool
-    _loads: int
-    _is_away: bool
-    _passes: int
+    def __init__(
+        self, part: LocalPart, placed: Placed, ranks: Ranks, window: GradientWindow, *, broadcasts_buffers: bool
+    ) -> None:
+        self._part = part
+        self._placed = placed
+        self._ranks = ranks
+        self._window = window
+        self._broadcasts_buffers = broadcasts_buffers
+        self._joined: JoinedModel | None = None
+        self.loads = 0
 
-    def _open_window(self) -> None:
-        raise NotImplementedError
+    @property
+    def are_joined(self) -> bool:
+        """Whether ranks may be done already, inside :meth:`join`."""
+        return self._joined is not None
 
-    def _begin_training_pass(self) -> None:
+    def begin_training_pass(self) -> None:
         """What all data parallel ranks do together before a training step."""
-        if self._is_away:
-            goes_on = (
-                "call model.cuda() first"
-                if self.pieces is None
-                else "its weights have left those that the optimizer updates"
-            )
+        if self._placed.is_away:
+            away = "its weights have left those that the optimizer updates"
             raise SMPUserError(
-                f"model.cpu() has moved the model to the CPU, but this rank trains on {self._ranks.device}; {goes_on}, or save "
-                "model.state_dict() without moving the model"
+                f"model.cpu() has moved the model to the CPU, but this rank trains on {self._ranks.device}; "
+                f"{'call model.cuda() first' if self._placed.pieces is None else away}, or save model.state_dict() without moving "
+                "the model"
             )
-        for parameter in self._frozen:
+        for parameter in self._placed.frozen:
             if parameter.requires_grad:
-                name = self.registry.record_of(parameter).name
+                name = self._part.registry.record_of(parameter).name
                 raise SMPUserError(
                     f"{name} was frozen when the model was wrapped and has requires_grad now; nothing would average its "
                     "gradient: unfreeze it before smp.DistributedModel, and freeze it after, if it must change"
                 )
-        self._tell_joined()
-        self._share_loaded_state()
+        if self._joined is not None:  # announce it to ranks that may be done already
+            Join.notify_join_context(self._joined)
+        self.share_loaded_state()
         self._refresh_buffers()
 
-    def _share_loaded_state(self) -> None:
+    def share_loaded_state(self) -> None:
         """A state that only some ranks loaded reaches the others before the next step."""
-        if self._reducer is None:
+        if not self._window.reduces:
             return
         group, members = self._ranks.groups.group(Group.DP), self._ranks.members(Group.DP)
         mine = self._ranks.rank_in(Group.DP)
         counts = torch.zeros(len(members), dtype=torch.int64, device="cpu")
-        counts[mine] = self._loads
+        counts[mine] = self.loads
         self._ranks.collectives.all_reduce(counts, group).wait()
         if bool((counts == counts[0]).all()):
             return
-        if self.shards is not None:
-            self.shards.refuse_partial_load(counts.tolist())
+        if self._placed.shards is not None:
+            self._placed.shards.refuse_partial_load(counts.tolist())
         source = int(counts.argmax())
-        self._replicate([*self.local_parameters(), *self.local_buffers()], members[source])
-        self._loads = int(counts.max())
+        self._copy_all(members[source])
+        self.loads = int(counts.max())
         if mine != source:
-            self._refresh_pieces()
+            self._placed.refresh()
 
-    def _follow_loads(self) -> None:
+    def follow_loads(self) -> None:
         """Any ``load_state_dict`` inside the model, also of a submodule, reaches master weights and replicas."""
         weak = weakref.ref(self)
 
         def loaded(*_: Any) -> None:
-            if (model := weak()) is not None:
-                model._loads += 1
-                model._refresh_pieces()
+            if (replicas := weak()) is not None:
+                replicas.loads += 1
+                replicas._placed.refresh()
 
-        for part in self.module.modules():
+        for part in self._part.module.modules():
             # Past a ScriptModule, which refuses its own method but calls the hooks.
             nn.Module.register_load_state_dict_post_hook(part, loaded)
 
-    def _refresh_pieces(self) -> None:
-        """Master weights follow what was written into the model."""
-        for piece in (self.pieces or {}).values():
-            if piece is not None:
-                piece.refresh()
-
     def _refresh_buffers(self) -> None:
-        if self._broadcasts_buffers and self._reducer is not None:
-            self._replicate(self.local_buffers())
+        if self._broadcasts_buffers and self._window.reduces:
+            self.copy(self._part.buffers())
 
-    def _replicate(self, tensors: Any, source: int | None = None) -> None:
+    def _copy_all(self, source: int) -> None:
+        self.copy([*self._part.parameters(), *self._part.buffers()], source)
+
+    def copy(self, tensors: Iterable[torch.Tensor], source: int | None = None) -> None:
         """Copy tensors from a rank of the data parallel group, default the first; split ones from its counterpart."""
-        session = self._session
+        ranks = self._ranks
         if source is None:
-            source = session.ranks.members(Group.DP)[0]
-        split = {id(record.parameter) for record in self.registry if record.placement.tensor_axis is not None}
+            source = ranks.members(Group.DP)[0]
+        split = {id(record.parameter) for record in self._part.registry if record.placement.tensor_axis is not None}
         tensors = list(tensors)
         shared = [tensor for tensor in tensors if id(tensor) not in split]
         parts = [tensor for tensor in tensors if id(tensor) in split]
-        broadcast_tensors(shared, source, session.ranks.groups.group(Group.DP), session.ranks.collectives)
-        if session.ranks.size(Group.RDP) > 1:
-            counterpart = session.ranks.members(Group.RDP)[session.ranks.topology.rank_in(Group.RDP, source)]
-            broadcast_tensors(parts, counterpart, session.ranks.groups.group(Group.RDP), session.ranks.collectives)
+        broadcast_tensors(shared, source, ranks.groups.group(Group.DP), ranks.collectives)
+        if ranks.size(Group.RDP) > 1:
+            counterpart = ranks.members(Group.RDP)[ranks.topology.rank_in(Group.RDP, source)]
+            broadcast_tensors(parts, counterpart, ranks.groups.group(Group.RDP), ranks.collectives)
 
     @contextlib.contextmanager
-    def join(self, divide_by_initial_world_size: bool = True, enable: bool = True) -> Iterator[None]:
-        """Train with uneven numbers of steps: a rank that has left the loop answers the others until all have.
-
-        Gradients are divided by the number of all ranks, also of those that are done. At the end every rank has the
-        weights of one that trained longest; the optimizer's state of a rank that was done earlier stays behind.
-
-        Args:
-            divide_by_initial_world_size: only True is supported.
-            enable: False makes the context do nothing.
-
-        Raises:
-            SMPUserError: ``divide_by_initial_world_size=False``, or sharded optimizer state, which every rank must update.
-        """
+    def join(self, divide_by_initial_world_size: bool, enable: bool) -> Iterator[None]:
+        """See :meth:`.DistributedModel.join`."""
         if not divide_by_initial_world_size:
             raise SMPUserError(
                 "join() divides gradients by all ranks; divide_by_initial_world_size=False is not supported"
             )
-        if self.sharded_state is not None and enable:
+        if self._placed.sharded_state is not None and enable:
             raise SMPUserError(
                 "join() lets ranks skip updates, but with shard_optimizer_state every rank updates a part of each parameter; "
                 "turn shard_optimizer_state off, or give all ranks the same number of batches"
@@ -153,7 +139,7 @@ class ReplicatedModel(WrappedNames):
                 "join() lets ranks leave the loop, but with fp16 all ranks agree on overflows in every step; use bf16, or "
                 "give all ranks the same number of batches"
             )
-        if self._reducer is None or not enable:
+        if not self._window.reduces or not enable:
             yield
             return
         self._joined = JoinedModel(self, self._ranks.groups.group(Group.DP), self._ranks.device)
@@ -163,30 +149,23 @@ class ReplicatedModel(WrappedNames):
         finally:
             self._joined = None
 
-    def _tell_joined(self) -> None:
-        """Announce a training step to ranks that may be done already."""
-        if self._joined is not None:
-            Join.notify_join_context(self._joined)
-
     def shadow_step(self) -> None:
         """Answer the collectives of one step of the others, with nothing to add."""
-        self._share_loaded_state()
+        self.share_loaded_state()
         self._refresh_buffers()
-        if self._reducer is not None:
-            self._open_window()
-            self._passes += 1
-            gradients = [parameter.grad for parameter in self.local_parameters()]
-            for parameter in self.local_parameters():
+        if self._window.reduces:
+            self._window.open()
+            gradients = [parameter.grad for parameter in self._part.parameters()]
+            for parameter in self._part.parameters():
                 parameter.grad = None
-            self._reducer.finish_window()
-            for parameter, gradient in zip(self.local_parameters(), gradients, strict=True):
+            self._window.finish_pass()
+            for parameter, gradient in zip(self._part.parameters(), gradients, strict=True):
                 parameter.grad = gradient
-            self._open_window()
+            self._window.open()
 
     def take_over(self, is_last: bool) -> None:
         """Copy the weights of a rank that was among the last to be done; every rank calls it."""
         members = self._ranks.members(Group.DP)
         done_last = self._ranks.control.allgather(is_last, members)
-        source = members[done_last.index(True)]
-        self._replicate([*self.local_parameters(), *self.local_buffers()], source)
-        self._refresh_pieces()
+        self._copy_all(members[done_last.index(True)])
+        self._placed.refresh()

@@ -1,13 +1,12 @@
-"""A wrapped model that lies on the stages of a pipeline: partitioned at the first step, then each rank keeps its part."""
+"""How a wrapped model lies on the stages of a pipeline: partitioned at the first step, then each rank keeps its part."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
-import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +17,10 @@ from smp_config import Group
 from smp_runtime.activations.marking import recomputed_parts
 from smp_runtime.comm.devices import lane_backend, release_cached_memory
 from smp_runtime.errors import SMPUserError
+from smp_runtime.job.session import Session
 from smp_runtime.job.trained import TrainedOptimizer
 from smp_runtime.model.creation import manual_of
-from smp_runtime.model.replicas import ReplicatedModel
+from smp_runtime.model.local_part import LocalPart
 from smp_runtime.model.staged_regions import Placement
 from smp_runtime.module_state.absent_tensors import (
     AbsentAttributes,
@@ -37,119 +37,130 @@ from smp_runtime.pipeline.partition.decision import Tracing, decide
 from smp_runtime.pipeline.transport.tensor_channels import directed_groups
 from smp_runtime.tensors.swapping import swap_contents
 
-logger = logging.getLogger("smp")
+
+@dataclass(frozen=True)
+class TracingOptions:
+    """How a script wants its model to be traced.
+
+    Attributes:
+        device: ``"gpu"`` or ``"cpu"``.
+        times: whether module times are measured.
+        memory: whether memory is measured.
+    """
+
+    device: str
+    times: bool
+    memory: bool
 
 
-class StagedModel(ReplicatedModel):
-    """A wrapped model that may be split over pipeline stages.
+class Stages:
+    """How a model lies on pipeline stages: decided at its first step, then each rank keeps its part.
+
+    Args:
+        part: of the model on this rank.
+        session: the job's.
+        precision: what the model computes in.
+        tracing: how the model is traced.
 
     Attributes:
         partitioned: whether every rank knows its part; without pipeline parallelism from the beginning.
         pipeline: runs the steps; None without pipeline parallelism.
         assignment: which stage has which module; None without pipeline parallelism.
+        regions: how checkpointed modules lie on the stages; None without pipeline parallelism.
     """
 
-    partitioned: bool
-    pipeline: Pipeline | None
-    assignment: Assignment | None
-    precision: Precision
-    _absent_attributes: AbsentAttributes | None = None
-    _staged_regions: Placement | None
-    _trace_device: str
-    _traces_times: bool
-    _traces_memory: bool
-    _post_partition_hooks: OrderedDict[int, Callable[..., Any]]
+    def __init__(self, part: LocalPart, session: Session, precision: Precision, tracing: TracingOptions) -> None:
+        self.part = part
+        self.precision = precision
+        self._session = session
+        self._ranks = session.ranks
+        self._tracing = tracing
+        self.partitioned = self._ranks.size(Group.PP) == 1
+        self.pipeline: Pipeline | None = None
+        self.assignment: Assignment | None = None
+        self.regions: Placement | None = None
+        self._absent_attributes: AbsentAttributes | None = None
 
-    def _place(self) -> None:
-        """Give this rank's part of the model its place: device, precision, replicas."""
-        raise NotImplementedError
-
-    def partition(self, microbatch: functools.partial[Any]) -> None:
-        """Decide which stage gets which module, if that has not been done; every rank calls it in its first step.
+    def decide(self, microbatch: functools.partial[Any]) -> Assignment:
+        """Decide which stage gets which module; every rank calls it in its first step.
 
         Args:
             microbatch: runs the step function on the first microbatch, to trace it.
         """
-        if self.partitioned:
-            return
-        if torch.is_inference_mode_enabled():  # what is made now must serve training later
-            with torch.inference_mode(False), torch.no_grad():
-                self.partition(microbatch)
-            return
-        session = self._session
-        device = session.ranks.device if self._trace_device == "gpu" else torch.device("cpu")
-        is_meta = any(parameter.is_meta for parameter in self.module.parameters())
+        ranks, module = self._ranks, self.part.module
+        device = ranks.device if self._tracing.device == "gpu" else torch.device("cpu")
+        is_meta = any(parameter.is_meta for parameter in module.parameters())
         # Shapes are all that there is before the parameters are created.
         inputs_on = torch.device("meta") if is_meta else device
         assignment = decide(
-            self.module,
+            module,
             Tracing(
                 functools.partial(self._traced_run, microbatch, inputs_on),
                 device,
-                self._traces_times,
-                self._traces_memory,
-                recomputed_parts(self.module),
-                contextlib.nullcontext if is_meta else functools.partial(_wholly_on, self.module, device),
+                self._tracing.times,
+                self._tracing.memory,
+                recomputed_parts(module),
+                contextlib.nullcontext if is_meta else functools.partial(_wholly_on, module, device),
             ),
-            session.ranks.cfg,
-            manual_of(session),
-            session.ranks.control,
-            tracing_rank=session.ranks.topology.group_of(Group.PP, 0)[session.ranks.cfg.tracing_rank or 0],
-            optimizer_bytes=_state_bytes(session.optimizer) + (4.0 if self.precision.is_half else 0.0),
+            ranks.cfg,
+            manual_of(self._session),
+            ranks.control,
+            tracing_rank=ranks.topology.group_of(Group.PP, 0)[ranks.cfg.tracing_rank or 0],
+            optimizer_bytes=_state_bytes(self._session.optimizer) + (4.0 if self.precision.is_half else 0.0),
         )
         # What tracing has left in reference cycles would keep parameters from being swapped out.
         gc.collect()
-        self.adopt(assignment)
+        return assignment
 
     def _traced_run(self, microbatch: functools.partial[Any], device: torch.device) -> object:
         """The step function on the first microbatch; the model's own backward does nothing meanwhile."""
-        session = self._session
+        step = self._ranks.step
         args, kwargs = tree_map(
             lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf,
             (microbatch.args, microbatch.keywords),
         )
-        training = self.training
-        session.ranks.step.is_tracing, session.ranks.step.microbatch = True, 0
+        step.is_tracing, step.microbatch = True, 0
         try:
             return microbatch.func(*args, **kwargs)
         finally:
-            session.ranks.step.is_tracing, session.ranks.step.microbatch = False, None
-            self.training = training  # the step function may switch it; tracing puts back what is inside
+            step.is_tracing, step.microbatch = False, None
 
-    def adopt(self, assignment: Assignment) -> None:
-        """Keep this rank's part of the model, and start the pipeline; every rank calls it with the same decision.
+    def assign(self, assignment: Assignment) -> None:
+        """This rank's part is the modules of its stage.
 
         Raises:
             SMPUserError: the decision does not fit this model or this number of stages.
         """
-        session = self._session
-        assignment.check(self.module, session.ranks.size(Group.PP))
+        assignment.check(self.part.module, self._ranks.size(Group.PP))
         self.assignment = assignment
-        self._stage_of, self._stage = assignment.stage_of, session.ranks.rank_in(Group.PP)
-        self.registry.place_stages(assignment.stage_of)
-        self._place()
-        release_cached_memory(session.ranks.device)
-        backend = lane_backend(session.ranks.device, session.ranks.backend)
-        groups = directed_groups(session.ranks.topology.groups(Group.PP), backend) if backend is not None else None
+        self.part.stage_of = assignment.stage_of
+        self.part.registry.place_stages(assignment.stage_of)
+
+    def start(self) -> None:
+        """Start the pipeline, when this rank's part has its place."""
+        ranks, assignment = self._ranks, self.assignment
+        if assignment is None:
+            raise AssertionError("the model was not assigned to stages")
+        release_cached_memory(ranks.device)
+        backend = lane_backend(ranks.device, ranks.backend)
+        groups = directed_groups(ranks.topology.groups(Group.PP), backend) if backend is not None else None
         self.pipeline = Pipeline(
-            session.ranks.control,
-            session.ranks.members(Group.PP),
-            session.ranks.device,
-            self.module,
+            ranks.control,
+            ranks.members(Group.PP),
+            ranks.device,
+            self.part.module,
             assignment.stage_of,
-            policy=session.ranks.cfg.pipeline,
-            active=min(session.ranks.cfg.active_microbatches or 1, session.ranks.cfg.microbatches),
-            replica=session.ranks.rank_in(Group.DP),
-            predicts=session.ranks.cfg.fast_mode,
+            policy=ranks.cfg.pipeline,
+            active=min(ranks.cfg.active_microbatches or 1, ranks.cfg.microbatches),
+            replica=ranks.rank_in(Group.DP),
+            predicts=ranks.cfg.fast_mode,
             begins=self._task_begins,
             share=self._shared if self._must_agree_on_order else None,
             make_group=groups,
-            recorder=recorder_of_job(self._stage, session.ranks.control, replica=session.ranks.members(Group.PP)[0]),
+            recorder=recorder_of_job(self.part.stage, ranks.control, replica=ranks.members(Group.PP)[0]),
         )
-        self._staged_regions = Placement(self.pipeline, is_manual=not session.ranks.cfg.auto_partition)
+        self.regions = Placement(self.pipeline, is_manual=not ranks.cfg.auto_partition)
         self.partitioned = True
-        for hook in list(self._post_partition_hooks.values()):
-            hook(self, session.optimizer)
 
     @property
     def _must_agree_on_order(self) -> bool:
@@ -165,9 +176,8 @@ class StagedModel(ReplicatedModel):
 
     def _shared(self, value: Any) -> list[Any]:
         """The values of all pipelines that must agree; every root rank calls it at the same step."""
-        session = self._session
         group = Group.DP if self._all_agree_on_order else Group.TP
-        return session.ranks.control.allgather(value, session.ranks.members(group))
+        return self._ranks.control.allgather(value, self._ranks.members(group))
 
     def _task_begins(self, microbatch: int | None) -> None:
         self._ranks.step.microbatch = microbatch
@@ -181,32 +191,31 @@ class StagedModel(ReplicatedModel):
             self._absent_attributes.remove()
             self._absent_attributes = None
 
-    def _drop_other_stages(self) -> None:
+    def drop_others(self) -> None:
         """Free the parameters of other stages' modules; they keep their identity, shape and type."""
-        if self._stage_of is None:
+        part = self.part
+        if part.stage_of is None or self.assignment is None:
             return
-        modules = dict(self.module.named_modules(remove_duplicate=False))
+        modules = dict(part.module.named_modules(remove_duplicate=False))
         for path, module in modules.items():
-            if not self._is_local(path):
-                absent_attributes_of(module, path, self._stage_of(path))
-        if self.assignment is not None:
-            attributes = self.assignment.attributes
-            self._absent_attributes = AbsentAttributes(modules, attributes, self._stage_of, self._is_local)
+            if not part.has(path):
+                absent_attributes_of(module, path, part.stage_of(path))
+        self._absent_attributes = AbsentAttributes(modules, self.assignment.attributes, part.stage_of, part.has)
         scripts = [module for module in modules.values() if isinstance(module, torch.jit.ScriptModule)]
         scripted = {id(parameter) for script in scripts for parameter in script.parameters()}
-        local = {id(parameter) for parameter in self.local_parameters()}
-        for record in self.registry:
+        local = {id(parameter) for parameter in part.parameters()}
+        for record in part.registry:
             if id(record.parameter) not in local:
                 if id(record.parameter) in scripted:
                     make_absent_in_place(record.parameter, record.name, record.placement.stage)
                 else:
                     _make_absent(record)
 
-    def _created(self) -> Callable[[nn.Parameter, torch.Tensor], None] | None:
+    def created(self) -> Callable[[nn.Parameter, torch.Tensor], None] | None:
         """What gives parameters that are created late their values: on a stage, only its own; None where all get them."""
-        if self._stage_of is None:
+        if self.part.stage_of is None:
             return None
-        local = {id(parameter) for parameter in self.local_parameters()}
+        local = {id(parameter) for parameter in self.part.parameters()}
 
         def take(parameter: nn.Parameter, value: torch.Tensor) -> None:
             parameter.data = value.to(self._ranks.device) if id(parameter) in local else value
@@ -215,18 +224,19 @@ class StagedModel(ReplicatedModel):
 
         return take
 
-    def _moved(self, device: torch.device) -> None:
+    def move(self, device: torch.device) -> None:
         """Move this rank's part, and all buffers, to its device."""
-        if self._stage_of is None:
-            nn.Module.to(self, device)
+        part = self.part
+        if part.stage_of is None:
+            nn.Module.to(part.module, device)
             return
-        own = {id(tensor) for tensor in (*self.local_parameters(), *self.local_buffers())}
+        own = {id(tensor) for tensor in (*part.parameters(), *part.buffers())}
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if tensor.is_meta and id(tensor) not in own else tensor.to(device)
 
         # As module.to() does, with what modules do themselves when they move; other stages' parameters have no memory.
-        self.module._apply(moved)
+        part.module._apply(moved)
 
 
 def _state_bytes(optimizer: TrainedOptimizer | None) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,19 @@ class Precision:
                 if buffer.is_floating_point() and not is_rotary(name):
                     setattr(owner, name, buffer.to(self.compute))
         return masters
+
+    @contextlib.contextmanager
+    def keeping_rotary(self, module: nn.Module) -> Iterator[None]:
+        """In half precision training, rotary frequencies in ``module`` are not cast by what runs inside."""
+        kept = [
+            (owner, name, buffer)
+            for owner in (module.modules() if self.is_half else ())
+            for name, buffer in owner.named_buffers(recurse=False)
+            if is_rotary(name)
+        ]
+        yield
+        for owner, name, buffer in kept:
+            setattr(owner, name, buffer.to(getattr(owner, name).device))
 
     def enter(self, value: Any) -> Any:
         """What the model gets: float32 tensors in the compute type, wherever they lie."""

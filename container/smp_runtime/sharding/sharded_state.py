@@ -14,6 +14,7 @@ from smp_runtime.comm.bucket_transport import Travel
 from smp_runtime.comm.buckets import Bucket
 from smp_runtime.comm.collectives import Collectives, Work
 from smp_runtime.comm.control import ControlPlane
+from smp_runtime.job.ranks import Ranks
 from smp_runtime.parameters.optimizer_shards import NUMBER_ATTRIBUTE, Piece
 from smp_runtime.sharding.flat_unit import FlatUnit, Fragment, make_units
 
@@ -206,3 +207,26 @@ class ShardedState:
             for place, value in theirs.items():
                 merged.setdefault(place, value)
         return {parameter: merged[place] for parameter, place in self._where.items() if place in merged}
+
+
+def shared_state(
+    ranks: Ranks,
+    sharing: Group,
+    trained: Sequence[nn.Parameter],
+    masters: Mapping[nn.Parameter, torch.Tensor],
+    unit_bytes: int,
+    reduce_dtype: torch.dtype | None,
+) -> ShardedState:
+    """Share out the state of ``trained`` over a group of this rank's; see :class:`ShardedState`."""
+    return ShardedState(
+        trained,
+        ranks.groups.group(sharing),
+        ranks.members(sharing),
+        ranks.rank_in(sharing),
+        ranks.collectives,
+        ranks.control,
+        sharing=sharing,
+        unit_bytes=unit_bytes,
+        masters=masters,
+        reduce_dtype=reduce_dtype,
+    )

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.parameters.optimizer_shards import Piece
+from smp_runtime.model.local_part import LocalPart
+from smp_runtime.model.placed import Placed
 from smp_runtime.parameters.registry import ParameterRegistry
 
 
-class WrappedNames(nn.Module):
-    """A wrapper whose names are those of ``self.module``.
+class WrappedModule(nn.Module):
+    """A wrapper through which scripts see the module inside.
 
     Attributes:
         module: the user's module.
-        registry: its parameters.
-        pieces: what the optimizer updates instead of the parameters; None when it updates the parameters.
-        _stage_of: pipeline stage of a module by its path; None while all of the model is on this rank.
-        _stage: of this rank.
     """
 
     module: nn.Module
-    registry: ParameterRegistry
-    _stage_of: Callable[[str], int] | None
-    _stage: int
-    pieces: dict[nn.Parameter, Piece | None] | None
+    _part: LocalPart
+    _placed: Placed
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -55,42 +50,38 @@ class WrappedNames(nn.Module):
         yield prefix, self
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
+    @property
+    def registry(self) -> ParameterRegistry:
+        """Names and places of all parameters."""
+        return self._part.registry
+
     def local_modules(self) -> Iterator[nn.Module]:
         """Modules of this rank's stage."""
-        return (module for _, module in self.local_named_modules())
+        return self._part.modules()
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules of this rank's stage, with names."""
-        return ((path, module) for path, module in self.module.named_modules() if self._is_local(path))
+        return self._part.named_modules()
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of this rank's stage."""
-        return (parameter for _, parameter in self.local_named_parameters())
+        return self._part.parameters()
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of this rank's stage, with names."""
-        return ((name, p) for name, p in self.module.named_parameters() if self._is_local(name.rpartition(".")[0]))
+        return self._part.named_parameters()
 
     def local_buffers(self) -> Iterator[torch.Tensor]:
         """Buffers of this rank's stage."""
-        return (buffer for _, buffer in self.local_named_buffers())
+        return self._part.buffers()
 
     def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Buffers of this rank's stage, with names."""
-        return ((name, b) for name, b in self.module.named_buffers() if self._is_local(name.rpartition(".")[0]))
-
-    def _is_local(self, path: str) -> bool:
-        return self._stage_of is None or self._stage_of(path) == self._stage
+        return self._part.named_buffers()
 
     def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What the optimizer of this rank updates, under the parameters' names; with sharded state the parts it owns."""
-        for record in self.registry:
-            if not self._is_local(record.name.rpartition(".")[0]):
-                continue
-            if self.pieces is None or record.parameter not in self.pieces:
-                yield record.name, record.parameter
-            elif (piece := self.pieces[record.parameter]) is not None:
-                yield record.name, piece.optimized
+        return self._placed.updated(self._part)
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters whose gradients are reduced over the ``DP`` group."""

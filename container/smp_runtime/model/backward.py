@@ -1,0 +1,140 @@
+"""``model.backward``: the backward pass of a microbatch, and what its loss is multiplied with."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_runtime.data_parallel.gradient_scaling import AccumulationScale
+from smp_runtime.errors import SMPUserError
+from smp_runtime.job.ranks import Ranks
+from smp_runtime.model.stages import Stages
+
+#: How PyTorch's error about a graph that was freed begins.
+_SECOND_BACKWARD = "Trying to backward through the graph a second time"
+
+
+class Backward:
+    """Runs the backward passes of a model.
+
+    Args:
+        ranks: the job's; knows the microbatch that runs.
+        stages: of the model.
+        loss_scale: gives the loss scale of the optimizer that updates the model; 1 without fp16.
+        averages_microbatches: whether gradients are averaged over the microbatches of a step, not summed.
+    """
+
+    def __init__(
+        self, ranks: Ranks, stages: Stages, loss_scale: Callable[[], float], *, averages_microbatches: bool
+    ) -> None:
+        self._ranks = ranks
+        self._stages = stages
+        self._loss_scale = loss_scale
+        self._averages_microbatches = averages_microbatches
+        self._runs = False
+        self._accumulation: AccumulationScale | None = None
+
+    def run(self, tensors: Any, grad_tensors: Any, retain_graph: bool | None, create_graph: bool, inputs: Any) -> None:
+        """See :meth:`.DistributedModel.backward`."""
+        step, pipeline = self._ranks.step, self._stages.pipeline
+        if step.is_tracing:
+            return
+        if pipeline is not None and step.microbatch is None:
+            raise SMPUserError(
+                "model.backward was called outside a step, but with pipeline parallelism gradients flow over several ranks; call "
+                "it in the function decorated with smp.step, right after the loss"
+            )
+        outputs = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        scale = self._scale()
+        gradients = _seeds(outputs, grad_tensors, scale)
+        if pipeline is not None:
+            _refuse(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+            with pipeline.backward(), _advising(splits=True):
+                torch.autograd.backward(outputs, gradients)
+            return
+        self._runs, step.seed_scale = True, scale
+        try:
+            with _advising(splits=False):
+                torch.autograd.backward(outputs, gradients, retain_graph, create_graph, inputs=inputs)
+        finally:
+            self._runs, step.seed_scale = False, 1.0
+
+    def scale_foreign_gradients(self, trained: Sequence[nn.Parameter]) -> None:
+        """``loss.backward()`` inside a step, or another model's, averages over microbatches like :meth:`run`."""
+        weak = weakref.ref(self)
+        self._accumulation = AccumulationScale(trained, lambda: 1.0 if (me := weak()) is None else me._scale_left())
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        if self._accumulation is not None:
+            self._accumulation.refresh()
+
+    def _scale(self) -> float:
+        """What a loss is multiplied with: the loss scale of fp16, and one over the microbatches that are averaged."""
+        scale, inside = self._loss_scale(), self._ranks.step.microbatch is not None
+        return scale / self._ranks.cfg.microbatches if inside and self._averages_microbatches else scale
+
+    def _scale_left(self) -> float:
+        """What a gradient that comes now must still be multiplied with: nothing in this model's own :meth:`run`."""
+        pipeline = self._stages.pipeline
+        if self._runs or (pipeline is not None and pipeline.is_in_model_backward):
+            return 1.0
+        return self._scale() / self._ranks.step.seed_scale
+
+
+def _seeds(outputs: Sequence[torch.Tensor], given: Any, scale: float) -> list[torch.Tensor | None]:
+    """The gradients of outputs that backward begins with; None stands for ones."""
+    given = [given] if isinstance(given, torch.Tensor) else given
+    gradients = [None] * len(outputs) if given is None else list(given)
+    for index, (output, gradient) in enumerate(zip(outputs, gradients, strict=True)):
+        if gradient is None and output.numel() != 1:
+            raise SMPUserError(
+                f"backward got an output of shape {list(output.shape)} without a gradient; reduce it to a scalar "
+                "loss, or pass its gradient in grad_tensors"
+            )
+        if scale != 1.0:
+            gradients[index] = (torch.ones_like(output) if gradient is None else gradient) * scale
+    return gradients
+
+
+def _refuse(**given: Any) -> None:
+    """With pipeline parallelism every stage frees its part of the graph as backward leaves it.
+
+    Raises:
+        SMPUserError: an argument asks for more.
+    """
+    names = [f"{name}={value if isinstance(value, bool) else '…'}" for name, value in given.items() if _asks(value)]
+    if names:
+        raise SMPUserError(
+            f"model.backward got {', '.join(names)}, but with pipeline parallelism a microbatch's graph lies on several ranks, "
+            "each of which runs its part once and frees it; sum the losses and call model.backward(sum) once per microbatch, "
+            "without these arguments"
+        )
+
+
+def _asks(value: Any) -> bool:
+    return value if isinstance(value, bool) else value is not None
+
+
+@contextlib.contextmanager
+def _advising(splits: bool) -> Iterator[None]:
+    """PyTorch's error about a second backward pass, with advice that holds here.
+
+    Args:
+        splits: whether the model is split over stages, where a graph cannot be kept.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith(_SECOND_BACKWARD):
+            raise
+        keep = "" if splits else ", or pass retain_graph=True to the first call"
+        raise SMPUserError(
+            "model.backward went through a graph a second time (or a saved tensor in it was read after backward), but backward "
+            f"frees a graph as it runs; sum the losses and call model.backward(sum) once per microbatch{keep}"
+        ) from error

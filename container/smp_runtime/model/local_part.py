@@ -1,0 +1,69 @@
+"""The part of a model that lies on this rank's pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from smp_runtime.parameters.registry import ParameterRegistry
+from smp_runtime.replacement.placing import place
+
+
+class LocalPart:
+    """A model as this rank has it: all of it without pipeline parallelism, else the modules of one stage.
+
+    Args:
+        module: the whole model.
+        stage: of this rank.
+
+    Attributes:
+        registry: names and places of all parameters of the model.
+        stage_of: pipeline stage of a module by its path; None while all of the model is on this rank.
+    """
+
+    def __init__(self, module: nn.Module, stage: int) -> None:
+        self.module = module
+        self.stage = stage
+        self.stage_of: Callable[[str], int] | None = None
+        self.register()
+
+    def register(self) -> None:
+        """Note the model's parameters as they are now, and where their elements lie."""
+        self.registry = ParameterRegistry(self.module)
+        place(self.module, self.registry)
+        if self.stage_of is not None:
+            self.registry.place_stages(self.stage_of)
+
+    def has(self, path: str) -> bool:
+        """Whether a module is on this rank."""
+        return self.stage_of is None or self.stage_of(path) == self.stage
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether a parameter or buffer is on this rank, by its name."""
+        return self.has(name.rpartition(".")[0])
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules of this rank, with names."""
+        return ((path, module) for path, module in self.module.named_modules() if self.has(path))
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Modules of this rank."""
+        return (module for _, module in self.named_modules())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this rank, with names."""
+        return ((name, p) for name, p in self.module.named_parameters() if self.has_tensor(name))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of this rank."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers of this rank, with names."""
+        return ((name, b) for name, b in self.module.named_buffers() if self.has_tensor(name))
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """Buffers of this rank."""
+        return (buffer for _, buffer in self.named_buffers())

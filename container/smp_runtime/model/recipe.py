@@ -1,0 +1,92 @@
+"""The recipe of a wrapped model: every strategy in its order, each a call into one room."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from smp_config import Group
+from smp_config.buckets import effective_bucket_bytes
+from smp_runtime.activations.marking import carry_over, marks
+from smp_runtime.data_parallel.reducer_set import sharing_group
+from smp_runtime.parameters.deferred_creation import Deferrals, materialize
+from smp_runtime.parameters.optimizer_shards import bare_piece, whole_piece
+from smp_runtime.replacement.replacing import distribute
+from smp_runtime.sharding.deferred_shards import create_shards, make_stand_ins
+from smp_runtime.sharding.sharded_parameters import ShardedParameters
+from smp_runtime.sharding.sharded_state import shared_state
+from smp_runtime.tensor_parallel.group import TensorGroup
+
+if TYPE_CHECKING:
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.model.backward import Backward
+    from smp_runtime.model.gradient_window import GradientWindow
+    from smp_runtime.model.placed import Placed
+    from smp_runtime.model.replicas import Replicas
+    from smp_runtime.model.stages import Stages
+
+
+def replaced(module: nn.Module, ranks: Ranks) -> nn.Module:
+    """Tensor parallelism comes first: what takes a module's place is what all others see; it is checkpointed as that was."""
+    checkpointed = marks(module)
+    module = distribute(module, TensorGroup.of(ranks))
+    carry_over(checkpointed, module)
+    return module
+
+
+def place(
+    ranks: Ranks, stages: Stages, replicas: Replicas, window: GradientWindow, backward: Backward, placed: Placed
+) -> None:
+    """Give this rank's part of the model its place: create, shard, move, agree, cast, share out state, reduce."""
+    part, cfg, precision = stages.part, ranks.cfg, stages.precision
+    shards_weights, replicated = cfg.sharded_data_parallel_degree > 1, cfg.ddp and ranks.size(Group.DP) > 1
+    shards_state = replicated and cfg.shard_optimizer_state
+    # Late creation: whole weights at once, or stand-ins whose values go straight into shards.
+    created_later = make_stand_ins(ranks, part.module) if shards_weights else []
+    if not shards_weights:
+        materialize(ranks.keep(Deferrals, Deferrals), part.module, ranks.device, take=stages.created())
+    part.register()
+    stages.drop_others()
+    # The order matters: replicas agree in full precision, then weights are cast, then their storage is flattened.
+    if shards_weights:
+        later = frozenset(id(parameter) for _, parameter in created_later)
+        split = frozenset(id(r.parameter) for r in part.registry if r.placement.tensor_axis is not None)
+        placed.shards = ShardedParameters(
+            part.module, list(part.parameters()), ranks, precision, deferred=later, split=split
+        )
+        create_shards(ranks, part.module, created_later, placed.shards)
+        window.shards = placed.shards
+    in_shards = placed.shards.parameters if placed.shards else set()
+    stages.move(ranks.device)
+    if replicated:
+        replicas.copy([*(p for p in part.parameters() if p not in in_shards), *part.buffers()])
+    masters = precision.convert(part.modules(), skip=in_shards)
+    # What the optimizer updates: the parameters, their float32 masters, or this rank's shards of either.
+    local = {id(parameter) for parameter in part.parameters()}
+    here = [record.parameter for record in part.registry if id(record.parameter) in local]
+    trained = [parameter for parameter in here if parameter.requires_grad]
+    if replicated or masters or shards_weights:
+        placed.frozen = [parameter for parameter in here if not parameter.requires_grad]
+    bucket_bytes = effective_bucket_bytes(sum(p.numel() * p.element_size() for p in trained), window.bucket_bytes)
+    whole = [parameter for parameter in trained if parameter not in in_shards]
+    state = None
+    if shards_state:
+        state = shared_state(ranks, sharing_group(ranks), trained, masters, bucket_bytes, precision.reduce)
+        placed.sharded_state, placed.pieces = state, state.pieces
+        part.registry.place_shards({p: (k.start, k.stop) if k else (0, 0) for p, k in state.pieces.items()})
+    elif placed.shards is not None:
+        placed.shards.add_whole({p: whole_piece(p, masters[p]) if p in masters else bare_piece(p) for p in whole})
+        placed.sharded_state, placed.pieces = placed.shards, placed.shards.pieces
+        part.registry.place_shards(placed.shards.places)
+    elif masters:
+        placed.pieces = {parameter: whole_piece(parameter, masters[parameter]) for parameter in trained}
+    if len(here) < len(part.registry):  # the optimizer has nothing to do with other stages' parameters
+        elsewhere = {r.parameter: None for r in part.registry if id(r.parameter) not in local}
+        placed.pieces = {**(placed.pieces or {}), **elsewhere}
+    # Gradients: the other ranks hear of backward before anything is sent, so that comes first.
+    if replicated:
+        window.watch_backward(trained)
+        window.reduce(part.registry, whole, bucket_bytes, precision.reduce, state)
+    if cfg.fp16 or cfg.microbatches > 1:
+        backward.scale_foreign_gradients(trained)
