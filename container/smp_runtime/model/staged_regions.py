@@ -39,14 +39,14 @@ class Placement:
     def __init__(self, pipeline: Pipeline, *, is_manual: bool) -> None:
         self.pipeline = pipeline
         self.groups = 0
-        self._hub = pipeline.hub
+        self._context = pipeline.context
         self._is_manual = is_manual
         self._whole: dict[int, int | None] = {}
         self._told: set[str] = set()
-        self._modules = dict(self._hub.modules)
-        self._stage_of_path = self._hub.stage_of
-        self._hub.modules = _WithGroups(self._modules, self)
-        self._hub.stage_of = self._stage_of
+        self._modules = dict(self._context.modules)
+        self._stage_of_path = self._context.stage_of
+        self._context.modules = _WithGroups(self._modules, self)
+        self._context.stage_of = self._stage_of
 
     def _stage_of(self, path: str) -> int:
         _, members = members_of(path)
@@ -55,7 +55,7 @@ class Placement:
     @property
     def stage(self) -> int:
         """This rank's stage."""
-        return self._hub.stage
+        return self._context.stage
 
     def stage_of(self, module: nn.Module) -> int | None:
         """The stage of a module with all that is in it, or None if it is on several; this rank's for a foreign one."""
@@ -66,7 +66,7 @@ class Placement:
         return found
 
     def _stages(self, module: nn.Module) -> set[int]:
-        paths = [self._hub.paths.get(id(part)) for part in module.modules()]
+        paths = [self._context.paths.get(id(part)) for part in module.modules()]
         return {self.stage if path is None else self._stage_of_path(path) for path in paths}
 
     def check(self, model: nn.Module) -> None:
@@ -87,7 +87,7 @@ class Placement:
         Raises:
             SMPUserError: the script has set the stages.
         """
-        path = self._hub.paths.get(id(module), type(module).__name__) or "the whole model"
+        path = self._context.paths.get(id(module), type(module).__name__) or "the whole model"
         if path in self._told:
             return
         stages = sorted(self._stages(module))
@@ -100,7 +100,7 @@ class Placement:
                 f"{text}; checkpoint the modules inside it, or set all of it to one stage with smp.partition or smp.set_partition"
             )
         self._told.add(path)
-        if self.pipeline.is_root and self._hub.replica == 0:
+        if self.pipeline.is_root and self._context.replica == 0:
             logger.warning(
                 "%s: it runs without checkpointing; checkpoint the modules inside it, or keep it together with smp.set_partition",
                 text,
@@ -110,12 +110,12 @@ class Placement:
 
     def remote_calls(self) -> int:
         """Modules of other stages that the running task has called so far."""
-        task = self._hub.conductor.current
+        task = self._context.conductor.current
         return 0 if task is None else task.calls
 
     def where(self) -> tuple[Any, Any, Any] | None:
         """Place and action of the running task, and the planned order; None outside tasks."""
-        conductor = self._hub.conductor
+        conductor = self._context.conductor
         task, order = conductor.current, conductor.order
         if task is None:
             return None
@@ -125,12 +125,12 @@ class Placement:
         self, members: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool
     ) -> Any:
         """Call modules of another stage one after the other, as one region there."""
-        paths = [self._hub.paths[id(member)] for member in members]
+        paths = [self._context.paths[id(member)] for member in members]
         path = _PREFIX[preserve_rng_state] + _AND.join(paths)
-        group = self._hub.modules[path]
+        group = self._context.modules[path]
         group.training = members[0].training
         numbers = []
-        task = self._hub.conductor.current
+        task = self._context.conductor.current
         if task is not None:
             for member in paths:
                 numbers.append(task.called.get(member, 0))
@@ -140,10 +140,10 @@ class Placement:
 
     def seed(self, path: str, number: int) -> int:
         """Where the random numbers of a module begin that the running task's caller has called ``number`` times."""
-        task = self._hub.conductor.current
+        task = self._context.conductor.current
         if task is None:
             raise AssertionError("groups are only called by tasks")
-        return task_seed(self._hub.seed, self._hub.replica, task.microbatch, path, number)
+        return task_seed(self._context.seed, self._context.replica, task.microbatch, path, number)
 
     def group(self, path: str) -> nn.Module:
         """The group that a path stands for.

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from smp_config import Group
 from smp_runtime.activations.marking import recomputed_parts
-from smp_runtime.comm.devices import lane_backend, release_cached_memory
+from smp_runtime.comm.devices import channel_backend, release_cached_memory
 from smp_runtime.errors import SMPUserError
 from smp_runtime.model.replicas import ReplicatedModel
 from smp_runtime.module_state.absent_tensors import (
@@ -125,7 +125,7 @@ class StagedModel(ReplicatedModel):
         self.registry.place_stages(assignment.stage_of)
         self._place()
         release_cached_memory(session.device)
-        backend = lane_backend(session.device, session.backend)
+        backend = channel_backend(session.device, session.backend)
         groups = directed_groups(session.topology.groups(Group.PP), backend) if backend is not None else None
         self.pipeline = Pipeline(
             session.control,

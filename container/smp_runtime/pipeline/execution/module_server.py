@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.execution.call_predictions import MOST_KINDS, Outcome, described, difference, outcome_of
-from smp_runtime.pipeline.execution.stage_context import Hub, in_modes
+from smp_runtime.pipeline.execution.stage_context import StageContext, in_modes
 from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.schedule.actions import Event, TaskKind
 from smp_runtime.pipeline.transport.messages import Back, Call, Reply, Slot
@@ -71,12 +71,12 @@ class ModuleServer:
     """Serves the requests of the other stages.
 
     Args:
-        hub: of this rank's pipeline.
+        context: of this rank's pipeline.
         begins: called on the worker's thread when a task begins, with its microbatch.
     """
 
-    def __init__(self, hub: Hub, begins: Callable[[int], None]) -> None:
-        self._hub = hub
+    def __init__(self, context: StageContext, begins: Callable[[int], None]) -> None:
+        self._context = context
         self._begins = begins
         #: Forward passes whose backward pass is to come, by microbatch and path.
         self.graphs: dict[tuple[int, Path], Graph] = {}
@@ -95,9 +95,9 @@ class ModuleServer:
 
     def accept_call(self, caller: int, call: Call, tensors: Sequence[torch.Tensor]) -> None:
         """A request to run a module."""
-        self._hub.values.put_all(call.inline, tensors)
+        self._context.values.put_all(call.inline, tensors)
         self._labels[call.microbatch, call.path] = call.module
-        random = self._hub.random_state(call.microbatch, call.module, call.nth)
+        random = self._context.random_state(call.microbatch, call.module, call.nth)
         task = Task(
             TaskKind.FORWARD, call.microbatch, call.path, call.module, lambda task: self._forward(task, call), random
         )
@@ -106,14 +106,14 @@ class ModuleServer:
 
     def accept_back(self, caller: int, back: Back, tensors: Sequence[torch.Tensor]) -> None:
         """A request to run a module's backward pass."""
-        self._hub.values.put_all(back.inline, tensors)
+        self._context.values.put_all(back.inline, tensors)
         task = Task(
             TaskKind.BACKWARD,
             back.microbatch,
             back.path,
             self._labels.get((back.microbatch, back.path), ""),
             lambda task: self._backward(task, back),
-            self._hub.random_state(back.microbatch, "backward", 0),
+            self._context.random_state(back.microbatch, "backward", 0),
         )
         task.in_model_backward = back.in_model_backward
         self._direct(caller, "B", task, back.goes)
@@ -137,18 +137,20 @@ class ModuleServer:
         self._ran.clear()
 
     def _add(self, caller: int, kind: str, task: Task, slots: Sequence[Slot | None], *more: Event) -> None:
-        hub = self._hub
+        context = self._context
         request = ("q", kind, task.microbatch, task.path)
         needs = [request, *(slot.name for slot in slots if slot is not None and slot.comes), *more]
         task.known.update(needs)
-        with hub.lock:
-            if hub.conductor.is_aborted:
+        with context.lock:
+            if context.conductor.is_aborted:
                 return
             self._callers[kind, task.microbatch, task.path] = caller
-            hub.conductor.add(
-                task, dict.fromkeys(needs), lambda event: event == request or event in self._ran or hub.is_there(event)
+            context.conductor.add(
+                task,
+                dict.fromkeys(needs),
+                lambda event: event == request or event in self._ran or context.is_there(event),
             )
-            hub.conductor.poke()
+            context.conductor.poke()
 
     def _direct(self, caller: int, kind: str, task: Task, goes: Sequence[tuple[int, int]]) -> None:
         """Send what the task makes to the stages that need it: to its caller when it ends, to others at once."""
@@ -156,22 +158,22 @@ class ModuleServer:
             if stage == caller:
                 task.home.add(index)
             else:
-                self._hub.values.deliver((kind, task.microbatch, task.path, index), stage)
+                self._context.values.deliver((kind, task.microbatch, task.path, index), stage)
 
     # -- tasks, on a worker's thread -------------------------------------------------------------------------------
 
     def _forward(self, task: Task, call: Call) -> None:
-        hub, values = self._hub, self._hub.values
+        context, values = self._context, self._context.values
         self._begins(call.microbatch)
         entry = Entry()
         edges: tuple[GradientEdge, ...] = ()
-        hub.switches.apply(call.module, call.training)
+        context.switches.apply(call.module, call.training)
         with in_modes(call.modes):
             tensors = [values.get(s.name).detach() if s.comes else self._handle(s) for s in call.slots]
             enters = [i for i, s in enumerate(call.slots) if s.meta.requires_grad] if call.modes.grad else []
             if enters:
                 entry.tensors = [tensors[index] for index in enters]
-                entered = _Enter.apply(entry, hub.anchor)
+                entered = _Enter.apply(entry, context.anchor)
                 for index, tensor in zip(enters, entered, strict=True):
                     tensors[index] = tensor
                 entry.tensors = []
@@ -179,18 +181,18 @@ class ModuleServer:
                 node = entered[0].grad_fn
                 edges = tuple([GradientEdge(node, number) for number in range(len(enters))])
             versions = [tensor._version for tensor in tensors]
-            args, kwargs = unpack(call.head, tensors, module_of=hub.modules.__getitem__)
-            module = hub.modules[call.module]
-            before = pack((args, kwargs), modules=hub.paths) if call.mutable else None
+            args, kwargs = unpack(call.head, tensors, module_of=context.modules.__getitem__)
+            module = context.modules[call.module]
+            before = pack((args, kwargs), modules=context.paths) if call.mutable else None
             result = module._wrapped_call_impl(*args, **kwargs)
             changed = None
             if before is not None:
-                after = pack((args, kwargs), modules=hub.paths)
+                after = pack((args, kwargs), modules=context.paths)
                 same = after.head == before.head and all(
                     a is b for a, b in zip(after.tensors, before.tensors, strict=True)
                 )
                 changed = None if same else (args, kwargs)
-            packed = pack((result, changed), modules=hub.paths)
+            packed = pack((result, changed), modules=context.paths)
             given = {id(tensor): index for index, tensor in enumerate(tensors)}
             for index, tensor in enumerate(tensors):  # also what a handle turned into when it was touched
                 if isinstance(tensor, Handle) and tensor.fetched is not None and tensor.unchanged() is tensor:
@@ -208,17 +210,17 @@ class ModuleServer:
                     slots.append(Slot(output.value_name, output.owner, meta, False))
                 else:
                     made_here[-1] = True
-                    slots.append(Slot(("F", call.microbatch, call.path, index), hub.stage, meta, False))
+                    slots.append(Slot(("F", call.microbatch, call.path, index), context.stage, meta, False))
             # First of all, since other stages wait for it; what is checked below ends the step if it is wrong.
             self._make(task, slots, outputs, made_here)
             self._warn_if_written(call, tensors, versions, outputs)
         if call.modes.grad:
-            with hub.lock:
+            with context.lock:
                 ran = ("f", call.microbatch, call.path)
                 self.graphs[call.microbatch, call.path] = Graph(outputs, made_here, entry, edges)
                 self._ran.add(ran)
-                hub.conductor.give(task, ran)
-                hub.conductor.arrived(ran)
+                context.conductor.give(task, ran)
+                context.conductor.arrived(ran)
                 self.most_in_flight = max(self.most_in_flight, len({key[0] for key in self.graphs}))
         touched = tuple(
             slot.comes or (isinstance(t, Handle) and t.touched) for slot, t in zip(call.slots, tensors, strict=True)
@@ -237,9 +239,9 @@ class ModuleServer:
             self._reply(task, "F", packed.head, tuple(slots), touched)
 
     def _backward(self, task: Task, back: Back) -> None:
-        hub, values = self._hub, self._hub.values
+        context, values = self._context, self._context.values
         self._begins(back.microbatch)
-        with hub.lock:
+        with context.lock:
             graph = self.graphs.pop((back.microbatch, back.path), None)
         if graph is None:
             raise SMPUserError(
@@ -275,7 +277,7 @@ class ModuleServer:
             elif isinstance(gradient, Handle):
                 slots.append(Slot(gradient.value_name, gradient.owner, Meta.of(gradient), False))
             else:
-                slots.append(Slot(("B", back.microbatch, back.path, index), hub.stage, Meta.of(gradient), False))
+                slots.append(Slot(("B", back.microbatch, back.path, index), context.stage, Meta.of(gradient), False))
         self._make(task, slots, found, made_here)
         given = [slot.name for slot in back.slots if slot is not None]
         outcome = outcome_of(b"", slots, back.path, given)
@@ -335,21 +337,21 @@ class ModuleServer:
         made_here: Sequence[bool],
     ) -> None:
         """The result exists: keep it, and have what the caller is known to use itself sent when the task ends."""
-        hub = self._hub
+        context = self._context
         for index, (slot, tensor) in enumerate(zip(slots, tensors, strict=True)):
             if slot is not None and made_here[index]:
-                hub.values.put(slot.name, tensor.detach(), made_by=task)
+                context.values.put(slot.name, tensor.detach(), made_by=task)
                 if index in task.home:
                     task.parcel[slot.name] = tensor.detach()
 
     def _reply(
         self, task: Task, kind: str, head: bytes, slots: tuple[Slot | None, ...], touched: tuple[bool, ...]
     ) -> None:
-        hub = self._hub
-        with hub.lock:
-            hub.conductor.give(task, ("r", kind, task.microbatch, task.path))
+        context = self._context
+        with context.lock:
+            context.conductor.give(task, ("r", kind, task.microbatch, task.path))
             caller = self._callers[kind, task.microbatch, task.path]
-        hub.send(caller, Reply(kind, task.microbatch, task.path, head, slots, touched), [])
+        context.send(caller, Reply(kind, task.microbatch, task.path, head, slots, touched), [])
 
     def _handle(self, slot: Slot) -> Handle:
-        return Handle(self._hub.values, slot.name, slot.owner, slot.meta, self._hub.device)
+        return Handle(self._context.values, slot.name, slot.owner, slot.meta, self._context.device)

@@ -56,7 +56,7 @@ class KindPlan:
         return self.orders.get(stage, ()) if self.orders is not None and self.is_new else None
 
 
-class Plans:
+class PlanStore:
     """The plans of one pipeline; made on the root stage, kept by every stage.
 
     Args:

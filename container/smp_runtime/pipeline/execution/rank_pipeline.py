@@ -18,14 +18,14 @@ from smp_runtime.pipeline.execution.conductor import Conductor
 from smp_runtime.pipeline.execution.failures import STEP_FUNCTION, Alarm, without_own_frames
 from smp_runtime.pipeline.execution.microbatches import Microbatches
 from smp_runtime.pipeline.execution.module_server import ModuleServer
-from smp_runtime.pipeline.execution.plan_store import Plans
+from smp_runtime.pipeline.execution.plan_store import PlanStore
 from smp_runtime.pipeline.execution.remote_calls import RemoteCaller, RemoteEntry
 from smp_runtime.pipeline.execution.root_stage import RootStage
-from smp_runtime.pipeline.execution.running_step import StepFrame
-from smp_runtime.pipeline.execution.stage_context import Hub
-from smp_runtime.pipeline.execution.step_admission import StepGate
+from smp_runtime.pipeline.execution.running_step import RunningStep
+from smp_runtime.pipeline.execution.stage_context import StageContext
+from smp_runtime.pipeline.execution.step_admission import StepAdmission
 from smp_runtime.pipeline.execution.task import Task
-from smp_runtime.pipeline.execution.value_store import Values
+from smp_runtime.pipeline.execution.value_store import ValueStore
 from smp_runtime.pipeline.execution.watch import Watch
 from smp_runtime.pipeline.observe.recorder import Recorder
 from smp_runtime.pipeline.schedule.actions import TaskKind
@@ -94,12 +94,12 @@ class Pipeline:
         self.root_stage = stage_of("")
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._gate = StepGate(self._lock, self._dispatch)
+        self._admission = StepAdmission(self._lock, self._dispatch)
         stage = self.ranks.index(control.rank)
         self._others = [other for other in range(len(self.ranks)) if other != stage]
         modules = dict(module.named_modules(remove_duplicate=True))
-        self.hub = Hub(stage, device, self._lock, self._send, modules, stage_of, replica, predicts)
-        self.hub.paths = {id(part): path for path, part in modules.items()}
+        self.context = StageContext(stage, device, self._lock, self._send, modules, stage_of, replica, predicts)
+        self.context.paths = {id(part): path for path, part in modules.items()}
         self._attributes = Attributes(part for path, part in modules.items() if stage_of(path) == stage)
         self.conductor = Conductor(
             self._lock,
@@ -112,21 +112,23 @@ class Pipeline:
             device=device,
             attributes=self._attributes,
         )
-        self._alarm = Alarm(stage, self.ranks, self.conductor, self._changed, lambda: self._gate.is_open, self._send)
+        self._alarm = Alarm(
+            stage, self.ranks, self.conductor, self._changed, lambda: self._admission.is_open, self._send
+        )
         self._watch = Watch(recorder) if recorder is not None else None
         if self._watch is not None:
             self.conductor.observe = self._watch.segment_ended
-        self.hub.conductor = self.conductor
-        self.hub.values = Values(self._lock, stage, self.conductor, self._send)
-        self.caller = RemoteCaller(self.hub)
-        self.server = ModuleServer(self.hub, begins)
-        self.plans = Plans(policy, active, share)
+        self.context.conductor = self.conductor
+        self.context.values = ValueStore(self._lock, stage, self.conductor, self._send)
+        self.caller = RemoteCaller(self.context)
+        self.server = ModuleServer(self.context, begins)
+        self.plans = PlanStore(policy, active, share)
         forward_first = policy != "interleaved"
         self._microbatches = Microbatches(active, waits_for_forwards=forward_first)
-        self._frame = StepFrame(
-            self.hub,
+        self._running_step = RunningStep(
+            self.context,
             self.ranks,
-            self._gate,
+            self._admission,
             self._alarm,
             self.plans,
             self._microbatches,
@@ -138,13 +140,13 @@ class Pipeline:
             watch=self._watch,
         )
         self._root = RootStage(
-            self.hub, self._frame, self.plans, self._microbatches, self._others, begins, share, self._watch
+            self.context, self._running_step, self.plans, self._microbatches, self._others, begins, share, self._watch
         )
         self.transport = Transport(
             control,
             ranks,
             device=device,
-            on_message=self._gate.receive,
+            on_message=self._admission.receive,
             afterthought=self._news_for,
             on_lost=self._alarm.lost_stage,
             on_failed=self._alarm.broken,
@@ -157,7 +159,7 @@ class Pipeline:
     @property
     def stage(self) -> int:
         """This rank's position in its pipeline."""
-        return self.hub.stage
+        return self.context.stage
 
     @property
     def is_root(self) -> bool:
@@ -173,7 +175,11 @@ class Pipeline:
     @property
     def replayed(self) -> bool:
         """Whether the last step followed a planned order to its end."""
-        return self._frame.begun is not None and self._frame.begun.replays and not self._frame.diverged
+        return (
+            self._running_step.begun is not None
+            and self._running_step.begun.replays
+            and not self._running_step.diverged
+        )
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -193,17 +199,17 @@ class Pipeline:
             SMPUserError: this rank has called another step than the root stage.
             DeadlineError: nothing happened for the timeout's length.
         """
-        script_state, other_generators = RandomState.of_now(self.hub.device), OtherGenerators()
+        script_state, other_generators = RandomState.of_now(self.context.device), OtherGenerators()
         try:
             results = self._root.run(kind, microbatches, call) if self.is_root else self._serve(call)
-            self._frame.went_well()
+            self._running_step.went_well()
             self.transport.prune()
         except BaseException as error:
             self._abort(error)
             raise error.with_traceback(without_own_frames(error.__traceback__))  # noqa: B904
         finally:
             with self._lock:
-                self._frame.leave()
+                self._running_step.leave()
                 self.server.clear()
             script_state.restore()
             # Every rank draws, so that scripts that draw the same numbers go on doing so.
@@ -212,15 +218,17 @@ class Pipeline:
         return results
 
     def _serve(self, call: StepCall) -> list[Any]:
-        frame = self._frame
-        frame.enter(call)
-        self._gate.pass_early()
-        frame.wait(lambda: frame.end is not None, "the root stage to finish the step", lambda: (self.root_stage,))
-        end, tensors = cast(tuple[End, list[torch.Tensor]], frame.end)
-        self.hub.switches.final = end.training
+        running_step = self._running_step
+        running_step.enter(call)
+        self._admission.pass_early()
+        running_step.wait(
+            lambda: running_step.end is not None, "the root stage to finish the step", lambda: (self.root_stage,)
+        )
+        end, tensors = cast(tuple[End, list[torch.Tensor]], running_step.end)
+        self.context.switches.final = end.training
         if end.wants_record:
-            self._send(self.root_stage, frame.own_record(), [])
-        return unpack(end.outputs, tensors, module_of=self.hub.modules.__getitem__)
+            self._send(self.root_stage, running_step.own_record(), [])
+        return unpack(end.outputs, tensors, module_of=self.context.modules.__getitem__)
 
     def backward(self) -> contextlib.AbstractContextManager[None]:
         """Around the backward pass that the script begins with ``model.backward``."""
@@ -241,26 +249,26 @@ class Pipeline:
             self._complete(task)
         message = Value(tuple(task.parcel)) if task.parcel else None
         if message is None:
-            if task.kind is TaskKind.BACKWARD and caller in self._gate.untold:
+            if task.kind is TaskKind.BACKWARD and caller in self._admission.untold:
                 self.transport.nudge(caller)
             return None
         tensors, task.parcel = list(task.parcel.values()), {}
-        return functools.partial(self.transport.send, caller, self._gate.stamp(caller, message), tensors)
+        return functools.partial(self.transport.send, caller, self._admission.stamp(caller, message), tensors)
 
     def _news_for(self, stage: int) -> Any:
         """On a sender's thread: what a stage has not heard yet, if nobody has told it meanwhile."""
         with self._lock:
-            return self._gate.stamp(stage, None) if stage in self._gate.untold else None
+            return self._admission.stamp(stage, None) if stage in self._admission.untold else None
 
     def _complete(self, task: Task) -> None:
         """With the lock held: if a task and all that it asked for are done, say so."""
         if not task.code_done or task.open:
             return
         if task.kind is not TaskKind.STEP:
-            self._gate.tell_later(self.server.caller_of(task), Done(str(task.kind), task.microbatch, task.path))
+            self._admission.tell_later(self.server.caller_of(task), Done(str(task.kind), task.microbatch, task.path))
             return
         for stage in self._others:
-            self._gate.tell_later(stage, Release(task.microbatch))
+            self._admission.tell_later(stage, Release(task.microbatch))
         self._release(task.microbatch)
         self._microbatches.finished.add(task.microbatch)
         self.conductor.poke()
@@ -269,12 +277,12 @@ class Pipeline:
 
     def _hurry(self, stage: int | None = None) -> None:
         """With the lock held: tell a stage, or all, what they have not heard yet; the ends of microbatches wait for it."""
-        for untold in self._gate.untold:
+        for untold in self._admission.untold:
             if stage is None or untold == stage:
                 self._send(untold, None, [])
 
     def _release(self, microbatch: int) -> None:
-        self.hub.values.release(microbatch)
+        self.context.values.release(microbatch)
         self._attributes.release(microbatch)
         self.server.release(microbatch)
 
@@ -298,14 +306,14 @@ class Pipeline:
 
     def _follow_no_order(self) -> None:
         self.conductor.order = None
-        self._frame.diverged = True
+        self._running_step.diverged = True
         self._root.open_gates()
 
     # -- messages --------------------------------------------------------------------------------------------------
 
     def _send(self, stage: int, message: Any, tensors: Sequence[torch.Tensor]) -> None:
         self._alarm.check_left((stage,))
-        self.transport.send(stage, self._gate.stamp(stage, message), tensors)
+        self.transport.send(stage, self._admission.stamp(stage, message), tensors)
 
     def _dispatch(self, sender: int, message: Any, tensors: list[torch.Tensor]) -> None:
         """On a receiver's thread: a message of this step."""
@@ -315,27 +323,27 @@ class Pipeline:
             self._alarm.raised(error, f"(a message from stage {sender})")
 
     def _take(self, sender: int, message: Any, tensors: list[torch.Tensor]) -> None:
-        hub = self.hub
+        context = self.context
         match message:
             case Begin():
-                self._frame.begin(message)
+                self._running_step.begin(message)
             case Value(names):
-                hub.values.put_all(names, tensors)
+                context.values.put_all(names, tensors)
             case Call():
                 self.server.accept_call(sender, message, tensors)
             case Back():
                 self.server.accept_back(sender, message, tensors)
             case Deliver(name, stage):
-                hub.values.deliver(name, stage)
+                context.values.deliver(name, stage)
             case Reply():
                 with self._lock:
                     event = ("r", message.kind, message.microbatch, message.path)
-                    hub.replies[event] = message
+                    context.replies[event] = message
                     self.conductor.arrived(event)
                     self.conductor.poke()
             case Done(kind, microbatch, path):
                 with self._lock:
-                    if (task := hub.opened.pop((kind, microbatch, path), None)) is not None:
+                    if (task := context.opened.pop((kind, microbatch, path), None)) is not None:
                         task.open -= 1
                         self._complete(task)
                         if task.kind is TaskKind.BACKWARD or not self.conductor.is_running:
@@ -345,11 +353,11 @@ class Pipeline:
                     self._release(microbatch)
             case End():
                 with self._lock:
-                    self._frame.end = (message, tensors)
+                    self._running_step.end = (message, tensors)
                     self._changed.notify_all()
             case Record():
                 with self._lock:
-                    self._frame.records[sender] = message
+                    self._running_step.records[sender] = message
                     self._changed.notify_all()
             case Diverged():
                 with self._lock:
@@ -362,7 +370,7 @@ class Pipeline:
     def _wire(self, modules: Mapping[str, nn.Module]) -> None:
         """Calls of modules that belong to other stages go there."""
         for path, module in modules.items():
-            if self.hub.stage_of(path) != self.stage:
+            if self.context.stage_of(path) != self.stage:
                 module.__dict__["_call_impl"] = RemoteEntry(self.caller, path)
                 module.__dict__["_compiled_call_impl"] = None
 
@@ -372,5 +380,5 @@ class Pipeline:
         self.conductor.close()
         if self._watch is not None:
             self._watch.close()
-        for module in self.hub.modules.values():
+        for module in self.context.modules.values():
             module.__dict__.pop("_call_impl", None)

@@ -1,4 +1,4 @@
-"""The frame of a step on one rank: what it knows from entering to leaving, and its wait for the step to get somewhere."""
+"""The step that a rank is in: what is known of it from entering to leaving, and the wait for it to get somewhere."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from smp_runtime.errors import DeadlineError, SMPUserError
 from smp_runtime.module_state.attributes import Attributes
 from smp_runtime.pipeline.execution.failures import STEP_FUNCTION, Alarm
 from smp_runtime.pipeline.execution.microbatches import Microbatches
-from smp_runtime.pipeline.execution.plan_store import Plans
-from smp_runtime.pipeline.execution.stage_context import Hub
-from smp_runtime.pipeline.execution.step_admission import StepGate
+from smp_runtime.pipeline.execution.plan_store import PlanStore
+from smp_runtime.pipeline.execution.stage_context import StageContext
+from smp_runtime.pipeline.execution.step_admission import StepAdmission
 from smp_runtime.pipeline.execution.watch import Watch
 from smp_runtime.pipeline.transport.messages import Begin, End, Record
 from smp_runtime.pipeline.transport.step_call import StepCall
@@ -28,13 +28,13 @@ logger = logging.getLogger("smp")
 STALL_SECONDS = 10.0
 
 
-class StepFrame:
+class RunningStep:
     """The step that a rank is in.
 
     Args:
-        hub: of the rank's pipeline.
+        context: of the rank's pipeline.
         ranks: global ranks of all stages.
-        gate: opened and closed with the frame.
+        admission: opened and closed with the step.
         alarm: reset when a step is entered; what it heard ends the wait.
         plans: the orders of the kinds of steps.
         microbatches: of the root stage.
@@ -54,11 +54,11 @@ class StepFrame:
 
     def __init__(
         self,
-        hub: Hub,
+        context: StageContext,
         ranks: Sequence[int],
-        gate: StepGate,
+        gate: StepAdmission,
         alarm: Alarm,
-        plans: Plans,
+        plans: PlanStore,
         microbatches: Microbatches,
         attributes: Attributes,
         changed: threading.Condition,
@@ -68,9 +68,9 @@ class StepFrame:
         forward_first: bool,
         watch: Watch | None,
     ) -> None:
-        self._hub = hub
+        self._context = context
         self._ranks = ranks
-        self._gate = gate
+        self._admission = gate
         self._alarm = alarm
         self._plans = plans
         self._microbatches = microbatches
@@ -100,7 +100,7 @@ class StepFrame:
         Raises:
             StageError: no step can run any more.
         """
-        with self._hub.lock:
+        with self._context.lock:
             self._alarm.reset()
             self._entered = time.perf_counter()
             self.begun = self.end = None
@@ -108,33 +108,33 @@ class StepFrame:
             self.records = {}
             self.diverged = False
             self._microbatches.clear()
-            self._hub.learned = 0
-            self._hub.switches.enter()
-            self._gate.enter()
+            self._context.learned = 0
+            self._context.switches.enter()
+            self._admission.enter()
 
     def begin(self, begin: Begin) -> None:
         """It is known how the step begins."""
-        hub = self._hub
-        with hub.lock:
+        context = self._context
+        with context.lock:
             self.begun = begin
-            hub.switches.check(begin.requires, hub.stage_of(""))
-            hub.seed = begin.seed
+            context.switches.check(begin.requires, context.stage_of(""))
+            context.seed = begin.seed
             order = self._plans.order(begin)
-            hub.conductor.reset(order, forward_first=self._forward_first, records=begin.is_recorded)
+            context.conductor.reset(order, forward_first=self._forward_first, records=begin.is_recorded)
             self._microbatches.active = 1 if begin.is_serial else self._active
-            self._buffers = hub.buffer_versions()
+            self._buffers = context.buffer_versions()
             self._attributes.begin(looks=begin.is_recorded, alone=begin.is_serial)
             if self._watch is not None:
-                self._watch.begin_step(self._gate.step)
+                self._watch.begin_step(self._admission.step)
         self._compare(begin.call)
-        seed_other_generators(task_seed(begin.seed, hub.replica, -1, f"stage {hub.stage}"))
-        self._gate.begin()
+        seed_other_generators(task_seed(begin.seed, context.replica, -1, f"stage {context.stage}"))
+        self._admission.begin()
 
     def _compare(self, root: StepCall) -> None:
         """Whether this rank's script has called the same step as the root stage's."""
         if self._call is None:
             return
-        rank, root_rank = self._ranks[self._hub.stage], self._ranks[self._hub.stage_of("")]
+        rank, root_rank = self._ranks[self._context.stage], self._ranks[self._context.stage_of("")]
         try:
             warning = self._call.check(root, rank, root_rank)
         except SMPUserError as error:
@@ -146,18 +146,20 @@ class StepFrame:
 
     def own_record(self) -> Record:
         """What this rank did in the step."""
-        with self._hub.lock:
-            changed = self._hub.buffer_versions() != self._buffers or self._attributes.carries
+        with self._context.lock:
+            changed = self._context.buffer_versions() != self._buffers or self._attributes.carries
             if self._attributes.crosses and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
                     "pipeline stage %d: modules hand on %s from one microbatch to the next and set it after a call of another "
                     "stage, or several times, so the microbatches run one after the other; keep what such a module calls on its "
                     "stage (smp.set_partition), or hand values on as arguments",
-                    self._hub.stage,
+                    self._context.stage,
                     ", ".join(self._attributes.carried),
                 )
-            return Record(list(self._hub.conductor.record), self._hub.learned, changed, self._attributes.crosses)
+            return Record(
+                list(self._context.conductor.record), self._context.learned, changed, self._attributes.crosses
+            )
 
     def went_well(self) -> None:
         """The step has reached its end."""
@@ -166,14 +168,14 @@ class StepFrame:
 
     def leave(self) -> None:
         """This rank leaves the step, and what was kept for it is forgotten."""
-        self._gate.leave()
+        self._admission.leave()
         if self._watch is not None:
             self._watch.end_step(failed=self._alarm.error is not None)
         self._attributes.end()
-        self._hub.switches.leave()
-        self._hub.values.clear()
-        self._hub.replies.clear()
-        self._hub.opened.clear()
+        self._context.switches.leave()
+        self._context.values.clear()
+        self._context.replies.clear()
+        self._context.opened.clear()
         self._microbatches.clear()
 
     def wait(self, is_true: Callable[[], bool], what: str, of: Callable[[], Collection[int]]) -> None:
@@ -184,7 +186,7 @@ class StepFrame:
             of: the stages without which it cannot come.
         """
         seconds = timeout_seconds()
-        conductor = self._hub.conductor
+        conductor = self._context.conductor
         # Work that the order holds back although nothing else happens for the time of some steps: it does not fit.
         stall = min(STALL_SECONDS, 1.0 + 3 * self._longest_step)
         with self._changed:
@@ -199,7 +201,7 @@ class StepFrame:
                     conductor.poke()
                 if quiet > seconds and not conductor.is_running:
                     waiting = ", ".join(str(task) for task in conductor.waiting_tasks()) or "none"
-                    stage = self._hub.stage
+                    stage = self._context.stage
                     raise DeadlineError(
                         f"pipeline stage {stage} (rank {self._ranks[stage]}) waited {seconds:.0f} s for {what}; its "
                         f"waiting tasks: {waiting}; check that every rank runs the same steps, or raise SMP_TIMEOUT_SECONDS"

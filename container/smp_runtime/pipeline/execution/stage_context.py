@@ -16,14 +16,14 @@ from torch.utils._device import DeviceContext
 from smp_runtime.module_state.flags import Switches, TaskState
 from smp_runtime.pipeline.execution.conductor import Conductor
 from smp_runtime.pipeline.execution.task import Task
-from smp_runtime.pipeline.execution.value_store import Values
+from smp_runtime.pipeline.execution.value_store import ValueStore
 from smp_runtime.pipeline.transport.messages import Modes, Reply
 from smp_runtime.tensors.handles import Path
 from smp_runtime.tensors.random_state import RandomState, task_seed
 
 
 @dataclass
-class Hub:
+class StageContext:
     """The shared state of one rank's pipeline.
 
     Attributes:
@@ -57,7 +57,7 @@ class Hub:
     opened: dict[tuple[str, int, Path], Task] = field(default_factory=dict)
     learned: int = 0
     conductor: Conductor = field(init=False)
-    values: Values = field(init=False)
+    values: ValueStore = field(init=False)
     anchor: torch.Tensor = field(init=False)
     switches: Switches = field(init=False)
 

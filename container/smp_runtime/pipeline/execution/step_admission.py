@@ -1,4 +1,4 @@
-"""The step gate: messages of a step wait until this rank has entered it, and those of an aborted step are dropped.
+"""Messages of a step wait until this rank has entered it, and those of an aborted step are dropped.
 
 A rank that served requests of the next step early would add gradients that its script has not cleared yet.
 """
@@ -16,7 +16,7 @@ from smp_runtime.pipeline.transport.messages import Begin, Done, Fail, Release, 
 _Waiting = tuple[int, Stamped, list[torch.Tensor]]
 
 
-class StepGate:
+class StepAdmission:
     """Lets messages through to the step that they belong to.
 
     Args:
@@ -61,7 +61,7 @@ class StepGate:
             self.is_open, self._has_begun = True, False
 
     def begin(self) -> None:
-        """The frame of the step is known: messages that came early go through."""
+        """It is known how the step begins: messages that came early go through."""
         with self._lock:
             self._has_begun = True
         self.pass_early()

@@ -14,7 +14,7 @@ from smp_runtime.pipeline.transport.messages import Deliver, Value
 from smp_runtime.tensors.handles import Name, Path
 
 
-class Values:
+class ValueStore:
     """Keeps values until their microbatch is finished, and brings each to the stages that want it.
 
     Args:
@@ -39,7 +39,7 @@ class Values:
         self._versions: dict[Name, int] = {}
         self._names: dict[int, set[Name]] = {}
         self._wanted: dict[Name, set[int]] = {}
-        #: Values and stages that they go to: asked for, sent, or sent unasked.
+        #: ValueStore and stages that they go to: asked for, sent, or sent unasked.
         self._directed: dict[int, set[tuple[Name, int]]] = {}
         #: Plain tensors that were handed to other stages already, by identity: masks go to every layer.
         self._handed: dict[int, dict[int, tuple[torch.Tensor, int, Name, set[int]]]] = {}

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline say to each other: requests, replies, values and the frame of a step."""
+"""What the ranks of a pipeline say to each other: requests, replies, values and the step of a step."""
 
 from __future__ import annotations
 
