@@ -27,10 +27,11 @@ from smp_runtime.module_state.absent_tensors import (
 )
 from smp_runtime.parameters.precision import Precision
 from smp_runtime.parameters.registry import ParameterRecord
-from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
-from smp_runtime.pipeline.observe.recorder import recorder_of_job
+from smp_runtime.pipeline.execution.rank_pipeline import Pipeline, PipelineSettings
+from smp_runtime.pipeline.observe.task_timeline import timeline_of_job
 from smp_runtime.pipeline.partition.assignment import Assignment
 from smp_runtime.pipeline.partition.decision import Tracing, decide
+from smp_runtime.pipeline.schedule.policies import policy_named
 from smp_runtime.pipeline.transport.tensor_channels import directed_groups
 from smp_runtime.tensors.swapping import swap_contents
 
@@ -133,14 +134,16 @@ class StagedModel(ReplicatedModel):
             session.device,
             self.module,
             assignment.stage_of,
-            policy=session.cfg.pipeline,
-            active=min(session.cfg.active_microbatches or 1, session.cfg.microbatches),
-            replica=session.rank_in(Group.DP),
-            predicts=session.cfg.fast_mode,
-            begins=self._task_begins,
-            share=self._shared if self._must_agree_on_order else None,
-            make_group=groups,
-            recorder=recorder_of_job(self._stage, session.control, replica=session.members(Group.PP)[0]),
+            PipelineSettings(
+                policy=policy_named(session.cfg.pipeline),
+                active=min(session.cfg.active_microbatches or 1, session.cfg.microbatches),
+                replica=session.rank_in(Group.DP),
+                predicts=session.cfg.fast_mode,
+                begins=self._task_begins,
+                share=self._shared if self._must_agree_on_order else None,
+                make_group=groups,
+                watch=timeline_of_job(self._stage, session.control, replica=session.members(Group.PP)[0]),
+            ),
         )
         self.partitioned = True
         for hook in list(self._post_partition_hooks.values()):

@@ -16,6 +16,7 @@ import torch
 from smp_config.failure import FailureRecord
 from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.pipeline.execution.conductor import Conductor
+from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.transport.messages import Fail
 from smp_runtime.pipeline.transport.transport import StageFailed
 
@@ -162,7 +163,11 @@ class Alarm:
                     with contextlib.suppress(SMPRuntimeError):  # one that is gone need not be told
                         self._send(stage, fail, ())
 
-    def heard(self, fail: Fail) -> None:
+    def task_failed(self, task: Task, error: BaseException) -> None:
+        """A task of this rank raised."""
+        self.raised(error, task.label)
+
+    def heard(self, sender: int, fail: Fail, tensors: list[torch.Tensor]) -> None:
         """Another stage has told of an error."""
         with self._changed:
             if self.error is None and self._is_open():

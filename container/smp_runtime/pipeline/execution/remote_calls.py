@@ -13,7 +13,7 @@ from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.pipeline.execution.call_predictions import Learned, Outcome, Prediction, Predictions, outcome_of
 from smp_runtime.pipeline.execution.stage_context import StageContext, current_modes
 from smp_runtime.pipeline.execution.task import Task
-from smp_runtime.pipeline.transport.messages import Back, Call, Modes, Slot
+from smp_runtime.pipeline.transport.messages import Back, Call, GroupCall, Modes, Reply, Slot
 from smp_runtime.pipeline.transport.packing import Packed, pack, restore_into, unpack
 from smp_runtime.tensors.handles import Handle, Meta, Name, Path
 
@@ -32,22 +32,24 @@ class RemoteCaller:
         #: The node of the graph that backward reaches in every call, unless it computes gradients of given tensors only.
         self._accumulates = get_gradient_edge(context.anchor).node
 
-    def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module at ``path``, which another stage owns; returns its result, with handles for tensors.
+    def call(self, module: str | GroupCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module at a path that another stage owns, or several; returns the result, with handles for tensors.
 
         Raises:
             SMPUserError: outside a step, or an argument that cannot travel.
         """
-        context = self._context
+        context, label = self._context, str(module)
         task = context.conductor.current
         if task is None:
             raise SMPUserError(
-                f"module {path!r} lies on pipeline stage {context.stage_of(path)} and was called on stage {context.stage} outside "
+                f"module {label!r} lies on pipeline stage {context.stage_of_call(module)} and was called on stage "
+                f"{context.stage} outside "
                 "a step; call the model only inside a function decorated with smp.step"
             )
         if torch._C._current_graph_task_id() != -1:
             raise SMPUserError(
-                f"module {path!r} lies on pipeline stage {context.stage_of(path)} and was called again on stage {context.stage} in "
+                f"module {label!r} lies on pipeline stage {context.stage_of_call(module)} and was called again on stage "
+                f"{context.stage} in "
                 "backward, by a checkpointed region around it; checkpoint with smp.set_activation_checkpointing, which runs "
                 "modules again on their own stage, or checkpoint only what lies on one stage"
             )
@@ -55,12 +57,12 @@ class RemoteCaller:
         tensors = [t.unchanged() if isinstance(t, Handle) else t for t in packed.tensors]
         modes = current_modes()
         metas = tuple(Meta.of(tensor) for tensor in tensors)
-        training = context.switches.of_call(path)
+        training = context.switches.of_call(label)
         if context.switches.toggles != self._toggles:  # what requires gradients is part of all that was learned
             self._toggles = context.switches.toggles
             self._predictions = Predictions()
-        prediction = self._predictions.of((path, packed.head, metas, modes, training))
-        call = RemoteCall(context, task, path, prediction, packed, tensors, modes, training, self._accumulates)
+        prediction = self._predictions.of((label, packed.head, metas, modes, training))
+        call = RemoteCall(context, task, module, prediction, packed, tensors, modes, training, self._accumulates)
         if modes.grad:
             inputs = [tensor for tensor in tensors if tensor.requires_grad]
             outputs: Sequence[torch.Tensor] = _Remote.apply(call, context.anchor, *inputs)
@@ -85,7 +87,7 @@ class RemoteCall:
         self,
         context: StageContext,
         task: Task,
-        path: str,
+        module: str | GroupCall,
         prediction: Prediction,
         packed: Packed,
         tensors: list[torch.Tensor],
@@ -94,13 +96,14 @@ class RemoteCall:
         accumulates: Any,
     ) -> None:
         self._context = context
-        self._module = path
-        self._stage = context.stage_of(path)
+        self._module = module
+        self._stage = context.stage_of_call(module)
         self._microbatch = task.microbatch
         self._path: Path = (*task.path, task.calls)
         task.calls += 1
-        self._nth = task.called.get(path, 0)
-        task.called[path] = self._nth + 1
+        label = str(module)
+        self._nth = task.called.get(label, 0)
+        task.called[label] = self._nth + 1
         self._task = task
         self._prediction = prediction
         self._packed = packed
@@ -140,20 +143,34 @@ class RemoteCall:
         )
         context.send(self._stage, message, list(inline.values()))
         self._tensors = None
-        arguments = [(slot.name, slot.owner) for slot in slots]
-        if waits:
-            reply = context.wait_for_reply(task, "F", self._path)
-            self.outcome = outcome_of(reply.head, reply.slots, self._path, [name for name, _ in arguments])
-            context.learned += known.observe(self.outcome)
+        self.outcome, results, reply = self._results(task, "F", known, waits, slots)
+        if reply is not None:
             prediction.learn_touched(reply)
-            results = list(reply.slots)
-        else:
-            if known.outcome is None:
-                raise AssertionError("a known result without its outcome")
-            self.outcome = known.outcome
-            results = self._slots_of(self.outcome, arguments)
-            self._announce(results, goes, "F")
+        self._announce(results, goes, "F")
         return tuple(self._handles_of(task, results, known).values())
+
+    def _results(
+        self, task: Task, kind: str, learned: Learned, waits: bool, given: Sequence[Slot | None]
+    ) -> tuple[Outcome, list[Slot | None], Reply | None]:
+        """What a request gives: what its reply says, or what such requests have given before.
+
+        Args:
+            task: that has posted it.
+            kind: of the request, "F" or "B".
+            learned: of such requests.
+            waits: whether a reply comes.
+            given: the tensors of the request; a result that is one of them is named as such.
+        """
+        context = self._context
+        arguments = [(slot.name, slot.owner) for slot in given if slot is not None]
+        if waits:
+            reply = context.wait_for_reply(task, kind, self._path)
+            outcome = outcome_of(reply.head, reply.slots, self._path, [name for name, _ in arguments])
+            context.learned += learned.observe(outcome)
+            return outcome, list(reply.slots), reply
+        if learned.outcome is None:
+            raise AssertionError("a known result without its outcome")
+        return learned.outcome, self._slots_of(learned.outcome, arguments), None
 
     def _argument_slots(self) -> tuple[list[Slot], dict[Name, torch.Tensor]]:
         """The arguments by name, and the tensors that go with the request."""
@@ -226,36 +243,18 @@ class RemoteCall:
         task = context.conductor.current
         if task is None:
             raise SMPUserError(
-                f"backward reached module {self._module!r} of pipeline stage {self._stage} outside its step; call "
+                f"backward reached module {str(self._module)!r} of pipeline stage {self._stage} outside its step; call "
                 "model.backward(loss) inside the function decorated with smp.step"
             )
         if torch.is_grad_enabled():
             raise SMPUserError(
-                f"module {self._module!r} lies on pipeline stage {self._stage}, and backward went through it with "
+                f"module {str(self._module)!r} lies on pipeline stage {self._stage}, and backward went through it with "
                 f"create_graph=True on stage {context.stage}, but no graph of a backward pass leads from stage to stage; keep what "
                 "is differentiated twice on one stage (smp.set_partition), or leave create_graph out"
             )
         # False for torch.autograd.grad and backward(inputs=...).
         accumulates: bool = torch._C._will_engine_execute_node(self._accumulates)
-        slots: list[Slot | None] = []
-        inline: dict[Name, torch.Tensor] = {}
-        for index, gradient in enumerate(gradients):
-            if gradient is None:
-                slots.append(None)
-                continue
-            meta = Meta.of(gradient)
-            template = self.outcome.templates[index]
-            made_there = template is not None and template.kind == "F" and template.suffix == ()
-            if isinstance(gradient, Handle):
-                comes = made_there or gradient.owner == self._stage
-                slots.append(Slot(gradient.value_name, gradient.owner, meta, comes))
-                if comes:
-                    self._direct(gradient)
-                continue
-            name: Name = ("G", self._microbatch, self._path, index)
-            context.conductor.give(task, name)  # not kept: it goes to one stage, which uses it once
-            slots.append(Slot(name, context.stage, meta, True))
-            inline[name] = gradient.detach()
+        slots, inline = self._gradient_slots(task, gradients)
         # A gradient's name depends on what was handed over as elements, and what by name.
         course = (self._came, accumulates, tuple(None if slot is None else slot.comes for slot in slots))
         learned = self._prediction.backward.setdefault(course, Learned())
@@ -275,17 +274,7 @@ class RemoteCall:
             tuple(inline),
         )
         context.send(self._stage, message, list(inline.values()))
-        given = [slot.name for slot in slots if slot is not None]
-        owners = [(slot.name, slot.owner) for slot in slots if slot is not None]
-        if waits:
-            reply = context.wait_for_reply(task, "B", self._path)
-            outcome = outcome_of(b"", reply.slots, self._path, given)
-            context.learned += learned.observe(outcome)
-            results = list(reply.slots)
-        else:
-            if learned.outcome is None:
-                raise AssertionError("a known result without its outcome")
-            results = self._slots_of(learned.outcome, owners)
+        _, results, _ = self._results(task, "B", learned, waits, slots)
         self._announce(results, goes, "B")
         handles = self._handles_of(task, results, learned)
         returned: list[torch.Tensor | None] = []
@@ -295,6 +284,32 @@ class RemoteCall:
             else:
                 returned.append(context.values.fetch(slot.name, slot.owner).detach())
         return returned
+
+    def _gradient_slots(
+        self, task: Task, gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[list[Slot | None], dict[Name, torch.Tensor]]:
+        """The gradients of the outputs by name, and those that go with the request."""
+        context = self._context
+        slots: list[Slot | None] = []
+        inline: dict[Name, torch.Tensor] = {}
+        for index, gradient in enumerate(gradients):
+            if gradient is None:
+                slots.append(None)
+                continue
+            meta = Meta.of(gradient)
+            template = self.outcome.templates[index]
+            made_there = template is not None and template.kind == "F" and template.suffix == ()
+            if isinstance(gradient, Handle):
+                comes = made_there or gradient.owner == self._stage
+                slots.append(Slot(gradient.value_name, gradient.owner, meta, comes))
+                if comes:
+                    self._direct(gradient)
+                continue
+            name: Name = ("G", self._microbatch, self._path, index)
+            context.conductor.give(task, name)  # not kept: it goes to one stage, which uses it once
+            slots.append(Slot(name, context.stage, meta, True))
+            inline[name] = gradient.detach()
+        return slots, inline
 
 
 class _Remote(torch.autograd.Function):
@@ -318,6 +333,8 @@ class _Remote(torch.autograd.Function):
 
 class RemoteEntry:
     """Stands in for a module's call on the stages that do not own it."""
+
+    is_elsewhere = True
 
     def __init__(self, caller: RemoteCaller, path: str) -> None:
         self._caller = caller

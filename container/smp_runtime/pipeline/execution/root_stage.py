@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from smp_runtime.pipeline.execution.failures import STEP_FUNCTION
-from smp_runtime.pipeline.execution.microbatches import Microbatches
 from smp_runtime.pipeline.execution.plan_store import PlanStore
 from smp_runtime.pipeline.execution.running_step import RunningStep
 from smp_runtime.pipeline.execution.stage_context import StageContext, current_modes, in_modes, keeps_otherwise
 from smp_runtime.pipeline.execution.task import Task
-from smp_runtime.pipeline.execution.watch import Watch
 from smp_runtime.pipeline.schedule.actions import TaskKind
 from smp_runtime.pipeline.transport.messages import Begin, End, StepKind
 from smp_runtime.pipeline.transport.packing import pack, unpack
@@ -34,11 +32,8 @@ class RootStage:
         context: of the rank's pipeline.
         running_step: of its steps.
         plans: the orders of the kinds of steps.
-        microbatches: of the step.
-        others: the other stages.
         begins: called on a worker's thread with the microbatch of a task that begins there, None when it ends.
         share: gives the values of all pipelines that must run in one order, the deciding one's first; None: its own.
-        watch: of the timeline, if there is one.
     """
 
     def __init__(
@@ -46,20 +41,16 @@ class RootStage:
         context: StageContext,
         running_step: RunningStep,
         plans: PlanStore,
-        microbatches: Microbatches,
-        others: Sequence[int],
         begins: Callable[[int | None], None],
         share: Callable[[Any], list[Any]] | None,
-        watch: Watch | None,
     ) -> None:
         self._context = context
         self._running_step = running_step
         self._plans = plans
-        self._microbatches = microbatches
-        self._others = others
+        self._microbatches = running_step.microbatches
+        self._others = context.others
         self._begins = begins
         self._share = share
-        self._watch = watch
         self._has_warned = False
 
     def run(self, kind: StepKind, functions: Sequence[Callable[[], Any]], call: StepCall) -> list[Any]:
@@ -127,8 +118,7 @@ class RootStage:
         finally:
             self._begins(None)
         with self._context.lock:
-            self._microbatches.reached_backward(task.microbatch)
-            self.open_gates()
+            self._forward_ended(task.microbatch)
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -137,18 +127,19 @@ class RootStage:
         if task is None:
             raise AssertionError("model.backward has checked that a task runs")
         ended = self._enter_backward(task)
-        if self._watch is not None:
-            self._watch.turn(task, TaskKind.BACKWARD, ended)
+        watch = self._context.watch
+        if watch is not None:
+            watch.turn(task, TaskKind.BACKWARD, ended)
         task.in_model_backward = True
         try:
             yield
         finally:
             task.in_model_backward = False
-            if self._watch is not None:
-                self._watch.turn(task, TaskKind.STEP)
+            if watch is not None:
+                watch.turn(task, TaskKind.STEP)
 
     def _enter_backward(self, task: Task) -> bool:
-        """A task's script begins its backward pass; in the simple schedule it waits for all forward passes.
+        """A task's script begins its backward pass; it may have to wait for forward passes of others.
 
         Returns:
             Whether the task's segment has ended with it, so that another has just begun.
@@ -158,20 +149,16 @@ class RootStage:
         conductor = self._context.conductor
         with self._context.lock:
             task.phase = TaskKind.BACKWARD
-            gate = self._microbatches.reached_backward(task.microbatch)
-            self.open_gates()
-        events: tuple[tuple[Any, ...], ...] = ()
-        if gate is not None and conductor.order is None:
-            events = (gate,)
-        conductor.wait(task, events, lambda event: event in self._microbatches.open_gates())
-        task.needs = ()
+            self._forward_ended(task.microbatch)
+            # A planned order lets it begin at the right moment by itself.
+            events = self._microbatches.before_backward(task.microbatch) if conductor.order is None else []
+        conductor.wait(task, events, self._microbatches.has_happened)
+        task.needs = ()  # not part of the record: the order that is planned from it keeps to the policy in its own way
         return True
 
-    def open_gates(self) -> None:
-        """With the lock held: let those microbatches go on that have waited for all forward passes of their wave."""
-        for gate in self._microbatches.open_gates():
-            self._context.conductor.arrived(gate)
-        self._context.conductor.poke()
+    def _forward_ended(self, microbatch: int) -> None:
+        """With the lock held: backward passes that have waited for it may begin; they do when this task gives up the baton."""
+        self._context.conductor.arrived(self._microbatches.forward_ended(microbatch))
 
     def _others_without_record(self) -> list[int]:
         return [stage for stage in self._others if stage not in self._running_step.records]

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment
+from smp_runtime.pipeline.schedule.policies import Policy
 from smp_runtime.pipeline.schedule.simulation import Clock, Graph, noisy_makespans, replay, summary
-
-POLICIES = ("interleaved", "simple", "_only_forward")
 
 #: Simulated segments (segments × rules) that a search may cost; about 5 µs each. Of a bigger graph, only the rules that are
 #: best on its first microbatches are tried on the whole.
@@ -57,7 +56,7 @@ class Plan:
     rule: str
 
 
-def plan(segments: Iterable[Segment], *, policy: str, active: int, latency: float = 0.0) -> Plan:
+def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: float = 0.0) -> Plan:
     """The order in which every rank runs the segments of a step.
 
     The orders name every segment once, cannot deadlock on the recorded graph whatever the real durations are, and keep
@@ -65,24 +64,21 @@ def plan(segments: Iterable[Segment], *, policy: str, active: int, latency: floa
 
     Args:
         segments: all segments of all ranks of one pipeline group, durations smoothed (see :func:`.schedules.smooth`).
-        policy: ``"interleaved"``: backwards first. ``"simple"``: in waves of ``active`` microbatches, on every rank all
-            forwards of a wave before its first backward. ``"_only_forward"``: like interleaved; for steps without backward.
+        policy: what the order must keep to, besides.
         active: most microbatches begun and not finished.
         latency: seconds from rank to rank.
 
     Raises:
         ScheduleError: the record is incomplete or contradicts itself.
-        SMPUserError: unknown policy, or ``active`` below 1.
+        SMPUserError: ``active`` is below 1.
     """
-    if policy not in POLICIES:
-        raise SMPUserError(f"pipeline is {policy!r}. It is one of {', '.join(map(repr, POLICIES))}.")
     if active < 1:
         raise SMPUserError(f"active_microbatches is {active}. At least one must be active: set it to 1 or more.")
     # The same plan, whichever rank's record came first.
     segments = sorted(segments, key=lambda s: (s.action.microbatch, s.action.kind.value, s.action.path, s.action.part))
     if not segments:
         return Plan({}, 0.0, 0.0, {}, {}, 1.0, "nothing to run")
-    facts = _Facts(Graph(segments, latency, ascending=True), active, simple=policy == "simple")
+    facts = _Facts(Graph(segments, latency, ascending=True), active, policy)
     best = _search(facts)
     graph = facts.graph
     sequence = best.clock.order
@@ -104,15 +100,19 @@ def plan(segments: Iterable[Segment], *, policy: str, active: int, latency: floa
 class _Facts:
     """What is known of a graph before any order: solo times, tails, waves, and how many microbatches fill each rank."""
 
-    def __init__(self, graph: Graph, active: int, *, simple: bool) -> None:
+    def __init__(self, graph: Graph, active: int, policy: Policy) -> None:
         self.graph = graph
         self.active = active
-        self.simple = simple
+        self.policy = policy
         self.nodes = graph.topological()
         self.period = self._period()
         self.tail, self.head = self._tails(), self._heads()
         self.bound = self._bound()
-        self.wave = [k // active if simple else 0 for k in range(len(graph.microbatches))]
+        waves = [policy.wave(k, active) for k in range(len(graph.microbatches))]
+        self.in_waves = None not in waves
+        self.wave = [wave or 0 for wave in waves]
+        #: The first microbatch of each wave.
+        self.first = [self.wave.index(wave) for wave in range(1 + max(self.wave))]
         self.late = self._late()
         self.need = self._need()
 
@@ -221,7 +221,7 @@ class _Rule:
 
 def _rules(facts: _Facts) -> list[_Rule]:
     spares: list[int | None] = [None]
-    if not facts.simple:
+    if not facts.in_waves:
         least = max(1, min(int(need) for need in facts.need))
         spares = [*range(min(4, max(0, facts.active - least))), None]
     return [
@@ -296,7 +296,7 @@ class _Choice:
         k = self.facts.graph.microbatch[node]
         if not clock.begun[k] and clock.open >= clock.active:
             return False
-        if self.facts.simple and not self._wave_allows(clock, rank, node, k):
+        if self.facts.in_waves and not self._wave_allows(clock, rank, node, k):
             return False
         # The lowest unfinished microbatch always goes on: so nothing can wait for itself in a circle.
         if (
@@ -311,7 +311,7 @@ class _Choice:
 
     def _wave_allows(self, clock: Clock, rank: int, node: int, k: int) -> bool:
         wave = self.facts.wave[k]
-        if clock.lowest < wave * self.facts.active:
+        if clock.lowest < self.facts.first[wave]:
             return False
         left = self.early_left[rank]
         order = clock.order[rank]
@@ -406,13 +406,14 @@ def _best(facts: _Facts, tries: Sequence[_Try]) -> list[_Try]:
 def _first_microbatches(facts: _Facts) -> _Facts | None:
     """The same for fewer microbatches: enough for a full pipeline and, in waves, for two of them."""
     graph, active = facts.graph, facts.active
-    number = 2 * active if facts.simple else active + 2 * len(graph.ranks)
+    # Waves are as long as each other, but for the last.
+    number = 2 * facts.wave.count(0) if facts.in_waves else active + 2 * len(graph.ranks)
     if number >= len(graph.microbatches):
         return None
     kept = set(graph.microbatches[:number])
     segments = [segment for segment in graph.segments if segment.action.microbatch in kept]
     try:
-        return _Facts(Graph(segments, graph.latency / 1e9, ascending=True), active, simple=facts.simple)
+        return _Facts(Graph(segments, graph.latency / 1e9, ascending=True), active, facts.policy)
     except ScheduleError:  # a microbatch needs something of a later one
         return None
 

@@ -57,32 +57,6 @@ def simulate(orders: Orders, segments: Iterable[Segment], *, active: int, latenc
     return summary(graph, replay(graph, sequence, active, graph.ns))
 
 
-def validate(orders: Orders, segments: Iterable[Segment], *, active: int, latency: float = 0.0) -> None:
-    """Raise :class:`ScheduleError` if ``orders`` is incomplete or cannot run to its end; see :func:`simulate`."""
-    simulate(orders, segments, active=active, latency=latency)
-
-
-def slowdowns(
-    orders: Orders,
-    segments: Iterable[Segment],
-    *,
-    active: int,
-    latency: float = 0.0,
-    noise: float = 0.2,
-    samples: int = 5,
-    seed: int = 0,
-) -> list[float]:
-    """Makespan ÷ makespan without noise, when every segment takes up to ``noise`` more or less than recorded.
-
-    One figure per sample, each with durations drawn anew (uniform, from ``seed``): how a fixed order takes it when the
-    real durations are not those that it was planned for.
-    """
-    graph = Graph(segments, latency)
-    sequence = _sequence(orders, graph)
-    quiet = replay(graph, sequence, active, graph.ns).makespan or 1
-    return [time / quiet for time in noisy_makespans(graph, sequence, active, noise=noise, samples=samples, seed=seed)]
-
-
 # ---- the graph ----
 
 

@@ -42,12 +42,27 @@ class Modes(NamedTuple):
     device: str | None = None
 
 
+class GroupCall(NamedTuple):
+    """What a call runs that is meant for several modules of one stage: one after the other, as one checkpointed region.
+
+    Attributes:
+        members: paths of the modules.
+        preserve_rng_state: whether the region draws the same random numbers when it is run again.
+    """
+
+    members: tuple[str, ...]
+    preserve_rng_state: bool
+
+    def __str__(self) -> str:
+        return f"checkpointed {'' if self.preserve_rng_state else 'without random state '}{' + '.join(self.members)}"
+
+
 class Call(NamedTuple):
     """Run a module forward. Tensors of the message: those named in ``inline``."""
 
     microbatch: int
     path: Path
-    module: str
+    module: str | GroupCall
     head: bytes
     mutable: bool  # whether the arguments hold something that the module could change
     slots: tuple[Slot, ...]
