@@ -15,9 +15,9 @@ from smp_runtime.comm.devices import in_order_with_script
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.pipeline.transport.messages import StepKind
-from smp_runtime.pipeline.transport.step_call import StepCall, probe
 from smp_runtime.step.output import StepOutput, merge_outputs
 from smp_runtime.step.splitting import batch_samples, shapes_in, split_argument
+from smp_runtime.step.step_call import StepCall, probe
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session

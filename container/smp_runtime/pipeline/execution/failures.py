@@ -117,6 +117,9 @@ def _foreign(files: Sequence[str]) -> list[int]:
 class Alarm:
     """The first error of a step: keeps it, stops this rank's tasks, and tells the other stages.
 
+    Errors come from workers, receivers, senders and the script's thread; the first that takes the pipeline's lock counts,
+    and the script's thread, which alone raises it, is woken under the same lock, so that it cannot miss it.
+
     Args:
         stage: this rank's.
         ranks: global ranks of all stages.

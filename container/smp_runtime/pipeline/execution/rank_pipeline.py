@@ -38,11 +38,11 @@ from smp_runtime.pipeline.transport.messages import (
     Record,
     Release,
     Reply,
+    StepCall,
     StepKind,
     Value,
 )
 from smp_runtime.pipeline.transport.packing import unpack
-from smp_runtime.pipeline.transport.step_call import StepCall
 from smp_runtime.pipeline.transport.transport import Transport
 from smp_runtime.tensors import module_calls
 from smp_runtime.tensors.random_state import OtherGenerators, RandomState

@@ -17,9 +17,8 @@ from smp_runtime.pipeline.execution.running_step import RunningStep
 from smp_runtime.pipeline.execution.stage_context import StageContext, current_modes, in_modes, keeps_otherwise
 from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.schedule.actions import TaskKind
-from smp_runtime.pipeline.transport.messages import Begin, End, StepKind
+from smp_runtime.pipeline.transport.messages import Begin, End, StepCall, StepKind
 from smp_runtime.pipeline.transport.packing import pack, unpack
-from smp_runtime.pipeline.transport.step_call import StepCall
 from smp_runtime.tensors.handles import Handle
 
 logger = logging.getLogger("smp")

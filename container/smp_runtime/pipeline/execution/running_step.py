@@ -18,8 +18,7 @@ from smp_runtime.pipeline.execution.stage_context import StageContext
 from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.schedule.actions import Event
 from smp_runtime.pipeline.schedule.policies import Policy
-from smp_runtime.pipeline.transport.messages import Begin, Diverged, End, Record
-from smp_runtime.pipeline.transport.step_call import StepCall
+from smp_runtime.pipeline.transport.messages import Begin, Diverged, End, Record, StepCall
 from smp_runtime.tensors.random_state import seed_other_generators, task_seed
 
 logger = logging.getLogger("smp")
@@ -276,6 +275,7 @@ class RunningStep:
                 if self._alarm.error is not None:
                     raise self._alarm.error
                 self._alarm.check_left(of())
+                # Whoever makes ``is_true`` true notifies with the lock held; the wait has an end anyway, to look for stalls.
                 self._context.changed.wait(min(1.0, stall))
                 quiet = time.perf_counter() - conductor.last_progress
                 if conductor.order is not None and conductor.is_stalled and quiet > stall:

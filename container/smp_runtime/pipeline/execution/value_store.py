@@ -17,6 +17,11 @@ from smp_runtime.tensors.handles import Name, Path
 class ValueStore:
     """Keeps values until their microbatch is finished, and brings each to the stages that want it.
 
+    Values are put by receiver threads and by the task that computes, and looked up by that task only. Everything that
+    changes is guarded by the pipeline's lock; a single look into a dictionary needs none, since what a task asks for is
+    either there for good (until its own microbatch is released) or waited for with the lock. Values are sent without the
+    lock, since tensors may take their time.
+
     Args:
         lock: of the rank's pipeline.
         stage: this rank's.
@@ -93,6 +98,7 @@ class ValueStore:
             SMPUserError: it was changed in place since it was handed on.
         """
         with self._lock:
+            # One look with the lock: between two, the value could come and find nobody who wants it.
             tensor = self._tensors.get(name)
             if tensor is None:
                 self._wanted.setdefault(name, set()).add(stage)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from smp_config.failure import FailureRecord
-from smp_runtime.pipeline.transport.step_call import StepCall
 from smp_runtime.tensors.handles import Meta, Name, Path
 
 
@@ -137,6 +136,17 @@ class StepKind(NamedTuple):
 
     course: Hashable
     shapes: Hashable
+
+
+class StepCall(Protocol):
+    """How a rank's script has called a step; pickled, since the other stages compare the root stage's with their own."""
+
+    def check(self, root: Any, rank: int, root_rank: int) -> str:
+        """Compare this rank's call with the root stage's; returns a warning, or nothing.
+
+        Raises:
+            SMPUserError: the ranks run different steps.
+        """
 
 
 class Begin(NamedTuple):

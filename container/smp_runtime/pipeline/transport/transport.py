@@ -63,6 +63,11 @@ class Transport:
     A message is a small picklable head and tensors of any dtype and shape. Messages from one stage arrive in the
     order of their ``send``. Collective over ``ranks``: all of them construct it.
 
+    Each stage has a thread that receives from it and one that writes what the system did not take at once; callers send on
+    their own threads. Locks are taken in one order only: a caller's own (it may hold the pipeline's lock, if the message has
+    no tensors of an accelerator), then ``Peer.order``, then ``Peer.changed``. Neither is held while ``on_message`` or
+    another callback runs, which may take the caller's, nor while bytes are written that the other side has to read first.
+
     Args:
         control: used once, to exchange addresses.
         ranks: global ranks of the group; a stage is a position in it.
@@ -311,6 +316,7 @@ class Transport:
                 if not peer.backlog and (peer.closed or peer.broken is not None):
                     return
                 pieces = peer.backlog[0][0] if peer.backlog else []
+            # Without the condition: what is asked here takes the pipeline's lock, whose holders may be about to send.
             if nudged and (head := self._afterthought(peer.stage)) is not None:
                 with contextlib.suppress(SMPRuntimeError):  # nobody is left who could hear it
                     self.send(peer.stage, head)
