@@ -208,7 +208,6 @@ def test_noise_costs_little(step_rank):
     figures = slowdowns(made.orders, segments, active=STAGES + 2, latency=LATENCY, noise=0.2, samples=20)
     assert len(set(figures)) == 20
     assert sum(figures) / 20 < 1.06
-    assert made.slowdown < 1.06
 
 
 def test_a_big_graph_is_searched_on_fewer_microbatches(monkeypatch):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment
 from smp_runtime.pipeline.schedule.policies import Policy
-from smp_runtime.pipeline.schedule.simulation import Clock, Graph, noisy_makespans, replay, summary
+from smp_runtime.pipeline.schedule.simulation import Clock, Graph, replay, summary
 
 #: Simulated segments (segments × rules) that a search may cost; about 5 µs each. Of a bigger graph, only the rules that are
 #: best on its first microbatches are tried on the whole.
@@ -27,9 +27,7 @@ _ROUNDS = 300
 #: Plans whose makespans differ by less than this fraction count as equal.
 _EQUAL = 0.01
 
-_NOISE = 0.2
-
-#: How many schedules, the fastest and the leanest each, are also tried with noise.
+#: How many rules, of those that are best on the first microbatches, are tried on a whole big graph.
 _FINALISTS = 3
 
 
@@ -43,7 +41,6 @@ class Plan:
         bound: seconds that no order can beat: the busiest rank's work, with what must come before it and after it.
         idle: per rank, the fraction of the makespan in which it computes nothing.
         in_flight: per rank, the most microbatches whose activations it holds; never more than ``active``.
-        slowdown: mean makespan ÷ ``makespan`` when every duration is up to 20 % off.
         rule: the rule that won, in words, for the log.
     """
 
@@ -52,7 +49,6 @@ class Plan:
     bound: float
     idle: dict[int, float]
     in_flight: dict[int, int]
-    slowdown: float
     rule: str
 
 
@@ -77,7 +73,7 @@ def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: f
     # The same plan, whichever rank's record came first.
     segments = sorted(segments, key=lambda s: (s.action.microbatch, s.action.kind.value, s.action.path, s.action.part))
     if not segments:
-        return Plan({}, 0.0, 0.0, {}, {}, 1.0, "nothing to run")
+        return Plan({}, 0.0, 0.0, {}, {}, "nothing to run")
     facts = _Facts(Graph(segments, latency, ascending=True), active, policy)
     best = _search(facts)
     graph = facts.graph
@@ -89,7 +85,6 @@ def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: f
         bound=facts.bound / 1e9,
         idle=run.idle,
         in_flight=run.in_flight,
-        slowdown=best.noisy / best.clock.makespan if best.clock.makespan else 1.0,
         rule=str(best.rule),
     )
 
@@ -201,8 +196,7 @@ class _Rule:
 
     Attributes:
         priority: ``"lowest"``: lowest microbatch first; ``"longest"``: longest way to its microbatch's end first;
-            ``"groups"``: the same in groups of as many microbatches as ranks, for interleaved stages; ``"refined"``: by
-            given keys. Backwards come before forwards in all.
+            ``"refined"``: by given keys. Backwards come before forwards in all.
         spare: how many microbatches more than needed may be in flight on a rank; None: as many as may be active.
         patience: wait for something more important rather than starting something long, as long as the wait and the more
             important segment take less than ``patience`` × the time by which starting would delay it.
@@ -227,7 +221,7 @@ def _rules(facts: _Facts) -> list[_Rule]:
     return [
         _Rule(priority, spare, patience)
         for spare in spares
-        for priority in ("lowest", "longest", "groups")
+        for priority in ("lowest", "longest")
         for patience in (1.0, 0.0)
     ]
 
@@ -261,12 +255,7 @@ class _Choice:
 
         def key(i: int) -> tuple[int, ...]:
             microbatch, tail = graph.microbatch[i], -facts.tail[i]
-            if priority == "lowest":
-                after: tuple[int, ...] = (microbatch, tail)
-            elif priority == "longest":
-                after = (tail, microbatch)
-            else:
-                after = (microbatch // len(graph.ranks), tail, microbatch)
+            after = (microbatch, tail) if priority == "lowest" else (tail, microbatch)
             return (0 if graph.ns[i] <= quick else 1, 0 if facts.late[i] else 1, *after)
 
         return key
@@ -331,12 +320,6 @@ class _Try:
     clock: Clock
     waited: bool
     capped: bool
-    noisy: float = 0.0  # mean makespan under noise, nanoseconds
-
-    @property
-    def score(self) -> float:
-        """Half of what was recorded, half of what may come."""
-        return (self.clock.makespan + self.noisy) / 2
 
     @property
     def in_flight(self) -> int:
@@ -357,13 +340,13 @@ def _search(facts: _Facts) -> _Try:
     if size * len(rules) > _BUDGET:
         fewer = _first_microbatches(facts)
         if fewer is not None:
-            rules = [one.rule for one in _best(fewer, _tries(fewer, rules))[:_FINALISTS]]
+            rules = [one.rule for one in _best(_tries(fewer, rules))[:_FINALISTS]]
     tries = _tries(facts, rules)
     fastest = min(tries, key=lambda one: one.clock.makespan)
     rounds = min(_ROUNDS, _BUDGET // 4 // size)
     if fastest.clock.makespan > facts.bound * (1 + _EQUAL) and rounds > _ROUNDS // 10:
         tries.append(_refined(facts, fastest, rounds))
-    return _best(facts, tries)[0]
+    return _best(tries)[0]
 
 
 def _tries(facts: _Facts, rules: Sequence[_Rule]) -> list[_Try]:
@@ -383,24 +366,15 @@ def _tries(facts: _Facts, rules: Sequence[_Rule]) -> list[_Try]:
     return tries
 
 
-def _best(facts: _Facts, tries: Sequence[_Try]) -> list[_Try]:
-    """The different ones among the fastest tries, the one to prefer first."""
+def _best(tries: Sequence[_Try]) -> list[_Try]:
+    """The different ones among the tries, the one to prefer first: of the fastest, which count as equal, the leanest."""
     least = min(one.clock.makespan for one in tries)
-    tries = _without_doubles(one for one in tries if one.clock.makespan <= least * (1 + 2 * _EQUAL))
-    fastest = sorted(tries, key=lambda one: one.clock.makespan)[:_FINALISTS]
-    leanest = sorted(tries, key=lambda one: one.in_flight)[:_FINALISTS]
-    tries = [one for one in tries if one in fastest or one in leanest]
-    samples = min(24, max(2, 4000 // len(facts.graph.segments)))  # many segments average out by themselves
-    for one in tries:
-        times = noisy_makespans(facts.graph, one.clock.order, facts.active, noise=_NOISE, samples=samples, seed=0)
-        one.noisy = sum(times) / len(times)
-    least_score = min(one.score for one in tries)
 
     def preference(one: _Try) -> tuple[float, ...]:
-        equal = one.score <= least_score * (1 + _EQUAL)
-        return (0, one.in_flight, one.score) if equal else (1, one.score)
+        equal = one.clock.makespan <= least * (1 + _EQUAL)
+        return (0, one.in_flight, one.clock.makespan) if equal else (1, one.clock.makespan)
 
-    return sorted(tries, key=preference)
+    return sorted(_without_doubles(tries), key=preference)
 
 
 def _first_microbatches(facts: _Facts) -> _Facts | None:

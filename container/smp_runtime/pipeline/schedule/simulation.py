@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -334,17 +333,6 @@ def replay(graph: Graph, sequence: Sequence[Sequence[int]], active: int, ns: Seq
     if clock.done < len(graph.segments):
         raise ScheduleError(_deadlock(clock, sequence))
     return clock
-
-
-def noisy_makespans(
-    graph: Graph, sequence: Sequence[Sequence[int]], active: int, *, noise: float, samples: int, seed: int
-) -> list[int]:
-    """Makespans in nanoseconds of a fixed order with durations drawn anew for every sample."""
-    draw = random.Random(seed)
-    return [
-        replay(graph, sequence, active, [round(ns * draw.uniform(1 - noise, 1 + noise)) for ns in graph.ns]).makespan
-        for _ in range(samples)
-    ]
 
 
 def summary(graph: Graph, clock: Clock) -> Run:
