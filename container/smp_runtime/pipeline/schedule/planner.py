@@ -198,19 +198,16 @@ class _Rule:
         priority: ``"lowest"``: lowest microbatch first; ``"longest"``: longest way to its microbatch's end first;
             ``"refined"``: by given keys. Backwards come before forwards in all.
         spare: how many microbatches more than needed may be in flight on a rank; None: as many as may be active.
-        patience: wait for something more important rather than starting something long, as long as the wait and the more
-            important segment take less than ``patience`` × the time by which starting would delay it.
         quick: segments shorter than this fraction of the period go first: they are what others wait for.
     """
 
     priority: str
     spare: int | None
-    patience: float
     quick: float = 0.02
 
     def __str__(self) -> str:
         spare = "free" if self.spare is None else f"+{self.spare}"
-        return f"{self.priority} first, in flight {spare}, patience {self.patience:g}"
+        return f"{self.priority} first, in flight {spare}"
 
 
 def _rules(facts: _Facts) -> list[_Rule]:
@@ -218,12 +215,7 @@ def _rules(facts: _Facts) -> list[_Rule]:
     if not facts.in_waves:
         least = max(1, min(int(need) for need in facts.need))
         spares = [*range(min(4, max(0, facts.active - least))), None]
-    return [
-        _Rule(priority, spare, patience)
-        for spare in spares
-        for priority in ("lowest", "longest")
-        for patience in (1.0, 0.0)
-    ]
+    return [_Rule(priority, spare) for spare in spares for priority in ("lowest", "longest")]
 
 
 class _Choice:
@@ -246,7 +238,6 @@ class _Choice:
             if not late:
                 self.early_left[graph.rank[i]][facts.wave[graph.microbatch[i]]] += 1
         self.counted = [0] * len(graph.ranks)
-        self.waited = False  # whether patience ever made a rank wait
         self.capped = False  # whether the limit of microbatches in flight ever did
 
     def _key(self) -> Callable[[int], tuple[int, ...]]:
@@ -265,19 +256,18 @@ class _Choice:
         for node in clock.ready[rank]:
             if (best < 0 or place[node] < place[best]) and self._allowed(clock, rank, node):
                 best = node
-        patience = self.rule.patience
-        if best < 0 or not patience:
+        if best < 0:
             return best
+        # Something more important may be worth a wait: if that and the segment itself take less than starting would delay it.
         ns = clock.ns
         end = now + ns[best]
         for node, time in clock.coming[rank].items():
             if (
                 time < end
                 and place[node] < place[best]
-                and time + ns[node] - now < patience * (end - time)
+                and time + ns[node] - now < end - time
                 and self._allowed(clock, rank, node)
             ):
-                self.waited = True
                 return -1
         return best
 
@@ -318,7 +308,6 @@ class _Choice:
 class _Try:
     rule: _Rule
     clock: Clock
-    waited: bool
     capped: bool
 
     @property
@@ -331,7 +320,7 @@ def _run(facts: _Facts, rule: _Rule, keys: Sequence[float] | None = None) -> _Tr
     clock = Clock(facts.graph, facts.active, facts.graph.ns).run(choice)
     if clock.done < len(facts.graph.segments):
         raise AssertionError(f"the rule {rule} got stuck after {clock.done} of {len(facts.graph.segments)} segments")
-    return _Try(rule, clock, waited=choice.waited, capped=choice.capped)
+    return _Try(rule, clock, choice.capped)
 
 
 def _search(facts: _Facts) -> _Try:
@@ -352,17 +341,12 @@ def _search(facts: _Facts) -> _Try:
 def _tries(facts: _Facts, rules: Sequence[_Rule]) -> list[_Try]:
     """A run of every rule, less those that are known to come to the same."""
     tries: list[_Try] = []
-    settled: set[tuple[str, float]] = set()  # (priority, patience) that more spare cannot change
-    patient: dict[tuple[str, int | None], bool] = {}  # whether patience made a difference
+    settled: set[str] = set()  # priorities that more spare cannot change
     for rule in rules:
-        if (rule.priority, rule.patience) in settled or not patient.get((rule.priority, rule.spare), True):
-            continue
-        one = _run(facts, rule)
-        tries.append(one)
-        if not one.capped:
-            settled.add((rule.priority, rule.patience))
-        if rule.patience:
-            patient[rule.priority, rule.spare] = one.waited
+        if rule.priority not in settled:
+            tries.append(one := _run(facts, rule))
+            if not one.capped:
+                settled.add(rule.priority)
     return tries
 
 
@@ -407,8 +391,7 @@ def _refined(facts: _Facts, best: _Try, rounds: int) -> _Try:
         keys: list[float] = list(best.clock.start)
         for node in draw.sample(range(size), max(1, int(share * size))):
             keys[node] += draw.uniform(-shift, shift)
-        rule = replace(best.rule, priority="refined", patience=draw.choice((0.0, 0.5, 1.0)))
-        one = _run(facts, rule, keys)
+        one = _run(facts, replace(best.rule, priority="refined"), keys)
         if one.clock.makespan < best.clock.makespan:
             best = one
     return best
