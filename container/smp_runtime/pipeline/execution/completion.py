@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import torch
-
 from smp_runtime.pipeline.execution.messenger import Messenger
 from smp_runtime.pipeline.execution.module_server import ModuleServer
 from smp_runtime.pipeline.execution.running_step import Microbatches
@@ -58,7 +56,7 @@ class Completion:
         tensors, task.parcel = list(task.parcel.values()), {}
         return functools.partial(messenger.transport.send, task.caller, stamped, tensors)
 
-    def request_done(self, sender: int, done: Done, tensors: list[torch.Tensor]) -> None:
+    def request_done(self, done: Done) -> None:
         """A stage tells that a request of this one is done."""
         context = self._context
         with context.lock:
@@ -70,10 +68,10 @@ class Completion:
             if task.kind is TaskKind.BACKWARD or not context.conductor.is_running:
                 self._messenger.tell_now()
 
-    def microbatch_done(self, sender: int, release: Release, tensors: list[torch.Tensor]) -> None:
+    def microbatch_done(self, microbatch: int) -> None:
         """The root stage tells that a microbatch is finished."""
         with self._context.lock:
-            self._release(release.microbatch)
+            self._release(microbatch)
 
     def _complete(self, task: Task) -> None:
         """With the lock held: if a task and all that it asked for are done, say so."""

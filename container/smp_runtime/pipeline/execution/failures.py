@@ -170,7 +170,7 @@ class Alarm:
         """A task of this rank raised."""
         self.raised(error, task.label)
 
-    def heard(self, sender: int, fail: Fail, tensors: list[torch.Tensor]) -> None:
+    def heard(self, fail: Fail) -> None:
         """Another stage has told of an error."""
         with self._changed:
             if self.error is None and self._is_open():

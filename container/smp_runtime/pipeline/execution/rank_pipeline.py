@@ -140,18 +140,18 @@ class Pipeline:
             idle=messenger.tell_now,
         )
         handlers: dict[type, Handler] = {
-            Begin: running_step.begins,
             Call: server.accept_call,
             Back: server.accept_back,
-            Reply: context.replied,
-            Value: context.values.came,
-            Deliver: context.values.asked_for,
-            Done: completion.request_done,
-            Release: completion.microbatch_done,
-            Diverged: running_step.left_order,
-            End: running_step.ended,
-            Record: running_step.recorded,
-            Fail: self._alarm.heard,
+            Reply: lambda sender, reply, tensors: context.replied(reply),
+            Value: lambda sender, value, tensors: context.values.put_all(value.names, tensors),
+            Deliver: lambda sender, wanted, tensors: context.values.deliver(wanted.name, wanted.stage),
+            Done: lambda sender, done, tensors: completion.request_done(done),
+            Release: lambda sender, done, tensors: completion.microbatch_done(done.microbatch),
+            Begin: lambda sender, begin, tensors: running_step.begin(begin),
+            Diverged: lambda sender, message, tensors: running_step.left_order(),
+            End: lambda sender, end, tensors: running_step.ended(end, tensors),
+            Record: lambda sender, record, tensors: running_step.recorded(sender, record),
+            Fail: lambda sender, fail, tensors: self._alarm.heard(fail),
         }
         # Last of all, since messages may come from now on.
         messenger.connect(

@@ -148,10 +148,6 @@ class RunningStep:
             self._context.switches.enter()
             self._messenger.enter()
 
-    def begins(self, sender: int, begin: Begin, tensors: list[torch.Tensor]) -> None:
-        """The root stage tells how the step begins."""
-        self.begin(begin)
-
     def begin(self, begin: Begin) -> None:
         """It is known how the step begins."""
         context = self._context
@@ -203,19 +199,19 @@ class RunningStep:
 
     # -- what other stages tell --------------------------------------------------------------------------------------
 
-    def ended(self, sender: int, end: End, tensors: list[torch.Tensor]) -> None:
+    def ended(self, end: End, tensors: list[torch.Tensor]) -> None:
         """The root stage tells how the step ends."""
         with self._context.lock:
             self.end = (end, tensors)
             self._context.changed.notify_all()
 
-    def recorded(self, sender: int, record: Record, tensors: list[torch.Tensor]) -> None:
+    def recorded(self, sender: int, record: Record) -> None:
         """Another stage tells the root stage what it did."""
         with self._context.lock:
             self.records[sender] = record
             self._context.changed.notify_all()
 
-    def left_order(self, sender: int, message: Diverged, tensors: list[torch.Tensor]) -> None:
+    def left_order(self) -> None:
         """Another stage has left the planned order."""
         with self._context.lock:
             self._follow_no_order()

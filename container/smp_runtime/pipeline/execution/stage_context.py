@@ -131,7 +131,7 @@ class StageContext:
             self.opened[kind, task.microbatch, path] = task
             self.conductor.give(task, ("q", kind, task.microbatch, path))
 
-    def replied(self, sender: int, reply: Reply, tensors: list[torch.Tensor]) -> None:
+    def replied(self, reply: Reply) -> None:
         """A reply has come, on the receiver's thread."""
         event = ("r", reply.kind, reply.microbatch, reply.path)
         with self.lock:

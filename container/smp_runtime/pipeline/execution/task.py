@@ -115,23 +115,10 @@ class Order:
 
 
 class Watch(Protocol):
-    """Is told what a rank's tasks compute; the timeline is one. Times are seconds of ``time.perf_counter()``."""
+    """Is told what a rank's tasks compute, as a timeline is; see :mod:`smp_runtime.pipeline.observe.task_timeline`."""
 
-    def begin_step(self, number: int) -> None:
-        """A step begins."""
-
-    def end_step(self, failed: bool = False) -> None:
-        """The step has ended, or failed."""
-
-    def segment_ended(self, task: Task, start: float, stop: float) -> None:
-        """A task has computed from ``start`` to ``stop``."""
-
-    def turn(self, task: Task, kind: TaskKind, at_start: bool = False) -> None:
-        """The rest of the step function's running segment is of another kind; called by the task that runs.
-
-        Args:
-            at_start: the segment has only just begun, so that no part of it is of the kind before.
-        """
-
-    def close(self) -> None:
-        """The session ends."""
+    def begin_step(self, number: int) -> None: ...
+    def end_step(self, failed: bool = False) -> None: ...
+    def segment_ended(self, task: Task, start: float, stop: float) -> None: ...
+    def turn(self, task: Task, kind: TaskKind, at_start: bool = False) -> None: ...
+    def close(self) -> None: ...

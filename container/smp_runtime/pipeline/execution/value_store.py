@@ -78,14 +78,6 @@ class ValueStore:
         for stage in stages:
             self._send(stage, Value((name,)), [tensor])
 
-    def came(self, sender: int, message: Value, tensors: list[torch.Tensor]) -> None:
-        """Another stage has sent values."""
-        self.put_all(message.names, tensors)
-
-    def asked_for(self, sender: int, message: Deliver, tensors: list[torch.Tensor]) -> None:
-        """Another stage asks for a value of this one."""
-        self.deliver(message.name, message.stage)
-
     def put_all(self, names: Sequence[Name], tensors: Sequence[torch.Tensor]) -> None:
         """Values that came with a message."""
         for name, tensor in zip(names, tensors, strict=True):
