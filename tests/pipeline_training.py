@@ -134,7 +134,7 @@ def staged(
                 done["evaluations"].append(float(evaluate(*mine).reduce_mean()))
             model.train()
     pipeline = model.pipeline
-    done["in_flight"], done["values"] = pipeline.server.most_in_flight, pipeline.hub.values.count
+    done["in_flight"], done["values"] = pipeline.server.most_in_flight, pipeline.context.values.count
     done["local"] = sorted(name for name, _ in model.local_named_parameters())
     done["state"] = model.state_dict()
     return done

@@ -161,3 +161,28 @@ def test_modules_that_the_training_toolkit_imports():
 
     assert tuple(int(part) for part in __version__.split(".")[:2]) >= (1, 15)
     assert issubclass(smdistributed.modelparallel.torch.exceptions.SMPUserError, ValueError)
+
+
+#: What each room of the pipeline may import of the others.
+PIPELINE_ROOMS = {
+    "partition": set(),
+    "schedule": set(),
+    "transport": set(),
+    "execution": {"schedule", "transport"},
+    "observe": {"execution", "schedule"},
+}
+
+
+@pytest.mark.parametrize("room", PIPELINE_ROOMS)
+def test_the_rooms_of_the_pipeline(room):
+    for path in (PACKAGES["smp_runtime"] / "pipeline" / room).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):  # imports for type checkers too
+            parts = (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
+            if parts[:2] == ["smp_runtime", "pipeline"] and len(parts) > 2:
+                assert parts[2] in {room} | PIPELINE_ROOMS[room], f"{path.relative_to(ROOT)} imports {node.module}"
+
+
+def test_who_answers_a_module_is_written_in_one_place():
+    for path in _files("smp_runtime"):
+        if path.name != "module_calls.py":
+            assert '__dict__["_call_impl"]' not in path.read_text(), path.relative_to(ROOT)

@@ -1,22 +1,39 @@
-"""How many microbatches a pipeline stage holds at once: what the planner counts with and the runtime partitions for."""
+"""The schedules of a pipeline by name, and how many microbatches a stage holds at once in each.
+
+Planning counts with it before a job starts, and the runtime partitions for it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Literal, get_args
 
-def in_flight_counts(stages: int, microbatches: int, active: int, *, backward_first: bool) -> tuple[int, ...]:
+#: What ``pipeline`` may be; :mod:`smp_runtime.pipeline.schedule.policies` says how each runs.
+Schedule = Literal["interleaved", "simple", "_only_forward"]
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+
+#: Microbatches at a stage of a pipeline, from its position, the number of stages, and the most that are in flight.
+_RULES: Mapping[str, Callable[[int, int, int], int]] = {
+    # Backward first (1F1B): Narayanan et al. 2019, PipeDream.
+    "interleaved": lambda stage, stages, most: min(most, stages - stage),
+    # All forward passes first: every stage holds a whole wave before its first backward pass.
+    "simple": lambda stage, stages, most: most,
+    # Without backward passes nothing is kept for later.
+    "_only_forward": lambda stage, stages, most: 1,
+}
+
+
+def in_flight_counts(schedule: str, stages: int, microbatches: int, active: int) -> tuple[int, ...]:
     """Microbatches whose activations each stage keeps at once.
 
-    Backward first (1F1B): at most p − i at stage i of p (Narayanan et al. 2019, PipeDream). All forward passes first: in
-    waves of ``active`` microbatches, each of which every stage holds whole before its first backward pass.
-
     Args:
+        schedule: one of :data:`SCHEDULES`.
         stages: their number.
         microbatches: in a step.
         active: most in flight at once (``active_microbatches``).
-        backward_first: the interleaved schedule; otherwise all forward passes come before the backward passes.
     """
     most = max(1, min(microbatches, active))
-    return tuple(min(most, stages - stage) if backward_first else most for stage in range(stages))
+    return tuple(_RULES[schedule](stage, stages, most) for stage in range(stages))
 
 
 def default_active(stages: int) -> int:
@@ -24,4 +41,4 @@ def default_active(stages: int) -> int:
     return stages + 2
 
 
-__all__ = ["default_active", "in_flight_counts"]
+__all__ = ["SCHEDULES", "Schedule", "default_active", "in_flight_counts"]

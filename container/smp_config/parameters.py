@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from smp_config.errors import ConfigError, suggest
-from smp_config.in_flight import default_active
+from smp_config.in_flight import Schedule, default_active
 from smp_config.topology import Topology
 
 
@@ -94,7 +94,7 @@ class ModelParallelParameters(BaseModel):
     active_microbatches: Whole | None = Field(
         None, ge=1, description="Most microbatches in flight at once; default: stages + 2."
     )
-    pipeline: Literal["interleaved", "simple", "_only_forward"] = Field(
+    pipeline: Schedule = Field(
         "interleaved", description="interleaved: backward first; simple: all forwards, then all backwards."
     )
     optimize: Literal["memory", "speed"] = Field(

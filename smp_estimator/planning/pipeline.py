@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from smp_config import ConfigError
-from smp_config.in_flight import default_active, in_flight_counts
+from smp_config.in_flight import SCHEDULES, default_active, in_flight_counts
 
 
 def idle_fraction(stages: int, microbatches: int) -> float:
@@ -30,12 +30,10 @@ def in_flight(schedule: str, stage: int, stages: int, microbatches: int, active:
         raise ConfigError(
             f"stage {stage} does not exist; pipeline_parallel_degree {stages} makes stages 0 to {stages - 1}: use one of these"
         )
-    if schedule == "_only_forward":
-        return 1
-    if schedule not in ("interleaved", "simple"):
+    if schedule not in SCHEDULES:
         raise ConfigError(f"pipeline is {schedule!r}; schedules are 'interleaved' and 'simple': use one of them")
     most = default_active(stages) if active is None else active
-    return in_flight_counts(stages, microbatches, most, backward_first=schedule == "interleaved")[stage]
+    return in_flight_counts(schedule, stages, microbatches, most)[stage]
 
 
 def layers_of_stage(layers: int, stages: int, stage: int) -> range:

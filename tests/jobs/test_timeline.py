@@ -10,8 +10,8 @@ pytestmark = [pytest.mark.job, pytest.mark.timeout(120)]
 SCRIPT = """
 import time
 import smdistributed.modelparallel.torch as smp
-from smp_runtime import session
-from smp_runtime.pipeline.timeline import recorder_of_job
+from smp_runtime.job import session
+from smp_runtime.pipeline.observe.recorder import recorder_of_job
 
 smp.init()
 recorder = recorder_of_job(smp.rank(), session.current().control)

@@ -1,4 +1,4 @@
-"""Lanes of an accelerator: how their groups meet, what fails on them, what they keep; with gloo in NCCL's place."""
+"""Channels of an accelerator: how their groups meet, what fails on them, what they keep; with gloo in NCCL's place."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 
 from smp_runtime.errors import DeadlineError, SMPRuntimeError, SMPUserError
-from smp_runtime.pipeline.transport import tensor_channels as lanes
+from smp_runtime.pipeline.transport import tensor_channels as channels
 from smp_runtime.pipeline.transport.tensor_channels import (
-    CollectiveLane,
-    InlineLane,
-    choose_lanes,
+    CollectiveChannel,
+    InlineChannel,
+    channel_of,
+    choose_channels,
     dense,
     directed_groups,
-    lane_of,
 )
 from smp_runtime.pipeline.transport.transport import Transport
 
@@ -58,26 +58,26 @@ def _transport(world: int, **kwargs: Any) -> Any:
 def _answering() -> tuple[bool, list[str]]:
     """Both ranks answer on the threads that receive; their groups connect like NCCL's: at first use, and both at once."""
     store, connected, meetings = dist.distributed_c10d._get_default_store(), set(), []
-    post, receive = CollectiveLane.post, CollectiveLane.receive
+    post, receive = CollectiveChannel.post, CollectiveChannel.receive
     mine = dist.get_rank()
 
-    def connect(lane: CollectiveLane, sends: bool) -> None:
-        if id(lane) in connected:
+    def connect(channel: CollectiveChannel, sends: bool) -> None:
+        if id(channel) in connected:
             return
-        connected.add(id(lane))
-        source, target = (mine, lane._peer) if sends else (lane._peer, mine)
+        connected.add(id(channel))
+        source, target = (mine, channel._peer) if sends else (channel._peer, mine)
         here, there = ("source", "target") if sends else ("target", "source")
         store.set(f"{source} to {target}: {here}", "")
-        store.wait([f"{source} to {target}: {there}"], lanes.timedelta(seconds=5))
+        store.wait([f"{source} to {target}: {there}"], channels.timedelta(seconds=5))
         meetings.append(f"{source} to {target}")
 
-    def connecting_post(lane: CollectiveLane, tensor: torch.Tensor) -> None:
-        connect(lane, True)
-        post(lane, tensor)
+    def connecting_post(channel: CollectiveChannel, tensor: torch.Tensor) -> None:
+        connect(channel, True)
+        post(channel, tensor)
 
-    def connecting_receive(lane: CollectiveLane, *args: Any) -> torch.Tensor:
-        connect(lane, False)
-        return receive(lane, *args)
+    def connecting_receive(channel: CollectiveChannel, *args: Any) -> torch.Tensor:
+        connect(channel, False)
+        return receive(channel, *args)
 
     asked, came, box = threading.Barrier(2), threading.Event(), []
 
@@ -89,8 +89,8 @@ def _answering() -> tuple[bool, list[str]]:
             came.set()
 
     with (
-        mock.patch.object(CollectiveLane, "post", connecting_post),
-        mock.patch.object(CollectiveLane, "receive", connecting_receive),
+        mock.patch.object(CollectiveChannel, "post", connecting_post),
+        mock.patch.object(CollectiveChannel, "receive", connecting_receive),
     ):
         box.append(_transport(2, on_message=on_message))
         box[0].transport.send(1 - mine, "question")
@@ -124,14 +124,14 @@ def _alone(how: str) -> str:
         box.control.barrier([0, 1])
         return ""
     os.environ["SMP_TIMEOUT_SECONDS"] = "1" if how == "absent" else "60"  # the old one comes back after the case
-    receive = CollectiveLane.receive
+    receive = CollectiveChannel.receive
 
-    def refused(lane: CollectiveLane, *args: Any) -> torch.Tensor:
-        receive(lane, *args)
+    def refused(channel: CollectiveChannel, *args: Any) -> torch.Tensor:
+        receive(channel, *args)
         raise dist.DistBackendError("NCCL error: unhandled system error")
 
     with (
-        mock.patch.object(CollectiveLane, "receive", refused) if how == "error" else mock.MagicMock(),
+        mock.patch.object(CollectiveChannel, "receive", refused) if how == "error" else mock.MagicMock(),
         pytest.raises(DeadlineError if how == "absent" else SMPRuntimeError) as caught,
     ):
         _transport(2, make_group=groups)
@@ -156,17 +156,17 @@ def test_a_group_that_does_not_work_is_named_with_its_error(ranks):
 def _failing_post() -> list[Any]:
     """The second tensor of a message cannot be sent; the other side must not wait for it, or for the message."""
     box = _transport(2)
-    post, posted = CollectiveLane.post, []
+    post, posted = CollectiveChannel.post, []
 
-    def failing(lane: CollectiveLane, tensor: torch.Tensor) -> None:
+    def failing(channel: CollectiveChannel, tensor: torch.Tensor) -> None:
         posted.append(tensor)
         if len(posted) == 2:
             raise dist.DistBackendError("NCCL error: invalid usage")
-        post(lane, tensor)
+        post(channel, tensor)
 
     seen: list[Any] = []
     if box.transport.stage == 0:
-        with mock.patch.object(CollectiveLane, "post", failing), pytest.raises(dist.DistBackendError):
+        with mock.patch.object(CollectiveChannel, "post", failing), pytest.raises(dist.DistBackendError):
             box.transport.send(1, "half", [torch.ones(3), torch.ones(4)])
         box.transport.send(1, "dropped")
         seen += [box.failed.get(timeout=PATIENCE), len(posted)]
@@ -195,7 +195,7 @@ def _dies_in_a_tensor(folder: str) -> None:
     """Rank 1 announces a tensor and dies; rank 0 waits for it in the process group."""
     box = _transport(2)
     if box.transport.stage == 1:
-        with mock.patch.object(CollectiveLane, "post"):
+        with mock.patch.object(CollectiveChannel, "post"):
             box.transport.send(0, "announced", [torch.ones(1000)])
         assert box.control.receive(0) == "waits"
         os.kill(os.getpid(), signal.SIGKILL)
@@ -213,7 +213,7 @@ def _is_receiving() -> bool:
     for thread in threading.enumerate():
         frame = sys._current_frames().get(thread.ident or 0) if thread.name == "smp-from-1" else None
         while frame is not None:
-            if frame.f_code is CollectiveLane._receive.__code__:
+            if frame.f_code is CollectiveChannel._receive.__code__:
                 return True
             frame = frame.f_back
     return False
@@ -236,18 +236,18 @@ def test_a_rank_that_dies_in_the_middle_of_a_tensor_is_a_lost_one(tmp_path):
 
 
 def _held_up() -> list[bool]:
-    """A thread is held up in posting a tensor; what others send without tensors of the lane goes past it."""
+    """A thread is held up in posting a tensor; what others send without tensors of the channel goes past it."""
     box = _transport(2)
     other = 1 - box.transport.stage
     inside, release = threading.Event(), threading.Event()
-    post = CollectiveLane.post
+    post = CollectiveChannel.post
 
-    def slow(lane: CollectiveLane, tensor: torch.Tensor) -> None:
+    def slow(channel: CollectiveChannel, tensor: torch.Tensor) -> None:
         inside.set()
         assert release.wait(PATIENCE)
-        post(lane, tensor)
+        post(channel, tensor)
 
-    with mock.patch.object(CollectiveLane, "post", slow):
+    with mock.patch.object(CollectiveChannel, "post", slow):
         poster = threading.Thread(target=box.transport.send, args=(other, "tensor", [torch.ones(2)]))
         poster.start()
         assert inside.wait(PATIENCE)
@@ -264,7 +264,7 @@ def _held_up() -> list[bool]:
     return [passed, heads == {"plain", "tensor"}]
 
 
-def test_messages_without_tensors_never_wait_for_a_lane(ranks):
+def test_messages_without_tensors_never_wait_for_a_channel(ranks):
     assert ranks(_held_up, 2) == [[True, True]] * 2
 
 
@@ -289,7 +289,7 @@ def test_threads_of_the_transport_compute_on_the_ranks_own_device(ranks):
 
 
 @pytest.mark.parametrize(
-    ("place", "ours", "lane"),
+    ("place", "ours", "channel"),
     [
         ("cuda:1", "cuda:1", 1),
         ("cuda:2", "cuda", 1),
@@ -298,16 +298,16 @@ def test_threads_of_the_transport_compute_on_the_ranks_own_device(ranks):
         ("cuda:0", "cuda", None),
     ],
 )
-def test_a_tensor_of_another_accelerator_of_the_host_is_foreign(place, ours, lane):
+def test_a_tensor_of_another_accelerator_of_the_host_is_foreign(place, ours, channel):
     where = torch.device(place)
     tensor: Any = types.SimpleNamespace(device=where, is_cpu=where.type == "cpu")
     device = torch.device(ours)
     with mock.patch.object(torch.cuda, "current_device", return_value=2):
-        if lane is not None:
-            assert lane_of(tensor, choose_lanes(device, 1, None), device) == lane
+        if channel is not None:
+            assert channel_of(tensor, choose_channels(device, 1, None), device) == channel
             return
         with pytest.raises(SMPUserError, match=rf"on {place}, but this rank computes on {ours}; .*\.to\('{ours}'\)"):
-            lane_of(tensor, choose_lanes(device, 1, None), device)
+            channel_of(tensor, choose_channels(device, 1, None), device)
 
 
 def test_what_has_been_sent_is_given_back():
@@ -317,19 +317,19 @@ def test_what_has_been_sent_is_given_back():
         works.append(mock.Mock(**{"is_completed.return_value": False}))
         return works[-1]
 
-    lane = CollectiveLane(object(), 1, CPU)  # type: ignore[arg-type]
+    channel = CollectiveChannel(object(), 1, CPU)  # type: ignore[arg-type]
     with mock.patch.object(dist, "isend", isend):
         for _ in range(3):
-            lane.post(torch.ones(8))
-    lane.prune()
-    assert len(lane._leaving) == 3
+            channel.post(torch.ones(8))
+    channel.prune()
+    assert len(channel._leaving) == 3
     for work in works[:2]:
         work.is_completed.return_value = True
-    lane.prune()
-    assert len(lane._leaving) == 1
+    channel.prune()
+    assert len(channel._leaving) == 1
     works[2].is_completed.return_value = True
-    lane.prune()
-    assert not lane._leaving
+    channel.prune()
+    assert not channel._leaving
 
 
 def _pruned() -> int:
@@ -368,12 +368,12 @@ def test_what_has_no_dense_memory_is_refused(tensor, what):
 
 def test_a_foreign_device_is_named():
     with pytest.raises(SMPUserError, match=r"on meta, but this rank computes on cpu.*\.to\('cpu'\)"):
-        lane_of(torch.ones(1, device="meta"), choose_lanes(CPU, 1, None), CPU)
+        channel_of(torch.ones(1, device="meta"), choose_channels(CPU, 1, None), CPU)
 
 
-def test_the_right_lane_for_each_device():
+def test_the_right_channel_for_each_device():
     cuda = torch.device("cuda", 0)
-    assert [type(lane) for lane in choose_lanes(CPU, 1, None)] == [InlineLane]
-    assert [type(lane) for lane in choose_lanes(cuda, 1, None)] == [InlineLane, InlineLane]
+    assert [type(channel) for channel in choose_channels(CPU, 1, None)] == [InlineChannel]
+    assert [type(channel) for channel in choose_channels(cuda, 1, None)] == [InlineChannel, InlineChannel]
     group: dist.ProcessGroup = object()  # type: ignore[assignment]
-    assert [type(lane) for lane in choose_lanes(CPU, 1, group)] == [InlineLane, CollectiveLane]
+    assert [type(channel) for channel in choose_channels(CPU, 1, group)] == [InlineChannel, CollectiveChannel]

@@ -9,23 +9,16 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.schedules import InPairs, chain, draw, gpipe, one_f_one_b, slowdowns
 
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.pipeline.schedule import planner as planning
-from smp_runtime.pipeline.schedule.actions import (
-    Action,
-    ScheduleError,
-    Segment,
-    TaskKind,
-    chain,
-    draw,
-    gpipe,
-    one_f_one_b,
-    smooth,
-)
+from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment, TaskKind, smooth
 from smp_runtime.pipeline.schedule.planner import plan
-from smp_runtime.pipeline.schedule.simulation import simulate, slowdowns, validate
+from smp_runtime.pipeline.schedule.policies import POLICIES, policy_named
+from smp_runtime.pipeline.schedule.simulation import simulate
 
+INTERLEAVED, SIMPLE = POLICIES["interleaved"], POLICIES["simple"]
 F, B, S = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.STEP
 
 STAGES, MICROBATCHES, FORWARD, BACKWARD, STEP, LATENCY = 4, 8, 0.020, 0.040, 0.0001, 0.0002
@@ -102,7 +95,7 @@ def test_an_event_is_there_before_its_segment_ends():
 @pytest.mark.parametrize("step_rank", [None, 0, 3])
 def test_interleaved_reaches_the_closed_form(step_rank):
     segments = standard(step_rank)
-    made = plan(segments, policy="interleaved", active=STAGES + 2, latency=LATENCY)
+    made = plan(segments, policy=INTERLEAVED, active=STAGES + 2, latency=LATENCY)
     assert made.makespan <= 1.02 * CLOSED_FORM + STEP_CODE
     assert max(made.in_flight.values()) <= STAGES + 2
     run = simulate(made.orders, segments, active=STAGES + 2, latency=LATENCY)
@@ -114,13 +107,13 @@ def test_interleaved_reaches_the_closed_form(step_rank):
 
 @pytest.mark.parametrize("step_rank", [None, 0, 3])
 def test_simple_reaches_the_closed_form(step_rank):
-    made = plan(standard(step_rank), policy="simple", active=MICROBATCHES, latency=LATENCY)
+    made = plan(standard(step_rank), policy=SIMPLE, active=MICROBATCHES, latency=LATENCY)
     assert made.makespan <= 1.03 * CLOSED_FORM + STEP_CODE
     assert draw({3: made.orders[3]}, kinds="FB") == draw({3: gpipe(STAGES, MICROBATCHES)[3]})
 
 
 def test_1f1b_is_what_comes_out_when_memory_is_short():
-    made = plan(chain(4, 8, 0.02, 0.04), policy="interleaved", active=4)
+    made = plan(chain(4, 8, 0.02, 0.04), policy=INTERLEAVED, active=4)
     assert made.makespan == pytest.approx(CLOSED_FORM)
     assert made.in_flight == {0: 4, 1: 3, 2: 2, 3: 1}
     assert draw(made.orders) == draw(one_f_one_b(4, 8))
@@ -144,7 +137,7 @@ def with_head_and_embedding_on_the_root():
     return segments
 
 
-@pytest.mark.parametrize(("policy", "active"), [("interleaved", 6), ("simple", 8)])
+@pytest.mark.parametrize(("policy", "active"), [(INTERLEAVED, 6), (SIMPLE, 8)])
 def test_a_root_that_is_first_and_last_of_the_chain(policy, active):
     made = plan(with_head_and_embedding_on_the_root(), policy=policy, active=active, latency=LATENCY)
     assert made.makespan <= 1.02 * CLOSED_FORM
@@ -153,7 +146,7 @@ def test_a_root_that_is_first_and_last_of_the_chain(policy, active):
 @pytest.mark.parametrize("active", [3, 4])
 def test_simple_runs_in_waves(active):
     segments = standard(0)
-    made = plan(segments, policy="simple", active=active, latency=LATENCY)
+    made = plan(segments, policy=SIMPLE, active=active, latency=LATENCY)
     phase = {segment.action: segment.phase for segment in segments}
     for order in made.orders.values():
         seen = [(action.microbatch // active, phase[action] is B) for action in order]
@@ -163,7 +156,7 @@ def test_simple_runs_in_waves(active):
     assert made.makespan <= 1.03 * closed_form
 
 
-@pytest.mark.parametrize("policy", planning.POLICIES)
+@pytest.mark.parametrize("policy", POLICIES.values())
 def test_evaluation_has_forwards_only(policy):
     segments = chain(STAGES, MICROBATCHES, FORWARD, None, step_seconds=STEP, step_rank=0)
     made = plan(segments, policy=policy, active=MICROBATCHES, latency=LATENCY)
@@ -173,7 +166,7 @@ def test_evaluation_has_forwards_only(policy):
 
 @pytest.mark.parametrize("step_rank", [None, 0, 3])
 def test_interleaved_stages_idle_less(step_rank):
-    options = {"policy": "interleaved", "latency": LATENCY}
+    options = {"policy": INTERLEAVED, "latency": LATENCY}
     whole = plan(standard(step_rank), active=MICROBATCHES, **options)
     pieces = plan(standard(step_rank, pieces=2), active=MICROBATCHES, **options)
     tight = plan(standard(step_rank, pieces=2), active=STAGES + 2, **options)
@@ -182,8 +175,17 @@ def test_interleaved_stages_idle_less(step_rank):
     assert max(tight.idle.values()) < max(whole.idle.values())
 
 
+def test_a_new_schedule_is_planned():
+    """A policy that is nowhere but in its own file."""
+    segments = standard(0)
+    made = plan(segments, policy=InPairs(), active=6, latency=LATENCY)
+    assert draw({3: made.orders[3]}, kinds="FB") == "3: F0 F1 B0 B1 F2 F3 B2 B3 F4 F5 B4 B5 F6 F7 B6 B7"
+    assert max(made.in_flight.values()) == 2
+    assert made.makespan <= 1.03 * 4 * (2 + STAGES - 1) * (FORWARD + BACKWARD)
+
+
 def test_a_short_loss_is_not_held_up_by_a_long_backward():
-    made = plan(standard(0), policy="interleaved", active=STAGES + 2, latency=LATENCY)
+    made = plan(standard(0), policy=INTERLEAVED, active=STAGES + 2, latency=LATENCY)
     run = simulate(made.orders, standard(0), active=STAGES + 2, latency=LATENCY)
     held_up = [run.start[Action(S, k, (), 1)] - run.finish[Action(F, k, (3,))] for k in range(MICROBATCHES)]
     assert max(held_up) < 0.002
@@ -195,33 +197,32 @@ def test_unequal_stages_stay_near_the_bound():
         replace(s, seconds=s.seconds * slow[s.rank], gives=tuple((e, at * slow[s.rank]) for e, at in s.gives))
         for s in standard(None)
     ]
-    made = plan(segments, policy="interleaved", active=STAGES + 2, latency=LATENCY)
+    made = plan(segments, policy=INTERLEAVED, active=STAGES + 2, latency=LATENCY)
     assert made.bound <= made.makespan <= 1.01 * made.bound
 
 
 @pytest.mark.parametrize("step_rank", [0, 3])
 def test_noise_costs_little(step_rank):
     segments = standard(step_rank)
-    made = plan(segments, policy="interleaved", active=STAGES + 2, latency=LATENCY)
+    made = plan(segments, policy=INTERLEAVED, active=STAGES + 2, latency=LATENCY)
     figures = slowdowns(made.orders, segments, active=STAGES + 2, latency=LATENCY, noise=0.2, samples=20)
     assert len(set(figures)) == 20
     assert sum(figures) / 20 < 1.06
-    assert made.slowdown < 1.06
 
 
 def test_a_big_graph_is_searched_on_fewer_microbatches(monkeypatch):
     segments = chain(4, 24, FORWARD, BACKWARD, step_seconds=STEP, step_rank=0)
     monkeypatch.setattr(planning, "_BUDGET", 1000)
-    for policy, active in [("interleaved", 6), ("simple", 12)]:
+    for policy, active in [(INTERLEAVED, 6), (SIMPLE, 12)]:
         made = plan(segments, policy=policy, active=active, latency=LATENCY)
-        waves = 1 if policy == "interleaved" else 2
+        waves = 1 if policy is INTERLEAVED else 2
         assert made.makespan <= 1.02 * (24 + waves * 3) * (FORWARD + BACKWARD)
 
 
 def test_a_plan_does_not_depend_on_the_order_of_the_record():
     segments = standard(3, pieces=2)
     shuffled = random.Random(1).sample(segments, len(segments))
-    options = {"policy": "interleaved", "active": 6, "latency": LATENCY}
+    options = {"policy": INTERLEAVED, "active": 6, "latency": LATENCY}
     assert plan(segments, **options) == plan(shuffled, **options)
 
 
@@ -311,7 +312,7 @@ def graphs(branches):
 
 @given(
     segments=graphs(st.booleans()),
-    policy=st.sampled_from(planning.POLICIES),
+    policy=st.sampled_from(list(POLICIES.values())),
     active=st.integers(1, 7),
     noise=st.integers(0, 99),
 )
@@ -344,7 +345,7 @@ def test_every_plan_is_sound(segments, policy, active, noise):
 @given(segments=graphs(st.just(False)), active=st.integers(1, 7))
 @settings(max_examples=40, deadline=None)
 def test_simple_is_forward_first_on_every_rank(segments, active):
-    made = plan(segments, policy="simple", active=active, latency=0.001)
+    made = plan(segments, policy=SIMPLE, active=active, latency=0.001)
     phase = {segment.action: segment.phase for segment in segments}
     for order in made.orders.values():
         seen = [(action.microbatch // active, phase[action] is B) for action in order]
@@ -361,11 +362,11 @@ def test_a_forward_that_runs_again_inside_a_backward_counts_as_backward():
             Segment(Action(F, k, (1,)), 1, 0.01, F, (("again", k),), ((("recomputed", k), 0.01),)),
             Segment(Action(S, k, (), 2), 0, 0.01, B, (("recomputed", k),)),
         ]
-    made = plan(segments, policy="simple", active=3)
+    made = plan(segments, policy=SIMPLE, active=3)
     assert draw({1: made.orders[1]}) == "1: F0 F1 F2 F0 F1 F2"
     root = [(action.part, action.microbatch) for action in made.orders[0]]
     assert root[:3] == [(0, 0), (0, 1), (0, 2)]
-    validate(made.orders, segments, active=3)
+    simulate(made.orders, segments, active=3)
 
 
 def test_a_lower_microbatch_is_never_kept_out_by_a_higher_one():
@@ -376,7 +377,7 @@ def test_a_lower_microbatch_is_never_kept_out_by_a_higher_one():
         Segment(Action(F, 1, (2,)), 1, 1.0, F, (), ((("value", 1), 1.0),)),
         Segment(Action(F, 1, (1,)), 1, 1.0, F, (("value", 1),)),
     ]
-    made = plan(segments, policy="interleaved", active=2)
+    made = plan(segments, policy=INTERLEAVED, active=2)
     assert draw(made.orders) == "0: F0\n1: F1 F0 F1"
 
 
@@ -391,7 +392,7 @@ def test_a_deadlock_names_its_circle():
     segments, orders = small()
     orders[0] = [orders[0][2], *orders[0][:2], orders[0][3]]
     with pytest.raises(ScheduleError, match="deadlocks") as caught:
-        validate(orders, segments, active=2)
+        simulate(orders, segments, active=2)
     assert isinstance(caught.value, SMPRuntimeError)
     text = str(caught.value)
     assert "B0/0 (rank 0) needs what comes from B0/1 (rank 1)" in text
@@ -402,56 +403,56 @@ def test_too_many_forwards_for_the_active_microbatches_deadlock():
     with pytest.raises(
         ScheduleError, match="may only begin when one of 2 active microbatches is finished, which lacks"
     ):
-        validate(gpipe(2, 3), chain(2, 3, 1.0, 2.0), active=2)
+        simulate(gpipe(2, 3), chain(2, 3, 1.0, 2.0), active=2)
 
 
 def test_parts_in_the_wrong_order_deadlock():
     segments = standard(0)
-    orders = {r: list(order) for r, order in plan(segments, policy="interleaved", active=6).orders.items()}
+    orders = {r: list(order) for r, order in plan(segments, policy=INTERLEAVED, active=6).orders.items()}
     first, second = orders[0].index(Action(S, 0)), orders[0].index(Action(S, 0, (), 1))
     orders[0][first], orders[0][second] = orders[0][second], orders[0][first]
     with pytest.raises(ScheduleError, match=r"S0\.1 \(rank 0\) needs what comes from S0 \(rank 0\)"):
-        validate(orders, segments, active=6)
+        simulate(orders, segments, active=6)
 
 
 def test_every_action_stands_once_and_at_home():
     segments, orders = small()
     with pytest.raises(ScheduleError, match="B1/1 was recorded on rank 1, but its order lacks it"):
-        validate({**orders, 1: orders[1][:-1]}, segments, active=2)
+        simulate({**orders, 1: orders[1][:-1]}, segments, active=2)
     with pytest.raises(ScheduleError, match="F0/0 stands twice in the order of rank 0"):
-        validate({**orders, 0: [*orders[0], orders[0][0]]}, segments, active=2)
+        simulate({**orders, 0: [*orders[0], orders[0][0]]}, segments, active=2)
     with pytest.raises(ScheduleError, match="F0/0 is in the order of rank 1, but was recorded on rank 0"):
-        validate({0: orders[0][1:], 1: [orders[0][0], *orders[1]]}, segments, active=2)
+        simulate({0: orders[0][1:], 1: [orders[0][0], *orders[1]]}, segments, active=2)
     with pytest.raises(ScheduleError, match="F7 is in the order of rank 0, but was not recorded"):
-        validate({**orders, 0: [*orders[0], Action(F, 7)]}, segments, active=2)
+        simulate({**orders, 0: [*orders[0], Action(F, 7)]}, segments, active=2)
 
 
 def test_a_record_that_contradicts_itself():
     segments, _ = small()
     missing = [s for s in segments if s.action != Action(F, 1, (0,))]
     with pytest.raises(ScheduleError, match=r"F1/1 on rank 1 needs \('value', 1, 0\), which no recorded segment gives"):
-        plan(missing, policy="interleaved", active=2)
+        plan(missing, policy=INTERLEAVED, active=2)
     with pytest.raises(ScheduleError, match="was recorded twice"):
-        plan([*segments, segments[0]], policy="interleaved", active=2)
+        plan([*segments, segments[0]], policy=INTERLEAVED, active=2)
     twice = [*segments, replace(segments[0], action=Action(F, 9))]
     with pytest.raises(ScheduleError, match=r"\('value', 0, 0\) was recorded twice: given by F0/0 and by F9"):
-        plan(twice, policy="interleaved", active=2)
+        plan(twice, policy=INTERLEAVED, active=2)
     with pytest.raises(ScheduleError, match=r"a duration of -1\.0 s"):
-        plan([replace(segments[0], seconds=-1.0)], policy="interleaved", active=2)
+        plan([replace(segments[0], seconds=-1.0)], policy=INTERLEAVED, active=2)
     circle = [
         Segment(Action(F, 0, (0,)), 0, 1.0, F, (("b",),), ((("a",), 1.0),)),
         Segment(Action(F, 0, (1,)), 1, 1.0, F, (("a",),), ((("b",), 1.0),)),
     ]
     with pytest.raises(ScheduleError, match=r"F0/0 \(rank 0\) needs what comes from F0/1 \(rank 1\); F0/1 .* F0/0"):
-        plan(circle, policy="interleaved", active=2)
+        plan(circle, policy=INTERLEAVED, active=2)
 
 
 def test_settings_that_cannot_be():
     with pytest.raises(SMPUserError, match="'interleaved', 'simple', '_only_forward'"):
-        plan(standard(0), policy="zigzag", active=2)
+        policy_named("zigzag")
     with pytest.raises(SMPUserError, match="active_microbatches is 0"):
-        plan(standard(0), policy="simple", active=0)
-    assert plan([], policy="simple", active=1).orders == {}
+        plan(standard(0), policy=SIMPLE, active=0)
+    assert plan([], policy=SIMPLE, active=1).orders == {}
 
 
 # ---- smoothing ----

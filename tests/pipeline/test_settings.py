@@ -6,13 +6,15 @@ import json
 
 import pytest
 from pipeline_training import alone, compare
+from support.schedules import InPairs
 
 BATCH = 16
 
 
-def _watched(name, steps, options, build=None):
-    """Train a case and watch how many microbatches have values at once."""
+def _watched(name, steps, options, policy=None):
+    """Train a case and watch how many microbatches have values at once; with a policy, in that schedule."""
     import logging
+    from unittest import mock
 
     from pipeline_training import staged
 
@@ -20,9 +22,10 @@ def _watched(name, steps, options, build=None):
     import smp_runtime.pipeline.execution.conductor as tasks
     import smp_runtime.pipeline.execution.module_server as server
     import smp_runtime.pipeline.execution.value_store as values
+    from smp_runtime.pipeline.schedule.policies import POLICIES
 
     most = [0]
-    original_put, original_model = values.Values.put, smp.DistributedModel
+    original_put, original_model = values.ValueStore.put, smp.DistributedModel
     records = []
 
     class Records(logging.Handler):
@@ -56,12 +59,13 @@ def _watched(name, steps, options, build=None):
     handler = Records()
     logging.getLogger("smp").addHandler(handler)
     logging.getLogger("smp").setLevel(logging.INFO)
-    values.Values.put = put
+    values.ValueStore.put = put
     smp.DistributedModel = lambda module: original_model(module, **options)
     try:
-        done = staged(name, steps, BATCH)
+        with mock.patch.dict(POLICIES, {} if policy is None else {smp.state.cfg.pipeline: policy}):
+            done = staged(name, steps, BATCH)
     finally:
-        values.Values.put = original_put
+        values.ValueStore.put = original_put
         server.ModuleServer.release = original_release
         tasks.Conductor.reset, tasks.Conductor._end_segment = original_reset, original_end
         smp.DistributedModel = original_model
@@ -90,6 +94,21 @@ def test_never_more_than_the_active_microbatches(ranks, schedule, steps):
         for wave in range(4):
             kinds = [kind for kind, number in result["work"] if number // 2 == wave]
             assert kinds == sorted(kinds, reverse=True)  # F, then B
+
+
+@pytest.mark.parametrize("steps", [2, 6])
+def test_a_new_schedule_is_run(ranks, steps):
+    """A policy that is nowhere but in its own file, before its steps are planned and afterwards."""
+    settings = {"partitions": 2, "microbatches": 8, "active_microbatches": 4, "skip_tracing": True}
+    results = ranks(_watched, 2, "tied", steps, {}, InPairs(), config=settings, timeout=200)
+    compare(results, alone("tied", steps=steps, batch=BATCH, microbatches=8))
+    assert max(result["in_flight"] for result in results) == 2
+    for result in results:
+        for pair in range(4):
+            kinds = [kind for kind, number in result["work"] if number // 2 == pair]
+            assert kinds == sorted(kinds, reverse=True)
+        pairs = [number // 2 for _, number in result["work"]]
+        assert pairs == sorted(pairs)
 
 
 @pytest.mark.parametrize("name", ["tied", pytest.param("branching", marks=pytest.mark.full)])

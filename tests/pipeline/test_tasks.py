@@ -12,6 +12,7 @@ import torch
 from smp_runtime.pipeline.execution.conductor import Conductor
 from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.schedule.actions import TaskKind
+from smp_runtime.pipeline.schedule.policies import POLICIES
 
 PATIENCE = 30.0
 
@@ -20,16 +21,15 @@ def _conductor(lock: Any, device: str, ended: threading.Event) -> Conductor:
     def finished(task: Task) -> None:
         ended.set()
 
-    return Conductor(
-        lock,
-        0,
+    conductor = Conductor(lock, 0, POLICIES["interleaved"], torch.device(device))
+    conductor.report_to(
         is_admitted=lambda task: True,
         diverged=lambda why: None,
         failed=lambda task, error: ended.set(),
         finished=finished,
         idle=lambda: None,
-        device=torch.device(device),
     )
+    return conductor
 
 
 @pytest.mark.parametrize("records", [True, False])
@@ -50,7 +50,7 @@ def test_what_a_recorded_segment_lasts_counts_the_work_of_the_gpu(records):
             done.append("second segment")
 
         with lock:
-            conductor.reset(None, forward_first=False, records=records)
+            conductor.reset(None, records=records)
             conductor.add(Task(TaskKind.FORWARD, 0, (), "module", work), (), lambda event: True)
             conductor.poke()
         while not conductor.waiting_tasks() or conductor.is_running:

@@ -13,8 +13,8 @@ from smp_config import ModelParallelParameters
 from smp_runtime.comm import devices
 from smp_runtime.comm.devices import (
     assign_gpus,
+    channel_backend,
     choose_backend,
-    lane_backend,
     sharing_ranks,
     sharing_warning,
     visible_gpus,
@@ -120,10 +120,10 @@ def test_on_the_cpu_nothing_changes():
 
 
 def test_gloo_sends_no_tensors_of_a_gpu_between_stages():
-    assert lane_backend(GPU, "cpu:gloo,cuda:nccl") == "nccl"
-    assert lane_backend(GPU, "smddp") == "nccl"
-    assert lane_backend(GPU, "gloo") is None
-    assert lane_backend(CPU, "gloo") is None
+    assert channel_backend(GPU, "cpu:gloo,cuda:nccl") == "nccl"
+    assert channel_backend(GPU, "smddp") == "nccl"
+    assert channel_backend(GPU, "gloo") is None
+    assert channel_backend(CPU, "gloo") is None
 
 
 def test_a_step_keeps_the_order_of_the_scripts_stream(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from smp_runtime.activations.sequential import run_sequential
 from smp_runtime.activations.strategies import Strategy
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
-from smp_runtime.pipeline.execution.remote_calls import RemoteEntry
+from smp_runtime.tensors import module_calls
 
 logger = logging.getLogger("smp")
 
@@ -95,13 +94,15 @@ def check_sequential(module: nn.Module, strategy: Strategy) -> None:
 class _CheckpointedCall:
     """Stands in for a module's call, hooks included."""
 
+    is_elsewhere = False
+
     def __init__(self, module: nn.Module, preserve_rng_state: bool) -> None:
         self.module = module
         self.preserve_rng_state = preserve_rng_state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        call = functools.partial(type(module)._call_impl, module)
+        call = module_calls.own_call(module)
         if is_off() or (foreign.checkpoints_itself(module) and not module.training):
             return call(*args, **kwargs)
         here = Activations.here()
@@ -113,8 +114,7 @@ class _CheckpointedCall:
     def install(self) -> None:
         """Take the place of the module's own call, unless the call goes to another stage."""
         foreign.let_pass(self.module)
-        if not isinstance(self.module.__dict__.get("_call_impl"), RemoteEntry):
-            self.module.__dict__["_call_impl"] = self
+        module_calls.answer(self.module, self)
 
     def on(self, module: nn.Module) -> _CheckpointedCall:
         """The same for another module."""
@@ -158,9 +158,10 @@ def _mark(module: nn.Module, marking: _Marking) -> None:
 def unmark(module: nn.Module) -> None:
     """Let a module keep what it keeps by itself."""
     marking = module.__dict__.pop(_MARK, None)
-    for name in ("_call_impl", "forward"):
-        if marking is not None and module.__dict__.get(name) is marking:
-            del module.__dict__[name]
+    if isinstance(marking, _CheckpointedCall):
+        module_calls.answer_itself(module, marking)
+    elif marking is not None and module.__dict__.get("forward") is marking:
+        del module.__dict__["forward"]
 
 
 def mark(module: nn.Module, preserve_rng_state: bool = True) -> None:

@@ -143,7 +143,7 @@ def plain_backend(device: torch.device) -> str:
     return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
-def lane_backend(device: torch.device, backend: str) -> str | None:
+def channel_backend(device: torch.device, backend: str) -> str | None:
     """What takes tensors of ``device`` from stage to stage; None if they go through host memory.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,12 +19,10 @@ from smp_runtime.activations.marking import marked_parts
 from smp_runtime.activations.regions import run_region
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
+from smp_runtime.pipeline.transport.messages import GroupCall
 from smp_runtime.tensors.random_state import RandomState, task_seed
 
 logger = logging.getLogger("smp")
-
-_PREFIX = {True: "checkpointed ", False: "checkpointed without random state "}
-_AND = " + "
 
 
 class Placement:
@@ -41,23 +39,16 @@ class Placement:
     def __init__(self, pipeline: Pipeline, *, is_manual: bool) -> None:
         self.pipeline = pipeline
         self.groups = 0
-        self._hub = pipeline.hub
+        self._context = pipeline.context
         self._is_manual = is_manual
         self._whole: dict[int, int | None] = {}
         self._told: set[str] = set()
-        self._modules = dict(self._hub.modules)
-        self._stage_of_path = self._hub.stage_of
-        self._hub.modules = _WithGroups(self._modules, self)
-        self._hub.stage_of = self._stage_of
-
-    def _stage_of(self, path: str) -> int:
-        _, members = members_of(path)
-        return self._stage_of_path(members[0] if members else path)
+        self._context.make_group = self._group
 
     @property
     def stage(self) -> int:
         """This rank's stage."""
-        return self._hub.stage
+        return self._context.stage
 
     def stage_of(self, module: nn.Module) -> int | None:
         """The stage of a module with all that is in it, or None if it is on several; this rank's for a foreign one."""
@@ -68,8 +59,8 @@ class Placement:
         return found
 
     def _stages(self, module: nn.Module) -> set[int]:
-        paths = [self._hub.paths.get(id(part)) for part in module.modules()]
-        return {self.stage if path is None else self._stage_of_path(path) for path in paths}
+        paths = [self._context.paths.get(id(part)) for part in module.modules()]
+        return {self.stage if path is None else self._context.stage_of(path) for path in paths}
 
     def check(self, model: nn.Module) -> None:
         """Look for checkpointed modules that the partition has split.
@@ -87,7 +78,7 @@ class Placement:
         Raises:
             SMPUserError: the script has set the stages.
         """
-        path = self._hub.paths.get(id(module), type(module).__name__) or "the whole model"
+        path = self._context.paths.get(id(module), type(module).__name__) or "the whole model"
         if path in self._told:
             return
         stages = sorted(self._stages(module))
@@ -100,7 +91,7 @@ class Placement:
                 f"{text}; checkpoint the modules inside it, or set all of it to one stage with smp.partition or smp.set_partition"
             )
         self._told.add(path)
-        if self.pipeline.is_root and self._hub.replica == 0:
+        if self.pipeline.is_root and self._context.replica == 0:
             logger.warning(
                 "%s: it runs without checkpointing; checkpoint the modules inside it, or keep it together with smp.set_partition",
                 text,
@@ -110,12 +101,12 @@ class Placement:
 
     def remote_calls(self) -> int:
         """Modules of other stages that the running task has called so far."""
-        task = self._hub.conductor.current
+        task = self._context.conductor.current
         return 0 if task is None else task.calls
 
     def where(self) -> tuple[Any, Any, Any] | None:
         """Place and action of the running task, and the planned order; None outside tasks."""
-        conductor = self._hub.conductor
+        conductor = self._context.conductor
         task, order = conductor.current, conductor.order
         if task is None:
             return None
@@ -125,49 +116,38 @@ class Placement:
         self, members: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool
     ) -> Any:
         """Call modules of another stage one after the other, as one region there."""
-        paths = [self._hub.paths[id(member)] for member in members]
-        path = _PREFIX[preserve_rng_state] + _AND.join(paths)
-        group = self._hub.modules[path]
-        group.training = members[0].training
+        paths = [self._context.paths[id(member)] for member in members]
+        group = GroupCall(tuple(paths), preserve_rng_state)
+        self._context.called(group).training = members[0].training
         numbers = []
-        task = self._hub.conductor.current
+        task = self._context.conductor.current
         if task is not None:
             for member in paths:
                 numbers.append(task.called.get(member, 0))
                 task.called[member] = numbers[-1] + 1
         self.groups += 1
-        return self.pipeline.caller.call(path, (tuple(numbers), args, kwargs), {})
+        return self.pipeline.caller.call(group, (tuple(numbers), args, kwargs), {})
 
     def seed(self, path: str, number: int) -> int:
         """Where the random numbers of a module begin that the running task's caller has called ``number`` times."""
-        task = self._hub.conductor.current
+        task = self._context.conductor.current
         if task is None:
             raise AssertionError("groups are only called by tasks")
-        return task_seed(self._hub.seed, self._hub.replica, task.microbatch, path, number)
+        return task_seed(self._context.seed, self._context.replica, task.microbatch, path, number)
 
-    def group(self, path: str) -> nn.Module:
-        """The group that a path stands for.
-
-        Raises:
-            KeyError: it stands for none.
-        """
-        preserve, members = members_of(path)
-        if not members:
-            raise KeyError(path)
-        return Group([(member, self._modules[member]) for member in members], preserve, self, path)
+    def _group(self, call: GroupCall) -> nn.Module:
+        return Group([(path, self._context.modules[path]) for path in call.members], self, call)
 
 
 class Group(nn.Module):
     """Modules of one stage that are called one after the other, as one region."""
 
-    def __init__(
-        self, members: Sequence[tuple[str, nn.Module]], preserve_rng_state: bool, placement: Placement, label: str
-    ) -> None:
+    def __init__(self, members: Sequence[tuple[str, nn.Module]], placement: Placement, call: GroupCall) -> None:
         super().__init__()
         self._members = list(members)  # in a plain list: they belong to the model
-        self._preserve = preserve_rng_state
         self._placement = placement
-        self._label = label
+        self._preserve = call.preserve_rng_state
+        self._label = str(call)
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
         """Those of its members too, whose flags go with a call."""
@@ -194,23 +174,3 @@ def _chain(members: Sequence[nn.Module], seeds: Sequence[int], device: Any, *arg
         RandomState(seed, device).restore()
         args, kwargs = (member(*args, **kwargs),), {}
     return args[0]
-
-
-class _WithGroups(dict[str, nn.Module]):
-    """The modules of a model by path; groups appear when they are asked for."""
-
-    def __init__(self, modules: Mapping[str, nn.Module], placement: Placement) -> None:
-        super().__init__(modules)
-        self._placement = placement
-
-    def __missing__(self, path: str) -> nn.Module:
-        group = self[path] = self._placement.group(path)
-        return group
-
-
-def members_of(path: str) -> tuple[bool, list[str]]:
-    """Whether a group's path keeps random states, and its members; no members if it is an ordinary path."""
-    for preserve, prefix in _PREFIX.items():
-        if path.startswith(prefix) and not (preserve and path.startswith(_PREFIX[False])):
-            return preserve, path[len(prefix) :].split(_AND)
-    return False, []

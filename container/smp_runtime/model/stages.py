@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from smp_config import Group
 from smp_runtime.activations.marking import recomputed_parts
-from smp_runtime.comm.devices import lane_backend, release_cached_memory
+from smp_runtime.comm.devices import channel_backend, release_cached_memory
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job.session import Session
 from smp_runtime.job.trained import TrainedOptimizer
@@ -30,10 +30,11 @@ from smp_runtime.module_state.absent_tensors import (
 )
 from smp_runtime.parameters.precision import Precision
 from smp_runtime.parameters.registry import ParameterRecord
-from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
-from smp_runtime.pipeline.observe.recorder import recorder_of_job
+from smp_runtime.pipeline.execution.rank_pipeline import Pipeline, PipelineSettings
+from smp_runtime.pipeline.observe.task_timeline import timeline_of_job
 from smp_runtime.pipeline.partition.assignment import Assignment
 from smp_runtime.pipeline.partition.decision import Tracing, decide
+from smp_runtime.pipeline.schedule.policies import policy_named
 from smp_runtime.pipeline.transport.tensor_channels import directed_groups
 from smp_runtime.tensors.swapping import swap_contents
 
@@ -142,7 +143,7 @@ class Stages:
         if assignment is None:
             raise AssertionError("the model was not assigned to stages")
         release_cached_memory(ranks.device)
-        backend = lane_backend(ranks.device, ranks.backend)
+        backend = channel_backend(ranks.device, ranks.backend)
         groups = directed_groups(ranks.topology.groups(Group.PP), backend) if backend is not None else None
         self.pipeline = Pipeline(
             ranks.control,
@@ -150,14 +151,16 @@ class Stages:
             ranks.device,
             self.part.module,
             assignment.stage_of,
-            policy=ranks.cfg.pipeline,
-            active=min(ranks.cfg.active_microbatches or 1, ranks.cfg.microbatches),
-            replica=ranks.rank_in(Group.DP),
-            predicts=ranks.cfg.fast_mode,
-            begins=self._task_begins,
-            share=self._shared if self._must_agree_on_order else None,
-            make_group=groups,
-            recorder=recorder_of_job(self.part.stage, ranks.control, replica=ranks.members(Group.PP)[0]),
+            PipelineSettings(
+                policy=policy_named(ranks.cfg.pipeline),
+                active=min(ranks.cfg.active_microbatches or 1, ranks.cfg.microbatches),
+                replica=ranks.rank_in(Group.DP),
+                predicts=ranks.cfg.fast_mode,
+                begins=self._task_begins,
+                share=self._shared if self._must_agree_on_order else None,
+                make_group=groups,
+                watch=timeline_of_job(self.part.stage, ranks.control, replica=ranks.members(Group.PP)[0]),
+            ),
         )
         self.regions = Placement(self.pipeline, is_manual=not ranks.cfg.auto_partition)
         self.partitioned = True

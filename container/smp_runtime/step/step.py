@@ -17,9 +17,9 @@ from smp_runtime.job import session as sessions
 from smp_runtime.job.session import Session
 from smp_runtime.job.trained import TrainedModel
 from smp_runtime.pipeline.transport.messages import StepKind
-from smp_runtime.pipeline.transport.step_call import StepCall, probe
 from smp_runtime.step.output import StepOutput, merge_outputs
 from smp_runtime.step.splitting import batch_samples, shapes_in, split_argument
+from smp_runtime.step.step_call import StepCall, probe
 
 #: How many calls of a step are looked at, to see whether the ranks of a pipeline have read the same batch.
 _PROBED_CALLS = 2

@@ -2,7 +2,12 @@
 
 A task is a microbatch's step function, or a module call that another stage asked for, or its backward pass. It runs
 until it needs a value that another task or stage makes; then it gives the baton back, which ends one *segment* of it.
-Who gets the baton next follows a planned order where there is one, else a policy (backward first, or forward first).
+Who gets the baton next follows a planned order where there is one, else the schedule's policy.
+
+One lock guards all state of a rank's pipeline, the conductor's too. It is re-entrant, since what the conductor calls with
+the lock held may come back to it (an ended task sends a message that opens another). Nobody waits for another rank, for a
+task or for a socket while holding it: a task that waits gives the lock back first and then blocks on its own ``turn``, and
+sending only queues bytes. So whoever holds the lock gets on, and no circle of waits can go through it.
 """
 
 from __future__ import annotations
@@ -18,8 +23,9 @@ import torch
 from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.errors import DeadlineError
 from smp_runtime.module_state.attributes import Attributes
-from smp_runtime.pipeline.execution.task import Abandoned, Order, Task
+from smp_runtime.pipeline.execution.task import Abandoned, Order, Task, Watch
 from smp_runtime.pipeline.schedule.actions import Action, Event, Segment, TaskKind
+from smp_runtime.pipeline.schedule.policies import Policy
 
 #: Seconds that worker threads get to end.
 CLOSE_SECONDS = 10.0
@@ -33,38 +39,33 @@ class Conductor:
     Args:
         lock: of the rank's pipeline.
         stage: this rank's, for the record.
-        is_admitted: whether a new step function task may begin (microbatches in flight).
-        diverged: called, with the lock held, when the planned order cannot be followed.
-        failed: called, with the lock held, when a task has raised.
-        finished: called, with the lock held, when a task's code has ended; returns what to do without the lock as soon as
-            the next task has the baton.
-        idle: called, with the lock held, when no task can run.
+        policy: who goes first where no order is planned.
         device: where worker threads compute.
         attributes: of this stage's modules; they change with the microbatch that runs.
+        watch: of the timeline, if there is one.
     """
+
+    _is_admitted: Callable[[Task], bool]
+    _diverged: Callable[[str], None]
+    _failed: Callable[[Task, BaseException], None]
+    _finished: Callable[[Task], Callable[[], None] | None]
+    _idle: Callable[[], None]
 
     def __init__(
         self,
         lock: threading.RLock,
         stage: int,
-        *,
-        is_admitted: Callable[[Task], bool],
-        diverged: Callable[[str], None],
-        failed: Callable[[Task, BaseException], None],
-        finished: Callable[[Task], Callable[[], None] | None],
-        idle: Callable[[], None],
+        policy: Policy,
         device: torch.device,
         attributes: Attributes | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self._lock = lock
         self._stage = stage
-        self._is_admitted = is_admitted
-        self._diverged = diverged
-        self._failed = failed
-        self._finished = finished
-        self._idle = idle
+        self._policy = policy
         self._device = device
         self._attributes = attributes
+        self._watch = watch
         self._waiting: dict[tuple[TaskKind, int, tuple[int, ...]], Task] = {}
         self._by_event: dict[Event, list[Task]] = {}
         self._running: Task | None = None
@@ -74,15 +75,36 @@ class Conductor:
         self._live = 0
         self._all_ended = threading.Condition(lock)
         self._local = threading.local()
-        #: Called with every finished segment's task, start and stop; for the timeline.
-        self.observe: Callable[[Task, float, float], None] | None = None
         self.is_aborted = False
-        self.forward_first = False
         self.order: Order | None = None
         self.records = True
         self.record: list[Segment] = []
         #: When the last segment ended.
         self.last_progress = time.perf_counter()
+
+    def report_to(
+        self,
+        *,
+        is_admitted: Callable[[Task], bool],
+        diverged: Callable[[str], None],
+        failed: Callable[[Task, BaseException], None],
+        finished: Callable[[Task], Callable[[], None] | None],
+        idle: Callable[[], None],
+    ) -> None:
+        """Whom to ask and tell, before the first task; all are called with the lock held.
+
+        Args:
+            is_admitted: whether a new step function task may begin (microbatches in flight).
+            diverged: the planned order cannot be followed.
+            failed: a task has raised.
+            finished: a task's code has ended; returns what to do without the lock as soon as the next task has the baton.
+            idle: no task can run.
+        """
+        self._is_admitted = is_admitted
+        self._diverged = diverged
+        self._failed = failed
+        self._finished = finished
+        self._idle = idle
 
     # -- what a worker thread calls --------------------------------------------------------------------------------
 
@@ -111,6 +133,7 @@ class Conductor:
                 self._diverged(f"{task} waits once more than it did")
             self._running = None
             self._hand_over()
+        # Without the lock: whoever hands this task the baton needs it. A turn that was given before this line is not lost.
         arrived = task.turn.acquire(timeout=timeout_seconds())
         if self.is_aborted:
             raise Abandoned
@@ -145,11 +168,10 @@ class Conductor:
         if self.records:
             task.gives.append((event, time.perf_counter() - task.began))
 
-    def reset(self, order: Sequence[Action] | None, *, forward_first: bool, records: bool = True) -> None:
+    def reset(self, order: Sequence[Action] | None, *, records: bool = True) -> None:
         """Begin a step, in a planned order if there is one."""
         self.order = None if order is None else Order(order)
         self.records = records
-        self.forward_first = forward_first
         self.record = []
         self.is_aborted = False
         self.last_progress = time.perf_counter()
@@ -204,8 +226,8 @@ class Conductor:
                 Segment(task.action, self._stage, now - task.began, task.phase, task.needs, tuple(task.gives))
             )
             task.gives = []
-        if self.observe is not None:
-            self.observe(task, task.began, now)
+        if self._watch is not None:
+            self._watch.segment_ended(task, task.began, now)
         if self._attributes is not None:
             self._attributes.segment_ended()
 
@@ -221,15 +243,14 @@ class Conductor:
             if not self._waiting:
                 return None
             self._diverged("there is more to do than in the recorded step")
-        best, best_rank = None, None
-        for task in self._waiting.values():
-            if task.missing or not self._may_begin(task):
-                continue
-            is_late = (task.phase is TaskKind.BACKWARD) == self.forward_first
-            rank: Any = (is_late, task.microbatch, task.kind is not TaskKind.STEP, task.path)
-            if best_rank is None or rank < best_rank:
-                best, best_rank = task, rank
-        return best
+        return min(
+            (task for task in self._waiting.values() if not task.missing and self._may_begin(task)),
+            key=self._urgency,
+            default=None,
+        )
+
+    def _urgency(self, task: Task) -> tuple[Any, ...]:
+        return *self._policy.urgency(task.phase, task.microbatch), task.kind is not TaskKind.STEP, task.path
 
     def _may_begin(self, task: Task) -> bool:
         return task.kind is not TaskKind.STEP or task.part > 0 or self._is_admitted(task)
@@ -251,7 +272,8 @@ class Conductor:
             task.has_thread = True
             self._live += 1
             if getattr(self._local, "is_ending", False):
-                self._local.next = task  # this thread goes on with it
+                # This thread goes on with it; nobody else can take it meanwhile, since it has the baton already.
+                self._local.next = task
             elif self._spare == 0:
                 thread = threading.Thread(target=self._work, args=(task,), name="smp-pipeline-worker", daemon=True)
                 self._threads.append(thread)
@@ -309,6 +331,7 @@ class Conductor:
                 post = self._finished(task)
             if self._live == 0:
                 self._all_ended.notify_all()
+            # Whoever comes next should run on this thread, which is awake: a switch of threads costs more than a small task.
             self._local.is_ending = True
             self.poke()
             self._local.is_ending = False

@@ -16,6 +16,7 @@ import torch
 from smp_config.failure import FailureRecord
 from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.pipeline.execution.conductor import Conductor
+from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.transport.messages import Fail
 from smp_runtime.pipeline.transport.transport import StageFailed
 
@@ -116,6 +117,9 @@ def _foreign(files: Sequence[str]) -> list[int]:
 class Alarm:
     """The first error of a step: keeps it, stops this rank's tasks, and tells the other stages.
 
+    Errors come from workers, receivers, senders and the script's thread; the first that takes the pipeline's lock counts,
+    and the script's thread, which alone raises it, is woken under the same lock, so that it cannot miss it.
+
     Args:
         stage: this rank's.
         ranks: global ranks of all stages.
@@ -161,6 +165,10 @@ class Alarm:
                 if stage != self._stage:
                     with contextlib.suppress(SMPRuntimeError):  # one that is gone need not be told
                         self._send(stage, fail, ())
+
+    def task_failed(self, task: Task, error: BaseException) -> None:
+        """A task of this rank raised."""
+        self.raised(error, task.label)
 
     def heard(self, fail: Fail) -> None:
         """Another stage has told of an error."""

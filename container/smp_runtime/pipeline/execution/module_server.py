@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.execution.call_predictions import MOST_KINDS, Outcome, described, difference, outcome_of
-from smp_runtime.pipeline.execution.stage_context import Hub, in_modes
+from smp_runtime.pipeline.execution.stage_context import StageContext, in_modes
 from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.schedule.actions import Event, TaskKind
 from smp_runtime.pipeline.transport.messages import Back, Call, Reply, Slot
-from smp_runtime.pipeline.transport.packing import pack, unpack
+from smp_runtime.pipeline.transport.packing import Packed, pack, unpack
 from smp_runtime.tensors.handles import Handle, Meta, Path
 
 logger = logging.getLogger("smp")
@@ -52,6 +52,35 @@ class Entry:
     gradients: list[torch.Tensor | None] = field(default_factory=list)
 
 
+class Arguments(NamedTuple):
+    """The tensors that a call has given.
+
+    Attributes:
+        tensors: as the module gets them.
+        versions: of each, before the module runs.
+        entry, edges: as in :class:`Graph`.
+    """
+
+    tensors: list[torch.Tensor]
+    versions: list[int]
+    entry: Entry
+    edges: tuple[GradientEdge, ...]
+
+
+class Made(NamedTuple):
+    """The tensors that a task gives, those of a forward pass or gradients.
+
+    Attributes:
+        slots: their names; None for a gradient that there is not.
+        tensors: themselves.
+        made_here: whether the elements of each are this stage's, not those of a call inside.
+    """
+
+    slots: list[Slot | None]
+    tensors: list[torch.Tensor]
+    made_here: list[bool]
+
+
 class _Enter(torch.autograd.Function):
     """Where a caller's tensors enter this stage's graph; their gradients come out here."""
 
@@ -71,18 +100,17 @@ class ModuleServer:
     """Serves the requests of the other stages.
 
     Args:
-        hub: of this rank's pipeline.
+        context: of this rank's pipeline.
         begins: called on the worker's thread when a task begins, with its microbatch.
     """
 
-    def __init__(self, hub: Hub, begins: Callable[[int], None]) -> None:
-        self._hub = hub
+    def __init__(self, context: StageContext, begins: Callable[[int], None]) -> None:
+        self._context = context
         self._begins = begins
         #: Forward passes whose backward pass is to come, by microbatch and path.
         self.graphs: dict[tuple[int, Path], Graph] = {}
         #: Most microbatches with a graph at once.
         self.most_in_flight = 0
-        self._callers: dict[tuple[str, int, Path], int] = {}
         #: Module path of every call of the step, for messages.
         self._labels: dict[tuple[int, Path], str] = {}
         #: Forward passes of the step that have left a graph, as events ``("f", microbatch, path)``.
@@ -95,34 +123,38 @@ class ModuleServer:
 
     def accept_call(self, caller: int, call: Call, tensors: Sequence[torch.Tensor]) -> None:
         """A request to run a module."""
-        self._hub.values.put_all(call.inline, tensors)
-        self._labels[call.microbatch, call.path] = call.module
-        random = self._hub.random_state(call.microbatch, call.module, call.nth)
+        self._context.values.put_all(call.inline, tensors)
+        label = str(call.module)
+        self._labels[call.microbatch, call.path] = label
+        random = self._context.random_state(call.microbatch, label, call.nth)
         task = Task(
-            TaskKind.FORWARD, call.microbatch, call.path, call.module, lambda task: self._forward(task, call), random
+            TaskKind.FORWARD,
+            call.microbatch,
+            call.path,
+            label,
+            lambda task: self._forward(task, call),
+            random,
+            caller=caller,
         )
-        self._direct(caller, "F", task, call.goes)
-        self._add(caller, "F", task, call.slots)
+        self._direct("F", task, call.goes)
+        self._add("F", task, call.slots)
 
     def accept_back(self, caller: int, back: Back, tensors: Sequence[torch.Tensor]) -> None:
         """A request to run a module's backward pass."""
-        self._hub.values.put_all(back.inline, tensors)
+        self._context.values.put_all(back.inline, tensors)
         task = Task(
             TaskKind.BACKWARD,
             back.microbatch,
             back.path,
             self._labels.get((back.microbatch, back.path), ""),
             lambda task: self._backward(task, back),
-            self._hub.random_state(back.microbatch, "backward", 0),
+            self._context.random_state(back.microbatch, "backward", 0),
+            caller=caller,
         )
         task.in_model_backward = back.in_model_backward
-        self._direct(caller, "B", task, back.goes)
+        self._direct("B", task, back.goes)
         # A caller that used an argument which the module only hands on can be here before the forward pass has run.
-        self._add(caller, "B", task, back.slots, ("f", back.microbatch, back.path))
-
-    def caller_of(self, task: Task) -> int:
-        """The stage that a request came from."""
-        return self._callers[str(task.kind), task.microbatch, task.path]
+        self._add("B", task, back.slots, ("f", back.microbatch, back.path))
 
     def release(self, microbatch: int) -> None:
         """A microbatch is finished: forget graphs whose backward pass nobody asked for."""
@@ -132,120 +164,156 @@ class ModuleServer:
     def clear(self) -> None:
         """The step is over."""
         self.graphs.clear()
-        self._callers.clear()
         self._labels.clear()
         self._ran.clear()
 
-    def _add(self, caller: int, kind: str, task: Task, slots: Sequence[Slot | None], *more: Event) -> None:
-        hub = self._hub
+    def _add(self, kind: str, task: Task, slots: Sequence[Slot | None], *more: Event) -> None:
+        context = self._context
         request = ("q", kind, task.microbatch, task.path)
         needs = [request, *(slot.name for slot in slots if slot is not None and slot.comes), *more]
         task.known.update(needs)
-        with hub.lock:
-            if hub.conductor.is_aborted:
+        with context.lock:
+            if context.conductor.is_aborted:
                 return
-            self._callers[kind, task.microbatch, task.path] = caller
-            hub.conductor.add(
-                task, dict.fromkeys(needs), lambda event: event == request or event in self._ran or hub.is_there(event)
+            context.conductor.add(
+                task,
+                dict.fromkeys(needs),
+                lambda event: event == request or event in self._ran or context.is_there(event),
             )
-            hub.conductor.poke()
+            context.conductor.poke()
 
-    def _direct(self, caller: int, kind: str, task: Task, goes: Sequence[tuple[int, int]]) -> None:
+    def _direct(self, kind: str, task: Task, goes: Sequence[tuple[int, int]]) -> None:
         """Send what the task makes to the stages that need it: to its caller when it ends, to others at once."""
         for index, stage in goes:
-            if stage == caller:
+            if stage == task.caller:
                 task.home.add(index)
             else:
-                self._hub.values.deliver((kind, task.microbatch, task.path, index), stage)
+                self._context.values.deliver((kind, task.microbatch, task.path, index), stage)
 
     # -- tasks, on a worker's thread -------------------------------------------------------------------------------
 
     def _forward(self, task: Task, call: Call) -> None:
-        hub, values = self._hub, self._hub.values
+        context = self._context
         self._begins(call.microbatch)
+        module = context.called(call.module)
+        context.switches.apply(task.label, call.training)
+        with in_modes(call.modes):
+            given = self._arguments(call)
+            args, kwargs = unpack(call.head, given.tensors, module_of=context.modules.__getitem__)
+            before = pack((args, kwargs), modules=context.paths) if call.mutable else None
+            result = module._wrapped_call_impl(*args, **kwargs)
+            changed = None if before is None or self._is_same(before, (args, kwargs)) else (args, kwargs)
+            packed = pack((result, changed), modules=context.paths)
+            made = self._outputs(call, given, packed.tensors)
+            # First of all, since other stages wait for it; what is checked below ends the step if it is wrong.
+            self._make(task, made)
+            self._warn_if_written(task, given, made.tensors)
+        if call.modes.grad:
+            self._keep_graph(task, Graph(made.tensors, made.made_here, given.entry, given.edges))
+        self._tell_result(task, call, packed.head, made.slots, given)
+
+    def _arguments(self, call: Call) -> Arguments:
+        """The tensors of a call; those that require gradients enter this stage's graph."""
+        values = self._context.values
+        tensors = [values.get(s.name).detach() if s.comes else self._handle(s) for s in call.slots]
         entry = Entry()
         edges: tuple[GradientEdge, ...] = ()
-        hub.switches.apply(call.module, call.training)
-        with in_modes(call.modes):
-            tensors = [values.get(s.name).detach() if s.comes else self._handle(s) for s in call.slots]
-            enters = [i for i, s in enumerate(call.slots) if s.meta.requires_grad] if call.modes.grad else []
-            if enters:
-                entry.tensors = [tensors[index] for index in enters]
-                entered = _Enter.apply(entry, hub.anchor)
-                for index, tensor in zip(enters, entered, strict=True):
-                    tensors[index] = tensor
-                entry.tensors = []
-                # Taken now: a module may change an argument in place.
-                node = entered[0].grad_fn
-                edges = tuple([GradientEdge(node, number) for number in range(len(enters))])
-            versions = [tensor._version for tensor in tensors]
-            args, kwargs = unpack(call.head, tensors, module_of=hub.modules.__getitem__)
-            module = hub.modules[call.module]
-            before = pack((args, kwargs), modules=hub.paths) if call.mutable else None
-            result = module._wrapped_call_impl(*args, **kwargs)
-            changed = None
-            if before is not None:
-                after = pack((args, kwargs), modules=hub.paths)
-                same = after.head == before.head and all(
-                    a is b for a, b in zip(after.tensors, before.tensors, strict=True)
-                )
-                changed = None if same else (args, kwargs)
-            packed = pack((result, changed), modules=hub.paths)
-            given = {id(tensor): index for index, tensor in enumerate(tensors)}
-            for index, tensor in enumerate(tensors):  # also what a handle turned into when it was touched
-                if isinstance(tensor, Handle) and tensor.fetched is not None and tensor.unchanged() is tensor:
-                    given[id(tensor.fetched)] = index
-            outputs = [t.unchanged() if isinstance(t, Handle) else t for t in packed.tensors]
-            slots: list[Slot | None] = []
-            made_here = []
-            for index, output in enumerate(outputs):
-                argument = given.get(id(output))
-                meta = Meta.of(output)
-                made_here.append(False)
-                if argument is not None and output._version == versions[argument]:
-                    slots.append(call.slots[argument]._replace(meta=meta, comes=False))
-                elif isinstance(output, Handle):
-                    slots.append(Slot(output.value_name, output.owner, meta, False))
-                else:
-                    made_here[-1] = True
-                    slots.append(Slot(("F", call.microbatch, call.path, index), hub.stage, meta, False))
-            # First of all, since other stages wait for it; what is checked below ends the step if it is wrong.
-            self._make(task, slots, outputs, made_here)
-            self._warn_if_written(call, tensors, versions, outputs)
-        if call.modes.grad:
-            with hub.lock:
-                ran = ("f", call.microbatch, call.path)
-                self.graphs[call.microbatch, call.path] = Graph(outputs, made_here, entry, edges)
-                self._ran.add(ran)
-                hub.conductor.give(task, ran)
-                hub.conductor.arrived(ran)
-                self.most_in_flight = max(self.most_in_flight, len({key[0] for key in self.graphs}))
-        touched = tuple(
-            slot.comes or (isinstance(t, Handle) and t.touched) for slot, t in zip(call.slots, tensors, strict=True)
-        )
-        arguments = [slot.name for slot in call.slots]
-        outcome = outcome_of(packed.head, slots, call.path, arguments)
+        enters = [i for i, s in enumerate(call.slots) if s.meta.requires_grad] if call.modes.grad else []
+        if enters:
+            entry.tensors = [tensors[index] for index in enters]
+            entered = _Enter.apply(entry, self._context.anchor)
+            for index, tensor in zip(enters, entered, strict=True):
+                tensors[index] = tensor
+            entry.tensors = []
+            # Taken now: a module may change an argument in place.
+            node = entered[0].grad_fn
+            edges = tuple([GradientEdge(node, number) for number in range(len(enters))])
+        return Arguments(tensors, [tensor._version for tensor in tensors], entry, edges)
+
+    def _is_same(self, before: Packed, arguments: Any) -> bool:
+        """Whether a module has left its arguments as they were, but for what their tensors hold."""
+        after = pack(arguments, modules=self._context.paths)
+        return after.head == before.head and all(a is b for a, b in zip(after.tensors, before.tensors, strict=True))
+
+    def _outputs(self, call: Call, given: Arguments, results: Sequence[torch.Tensor]) -> Made:
+        """The tensors of a result: an argument as it was, a value of a call inside, or made here."""
+        position = {id(tensor): index for index, tensor in enumerate(given.tensors)}
+        for index, tensor in enumerate(given.tensors):  # also what a handle turned into when it was touched
+            if isinstance(tensor, Handle) and tensor.fetched is not None and tensor.unchanged() is tensor:
+                position[id(tensor.fetched)] = index
+        outputs = [t.unchanged() if isinstance(t, Handle) else t for t in results]
+        slots: list[Slot | None] = []
+        made_here = []
+        for index, output in enumerate(outputs):
+            argument = position.get(id(output))
+            meta = Meta.of(output)
+            made_here.append(False)
+            if argument is not None and output._version == given.versions[argument]:
+                slots.append(call.slots[argument]._replace(meta=meta, comes=False))
+            elif isinstance(output, Handle):
+                slots.append(Slot(output.value_name, output.owner, meta, False))
+            else:
+                made_here[-1] = True
+                slots.append(Slot(("F", call.microbatch, call.path, index), self._context.stage, meta, False))
+        return Made(slots, outputs, made_here)
+
+    def _keep_graph(self, task: Task, graph: Graph) -> None:
+        """A forward pass has run: its backward pass may come, and may be on its way already."""
+        conductor = self._context.conductor
+        with self._context.lock:
+            ran = ("f", task.microbatch, task.path)
+            self.graphs[task.microbatch, task.path] = graph
+            self._ran.add(ran)
+            conductor.give(task, ran)
+            conductor.arrived(ran)
+            self.most_in_flight = max(self.most_in_flight, len({key[0] for key in self.graphs}))
+
+    def _tell_result(self, task: Task, call: Call, head: bytes, slots: Sequence[Slot | None], given: Arguments) -> None:
+        """Compare the result with what the caller went on with, or tell it.
+
+        Raises:
+            SMPUserError: the caller went on with another result.
+        """
+        outcome = outcome_of(head, slots, call.path, [slot.name for slot in call.slots])
         if call.expected is not None and not self._is_as_expected(outcome, call.expected):
             raise SMPUserError(
-                f"module {call.module!r} returned {self._compared(slots, packed.head, call.expected)} as from calls with arguments "
+                f"module {task.label!r} returned {self._compared(slots, head, call.expected)} as from calls with arguments "
                 "of the same shapes before, and its caller went on with that; a result whose shape, structure or numbers depend "
                 'on values must be waited for: set "fast_mode": False in the parameters, or return such values as tensors of one '
                 "shape"
             )
         if call.wants_reply:
+            touched = tuple(
+                slot.comes or (isinstance(t, Handle) and t.touched)
+                for slot, t in zip(call.slots, given.tensors, strict=True)
+            )
             self._remember(outcome)
-            self._reply(task, "F", packed.head, tuple(slots), touched)
+            self._reply(task, head, slots, touched)
 
     def _backward(self, task: Task, back: Back) -> None:
-        hub, values = self._hub, self._hub.values
         self._begins(back.microbatch)
-        with hub.lock:
+        with self._context.lock:
             graph = self.graphs.pop((back.microbatch, back.path), None)
         if graph is None:
             raise SMPUserError(
                 "backward went through a module of another stage a second time, but its graph was freed after the first; "
                 "call model.backward once per forward pass (retain_graph is not supported)"
             )
+        made = self._gradients(back, self._run_backward(graph, back))
+        self._make(task, made)
+        outcome = outcome_of(b"", made.slots, back.path, [slot.name for slot in back.slots if slot is not None])
+        if back.expected is not None and not self._is_as_expected(outcome, back.expected):
+            raise SMPUserError(
+                f"the backward pass of {task.label!r} gave gradients {self._compared(made.slots, b'', back.expected)} as passes "
+                'of the same shape before, and its caller went on with those; set "fast_mode": False in the parameters'
+            )
+        if back.wants_reply:
+            self._remember(outcome)
+            self._reply(task, b"", made.slots, ())
+
+    def _run_backward(self, graph: Graph, back: Back) -> Sequence[torch.Tensor | None]:
+        """Run a graph; returns the gradients of the arguments that require them, or nothing where there is no way to them."""
+        values = self._context.values
         outputs: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         for output, slot in zip(graph.outputs, back.slots, strict=True):
@@ -254,20 +322,23 @@ class ModuleServer:
                 gradients.append(values.take(slot.name) if slot.comes else self._handle(slot))
         # torch.autograd.backward and grad without their checks, which cost as much as a small module's backward pass.
         run = torch.autograd.Variable._execution_engine.run_backward
-        entered: Sequence[torch.Tensor | None] = ()
         if outputs and back.accumulates:
             run(tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
-            entered = graph.entry.gradients
-        elif outputs and graph.edges:
-            entered = run(
+            return graph.entry.gradients
+        if outputs and graph.edges:
+            return run(
                 *(tuple(outputs), tuple(gradients), False, False, graph.edges),
                 allow_unreachable=True,
                 accumulate_grad=False,
             )
+        return ()
+
+    def _gradients(self, back: Back, gradients: Sequence[torch.Tensor | None]) -> Made:
+        """The gradients of a call's arguments: made here, a value of a call inside, or none."""
         slots: list[Slot | None] = []
-        made_here = []
         found: list[torch.Tensor] = []
-        for index, gradient in enumerate(entered):
+        made_here = []
+        for index, gradient in enumerate(gradients):
             made_here.append(gradient is not None and not isinstance(gradient, Handle))
             found.append(torch.empty(0, device="cpu") if gradient is None else gradient)
             if gradient is None:
@@ -275,18 +346,9 @@ class ModuleServer:
             elif isinstance(gradient, Handle):
                 slots.append(Slot(gradient.value_name, gradient.owner, Meta.of(gradient), False))
             else:
-                slots.append(Slot(("B", back.microbatch, back.path, index), hub.stage, Meta.of(gradient), False))
-        self._make(task, slots, found, made_here)
-        given = [slot.name for slot in back.slots if slot is not None]
-        outcome = outcome_of(b"", slots, back.path, given)
-        if back.expected is not None and not self._is_as_expected(outcome, back.expected):
-            raise SMPUserError(
-                f"the backward pass of {task.label!r} gave gradients {self._compared(slots, b'', back.expected)} as passes of "
-                'the same shape before, and its caller went on with those; set "fast_mode": False in the parameters'
-            )
-        if back.wants_reply:
-            self._remember(outcome)
-            self._reply(task, "B", b"", tuple(slots), ())
+                name = ("B", back.microbatch, back.path, index)
+                slots.append(Slot(name, self._context.stage, Meta.of(gradient), False))
+        return Made(slots, found, made_here)
 
     def _is_as_expected(self, outcome: Outcome, expected: bytes) -> bool:
         """Whether a result is the one that the caller went on with; digests are made once for each."""
@@ -307,49 +369,38 @@ class ModuleServer:
             return f"{described([None if slot is None else slot.meta for slot in slots])} and not the same"
         return difference(before, slots, head)
 
-    def _warn_if_written(
-        self, call: Call, tensors: Sequence[torch.Tensor], versions: Sequence[int], outputs: Sequence[torch.Tensor]
-    ) -> None:
+    def _warn_if_written(self, task: Task, given: Arguments, outputs: Sequence[torch.Tensor]) -> None:
         """Say it once if a module changes an argument in place: its caller keeps the tensor as it was."""
         returned = {id(output) for output in outputs}
-        for number, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
+        for number, (tensor, version) in enumerate(zip(given.tensors, given.versions, strict=True)):
             now = tensor.unchanged() if isinstance(tensor, Handle) else tensor
             if (now is not tensor or now._version != version) and id(now) not in returned:
-                if call.module not in self._warned:
-                    self._warned.add(call.module)
+                if task.label not in self._warned:
+                    self._warned.add(task.label)
                     logger.warning(
                         "module %r changes tensor %d of its arguments, of shape %s, in place, but is on another pipeline stage "
                         "than its caller, who does not see the change; if it uses that tensor afterwards, pass a copy and "
                         "return the changed one, or keep both on one stage with smp.set_partition",
-                        call.module,
+                        task.label,
                         number,
                         list(now.shape),
                     )
                 return
 
-    def _make(
-        self,
-        task: Task,
-        slots: Sequence[Slot | None],
-        tensors: Sequence[torch.Tensor],
-        made_here: Sequence[bool],
-    ) -> None:
+    def _make(self, task: Task, made: Made) -> None:
         """The result exists: keep it, and have what the caller is known to use itself sent when the task ends."""
-        hub = self._hub
-        for index, (slot, tensor) in enumerate(zip(slots, tensors, strict=True)):
-            if slot is not None and made_here[index]:
-                hub.values.put(slot.name, tensor.detach(), made_by=task)
+        for index, (slot, tensor) in enumerate(zip(made.slots, made.tensors, strict=True)):
+            if slot is not None and made.made_here[index]:
+                self._context.values.put(slot.name, tensor.detach(), made_by=task)
                 if index in task.home:
                     task.parcel[slot.name] = tensor.detach()
 
-    def _reply(
-        self, task: Task, kind: str, head: bytes, slots: tuple[Slot | None, ...], touched: tuple[bool, ...]
-    ) -> None:
-        hub = self._hub
-        with hub.lock:
-            hub.conductor.give(task, ("r", kind, task.microbatch, task.path))
-            caller = self._callers[kind, task.microbatch, task.path]
-        hub.send(caller, Reply(kind, task.microbatch, task.path, head, slots, touched), [])
+    def _reply(self, task: Task, head: bytes, slots: Sequence[Slot | None], touched: tuple[bool, ...]) -> None:
+        kind = str(task.kind)
+        with self._context.lock:
+            self._context.conductor.give(task, ("r", kind, task.microbatch, task.path))
+        reply = Reply(kind, task.microbatch, task.path, head, tuple(slots), touched)
+        self._context.send(task.caller, reply, [])
 
     def _handle(self, slot: Slot) -> Handle:
-        return Handle(self._hub.values, slot.name, slot.owner, slot.meta, self._hub.device)
+        return Handle(self._context.values, slot.name, slot.owner, slot.meta, self._context.device)

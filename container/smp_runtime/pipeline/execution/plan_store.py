@@ -9,6 +9,7 @@ from typing import Any
 
 from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment, smooth
 from smp_runtime.pipeline.schedule.planner import plan as make_plan
+from smp_runtime.pipeline.schedule.policies import Policy
 from smp_runtime.pipeline.schedule.simulation import simulate
 from smp_runtime.pipeline.transport.messages import Begin, Record, StepKind
 
@@ -56,16 +57,16 @@ class KindPlan:
         return self.orders.get(stage, ()) if self.orders is not None and self.is_new else None
 
 
-class Plans:
+class PlanStore:
     """The plans of one pipeline; made on the root stage, kept by every stage.
 
     Args:
-        policy: ``"interleaved"`` or ``"simple"``.
+        policy: of the schedule.
         active: most microbatches in flight.
         share: gives the orders of all pipelines that must agree; the first one's count.
     """
 
-    def __init__(self, policy: str, active: int, share: Callable[[Any], list[Any]] | None = None) -> None:
+    def __init__(self, policy: Policy, active: int, share: Callable[[Any], list[Any]] | None = None) -> None:
         self._policy = policy
         self._active = active
         self._share = share

@@ -11,9 +11,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.pipeline.execution.call_predictions import Learned, Outcome, Prediction, Predictions, outcome_of
-from smp_runtime.pipeline.execution.stage_context import Hub, current_modes
+from smp_runtime.pipeline.execution.stage_context import StageContext, current_modes
 from smp_runtime.pipeline.execution.task import Task
-from smp_runtime.pipeline.transport.messages import Back, Call, Modes, Slot
+from smp_runtime.pipeline.transport.messages import Back, Call, GroupCall, Modes, Reply, Slot
 from smp_runtime.pipeline.transport.packing import Packed, pack, restore_into, unpack
 from smp_runtime.tensors.handles import Handle, Meta, Name, Path
 
@@ -22,51 +22,53 @@ class RemoteCaller:
     """Makes the calls of one rank.
 
     Args:
-        hub: of this rank's pipeline.
+        context: of this rank's pipeline.
     """
 
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
+    def __init__(self, context: StageContext) -> None:
+        self._context = context
         self._predictions = Predictions()
         self._toggles = 0
         #: The node of the graph that backward reaches in every call, unless it computes gradients of given tensors only.
-        self._accumulates = get_gradient_edge(hub.anchor).node
+        self._accumulates = get_gradient_edge(context.anchor).node
 
-    def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module at ``path``, which another stage owns; returns its result, with handles for tensors.
+    def call(self, module: str | GroupCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module at a path that another stage owns, or several; returns the result, with handles for tensors.
 
         Raises:
             SMPUserError: outside a step, or an argument that cannot travel.
         """
-        hub = self._hub
-        task = hub.conductor.current
+        context, label = self._context, str(module)
+        task = context.conductor.current
         if task is None:
             raise SMPUserError(
-                f"module {path!r} lies on pipeline stage {hub.stage_of(path)} and was called on stage {hub.stage} outside a "
-                "step; call the model only inside a function decorated with smp.step"
+                f"module {label!r} lies on pipeline stage {context.stage_of_call(module)} and was called on stage "
+                f"{context.stage} outside "
+                "a step; call the model only inside a function decorated with smp.step"
             )
         if torch._C._current_graph_task_id() != -1:
             raise SMPUserError(
-                f"module {path!r} lies on pipeline stage {hub.stage_of(path)} and was called again on stage {hub.stage} in "
+                f"module {label!r} lies on pipeline stage {context.stage_of_call(module)} and was called again on stage "
+                f"{context.stage} in "
                 "backward, by a checkpointed region around it; checkpoint with smp.set_activation_checkpointing, which runs "
                 "modules again on their own stage, or checkpoint only what lies on one stage"
             )
-        packed = pack((args, kwargs), modules=hub.paths)
+        packed = pack((args, kwargs), modules=context.paths)
         tensors = [t.unchanged() if isinstance(t, Handle) else t for t in packed.tensors]
         modes = current_modes()
         metas = tuple(Meta.of(tensor) for tensor in tensors)
-        training = hub.switches.of_call(path)
-        if hub.switches.toggles != self._toggles:  # what requires gradients is part of all that was learned
-            self._toggles = hub.switches.toggles
+        training = context.switches.of_call(label)
+        if context.switches.toggles != self._toggles:  # what requires gradients is part of all that was learned
+            self._toggles = context.switches.toggles
             self._predictions = Predictions()
-        prediction = self._predictions.of((path, packed.head, metas, modes, training))
-        call = RemoteCall(hub, task, path, prediction, packed, tensors, modes, training, self._accumulates)
+        prediction = self._predictions.of((label, packed.head, metas, modes, training))
+        call = RemoteCall(context, task, module, prediction, packed, tensors, modes, training, self._accumulates)
         if modes.grad:
             inputs = [tensor for tensor in tensors if tensor.requires_grad]
-            outputs: Sequence[torch.Tensor] = _Remote.apply(call, hub.anchor, *inputs)
+            outputs: Sequence[torch.Tensor] = _Remote.apply(call, context.anchor, *inputs)
         else:
             outputs = call.forward()
-        result, changed = unpack(call.outcome.head, outputs, module_of=hub.modules.__getitem__)
+        result, changed = unpack(call.outcome.head, outputs, module_of=context.modules.__getitem__)
         if changed is not None:
             restore_into((args, kwargs), changed)
         return result
@@ -83,9 +85,9 @@ class RemoteCall:
 
     def __init__(
         self,
-        hub: Hub,
+        context: StageContext,
         task: Task,
-        path: str,
+        module: str | GroupCall,
         prediction: Prediction,
         packed: Packed,
         tensors: list[torch.Tensor],
@@ -93,14 +95,15 @@ class RemoteCall:
         training: bytes,
         accumulates: Any,
     ) -> None:
-        self._hub = hub
-        self._module = path
-        self._stage = hub.stage_of(path)
+        self._context = context
+        self._module = module
+        self._stage = context.stage_of_call(module)
         self._microbatch = task.microbatch
         self._path: Path = (*task.path, task.calls)
         task.calls += 1
-        self._nth = task.called.get(path, 0)
-        task.called[path] = self._nth + 1
+        label = str(module)
+        self._nth = task.called.get(label, 0)
+        task.called[label] = self._nth + 1
         self._task = task
         self._prediction = prediction
         self._packed = packed
@@ -115,13 +118,13 @@ class RemoteCall:
 
     def forward(self) -> tuple[torch.Tensor, ...]:
         """Post the request; returns the tensors of the result."""
-        hub, task, prediction = self._hub, self._task, self._prediction
+        context, task, prediction = self._context, self._task, self._prediction
         slots, inline = self._argument_slots()
         self._came = tuple(slot.comes for slot in slots)
         known = prediction.forward.setdefault(self._came, Learned())
-        waits = not (known.is_known and hub.predicts)
+        waits = not (known.is_known and context.predicts)
         expected = None if waits else known.digest
-        hub.opens(task, "F", self._path)
+        context.opens(task, "F", self._path)
         goes = () if waits else tuple(sorted(known.goes))
         message = Call(
             self._microbatch,
@@ -138,26 +141,40 @@ class RemoteCall:
             goes,
             tuple(inline),
         )
-        hub.send(self._stage, message, list(inline.values()))
+        context.send(self._stage, message, list(inline.values()))
         self._tensors = None
-        arguments = [(slot.name, slot.owner) for slot in slots]
-        if waits:
-            reply = hub.wait_for_reply(task, "F", self._path)
-            self.outcome = outcome_of(reply.head, reply.slots, self._path, [name for name, _ in arguments])
-            hub.learned += known.observe(self.outcome)
+        self.outcome, results, reply = self._results(task, "F", known, waits, slots)
+        if reply is not None:
             prediction.learn_touched(reply)
-            results = list(reply.slots)
-        else:
-            if known.outcome is None:
-                raise AssertionError("a known result without its outcome")
-            self.outcome = known.outcome
-            results = self._slots_of(self.outcome, arguments)
-            self._announce(results, goes, "F")
+        self._announce(results, goes, "F")
         return tuple(self._handles_of(task, results, known).values())
+
+    def _results(
+        self, task: Task, kind: str, learned: Learned, waits: bool, given: Sequence[Slot | None]
+    ) -> tuple[Outcome, list[Slot | None], Reply | None]:
+        """What a request gives: what its reply says, or what such requests have given before.
+
+        Args:
+            task: that has posted it.
+            kind: of the request, "F" or "B".
+            learned: of such requests.
+            waits: whether a reply comes.
+            given: the tensors of the request; a result that is one of them is named as such.
+        """
+        context = self._context
+        arguments = [(slot.name, slot.owner) for slot in given if slot is not None]
+        if waits:
+            reply = context.wait_for_reply(task, kind, self._path)
+            outcome = outcome_of(reply.head, reply.slots, self._path, [name for name, _ in arguments])
+            context.learned += learned.observe(outcome)
+            return outcome, list(reply.slots), reply
+        if learned.outcome is None:
+            raise AssertionError("a known result without its outcome")
+        return learned.outcome, self._slots_of(learned.outcome, arguments), None
 
     def _argument_slots(self) -> tuple[list[Slot], dict[Name, torch.Tensor]]:
         """The arguments by name, and the tensors that go with the request."""
-        hub, values = self._hub, self._hub.values
+        context, values = self._context, self._context.values
         touched = self._prediction.touched
         slots: list[Slot] = []
         inline: dict[Name, torch.Tensor] = {}
@@ -172,7 +189,7 @@ class RemoteCall:
             name, is_there = values.hand(tensor, ("A", self._microbatch, self._path, index), self._stage, comes)
             if not values.has(name):
                 values.put(name, tensor.detach(), made_by=self._task)
-            slots.append(Slot(name, hub.stage, meta, comes or is_there))
+            slots.append(Slot(name, context.stage, meta, comes or is_there))
             if comes and not is_there:
                 inline[name] = tensor.detach()
         return slots, inline
@@ -187,28 +204,28 @@ class RemoteCall:
         """What the called stage makes itself goes where it was needed before, unasked."""
         for index, stage in goes:
             if (slot := results[index]) is not None and slot.name[:3] == (kind, self._microbatch, self._path):
-                self._hub.values.announce(slot.name, stage)
+                self._context.values.announce(slot.name, stage)
 
     def _direct(self, handle: Handle) -> None:
         """The called stage needs the elements of a handle."""
         if handle.owner != self._stage:
             if handle.needed is not None:
                 handle.needed(self._stage)
-            self._hub.values.direct(handle.value_name, handle.owner, self._stage)
+            self._context.values.direct(handle.value_name, handle.owner, self._stage)
 
     def _handles_of(self, task: Task, slots: Sequence[Slot | None], known: Learned) -> dict[int, Handle]:
         """Handles for the tensors of a result, by position; where their elements are needed goes to what is known of it."""
-        hub = self._hub
+        context = self._context
         handles = {}
         for index, slot in enumerate(slots):
             if slot is not None:
-                handles[index] = handle = Handle(hub.values, slot.name, slot.owner, slot.meta, hub.device)
+                handles[index] = handle = Handle(context.values, slot.name, slot.owner, slot.meta, context.device)
                 handle.needed = functools.partial(known.is_needed, index)
 
         def learn_home() -> None:
             for index, handle in handles.items():
                 if handle.touched:
-                    known.is_needed(index, hub.stage)
+                    known.is_needed(index, context.stage)
 
         task.ended.append(learn_home)
         return handles
@@ -222,21 +239,57 @@ class RemoteCall:
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Post the backward pass; returns the gradients of the arguments that require them."""
-        hub = self._hub
-        task = hub.conductor.current
+        context = self._context
+        task = context.conductor.current
         if task is None:
             raise SMPUserError(
-                f"backward reached module {self._module!r} of pipeline stage {self._stage} outside its step; call "
+                f"backward reached module {str(self._module)!r} of pipeline stage {self._stage} outside its step; call "
                 "model.backward(loss) inside the function decorated with smp.step"
             )
         if torch.is_grad_enabled():
             raise SMPUserError(
-                f"module {self._module!r} lies on pipeline stage {self._stage}, and backward went through it with "
-                f"create_graph=True on stage {hub.stage}, but no graph of a backward pass leads from stage to stage; keep what is "
-                "differentiated twice on one stage (smp.set_partition), or leave create_graph out"
+                f"module {str(self._module)!r} lies on pipeline stage {self._stage}, and backward went through it with "
+                f"create_graph=True on stage {context.stage}, but no graph of a backward pass leads from stage to stage; keep what "
+                "is differentiated twice on one stage (smp.set_partition), or leave create_graph out"
             )
         # False for torch.autograd.grad and backward(inputs=...).
         accumulates: bool = torch._C._will_engine_execute_node(self._accumulates)
+        slots, inline = self._gradient_slots(task, gradients)
+        # A gradient's name depends on what was handed over as elements, and what by name.
+        course = (self._came, accumulates, tuple(None if slot is None else slot.comes for slot in slots))
+        learned = self._prediction.backward.setdefault(course, Learned())
+        waits = not (learned.is_known and context.predicts)
+        here = {(index, context.stage) for index, by_handle in enumerate(self._by_handle) if not by_handle}
+        goes = tuple(sorted(here if waits else here | learned.goes))
+        context.opens(task, "B", self._path)
+        message = Back(
+            self._microbatch,
+            self._path,
+            tuple(slots),
+            task.in_model_backward,
+            accumulates,
+            waits,
+            None if waits else learned.digest,
+            goes,
+            tuple(inline),
+        )
+        context.send(self._stage, message, list(inline.values()))
+        _, results, _ = self._results(task, "B", learned, waits, slots)
+        self._announce(results, goes, "B")
+        handles = self._handles_of(task, results, learned)
+        returned: list[torch.Tensor | None] = []
+        for index, (slot, by_handle) in enumerate(zip(results, self._by_handle, strict=True)):
+            if slot is None or by_handle:
+                returned.append(handles.get(index))
+            else:
+                returned.append(context.values.fetch(slot.name, slot.owner).detach())
+        return returned
+
+    def _gradient_slots(
+        self, task: Task, gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[list[Slot | None], dict[Name, torch.Tensor]]:
+        """The gradients of the outputs by name, and those that go with the request."""
+        context = self._context
         slots: list[Slot | None] = []
         inline: dict[Name, torch.Tensor] = {}
         for index, gradient in enumerate(gradients):
@@ -253,48 +306,10 @@ class RemoteCall:
                     self._direct(gradient)
                 continue
             name: Name = ("G", self._microbatch, self._path, index)
-            hub.conductor.give(task, name)  # not kept: it goes to one stage, which uses it once
-            slots.append(Slot(name, hub.stage, meta, True))
+            context.conductor.give(task, name)  # not kept: it goes to one stage, which uses it once
+            slots.append(Slot(name, context.stage, meta, True))
             inline[name] = gradient.detach()
-        # A gradient's name depends on what was handed over as elements, and what by name.
-        course = (self._came, accumulates, tuple(None if slot is None else slot.comes for slot in slots))
-        learned = self._prediction.backward.setdefault(course, Learned())
-        waits = not (learned.is_known and hub.predicts)
-        here = {(index, hub.stage) for index, by_handle in enumerate(self._by_handle) if not by_handle}
-        goes = tuple(sorted(here if waits else here | learned.goes))
-        hub.opens(task, "B", self._path)
-        message = Back(
-            self._microbatch,
-            self._path,
-            tuple(slots),
-            task.in_model_backward,
-            accumulates,
-            waits,
-            None if waits else learned.digest,
-            goes,
-            tuple(inline),
-        )
-        hub.send(self._stage, message, list(inline.values()))
-        given = [slot.name for slot in slots if slot is not None]
-        owners = [(slot.name, slot.owner) for slot in slots if slot is not None]
-        if waits:
-            reply = hub.wait_for_reply(task, "B", self._path)
-            outcome = outcome_of(b"", reply.slots, self._path, given)
-            hub.learned += learned.observe(outcome)
-            results = list(reply.slots)
-        else:
-            if learned.outcome is None:
-                raise AssertionError("a known result without its outcome")
-            results = self._slots_of(learned.outcome, owners)
-        self._announce(results, goes, "B")
-        handles = self._handles_of(task, results, learned)
-        returned: list[torch.Tensor | None] = []
-        for index, (slot, by_handle) in enumerate(zip(results, self._by_handle, strict=True)):
-            if slot is None or by_handle:
-                returned.append(handles.get(index))
-            else:
-                returned.append(hub.values.fetch(slot.name, slot.owner).detach())
-        return returned
+        return slots, inline
 
 
 class _Remote(torch.autograd.Function):
@@ -318,6 +333,8 @@ class _Remote(torch.autograd.Function):
 
 class RemoteEntry:
     """Stands in for a module's call on the stages that do not own it."""
+
+    is_elsewhere = True
 
     def __init__(self, caller: RemoteCaller, path: str) -> None:
         self._caller = caller

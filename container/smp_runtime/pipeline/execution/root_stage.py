@@ -12,16 +12,13 @@ from typing import Any
 import torch
 
 from smp_runtime.pipeline.execution.failures import STEP_FUNCTION
-from smp_runtime.pipeline.execution.microbatches import Microbatches
-from smp_runtime.pipeline.execution.plan_store import Plans
-from smp_runtime.pipeline.execution.running_step import StepFrame
-from smp_runtime.pipeline.execution.stage_context import Hub, current_modes, in_modes, keeps_otherwise
+from smp_runtime.pipeline.execution.plan_store import PlanStore
+from smp_runtime.pipeline.execution.running_step import RunningStep
+from smp_runtime.pipeline.execution.stage_context import StageContext, current_modes, in_modes, keeps_otherwise
 from smp_runtime.pipeline.execution.task import Task
-from smp_runtime.pipeline.execution.watch import Watch
 from smp_runtime.pipeline.schedule.actions import TaskKind
-from smp_runtime.pipeline.transport.messages import Begin, End, StepKind
+from smp_runtime.pipeline.transport.messages import Begin, End, StepCall, StepKind
 from smp_runtime.pipeline.transport.packing import pack, unpack
-from smp_runtime.pipeline.transport.step_call import StepCall
 from smp_runtime.tensors.handles import Handle
 
 logger = logging.getLogger("smp")
@@ -31,40 +28,33 @@ class RootStage:
     """Runs the step function.
 
     Args:
-        hub: of the rank's pipeline.
-        frame: of its steps.
+        context: of the rank's pipeline.
+        running_step: of its steps.
         plans: the orders of the kinds of steps.
-        microbatches: of the step.
-        others: the other stages.
         begins: called on a worker's thread with the microbatch of a task that begins there, None when it ends.
         share: gives the values of all pipelines that must run in one order, the deciding one's first; None: its own.
-        watch: of the timeline, if there is one.
     """
 
     def __init__(
         self,
-        hub: Hub,
-        frame: StepFrame,
-        plans: Plans,
-        microbatches: Microbatches,
-        others: Sequence[int],
+        context: StageContext,
+        running_step: RunningStep,
+        plans: PlanStore,
         begins: Callable[[int | None], None],
         share: Callable[[Any], list[Any]] | None,
-        watch: Watch | None,
     ) -> None:
-        self._hub = hub
-        self._frame = frame
+        self._context = context
+        self._running_step = running_step
         self._plans = plans
-        self._microbatches = microbatches
-        self._others = others
+        self._microbatches = running_step.microbatches
+        self._others = context.others
         self._begins = begins
         self._share = share
-        self._watch = watch
         self._has_warned = False
 
     def run(self, kind: StepKind, functions: Sequence[Callable[[], Any]], call: StepCall) -> list[Any]:
         """Run one step; returns what each microbatch's function returned."""
-        hub, frame = self._hub, self._frame
+        context, running_step = self._context, self._running_step
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         plan = self._plans.of(kind)
         modes = current_modes()
@@ -75,12 +65,12 @@ class RootStage:
                 "modules run on other threads and ranks, which keep tensors as usual; use the hooks inside the modules, or "
                 "smp.set_activation_checkpointing with offload_activations"
             )
-        frame.enter(call)
+        running_step.enter(call)
         # Without an order, microbatches run one after the other where their order counts or pipelines must agree on it.
         is_serial = not plan.replays and (self._share is not None or self._plans.order_counts(kind))
-        begin = Begin(seed, kind, plan.replays, None, plan.is_recorded, is_serial, hub.switches.requires, call)
-        frame.begin(begin._replace(order=plan.order_of(hub.stage)))
-        with hub.lock:
+        begin = Begin(seed, kind, plan.replays, None, plan.is_recorded, is_serial, context.switches.requires, call)
+        running_step.begin(begin._replace(order=plan.order_of(context.stage)))
+        with context.lock:
             for number, function in enumerate(functions):
                 task = Task(
                     TaskKind.STEP,
@@ -88,28 +78,28 @@ class RootStage:
                     (),
                     STEP_FUNCTION,
                     functools.partial(self._work, function=function, modes=modes),
-                    hub.random_state(number, "", 0),
+                    context.random_state(number, "", 0),
                     contextvars.copy_context(),
                 )
                 self._microbatches.tasks[number] = task
             for task in self._microbatches.tasks.values():
-                hub.conductor.add(task, (), hub.is_there)
-            hub.conductor.poke()
+                context.conductor.add(task, (), context.is_there)
+            context.conductor.poke()
         # The others hear of the step while the first microbatch is under way; what it sends them waits for this.
         for stage in self._others:
-            hub.send(stage, begin._replace(order=plan.order_of(stage)), [])
-        frame.wait(lambda: self._microbatches.are_finished, "the microbatches to finish", lambda: self._others)
+            context.send(stage, begin._replace(order=plan.order_of(stage)), [])
+        running_step.wait(lambda: self._microbatches.are_finished, "the microbatches to finish", lambda: self._others)
         results = [self._microbatches.results[number] for number in range(len(functions))]
-        packed = pack(results, modules=hub.paths)
-        diverged = frame.diverged if self._share is None else any(self._share(frame.diverged))
+        packed = pack(results, modules=context.paths)
+        diverged = running_step.diverged if self._share is None else any(self._share(running_step.diverged))
         wants = self._plans.wants_record(kind, diverged)
-        training = hub.switches.settle()
+        training = context.switches.settle()
         for stage in self._others:
-            hub.send(stage, End(packed.head, wants, training), [tensor.detach() for tensor in packed.tensors])
+            context.send(stage, End(packed.head, wants, training), [tensor.detach() for tensor in packed.tensors])
         if wants:
             silent = lambda: self._others_without_record()  # noqa: E731
-            frame.wait(lambda: not silent(), "the other stages' records", silent)
-            self._plans.learn(kind, [frame.own_record(), *frame.records.values()])
+            running_step.wait(lambda: not silent(), "the other stages' records", silent)
+            self._plans.learn(kind, [running_step.own_record(), *running_step.records.values()])
         return results
 
     def _work(self, task: Task, function: Callable[[], Any], modes: Any) -> None:
@@ -118,60 +108,56 @@ class RootStage:
         try:
             with in_modes(modes):
                 returned = function()
-                self._hub.switches.step_function_ended(task.microbatch)
-                packed = pack(returned, modules=self._hub.paths)
+                self._context.switches.step_function_ended(task.microbatch)
+                packed = pack(returned, modules=self._context.paths)
                 if any(isinstance(tensor, Handle) for tensor in packed.tensors):
                     plain = [tensor.plain() if isinstance(tensor, Handle) else tensor for tensor in packed.tensors]
-                    returned = unpack(packed.head, plain, module_of=self._hub.modules.__getitem__)
+                    returned = unpack(packed.head, plain, module_of=self._context.modules.__getitem__)
             self._microbatches.results[task.microbatch] = returned
         finally:
             self._begins(None)
-        with self._hub.lock:
-            self._microbatches.reached_backward(task.microbatch)
-            self.open_gates()
+        with self._context.lock:
+            self._forward_ended(task.microbatch)
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """Around the backward pass that the script begins with ``model.backward``."""
-        task = self._hub.conductor.current
+        task = self._context.conductor.current
         if task is None:
             raise AssertionError("model.backward has checked that a task runs")
         ended = self._enter_backward(task)
-        if self._watch is not None:
-            self._watch.turn(task, TaskKind.BACKWARD, ended)
+        watch = self._context.watch
+        if watch is not None:
+            watch.turn(task, TaskKind.BACKWARD, ended)
         task.in_model_backward = True
         try:
             yield
         finally:
             task.in_model_backward = False
-            if self._watch is not None:
-                self._watch.turn(task, TaskKind.STEP)
+            if watch is not None:
+                watch.turn(task, TaskKind.STEP)
 
     def _enter_backward(self, task: Task) -> bool:
-        """A task's script begins its backward pass; in the simple schedule it waits for all forward passes.
+        """A task's script begins its backward pass; it may have to wait for forward passes of others.
 
         Returns:
             Whether the task's segment has ended with it, so that another has just begun.
         """
         if task.kind is not TaskKind.STEP or task.phase is TaskKind.BACKWARD:
             return False
-        conductor = self._hub.conductor
-        with self._hub.lock:
+        conductor = self._context.conductor
+        with self._context.lock:
             task.phase = TaskKind.BACKWARD
-            gate = self._microbatches.reached_backward(task.microbatch)
-            self.open_gates()
-        events: tuple[tuple[Any, ...], ...] = ()
-        if gate is not None and conductor.order is None:
-            events = (gate,)
-        conductor.wait(task, events, lambda event: event in self._microbatches.open_gates())
-        task.needs = ()
+            self._forward_ended(task.microbatch)
+            # A planned order lets it begin at the right moment by itself.
+            events = self._microbatches.before_backward(task.microbatch) if conductor.order is None else []
+        conductor.wait(task, events, self._microbatches.has_happened)
+        task.needs = ()  # not part of the record: the order that is planned from it keeps to the policy in its own way
         return True
 
-    def open_gates(self) -> None:
-        """With the lock held: let those microbatches go on that have waited for all forward passes of their wave."""
-        for gate in self._microbatches.open_gates():
-            self._hub.conductor.arrived(gate)
-        self._hub.conductor.poke()
+    def _forward_ended(self, microbatch: int) -> None:
+        """With the lock held: backward passes that have waited for it may begin; they do when this task gives up the baton."""
+        self._context.conductor.arrived(self._microbatches.forward_ended(microbatch))
 
     def _others_without_record(self) -> list[int]:
-        return [stage for stage in self._others if stage not in self._frame.records]
+        return [stage for stage in self._others if stage not in self._running_step.records]

@@ -1,25 +1,24 @@
-"""The frame of a step on one rank: what it knows from entering to leaving, and its wait for the step to get somewhere."""
+"""The step that a rank is in: what is known of it from entering to leaving, and the wait for it to get somewhere."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 
 from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.errors import DeadlineError, SMPUserError
-from smp_runtime.module_state.attributes import Attributes
 from smp_runtime.pipeline.execution.failures import STEP_FUNCTION, Alarm
-from smp_runtime.pipeline.execution.microbatches import Microbatches
-from smp_runtime.pipeline.execution.plan_store import Plans
-from smp_runtime.pipeline.execution.stage_context import Hub
-from smp_runtime.pipeline.execution.step_admission import StepGate
-from smp_runtime.pipeline.execution.watch import Watch
-from smp_runtime.pipeline.transport.messages import Begin, End, Record
-from smp_runtime.pipeline.transport.step_call import StepCall
+from smp_runtime.pipeline.execution.messenger import Messenger
+from smp_runtime.pipeline.execution.plan_store import PlanStore
+from smp_runtime.pipeline.execution.stage_context import StageContext
+from smp_runtime.pipeline.execution.task import Task
+from smp_runtime.pipeline.schedule.actions import Event
+from smp_runtime.pipeline.schedule.policies import Policy
+from smp_runtime.pipeline.transport.messages import Begin, Diverged, End, Record, StepCall
 from smp_runtime.tensors.random_state import seed_other_generators, task_seed
 
 logger = logging.getLogger("smp")
@@ -28,24 +27,74 @@ logger = logging.getLogger("smp")
 STALL_SECONDS = 10.0
 
 
-class StepFrame:
+class Microbatches:
+    """The microbatches of a step on the root stage: which may begin, which have ended their forward pass, which are done.
+
+    Guarded by the pipeline's lock.
+
+    Args:
+        policy: of the schedule.
+        active: most microbatches in flight.
+
+    Attributes:
+        active: most microbatches in flight in this step.
+        tasks: the step function's task for each microbatch.
+        results: what it returned.
+        finished: those that are done everywhere.
+    """
+
+    def __init__(self, policy: Policy, active: int) -> None:
+        self.active = active
+        self._policy = policy
+        self.clear()
+
+    def clear(self) -> None:
+        """The step is over."""
+        self.tasks: dict[int, Task] = {}
+        self.results: dict[int, Any] = {}
+        self.finished: set[int] = set()
+        self._through: set[Event] = set()  # with the forward pass
+
+    @property
+    def are_finished(self) -> bool:
+        """Whether all are done."""
+        return len(self.finished) == len(self.tasks)
+
+    def is_admitted(self, task: Task) -> bool:
+        """Whether one more microbatch may begin."""
+        in_flight = [n for n, other in self.tasks.items() if other.has_thread and n not in self.finished]
+        return self._policy.admits(task.microbatch, in_flight, self.active)
+
+    def forward_ended(self, microbatch: int) -> Event:
+        """A microbatch has ended its forward pass; returns the event that this is for others."""
+        self._through.add(event := ("forward ended", microbatch))
+        return event
+
+    def before_backward(self, microbatch: int) -> list[Event]:
+        """What the backward pass of a microbatch waits for where no order is planned."""
+        return [
+            ("forward ended", other)
+            for other in self._policy.backward_waits_for(microbatch, len(self.tasks), self.active)
+        ]
+
+    def has_happened(self, event: Event) -> bool:
+        """Whether such an event is over."""
+        return event in self._through
+
+
+class RunningStep:
     """The step that a rank is in.
 
     Args:
-        hub: of the rank's pipeline.
-        ranks: global ranks of all stages.
-        gate: opened and closed with the frame.
+        context: of the rank's pipeline.
+        messenger: opened and closed with the step.
         alarm: reset when a step is entered; what it heard ends the wait.
         plans: the orders of the kinds of steps.
-        microbatches: of the root stage.
-        attributes: of this stage's modules.
-        changed: told when something changes that the script's own thread may wait for.
-        leave_order: called, with the lock held, when the planned order does not fit.
+        policy: of the schedule.
         active: most microbatches in flight.
-        forward_first: whether forward passes go before backward passes.
-        watch: of the timeline, if there is one.
 
     Attributes:
+        microbatches: of the step, on the root stage.
         begun: how the step begins, once that is known.
         end: how it ends, and the tensors of its outputs, once the root stage has told.
         records: of the other stages, on the root stage.
@@ -54,32 +103,19 @@ class StepFrame:
 
     def __init__(
         self,
-        hub: Hub,
-        ranks: Sequence[int],
-        gate: StepGate,
+        context: StageContext,
+        messenger: Messenger,
         alarm: Alarm,
-        plans: Plans,
-        microbatches: Microbatches,
-        attributes: Attributes,
-        changed: threading.Condition,
-        leave_order: Callable[[str], None],
-        *,
+        plans: PlanStore,
+        policy: Policy,
         active: int,
-        forward_first: bool,
-        watch: Watch | None,
     ) -> None:
-        self._hub = hub
-        self._ranks = ranks
-        self._gate = gate
+        self._context = context
+        self._messenger = messenger
         self._alarm = alarm
         self._plans = plans
-        self._microbatches = microbatches
-        self._attributes = attributes
-        self._changed = changed
-        self._leave_order = leave_order
         self._active = active
-        self._forward_first = forward_first
-        self._watch = watch
+        self.microbatches = Microbatches(policy, active)
         #: Seconds of the longest step so far that needed no order or kept to it.
         self._longest_step = 0.0
         self._entered = 0.0
@@ -100,41 +136,42 @@ class StepFrame:
         Raises:
             StageError: no step can run any more.
         """
-        with self._hub.lock:
+        with self._context.lock:
             self._alarm.reset()
             self._entered = time.perf_counter()
             self.begun = self.end = None
             self._call = call
             self.records = {}
             self.diverged = False
-            self._microbatches.clear()
-            self._hub.learned = 0
-            self._hub.switches.enter()
-            self._gate.enter()
+            self.microbatches.clear()
+            self._context.learned = 0
+            self._context.switches.enter()
+            self._messenger.enter()
 
     def begin(self, begin: Begin) -> None:
         """It is known how the step begins."""
-        hub = self._hub
-        with hub.lock:
+        context = self._context
+        with context.lock:
             self.begun = begin
-            hub.switches.check(begin.requires, hub.stage_of(""))
-            hub.seed = begin.seed
+            context.switches.check(begin.requires, context.stage_of(""))
+            context.seed = begin.seed
             order = self._plans.order(begin)
-            hub.conductor.reset(order, forward_first=self._forward_first, records=begin.is_recorded)
-            self._microbatches.active = 1 if begin.is_serial else self._active
-            self._buffers = hub.buffer_versions()
-            self._attributes.begin(looks=begin.is_recorded, alone=begin.is_serial)
-            if self._watch is not None:
-                self._watch.begin_step(self._gate.step)
+            context.conductor.reset(order, records=begin.is_recorded)
+            self.microbatches.active = 1 if begin.is_serial else self._active
+            self._buffers = context.buffer_versions()
+            context.attributes.begin(looks=begin.is_recorded, alone=begin.is_serial)
+            if context.watch is not None:
+                context.watch.begin_step(self._messenger.step)
         self._compare(begin.call)
-        seed_other_generators(task_seed(begin.seed, hub.replica, -1, f"stage {hub.stage}"))
-        self._gate.begin()
+        seed_other_generators(task_seed(begin.seed, context.replica, -1, f"stage {context.stage}"))
+        self._messenger.begin()
 
     def _compare(self, root: StepCall) -> None:
         """Whether this rank's script has called the same step as the root stage's."""
         if self._call is None:
             return
-        rank, root_rank = self._ranks[self._hub.stage], self._ranks[self._hub.stage_of("")]
+        ranks = self._context.ranks
+        rank, root_rank = ranks[self._context.stage], ranks[self._context.stage_of("")]
         try:
             warning = self._call.check(root, rank, root_rank)
         except SMPUserError as error:
@@ -146,18 +183,59 @@ class StepFrame:
 
     def own_record(self) -> Record:
         """What this rank did in the step."""
-        with self._hub.lock:
-            changed = self._hub.buffer_versions() != self._buffers or self._attributes.carries
-            if self._attributes.crosses and not self._has_warned:
+        with self._context.lock:
+            attributes = self._context.attributes
+            changed = self._context.buffer_versions() != self._buffers or attributes.carries
+            if attributes.crosses and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
                     "pipeline stage %d: modules hand on %s from one microbatch to the next and set it after a call of another "
                     "stage, or several times, so the microbatches run one after the other; keep what such a module calls on its "
                     "stage (smp.set_partition), or hand values on as arguments",
-                    self._hub.stage,
-                    ", ".join(self._attributes.carried),
+                    self._context.stage,
+                    ", ".join(attributes.carried),
                 )
-            return Record(list(self._hub.conductor.record), self._hub.learned, changed, self._attributes.crosses)
+            return Record(list(self._context.conductor.record), self._context.learned, changed, attributes.crosses)
+
+    # -- what other stages tell --------------------------------------------------------------------------------------
+
+    def ended(self, end: End, tensors: list[torch.Tensor]) -> None:
+        """The root stage tells how the step ends."""
+        with self._context.lock:
+            self.end = (end, tensors)
+            self._context.changed.notify_all()
+
+    def recorded(self, sender: int, record: Record) -> None:
+        """Another stage tells the root stage what it did."""
+        with self._context.lock:
+            self.records[sender] = record
+            self._context.changed.notify_all()
+
+    def left_order(self) -> None:
+        """Another stage has left the planned order."""
+        with self._context.lock:
+            self._follow_no_order()
+            self._context.conductor.poke()
+
+    # -- the planned order -------------------------------------------------------------------------------------------
+
+    def leave_order(self, why: str) -> None:
+        """With the lock held: go on in the order in which work arrives, and tell the others.
+
+        It may be the conductor that calls this, while it decides who runs next; so it is left to the caller to poke it.
+        """
+        context = self._context
+        if context.conductor.order is not None:
+            logger.debug("stage %d leaves the planned order: %s", context.stage, why)
+            self._follow_no_order()
+            for stage in context.others:
+                context.send(stage, Diverged(why), [])
+
+    def _follow_no_order(self) -> None:
+        self._context.conductor.order = None
+        self.diverged = True
+
+    # -- the end -----------------------------------------------------------------------------------------------------
 
     def went_well(self) -> None:
         """The step has reached its end."""
@@ -166,15 +244,16 @@ class StepFrame:
 
     def leave(self) -> None:
         """This rank leaves the step, and what was kept for it is forgotten."""
-        self._gate.leave()
-        if self._watch is not None:
-            self._watch.end_step(failed=self._alarm.error is not None)
-        self._attributes.end()
-        self._hub.switches.leave()
-        self._hub.values.clear()
-        self._hub.replies.clear()
-        self._hub.opened.clear()
-        self._microbatches.clear()
+        context = self._context
+        self._messenger.leave()
+        if context.watch is not None:
+            context.watch.end_step(failed=self._alarm.error is not None)
+        context.attributes.end()
+        context.switches.leave()
+        context.values.clear()
+        context.replies.clear()
+        context.opened.clear()
+        self.microbatches.clear()
 
     def wait(self, is_true: Callable[[], bool], what: str, of: Callable[[], Collection[int]]) -> None:
         """On the script's own thread: wait for the step to get somewhere, with an eye on failures and stalls.
@@ -184,23 +263,24 @@ class StepFrame:
             of: the stages without which it cannot come.
         """
         seconds = timeout_seconds()
-        conductor = self._hub.conductor
+        conductor = self._context.conductor
         # Work that the order holds back although nothing else happens for the time of some steps: it does not fit.
         stall = min(STALL_SECONDS, 1.0 + 3 * self._longest_step)
-        with self._changed:
+        with self._context.changed:
             while not is_true():
                 if self._alarm.error is not None:
                     raise self._alarm.error
                 self._alarm.check_left(of())
-                self._changed.wait(min(1.0, stall))
+                # Whoever makes ``is_true`` true notifies with the lock held; the wait has an end anyway, to look for stalls.
+                self._context.changed.wait(min(1.0, stall))
                 quiet = time.perf_counter() - conductor.last_progress
                 if conductor.order is not None and conductor.is_stalled and quiet > stall:
-                    self._leave_order(f"nothing followed the planned order for {stall:.2g} s")
+                    self.leave_order(f"nothing followed the planned order for {stall:.2g} s")
                     conductor.poke()
                 if quiet > seconds and not conductor.is_running:
                     waiting = ", ".join(str(task) for task in conductor.waiting_tasks()) or "none"
-                    stage = self._hub.stage
+                    stage = self._context.stage
                     raise DeadlineError(
-                        f"pipeline stage {stage} (rank {self._ranks[stage]}) waited {seconds:.0f} s for {what}; its "
+                        f"pipeline stage {stage} (rank {self._context.ranks[stage]}) waited {seconds:.0f} s for {what}; its "
                         f"waiting tasks: {waiting}; check that every rank runs the same steps, or raise SMP_TIMEOUT_SECONDS"
                     )

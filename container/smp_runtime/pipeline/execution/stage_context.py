@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,29 +13,37 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from smp_runtime.module_state.attributes import Attributes
 from smp_runtime.module_state.flags import Switches, TaskState
 from smp_runtime.pipeline.execution.conductor import Conductor
-from smp_runtime.pipeline.execution.task import Task
-from smp_runtime.pipeline.execution.value_store import Values
-from smp_runtime.pipeline.transport.messages import Modes, Reply
+from smp_runtime.pipeline.execution.task import Task, Watch
+from smp_runtime.pipeline.execution.value_store import ValueStore
+from smp_runtime.pipeline.transport.messages import GroupCall, Modes, Reply
 from smp_runtime.tensors.handles import Path
 from smp_runtime.tensors.random_state import RandomState, task_seed
 
 
 @dataclass
-class Hub:
+class StageContext:
     """The shared state of one rank's pipeline.
 
     Attributes:
-        stage: this rank's position in its pipeline group.
+        ranks: global ranks of the pipeline group; a stage is a position in it.
+        stage: this rank's.
         device: where it computes.
         lock: guards everything here, the tasks and the values.
         send: message and tensors to a stage; the message gets the number of the step.
         modules: by path.
-        paths: path by module identity.
-        stage_of: stage of every module by path.
+        stage_of: stage of every module by path; that of ``""`` is the root stage.
+        conductor: of the tasks.
+        attributes: of this stage's modules.
         replica: data parallel rank, part of every task's seed.
         predicts: whether calls whose result is known in advance return without waiting for it.
+        watch: of the timeline, if there is one.
+        changed: told, with the lock held, when something changes that the script's own thread may wait for.
+        make_group: makes a module of those that a :class:`GroupCall` runs.
+        paths: path by module identity.
+        others: the other stages.
         seed: of the step.
         replies: to calls whose result was not known in advance.
         opened: requests that are not done, with the task that posted each.
@@ -43,28 +51,64 @@ class Hub:
         switches: the flags of all modules and parameters.
     """
 
+    ranks: Sequence[int]
     stage: int
     device: torch.device
     lock: threading.RLock
     send: Callable[..., None]
     modules: Mapping[str, nn.Module]
     stage_of: Callable[[str], int]
+    conductor: Conductor
+    attributes: Attributes
     replica: int = 0
     predicts: bool = True
+    watch: Watch | None = None
+    make_group: Callable[[GroupCall], nn.Module] | None = None
     seed: int = 0
-    paths: dict[int, str] = field(default_factory=dict)
     replies: dict[Any, Reply] = field(default_factory=dict)
     opened: dict[tuple[str, int, Path], Task] = field(default_factory=dict)
     learned: int = 0
-    conductor: Conductor = field(init=False)
-    values: Values = field(init=False)
+    changed: threading.Condition = field(init=False)
+    paths: dict[int, str] = field(init=False)
+    others: list[int] = field(init=False)
+    values: ValueStore = field(init=False)
     anchor: torch.Tensor = field(init=False)
     switches: Switches = field(init=False)
 
     def __post_init__(self) -> None:
+        self.changed = threading.Condition(self.lock)
+        self.paths = {id(module): path for path, module in self.modules.items()}
+        self.others = [stage for stage in range(len(self.ranks)) if stage != self.stage]
+        self.values = ValueStore(self.lock, self.stage, self.conductor, self.send)
         # Something that requires a gradient, so that the result of a call does even where no argument does.
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
-        self.switches = Switches(self.modules, self.stage_of, self.stage, lambda path: self.modules[path])
+        self._groups: dict[str, tuple[GroupCall, nn.Module]] = {}
+        self.switches = Switches(self.modules, self._stage_of_label, self.stage, self._labelled)
+
+    # -- what a call runs --------------------------------------------------------------------------------------------
+
+    def called(self, module: str | GroupCall) -> nn.Module:
+        """The module that a call runs, by its path; that of several modules is known by its label from then on."""
+        if isinstance(module, str):
+            return self.modules[module]
+        label = str(module)
+        if label not in self._groups:
+            if self.make_group is None:
+                raise AssertionError("a call of several modules, but nothing that puts them together")
+            self._groups[label] = module, self.make_group(module)
+        return self._groups[label][1]
+
+    def stage_of_call(self, module: str | GroupCall) -> int:
+        """The stage that runs a call."""
+        return self.stage_of(module if isinstance(module, str) else module.members[0])
+
+    def _labelled(self, label: str) -> nn.Module:
+        return self._groups[label][1] if label in self._groups else self.modules[label]
+
+    def _stage_of_label(self, label: str) -> int:
+        return self.stage_of_call(self._groups[label][0] if label in self._groups else label)
+
+    # -- tasks -------------------------------------------------------------------------------------------------------
 
     def is_there(self, event: Any) -> bool:
         """Whether a task need not wait for something: a value, or a reply ``("r", …)``."""
@@ -86,6 +130,14 @@ class Hub:
             task.open += 1
             self.opened[kind, task.microbatch, path] = task
             self.conductor.give(task, ("q", kind, task.microbatch, path))
+
+    def replied(self, reply: Reply) -> None:
+        """A reply has come, on the receiver's thread."""
+        event = ("r", reply.kind, reply.microbatch, reply.path)
+        with self.lock:
+            self.replies[event] = reply
+            self.conductor.arrived(event)
+            self.conductor.poke()
 
     def wait_for_reply(self, task: Task, kind: str, path: Path) -> Reply:
         """The reply to a request that was posted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,6 +27,8 @@ class Task:
         label: module path, for messages and pictures.
         work: what it does.
         random: the state of its random numbers; None leaves the generators alone.
+        context: variables (``contextvars``) of the script, for the step function.
+        caller: stage that has asked for it; None for the step function.
 
     Attributes:
         part: number of the segment that runs or comes next.
@@ -44,6 +46,7 @@ class Task:
         work: Callable[[Task], None],
         random: RandomState | None = None,
         context: contextvars.Context | None = None,
+        caller: int | None = None,
     ) -> None:
         self.kind = kind
         self.microbatch = microbatch
@@ -52,6 +55,7 @@ class Task:
         self.work = work
         self.random = random
         self.context = context
+        self.caller = caller
         self.part = 0
         self.phase = TaskKind.BACKWARD if kind is TaskKind.BACKWARD else TaskKind.FORWARD
         self.calls = 0
@@ -108,3 +112,13 @@ class Order:
     @property
     def next(self) -> Action | None:
         return self.actions[self.position] if self.position < len(self.actions) else None
+
+
+class Watch(Protocol):
+    """Is told what a rank's tasks compute, as a timeline is; see :mod:`smp_runtime.pipeline.observe.task_timeline`."""
+
+    def begin_step(self, number: int) -> None: ...
+    def end_step(self, failed: bool = False) -> None: ...
+    def segment_ended(self, task: Task, start: float, stop: float) -> None: ...
+    def turn(self, task: Task, kind: TaskKind, at_start: bool = False) -> None: ...
+    def close(self) -> None: ...

@@ -14,8 +14,13 @@ from smp_runtime.pipeline.transport.messages import Deliver, Value
 from smp_runtime.tensors.handles import Name, Path
 
 
-class Values:
+class ValueStore:
     """Keeps values until their microbatch is finished, and brings each to the stages that want it.
+
+    Values are put by receiver threads and by the task that computes, and looked up by that task only. Everything that
+    changes is guarded by the pipeline's lock; a single look into a dictionary needs none, since what a task asks for is
+    either there for good (until its own microbatch is released) or waited for with the lock. Values are sent without the
+    lock, since tensors may take their time.
 
     Args:
         lock: of the rank's pipeline.
@@ -39,7 +44,7 @@ class Values:
         self._versions: dict[Name, int] = {}
         self._names: dict[int, set[Name]] = {}
         self._wanted: dict[Name, set[int]] = {}
-        #: Values and stages that they go to: asked for, sent, or sent unasked.
+        #: ValueStore and stages that they go to: asked for, sent, or sent unasked.
         self._directed: dict[int, set[tuple[Name, int]]] = {}
         #: Plain tensors that were handed to other stages already, by identity: masks go to every layer.
         self._handed: dict[int, dict[int, tuple[torch.Tensor, int, Name, set[int]]]] = {}
@@ -85,6 +90,7 @@ class Values:
             SMPUserError: it was changed in place since it was handed on.
         """
         with self._lock:
+            # One look with the lock: between two, the value could come and find nobody who wants it.
             tensor = self._tensors.get(name)
             if tensor is None:
                 self._wanted.setdefault(name, set()).add(stage)

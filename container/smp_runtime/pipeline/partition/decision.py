@@ -108,9 +108,7 @@ def _decided(
     active = min(parameters.active_microbatches or stages + 2, parameters.microbatches)
     settings = CostSettings(
         memory_weight=0.8 if parameters.memory_weight is None else parameters.memory_weight,
-        in_flight=in_flight_counts(
-            stages, parameters.microbatches, active, backward_first=parameters.pipeline == "interleaved"
-        ),
+        in_flight=in_flight_counts(parameters.pipeline, stages, parameters.microbatches, active),
         optimizer_bytes=optimizer_bytes,
     )
     if parameters.load_partition and parameters.partition_file:

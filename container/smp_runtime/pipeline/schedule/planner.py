@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment
-from smp_runtime.pipeline.schedule.simulation import Clock, Graph, noisy_makespans, replay, summary
-
-POLICIES = ("interleaved", "simple", "_only_forward")
+from smp_runtime.pipeline.schedule.policies import Policy
+from smp_runtime.pipeline.schedule.simulation import Clock, Graph, replay, summary
 
 #: Simulated segments (segments × rules) that a search may cost; about 5 µs each. Of a bigger graph, only the rules that are
 #: best on its first microbatches are tried on the whole.
@@ -28,9 +27,7 @@ _ROUNDS = 300
 #: Plans whose makespans differ by less than this fraction count as equal.
 _EQUAL = 0.01
 
-_NOISE = 0.2
-
-#: How many schedules, the fastest and the leanest each, are also tried with noise.
+#: How many rules, of those that are best on the first microbatches, are tried on a whole big graph.
 _FINALISTS = 3
 
 
@@ -44,7 +41,6 @@ class Plan:
         bound: seconds that no order can beat: the busiest rank's work, with what must come before it and after it.
         idle: per rank, the fraction of the makespan in which it computes nothing.
         in_flight: per rank, the most microbatches whose activations it holds; never more than ``active``.
-        slowdown: mean makespan ÷ ``makespan`` when every duration is up to 20 % off.
         rule: the rule that won, in words, for the log.
     """
 
@@ -53,11 +49,10 @@ class Plan:
     bound: float
     idle: dict[int, float]
     in_flight: dict[int, int]
-    slowdown: float
     rule: str
 
 
-def plan(segments: Iterable[Segment], *, policy: str, active: int, latency: float = 0.0) -> Plan:
+def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: float = 0.0) -> Plan:
     """The order in which every rank runs the segments of a step.
 
     The orders name every segment once, cannot deadlock on the recorded graph whatever the real durations are, and keep
@@ -65,24 +60,21 @@ def plan(segments: Iterable[Segment], *, policy: str, active: int, latency: floa
 
     Args:
         segments: all segments of all ranks of one pipeline group, durations smoothed (see :func:`.schedules.smooth`).
-        policy: ``"interleaved"``: backwards first. ``"simple"``: in waves of ``active`` microbatches, on every rank all
-            forwards of a wave before its first backward. ``"_only_forward"``: like interleaved; for steps without backward.
+        policy: what the order must keep to, besides.
         active: most microbatches begun and not finished.
         latency: seconds from rank to rank.
 
     Raises:
         ScheduleError: the record is incomplete or contradicts itself.
-        SMPUserError: unknown policy, or ``active`` below 1.
+        SMPUserError: ``active`` is below 1.
     """
-    if policy not in POLICIES:
-        raise SMPUserError(f"pipeline is {policy!r}. It is one of {', '.join(map(repr, POLICIES))}.")
     if active < 1:
         raise SMPUserError(f"active_microbatches is {active}. At least one must be active: set it to 1 or more.")
     # The same plan, whichever rank's record came first.
     segments = sorted(segments, key=lambda s: (s.action.microbatch, s.action.kind.value, s.action.path, s.action.part))
     if not segments:
-        return Plan({}, 0.0, 0.0, {}, {}, 1.0, "nothing to run")
-    facts = _Facts(Graph(segments, latency, ascending=True), active, simple=policy == "simple")
+        return Plan({}, 0.0, 0.0, {}, {}, "nothing to run")
+    facts = _Facts(Graph(segments, latency, ascending=True), active, policy)
     best = _search(facts)
     graph = facts.graph
     sequence = best.clock.order
@@ -93,7 +85,6 @@ def plan(segments: Iterable[Segment], *, policy: str, active: int, latency: floa
         bound=facts.bound / 1e9,
         idle=run.idle,
         in_flight=run.in_flight,
-        slowdown=best.noisy / best.clock.makespan if best.clock.makespan else 1.0,
         rule=str(best.rule),
     )
 
@@ -104,15 +95,19 @@ def plan(segments: Iterable[Segment], *, policy: str, active: int, latency: floa
 class _Facts:
     """What is known of a graph before any order: solo times, tails, waves, and how many microbatches fill each rank."""
 
-    def __init__(self, graph: Graph, active: int, *, simple: bool) -> None:
+    def __init__(self, graph: Graph, active: int, policy: Policy) -> None:
         self.graph = graph
         self.active = active
-        self.simple = simple
+        self.policy = policy
         self.nodes = graph.topological()
         self.period = self._period()
         self.tail, self.head = self._tails(), self._heads()
         self.bound = self._bound()
-        self.wave = [k // active if simple else 0 for k in range(len(graph.microbatches))]
+        waves = [policy.wave(k, active) for k in range(len(graph.microbatches))]
+        self.in_waves = None not in waves
+        self.wave = [wave or 0 for wave in waves]
+        #: The first microbatch of each wave.
+        self.first = [self.wave.index(wave) for wave in range(1 + max(self.wave))]
         self.late = self._late()
         self.need = self._need()
 
@@ -201,35 +196,26 @@ class _Rule:
 
     Attributes:
         priority: ``"lowest"``: lowest microbatch first; ``"longest"``: longest way to its microbatch's end first;
-            ``"groups"``: the same in groups of as many microbatches as ranks, for interleaved stages; ``"refined"``: by
-            given keys. Backwards come before forwards in all.
+            ``"refined"``: by given keys. Backwards come before forwards in all.
         spare: how many microbatches more than needed may be in flight on a rank; None: as many as may be active.
-        patience: wait for something more important rather than starting something long, as long as the wait and the more
-            important segment take less than ``patience`` × the time by which starting would delay it.
         quick: segments shorter than this fraction of the period go first: they are what others wait for.
     """
 
     priority: str
     spare: int | None
-    patience: float
     quick: float = 0.02
 
     def __str__(self) -> str:
         spare = "free" if self.spare is None else f"+{self.spare}"
-        return f"{self.priority} first, in flight {spare}, patience {self.patience:g}"
+        return f"{self.priority} first, in flight {spare}"
 
 
 def _rules(facts: _Facts) -> list[_Rule]:
     spares: list[int | None] = [None]
-    if not facts.simple:
+    if not facts.in_waves:
         least = max(1, min(int(need) for need in facts.need))
         spares = [*range(min(4, max(0, facts.active - least))), None]
-    return [
-        _Rule(priority, spare, patience)
-        for spare in spares
-        for priority in ("lowest", "longest", "groups")
-        for patience in (1.0, 0.0)
-    ]
+    return [_Rule(priority, spare) for spare in spares for priority in ("lowest", "longest")]
 
 
 class _Choice:
@@ -252,7 +238,6 @@ class _Choice:
             if not late:
                 self.early_left[graph.rank[i]][facts.wave[graph.microbatch[i]]] += 1
         self.counted = [0] * len(graph.ranks)
-        self.waited = False  # whether patience ever made a rank wait
         self.capped = False  # whether the limit of microbatches in flight ever did
 
     def _key(self) -> Callable[[int], tuple[int, ...]]:
@@ -261,12 +246,7 @@ class _Choice:
 
         def key(i: int) -> tuple[int, ...]:
             microbatch, tail = graph.microbatch[i], -facts.tail[i]
-            if priority == "lowest":
-                after: tuple[int, ...] = (microbatch, tail)
-            elif priority == "longest":
-                after = (tail, microbatch)
-            else:
-                after = (microbatch // len(graph.ranks), tail, microbatch)
+            after = (microbatch, tail) if priority == "lowest" else (tail, microbatch)
             return (0 if graph.ns[i] <= quick else 1, 0 if facts.late[i] else 1, *after)
 
         return key
@@ -276,19 +256,18 @@ class _Choice:
         for node in clock.ready[rank]:
             if (best < 0 or place[node] < place[best]) and self._allowed(clock, rank, node):
                 best = node
-        patience = self.rule.patience
-        if best < 0 or not patience:
+        if best < 0:
             return best
+        # Something more important may be worth a wait: if that and the segment itself take less than starting would delay it.
         ns = clock.ns
         end = now + ns[best]
         for node, time in clock.coming[rank].items():
             if (
                 time < end
                 and place[node] < place[best]
-                and time + ns[node] - now < patience * (end - time)
+                and time + ns[node] - now < end - time
                 and self._allowed(clock, rank, node)
             ):
-                self.waited = True
                 return -1
         return best
 
@@ -296,7 +275,7 @@ class _Choice:
         k = self.facts.graph.microbatch[node]
         if not clock.begun[k] and clock.open >= clock.active:
             return False
-        if self.facts.simple and not self._wave_allows(clock, rank, node, k):
+        if self.facts.in_waves and not self._wave_allows(clock, rank, node, k):
             return False
         # The lowest unfinished microbatch always goes on: so nothing can wait for itself in a circle.
         if (
@@ -311,7 +290,7 @@ class _Choice:
 
     def _wave_allows(self, clock: Clock, rank: int, node: int, k: int) -> bool:
         wave = self.facts.wave[k]
-        if clock.lowest < wave * self.facts.active:
+        if clock.lowest < self.facts.first[wave]:
             return False
         left = self.early_left[rank]
         order = clock.order[rank]
@@ -329,14 +308,7 @@ class _Choice:
 class _Try:
     rule: _Rule
     clock: Clock
-    waited: bool
     capped: bool
-    noisy: float = 0.0  # mean makespan under noise, nanoseconds
-
-    @property
-    def score(self) -> float:
-        """Half of what was recorded, half of what may come."""
-        return (self.clock.makespan + self.noisy) / 2
 
     @property
     def in_flight(self) -> int:
@@ -348,7 +320,7 @@ def _run(facts: _Facts, rule: _Rule, keys: Sequence[float] | None = None) -> _Tr
     clock = Clock(facts.graph, facts.active, facts.graph.ns).run(choice)
     if clock.done < len(facts.graph.segments):
         raise AssertionError(f"the rule {rule} got stuck after {clock.done} of {len(facts.graph.segments)} segments")
-    return _Try(rule, clock, waited=choice.waited, capped=choice.capped)
+    return _Try(rule, clock, choice.capped)
 
 
 def _search(facts: _Facts) -> _Try:
@@ -357,62 +329,49 @@ def _search(facts: _Facts) -> _Try:
     if size * len(rules) > _BUDGET:
         fewer = _first_microbatches(facts)
         if fewer is not None:
-            rules = [one.rule for one in _best(fewer, _tries(fewer, rules))[:_FINALISTS]]
+            rules = [one.rule for one in _best(_tries(fewer, rules))[:_FINALISTS]]
     tries = _tries(facts, rules)
     fastest = min(tries, key=lambda one: one.clock.makespan)
     rounds = min(_ROUNDS, _BUDGET // 4 // size)
     if fastest.clock.makespan > facts.bound * (1 + _EQUAL) and rounds > _ROUNDS // 10:
         tries.append(_refined(facts, fastest, rounds))
-    return _best(facts, tries)[0]
+    return _best(tries)[0]
 
 
 def _tries(facts: _Facts, rules: Sequence[_Rule]) -> list[_Try]:
     """A run of every rule, less those that are known to come to the same."""
     tries: list[_Try] = []
-    settled: set[tuple[str, float]] = set()  # (priority, patience) that more spare cannot change
-    patient: dict[tuple[str, int | None], bool] = {}  # whether patience made a difference
+    settled: set[str] = set()  # priorities that more spare cannot change
     for rule in rules:
-        if (rule.priority, rule.patience) in settled or not patient.get((rule.priority, rule.spare), True):
-            continue
-        one = _run(facts, rule)
-        tries.append(one)
-        if not one.capped:
-            settled.add((rule.priority, rule.patience))
-        if rule.patience:
-            patient[rule.priority, rule.spare] = one.waited
+        if rule.priority not in settled:
+            tries.append(one := _run(facts, rule))
+            if not one.capped:
+                settled.add(rule.priority)
     return tries
 
 
-def _best(facts: _Facts, tries: Sequence[_Try]) -> list[_Try]:
-    """The different ones among the fastest tries, the one to prefer first."""
+def _best(tries: Sequence[_Try]) -> list[_Try]:
+    """The different ones among the tries, the one to prefer first: of the fastest, which count as equal, the leanest."""
     least = min(one.clock.makespan for one in tries)
-    tries = _without_doubles(one for one in tries if one.clock.makespan <= least * (1 + 2 * _EQUAL))
-    fastest = sorted(tries, key=lambda one: one.clock.makespan)[:_FINALISTS]
-    leanest = sorted(tries, key=lambda one: one.in_flight)[:_FINALISTS]
-    tries = [one for one in tries if one in fastest or one in leanest]
-    samples = min(24, max(2, 4000 // len(facts.graph.segments)))  # many segments average out by themselves
-    for one in tries:
-        times = noisy_makespans(facts.graph, one.clock.order, facts.active, noise=_NOISE, samples=samples, seed=0)
-        one.noisy = sum(times) / len(times)
-    least_score = min(one.score for one in tries)
 
     def preference(one: _Try) -> tuple[float, ...]:
-        equal = one.score <= least_score * (1 + _EQUAL)
-        return (0, one.in_flight, one.score) if equal else (1, one.score)
+        equal = one.clock.makespan <= least * (1 + _EQUAL)
+        return (0, one.in_flight, one.clock.makespan) if equal else (1, one.clock.makespan)
 
-    return sorted(tries, key=preference)
+    return sorted(_without_doubles(tries), key=preference)
 
 
 def _first_microbatches(facts: _Facts) -> _Facts | None:
     """The same for fewer microbatches: enough for a full pipeline and, in waves, for two of them."""
     graph, active = facts.graph, facts.active
-    number = 2 * active if facts.simple else active + 2 * len(graph.ranks)
+    # Waves are as long as each other, but for the last.
+    number = 2 * facts.wave.count(0) if facts.in_waves else active + 2 * len(graph.ranks)
     if number >= len(graph.microbatches):
         return None
     kept = set(graph.microbatches[:number])
     segments = [segment for segment in graph.segments if segment.action.microbatch in kept]
     try:
-        return _Facts(Graph(segments, graph.latency / 1e9, ascending=True), active, simple=facts.simple)
+        return _Facts(Graph(segments, graph.latency / 1e9, ascending=True), active, facts.policy)
     except ScheduleError:  # a microbatch needs something of a later one
         return None
 
@@ -432,8 +391,7 @@ def _refined(facts: _Facts, best: _Try, rounds: int) -> _Try:
         keys: list[float] = list(best.clock.start)
         for node in draw.sample(range(size), max(1, int(share * size))):
             keys[node] += draw.uniform(-shift, shift)
-        rule = replace(best.rule, priority="refined", patience=draw.choice((0.0, 0.5, 1.0)))
-        one = _run(facts, rule, keys)
+        one = _run(facts, replace(best.rule, priority="refined"), keys)
         if one.clock.makespan < best.clock.makespan:
             best = one
     return best

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -55,32 +54,6 @@ def simulate(orders: Orders, segments: Iterable[Segment], *, active: int, latenc
     graph = Graph(segments, latency)
     sequence = _sequence(orders, graph)
     return summary(graph, replay(graph, sequence, active, graph.ns))
-
-
-def validate(orders: Orders, segments: Iterable[Segment], *, active: int, latency: float = 0.0) -> None:
-    """Raise :class:`ScheduleError` if ``orders`` is incomplete or cannot run to its end; see :func:`simulate`."""
-    simulate(orders, segments, active=active, latency=latency)
-
-
-def slowdowns(
-    orders: Orders,
-    segments: Iterable[Segment],
-    *,
-    active: int,
-    latency: float = 0.0,
-    noise: float = 0.2,
-    samples: int = 5,
-    seed: int = 0,
-) -> list[float]:
-    """Makespan ÷ makespan without noise, when every segment takes up to ``noise`` more or less than recorded.
-
-    One figure per sample, each with durations drawn anew (uniform, from ``seed``): how a fixed order takes it when the
-    real durations are not those that it was planned for.
-    """
-    graph = Graph(segments, latency)
-    sequence = _sequence(orders, graph)
-    quiet = replay(graph, sequence, active, graph.ns).makespan or 1
-    return [time / quiet for time in noisy_makespans(graph, sequence, active, noise=noise, samples=samples, seed=seed)]
 
 
 # ---- the graph ----
@@ -360,17 +333,6 @@ def replay(graph: Graph, sequence: Sequence[Sequence[int]], active: int, ns: Seq
     if clock.done < len(graph.segments):
         raise ScheduleError(_deadlock(clock, sequence))
     return clock
-
-
-def noisy_makespans(
-    graph: Graph, sequence: Sequence[Sequence[int]], active: int, *, noise: float, samples: int, seed: int
-) -> list[int]:
-    """Makespans in nanoseconds of a fixed order with durations drawn anew for every sample."""
-    draw = random.Random(seed)
-    return [
-        replay(graph, sequence, active, [round(ns * draw.uniform(1 - noise, 1 + noise)) for ns in graph.ns]).makespan
-        for _ in range(samples)
-    ]
 
 
 def summary(graph: Graph, clock: Clock) -> Run:

@@ -1,14 +1,13 @@
-"""What the ranks of a pipeline say to each other: requests, replies, values and the frame of a step."""
+"""What the ranks of a pipeline say to each other: requests, replies, values and the step of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from smp_config.failure import FailureRecord
-from smp_runtime.pipeline.transport.step_call import StepCall
 from smp_runtime.tensors.handles import Meta, Name, Path
 
 
@@ -42,12 +41,27 @@ class Modes(NamedTuple):
     device: str | None = None
 
 
+class GroupCall(NamedTuple):
+    """What a call runs that is meant for several modules of one stage: one after the other, as one checkpointed region.
+
+    Attributes:
+        members: paths of the modules.
+        preserve_rng_state: whether the region draws the same random numbers when it is run again.
+    """
+
+    members: tuple[str, ...]
+    preserve_rng_state: bool
+
+    def __str__(self) -> str:
+        return f"checkpointed {'' if self.preserve_rng_state else 'without random state '}{' + '.join(self.members)}"
+
+
 class Call(NamedTuple):
     """Run a module forward. Tensors of the message: those named in ``inline``."""
 
     microbatch: int
     path: Path
-    module: str
+    module: str | GroupCall
     head: bytes
     mutable: bool  # whether the arguments hold something that the module could change
     slots: tuple[Slot, ...]
@@ -122,6 +136,17 @@ class StepKind(NamedTuple):
 
     course: Hashable
     shapes: Hashable
+
+
+class StepCall(Protocol):
+    """How a rank's script has called a step; pickled, since the other stages compare the root stage's with their own."""
+
+    def check(self, root: Any, rank: int, root_rank: int) -> str:
+        """Compare this rank's call with the root stage's; returns a warning, or nothing.
+
+        Raises:
+            SMPUserError: the ranks run different steps.
+        """
 
 
 class Begin(NamedTuple):

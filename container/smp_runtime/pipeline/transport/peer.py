@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from smp_runtime.pipeline.transport.tensor_channels import Lane
+from smp_runtime.pipeline.transport.tensor_channels import TensorChannel
 
 _READ_AHEAD_BYTES = 2**16
 #: The system takes at most 1,024 pieces in one call.
@@ -27,13 +27,20 @@ class Ended(Exception):
 class Peer:
     """The way to and from one other stage."""
 
-    def __init__(self, stage: int, rank: int, connection: socket.socket, out: Sequence[Lane], back: Sequence[Lane]):
+    def __init__(
+        self,
+        stage: int,
+        rank: int,
+        connection: socket.socket,
+        out: Sequence[TensorChannel],
+        back: Sequence[TensorChannel],
+    ):
         self.stage = stage
         self.rank = rank
         self.connection = connection
         self.out = out
         self.back = back
-        #: Held while tensors are posted and their message is written: all lanes see one order. Messages without such
+        #: Held while tensors are posted and their message is written: all channels see one order. Messages without such
         #: tensors do without, since a thread that sends one may hold what a receiver thread needs.
         self.order = threading.Lock()
         #: Guards what follows; told when it changes.

@@ -1,7 +1,7 @@
 """How the bytes of a tensor get to another rank, once the stream between the two has announced its shape.
 
 Tensors in host memory travel inside the stream itself; those of an accelerator go from device to device through
-``torch.distributed``. :func:`choose_lanes` is the one place that decides.
+``torch.distributed``. :func:`choose_channels` is the one place that decides.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Announcement(NamedTuple):
     """What a receiver must know of a tensor before its bytes come.
 
     Attributes:
-        lane: position in the receiver's lanes.
+        channel: position in the receiver's channels.
         dtype: name inside ``torch``.
         shape: sizes.
         stride: in elements; None for a contiguous tensor.
     """
 
-    lane: int
+    channel: int
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None
@@ -67,10 +67,10 @@ _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.qui
 _CPU = torch.device("cpu")
 
 
-def announce(tensor: torch.Tensor, lane: int) -> Announcement:
+def announce(tensor: torch.Tensor, channel: int) -> Announcement:
     """The announcement of a tensor that :func:`dense` returned."""
     stride = None if tensor.is_contiguous() else tensor.stride()
-    return Announcement(lane, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), stride)
+    return Announcement(channel, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), stride)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ def bytes_of(tensor: torch.Tensor, size: int, *, writable: bool = False) -> memo
     return _view_of_memory(tensor.data_ptr(), size, _WRITE if writable else _READ)
 
 
-class Lane(Protocol):
+class TensorChannel(Protocol):
     """One way for tensors of one direction between two ranks.
 
     The sender calls, for each tensor in order, :meth:`inline` and, where that gives None, :meth:`post`, both before the
@@ -147,7 +147,7 @@ class Lane(Protocol):
         ...
 
 
-class InlineLane:
+class InlineChannel:
     """Bytes in the stream. Tensors of an accelerator are copied to host memory and back on the way.
 
     Args:
@@ -177,7 +177,7 @@ class InlineLane:
         pass
 
 
-class CollectiveLane:
+class CollectiveChannel:
     """``torch.distributed`` messages in a process group that only this direction between two ranks uses.
 
     On CUDA a receiver thread allocates and receives on a stream of its own and waits for it on the host, so that a
@@ -266,27 +266,27 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def choose_lanes(
+def choose_channels(
     device: torch.device, peer: int, group: dist.ProcessGroup | None, consumer: torch.cuda.Stream | None = None
-) -> tuple[Lane, ...]:
-    """The lanes of one direction: position 0 for host memory, 1 for tensors of ``device``; see :func:`lane_of`.
+) -> tuple[TensorChannel, ...]:
+    """The channels of one direction: position 0 for host memory, 1 for tensors of ``device``; see :func:`channel_of`.
 
     Args:
         group: for this direction alone; None sends everything inside the stream.
     """
-    host = InlineLane(_CPU)
+    host = InlineChannel(_CPU)
     if group is not None:
-        return host, CollectiveLane(group, peer, device, consumer)
-    return (host,) if device.type == "cpu" else (host, InlineLane(device))
+        return host, CollectiveChannel(group, peer, device, consumer)
+    return (host,) if device.type == "cpu" else (host, InlineChannel(device))
 
 
-def lane_of(tensor: torch.Tensor, lanes: Sequence[Lane], device: torch.device) -> int:
-    """Which of ``lanes`` a tensor takes.
+def channel_of(tensor: torch.Tensor, channels: Sequence[TensorChannel], device: torch.device) -> int:
+    """Which of ``channels`` a tensor takes.
 
     Raises:
         SMPUserError: it is on a device that this rank does not compute on.
     """
-    if len(lanes) > 1 and _is_same(tensor.device, device):
+    if len(channels) > 1 and _is_same(tensor.device, device):
         return 1
     if tensor.is_cpu:
         return 0
@@ -312,7 +312,7 @@ def use_device(device: torch.device) -> None:
 def meet(
     mine: int,
     ranks: Sequence[int],
-    lanes: Mapping[int, tuple[Lane, Lane]],
+    channels: Mapping[int, tuple[TensorChannel, TensorChannel]],
     device: torch.device,
     seconds: float,
 ) -> None:
@@ -325,7 +325,7 @@ def meet(
     Args:
         mine: global rank of the caller.
         ranks: of the pipeline group, in the same order everywhere.
-        lanes: to and from each other rank.
+        channels: to and from each other rank.
         device: of the tensors.
         seconds: deadline for all of it.
 
@@ -347,11 +347,11 @@ def meet(
                 tried = source, target
                 element = torch.zeros((1,), dtype=torch.uint8, device=device)
                 if mine == source:
-                    out, _ = lanes[target]
+                    out, _ = channels[target]
                     out.post(element)
                     out.flush(deadline)
                 else:
-                    _, back = lanes[source]
+                    _, back = channels[source]
                     back.receive(announce(element, 1), lambda memory: None)
             outcome.put(None)
         except BaseException as error:

@@ -23,13 +23,13 @@ from smp_runtime.pipeline.transport.connections import connect_all
 from smp_runtime.pipeline.transport.peer import Ended, Peer, Reader, write_pieces
 from smp_runtime.pipeline.transport.tensor_channels import (
     Announcement,
-    Lane,
+    TensorChannel,
     announce,
     byte_count,
     bytes_of,
-    choose_lanes,
+    channel_of,
+    choose_channels,
     dense,
-    lane_of,
     meet,
     use_device,
 )
@@ -62,6 +62,11 @@ class Transport:
 
     A message is a small picklable head and tensors of any dtype and shape. Messages from one stage arrive in the
     order of their ``send``. Collective over ``ranks``: all of them construct it.
+
+    Each stage has a thread that receives from it and one that writes what the system did not take at once; callers send on
+    their own threads. Locks are taken in one order only: a caller's own (it may hold the pipeline's lock, if the message has
+    no tensors of an accelerator), then ``Peer.order``, then ``Peer.changed``. Neither is held while ``on_message`` or
+    another callback runs, which may take the caller's, nor while bytes are written that the other side has to read first.
 
     Args:
         control: used once, to exchange addresses.
@@ -129,11 +134,11 @@ class Transport:
         self._peers: dict[int, Peer] = {}
         for stage, connection in sorted(connect_all(control, ranks, timeout_seconds()).items()):
             rank = ranks[stage]
-            out = choose_lanes(device, rank, make_group and make_group((mine, rank)), consumer)
-            back = choose_lanes(device, rank, make_group and make_group((rank, mine)), consumer)
+            out = choose_channels(device, rank, make_group and make_group((mine, rank)), consumer)
+            back = choose_channels(device, rank, make_group and make_group((rank, mine)), consumer)
             self._peers[stage] = Peer(stage, rank, connection, out, back)
         _open_transports.add(self)
-        self._posting: list[Lane] = []  # lanes that keep what they send
+        self._posting: list[TensorChannel] = []  # channels that keep what they send
         if make_group is not None:
             self._posting = [peer.out[1] for peer in self._peers.values()]
             try:
@@ -169,22 +174,22 @@ class Transport:
             return
         peer = self._peers[stage]
         announced: list[tuple] = []  # without their class, which would cost as much as all else
-        posted: list[tuple[Lane, torch.Tensor]] = []
+        posted: list[tuple[TensorChannel, torch.Tensor]] = []
         pieces = [memoryview(b"")]
         lasting = [True]
         alive = []
         size = 0
         for given in tensors:
-            lane = lane_of(given, peer.out, self._device)
+            channel = channel_of(given, peer.out, self._device)
             tensor = dense(given)
-            announced.append(tuple(announce(tensor, lane)))
-            inline = peer.out[lane].inline(tensor)
+            announced.append(tuple(announce(tensor, channel)))
+            inline = peer.out[channel].inline(tensor)
             # Memory that was made on the way here belongs to nobody else.
             made = tensor if inline is None else inline
             ours = not copy or (made is not given and made.data_ptr() != given.data_ptr())
             count = byte_count(tensor)
             if inline is None:
-                posted.append((peer.out[lane], tensor if ours else tensor.detach().clone()))
+                posted.append((peer.out[channel], tensor if ours else tensor.detach().clone()))
             elif count:
                 pieces.append(bytes_of(inline, count))
                 lasting.append(ours)
@@ -259,13 +264,13 @@ class Transport:
                     "it still runs"
                 )
             if peer.broken is None and not peer.left:
-                for lane in peer.out:
-                    lane.flush(deadline)
+                for channel in peer.out:
+                    channel.flush(deadline)
 
     def prune(self) -> None:
         """Give back the device memory of what has been sent, which else stays until the next message to the same stage."""
-        for lane in self._posting:
-            lane.prune()
+        for channel in self._posting:
+            channel.prune()
 
     def close(self) -> None:
         """Say goodbye to every stage and stop delivering; what was sent is given a few seconds to leave."""
@@ -311,6 +316,7 @@ class Transport:
                 if not peer.backlog and (peer.closed or peer.broken is not None):
                     return
                 pieces = peer.backlog[0][0] if peer.backlog else []
+            # Without the condition: what is asked here takes the pipeline's lock, whose holders may be about to send.
             if nudged and (head := self._afterthought(peer.stage)) is not None:
                 with contextlib.suppress(SMPRuntimeError):  # nobody is left who could hear it
                     self.send(peer.stage, head)
@@ -389,7 +395,7 @@ class Transport:
 
     @staticmethod
     def _next_tensor(peer: Peer, announced: Announcement, reader: Reader) -> torch.Tensor:
-        return peer.back[announced.lane].receive(announced, reader.fill)
+        return peer.back[announced.channel].receive(announced, reader.fill)
 
     def _hand_over(self, peer: Peer, head: Any, tensors: list[torch.Tensor]) -> None:
         try:

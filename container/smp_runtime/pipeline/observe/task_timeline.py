@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
+from smp_runtime.comm.control import ControlPlane
+from smp_runtime.pipeline.execution.task import Task
+from smp_runtime.pipeline.observe.recorder import Recorder, recorder_of_job
 from smp_runtime.pipeline.schedule.actions import TaskKind
 
-if TYPE_CHECKING:
-    from smp_runtime.pipeline.execution.task import Task
-    from smp_runtime.pipeline.observe.recorder import Recorder
 
-
-class Watch:
+class TaskTimeline:
     """Turns the segments of a rank's tasks into the blocks of its timeline.
 
     A segment of a task that another stage asked for is a block of its kind. One of the step function may belong to
@@ -66,3 +64,9 @@ class Watch:
     def _add(self, kind: TaskKind, microbatch: int, path: str, start: float, stop: float) -> None:
         label = path or ("step function" if kind is TaskKind.STEP else "(model)")
         self._recorder.add(f"{kind}{microbatch} {label}", kind.value, microbatch, path, start, stop)
+
+
+def timeline_of_job(stage: int, control: ControlPlane, *, replica: int) -> TaskTimeline | None:
+    """The timeline that the environment asks for, if it does; every rank of the job calls it, see :func:`recorder_of_job`."""
+    recorder = recorder_of_job(stage, control, replica=replica)
+    return None if recorder is None else TaskTimeline(recorder)

@@ -1,0 +1,95 @@
+"""When work is done: a task whose code has ended, and all that it asked of other stages, which then are told so.
+
+A request is done when its code has ended and every request that it has posted itself is done. So the step function's task
+is done last, and with it the microbatch, whose values all stages may forget then.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from smp_runtime.pipeline.execution.messenger import Messenger
+from smp_runtime.pipeline.execution.module_server import ModuleServer
+from smp_runtime.pipeline.execution.running_step import Microbatches
+from smp_runtime.pipeline.execution.stage_context import StageContext
+from smp_runtime.pipeline.execution.task import Task
+from smp_runtime.pipeline.schedule.actions import TaskKind
+from smp_runtime.pipeline.transport.messages import Done, Release, Value
+
+
+class Completion:
+    """Follows the tasks of a rank to their end; guarded by the pipeline's lock.
+
+    Args:
+        context: of the rank's pipeline.
+        messenger: tells the stages that have asked.
+        server: forgets the graphs of finished microbatches.
+        microbatches: of the step.
+    """
+
+    def __init__(
+        self, context: StageContext, messenger: Messenger, server: ModuleServer, microbatches: Microbatches
+    ) -> None:
+        self._context = context
+        self._messenger = messenger
+        self._server = server
+        self._microbatches = microbatches
+
+    def code_ended(self, task: Task) -> Callable[[], None] | None:
+        """With the lock held: the code of a task has ended; returns what to send when the baton is handed on."""
+        for call in task.ended:
+            call()
+        task.ended = []
+        if task.caller is None:
+            self._complete(task)
+            return None
+        if not task.open:
+            self._complete(task)
+        messenger = self._messenger
+        if not task.parcel:
+            if task.kind is TaskKind.BACKWARD and task.caller in messenger.untold:
+                messenger.transport.nudge(task.caller)
+            return None
+        # Stamped now, with the news of this moment, and sent without the lock: big values take their time.
+        stamped = messenger.stamp(task.caller, Value(tuple(task.parcel)))
+        tensors, task.parcel = list(task.parcel.values()), {}
+        return functools.partial(messenger.transport.send, task.caller, stamped, tensors)
+
+    def request_done(self, done: Done) -> None:
+        """A stage tells that a request of this one is done."""
+        context = self._context
+        with context.lock:
+            task = context.opened.pop((done.kind, done.microbatch, done.path), None)
+            if task is None:
+                return
+            task.open -= 1
+            self._complete(task)
+            if task.kind is TaskKind.BACKWARD or not context.conductor.is_running:
+                self._messenger.tell_now()
+
+    def microbatch_done(self, microbatch: int) -> None:
+        """The root stage tells that a microbatch is finished."""
+        with self._context.lock:
+            self._release(microbatch)
+
+    def _complete(self, task: Task) -> None:
+        """With the lock held: if a task and all that it asked for are done, say so."""
+        if not task.code_done or task.open:
+            return
+        if task.caller is not None:
+            self._messenger.tell_later(task.caller, Done(str(task.kind), task.microbatch, task.path))
+            return
+        context, microbatches = self._context, self._microbatches
+        for stage in context.others:
+            self._messenger.tell_later(stage, Release(task.microbatch))
+        self._release(task.microbatch)
+        microbatches.finished.add(task.microbatch)
+        context.conductor.poke()
+        if microbatches.are_finished:
+            context.changed.notify_all()
+
+    def _release(self, microbatch: int) -> None:
+        self._context.values.release(microbatch)
+        self._context.attributes.release(microbatch)
+        self._server.release(microbatch)

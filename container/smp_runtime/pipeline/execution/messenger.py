@@ -1,0 +1,171 @@
+"""Sends and receives the messages of a rank's steps, over its transport.
+
+Messages of a step wait until this rank has entered it, and those of an aborted step are dropped: a rank that served
+requests of the next step early would add gradients that its script has not cleared yet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from smp_runtime.comm.control import ControlPlane
+from smp_runtime.pipeline.execution.failures import Alarm
+from smp_runtime.pipeline.transport.messages import Begin, Done, Fail, Release, Stamped, named, plain
+from smp_runtime.pipeline.transport.transport import Transport
+
+_Waiting = tuple[int, Stamped, list[torch.Tensor]]
+
+#: Takes a message of the step that runs: sender, message, tensors; called on the thread that receives from that stage.
+Handler = Callable[[int, Any, list[torch.Tensor]], None]
+
+
+class Messenger:
+    """Lets messages through to the step that they belong to.
+
+    Its own state is guarded by the pipeline's lock, but it takes messages to their handlers without: a handler that took
+    long would keep all tasks from going on. One thread receives from each stage, so that the messages of one stage are
+    handled in the order in which they were sent.
+
+    Args:
+        lock: of the rank's pipeline.
+
+    Attributes:
+        step: number of the step that runs, or ran last.
+    """
+
+    transport: Transport
+    _alarm: Alarm
+    _handlers: Mapping[type, Handler]
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+        self._early: list[_Waiting] = []
+        self._is_open = self._has_begun = False
+        self._news: dict[int, list[Done | Release]] = {}
+        self.step = 0
+
+    def connect(
+        self,
+        control: ControlPlane,
+        ranks: Sequence[int],
+        device: torch.device,
+        handlers: Mapping[type, Handler],
+        alarm: Alarm,
+        **options: Any,
+    ) -> None:
+        """Connect with the other stages; every rank of the pipeline calls it. From now on messages come.
+
+        Args:
+            control, ranks, device, options: of the :class:`Transport`.
+            handlers: who takes a message, by its type.
+            alarm: hears of what fails.
+        """
+        self._handlers, self._alarm = handlers, alarm
+        self.transport = Transport(
+            control,
+            ranks,
+            device=device,
+            on_message=self.receive,
+            afterthought=self._news_for,
+            on_lost=alarm.lost_stage,
+            on_failed=alarm.broken,
+            on_left=alarm.left_stage,
+            **options,
+        )
+
+    # -- sending ---------------------------------------------------------------------------------------------------
+
+    def send(self, stage: int, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Send a message of this step; None brings only news.
+
+        Raises:
+            StageError: that stage has left.
+        """
+        self._alarm.check_left((stage,))
+        self.transport.send(stage, self.stamp(stage, message), tensors)
+
+    def stamp(self, stage: int, message: Any) -> Stamped:
+        """A message of this step as it travels to a stage, with what that stage is to hear by the way."""
+        if not self._news:  # without the lock: what is added meanwhile goes with the next message
+            return self.step, None if message is None else plain(message), ()
+        with self._lock:
+            news = tuple(plain(each) for each in self._news.pop(stage, ()))
+        return self.step, None if message is None else plain(message), news
+
+    def tell_later(self, stage: int, news: Done | Release) -> None:
+        """With the lock held: a stage is to hear that something has ended, with the next message or when there is nothing
+        to do."""
+        self._news.setdefault(stage, []).append(news)
+
+    def tell_now(self) -> None:
+        """With the lock held: tell all stages what they wait for and have not heard yet; the ends of microbatches can wait."""
+        for stage in self.untold:
+            self.send(stage, None)
+
+    @property
+    def untold(self) -> list[int]:
+        """Stages that wait to hear that a request is done; nobody waits to hear that a microbatch is."""
+        return [stage for stage, news in self._news.items() if any(isinstance(each, Done) for each in news)]
+
+    def _news_for(self, stage: int) -> Stamped | None:
+        """On a sender's thread: what a stage has not heard yet, if nobody has told it meanwhile."""
+        with self._lock:
+            return self.stamp(stage, None) if stage in self.untold else None
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def is_open(self) -> bool:
+        """Whether a step runs."""
+        return self._is_open
+
+    def enter(self) -> None:
+        """This rank enters the next step."""
+        with self._lock:
+            self.step += 1
+            self._is_open, self._has_begun = True, False
+
+    def begin(self) -> None:
+        """It is known how the step begins: messages that came early go through."""
+        with self._lock:
+            self._has_begun = True
+        self.pass_early()
+
+    def leave(self) -> None:
+        """This rank leaves the step; what comes of it from now on is dropped."""
+        with self._lock:
+            self._is_open = False
+            self._news.clear()
+
+    # -- receiving -------------------------------------------------------------------------------------------------
+
+    def pass_early(self) -> None:
+        """Try the messages again that came early."""
+        with self._lock:
+            early, self._early = self._early, []
+        for waiting in early:
+            self.receive(*waiting)
+
+    def receive(self, sender: int, stamped: Stamped, tensors: list[torch.Tensor]) -> None:
+        """A message has come; called on a receiver's thread."""
+        step, fields, news = stamped
+        message = None if fields is None else named(fields)
+        with self._lock:
+            if step < self.step or (step == self.step and not self._is_open):
+                return
+            if step > self.step or not (self._has_begun or isinstance(message, Begin | Fail)):
+                self._early.append((sender, stamped, tensors))
+                return
+        for each in news:
+            self._handle(sender, named(each), [])
+        if message is not None:
+            self._handle(sender, message, tensors)
+
+    def _handle(self, sender: int, message: Any, tensors: list[torch.Tensor]) -> None:
+        try:
+            self._handlers[type(message)](sender, message, tensors)
+        except Exception as error:
+            self._alarm.raised(error, f"(a message from stage {sender})")
