@@ -100,7 +100,10 @@ class Pipeline:
         modules = dict(module.named_modules(remove_duplicate=True))
         self.hub = Hub(stage, device, self._lock, self._send, modules, stage_of, replica, predicts)
         self.hub.paths = {id(part): path for path, part in modules.items()}
-        self._attributes = Attributes(part for path, part in modules.items() if stage_of(path) == stage)
+        self._attributes = Attributes(
+            (part for path, part in modules.items() if stage_of(path) == stage),
+            in_task=lambda: self.conductor.current is not None,
+        )
         self.conductor = Conductor(
             self._lock,
             stage,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from smp_runtime.module_state.flags import Switches, TaskState
+from smp_runtime.module_state.flags import ModuleFlags, TaskState
 from smp_runtime.pipeline.execution.conductor import Conductor
 from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.execution.value_store import Values
@@ -59,12 +59,12 @@ class Hub:
     conductor: Conductor = field(init=False)
     values: Values = field(init=False)
     anchor: torch.Tensor = field(init=False)
-    switches: Switches = field(init=False)
+    switches: ModuleFlags = field(init=False)
 
     def __post_init__(self) -> None:
         # Something that requires a gradient, so that the result of a call does even where no argument does.
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
-        self.switches = Switches(self.modules, self.stage_of, self.stage, lambda path: self.modules[path])
+        self.switches = ModuleFlags(self.modules, self.stage_of, self.stage, lambda path: self.modules[path])
 
     def is_there(self, event: Any) -> bool:
         """Whether a task need not wait for something: a value, or a reply ``("r", …)``."""
