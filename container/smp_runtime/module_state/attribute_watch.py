@@ -56,16 +56,14 @@ class AttributeWatch:
         self.end()
 
     def _class_of(self, kind: Any) -> type:
-        read, written, is_watched = self._read, self._written, self._is_watched
-
         def __getattribute__(module: nn.Module, name: str) -> Any:
-            if is_watched():
-                read(module, name)
+            if self._is_watched():
+                self._read(module, name)
             return kind.__getattribute__(module, name)
 
         def __setattr__(module: nn.Module, name: str, value: Any) -> None:
-            if is_watched():
-                written(module, name)
+            if self._is_watched():
+                self._written(module, name)
             kind.__setattr__(module, name, value)
 
         def __reduce_ex__(module: nn.Module, protocol: Any) -> Any:
@@ -74,8 +72,7 @@ class AttributeWatch:
             return make, tuple(kind if each is watched else each for each in arguments), *state
 
         entries = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-        methods = (__getattribute__, __setattr__, __reduce_ex__)
-        entries |= {method.__name__: method for method in methods}
+        entries |= {each.__name__: each for each in (__getattribute__, __setattr__, __reduce_ex__)}
         # Who asks for the class gets that of the script, as super(self.__class__, self) must.
         entries["__class__"] = property(lambda module: kind)
         # Past a metaclass, which may keep a list of its classes.

@@ -110,7 +110,6 @@ class Attributes:
             attribute.base = attribute.slot.take()
         if self._is_alone:
             self._buffers = self._buffer_versions()
-            self._writes.clear()
 
     def segment_ended(self) -> None:
         """A task gives the baton back: see what has changed since the step began."""
@@ -129,8 +128,8 @@ class Attributes:
         """A task of ``microbatch`` gets the baton, in its forward or backward pass."""
         self._is_forward = is_forward
         begins = microbatch > self._newest
-        if self._is_alone and begins:
-            self._settle()  # the one before is finished, though this stage may not have heard of it
+        if self._is_alone and begins:  # the one before is finished, though this stage may not have heard of it
+            self._settle(self._take_all())
         if self._changing and microbatch != self._present:
             self._keep()
             self._bring(microbatch)
@@ -143,11 +142,9 @@ class Attributes:
         """A microbatch is finished; what the newest one has left is kept for the next."""
         self._ended.add(microbatch)
         if microbatch == self._present == self._newest:
-            self._settle()
-        elif microbatch == self._present:
-            self._see_what_returns(self._take_all())
-        elif microbatch in self._kept:
-            self._see_what_returns(self._kept[microbatch])
+            self._settle(self._take_all())
+        else:
+            self._see_what_returns(self._take_all() if microbatch == self._present else self._kept.get(microbatch, {}))
         for number in self._ended:
             if number != self._newest:
                 self._kept.pop(number, None)
@@ -206,12 +203,12 @@ class Attributes:
         self._watch.end()
         self._found.clear()
         self._read.clear()
-
-    def _settle(self) -> None:
-        """The newest microbatch is finished, and its values are on the modules."""
-        self._end_watch()
         self._writes.clear()
-        self._see_what_returns(self._take_all())
+
+    def _settle(self, left: dict[_Key, Taken]) -> None:
+        """The newest microbatch is finished, and has left that on the modules."""
+        self._end_watch()
+        self._see_what_returns(left)
 
     def _see_what_returns(self, left: dict[_Key, Taken]) -> None:
         for key, taken in left.items():

@@ -17,33 +17,18 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.random_state import RandomState
 
 
-class _Excerpt:
-    """The flags at some places among all, picked anew only when these are others."""
-
-    def __init__(self, places: list[int]) -> None:
-        self._places = places
-        self._whole = self._own = b""
-
-    def of(self, flags: bytes) -> bytes:
-        if flags is not self._whole:
-            self._whole, self._own = flags, bytes(map(flags.__getitem__, self._places))
-        return self._own
-
-
 class _Part(NamedTuple):
     """A module with all that is in it.
 
     Attributes:
-        modules: itself and those in it.
-        training: their flags among those of all modules.
-        foreign: parameters in it that other stages have, as the dictionary that holds each and its name there.
-        requires: their flags among those of all parameters.
+        modules: itself and those in it; ``places`` are theirs among all modules.
+        foreign: parameters in it that other stages have; ``foreign_places`` are theirs among all parameters.
     """
 
     modules: list[nn.Module]
-    training: _Excerpt
+    places: list[int]
     foreign: list[tuple[dict[str, Any], str]]
-    requires: _Excerpt
+    foreign_places: list[int]
 
 
 class ModuleFlags:
@@ -93,11 +78,8 @@ class ModuleFlags:
     def enter(self) -> None:
         """A step begins."""
         training, requires = _training(self._all), _requires(self._parameters)
-        if requires != self._requires:
-            self.toggles += bool(self._training)  # not in the first step
-            self._requires = requires
-        if training != self._training:
-            self._training = training
+        self.toggles += bool(self._training) and requires != self._requires  # not in the first step
+        self._training, self._requires = training, requires
         self._differs, self._last, self.final = False, None, None
 
     @property
@@ -150,7 +132,7 @@ class ModuleFlags:
             SMPUserError: one of its parameters was frozen or unfrozen inside the step.
         """
         part = self._part(path)
-        requires, then = _requires(part.foreign), part.requires.of(self._requires)
+        requires, then = _requires(part.foreign), bytes(map(self._requires.__getitem__, part.foreign_places))
         if requires != then:
             changed = next(place for place, (one, other) in enumerate(zip(requires, then, strict=True)) if one != other)
             raise SMPUserError(
@@ -161,13 +143,6 @@ class ModuleFlags:
             )
         return _training(part.modules)
 
-    def apply(self, path: str, training: bytes) -> None:
-        """A call has come: its module, and all in it, get the flags that they have for the caller."""
-        part = self._part(path)
-        if _training(part.modules) != training:
-            _put(part.modules, training)
-            self._differs = True
-
     # -- tasks -----------------------------------------------------------------------------------------------------
 
     def seen_by(self, path: str) -> bytes | None:
@@ -176,20 +151,24 @@ class ModuleFlags:
             return None
         part = self._part(path)
         training = _training(part.modules)
-        self._differs = self._differs or training != part.training.of(self._training)
+        self._differs = self._differs or training != self._at_begin(part)
         return training
 
-    def bring(self, path: str, training: bytes | None) -> None:
-        """A task goes on, with the flags that it has seen, or those of the beginning of the step."""
+    def apply(self, path: str, training: bytes | None) -> None:
+        """A task begins or goes on, with the flags of its call, or that it has seen; None: those of the step's beginning."""
         if training is None:
             if self._differs:
                 _put(self._all, self._training)
                 self._differs = False
             return
         part = self._part(path)
-        if self._differs or training != part.training.of(self._training):
+        if self._differs or training != self._at_begin(part):
             _put(part.modules, training)
             self._differs = True
+
+    def _at_begin(self, part: _Part) -> bytes:
+        is_whole = len(part.places) == len(self._all)
+        return self._training if is_whole else bytes(map(self._training.__getitem__, part.places))
 
     def _part(self, path: str) -> _Part:
         if path not in self._parts:
@@ -201,8 +180,7 @@ class ModuleFlags:
                 if id(holder) in held and stage != self._stage
             ]
             places = [self._place[id(module)] for module in modules]
-            parameters = [self._parameters[place] for place in foreign]
-            self._parts[path] = _Part(modules, _Excerpt(places), parameters, _Excerpt(foreign))
+            self._parts[path] = _Part(modules, places, [self._parameters[place] for place in foreign], foreign)
         return self._parts[path]
 
 
@@ -224,7 +202,7 @@ class TaskState(RandomState):
 
     def restore(self) -> None:
         super().restore()
-        self._flags.bring(self._path, self._training)
+        self._flags.apply(self._path, self._training)
 
     def capture(self) -> None:
         super().capture()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from smp_runtime.module_state.entries import REGISTRIES, Entries
 from smp_runtime.tensors.nested import tensors_in
+from smp_runtime.tensors.random_state import OtherGenerators
 
 logger = logging.getLogger("smp")
 
@@ -24,9 +23,10 @@ class Snapshot:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        self._owners = {id(vars(module)): module for module in modules}
+        #: Whose attributes and buffers, by identity of the dictionary that holds them.
+        self._owners: dict[int, tuple[nn.Module, str]] = {id(vars(module)): (module, "attribute") for module in modules}
+        self._owners |= {id(module._buffers): (module, "buffer") for module in modules}
         self._entries = Entries(modules, buffers=True, apart=REGISTRIES)
-        self._buffers = {id(module): dict(module._buffers.items()) for module in modules}
         #: All buffers, and what modules keep like them without registering it, with a copy of each.
         kept = (taken.value for _, taken in self._entries.slots() if type(taken.value) is torch.Tensor)
         like_buffers = (tensor for tensor in kept if tensor.is_leaf and not tensor.requires_grad)
@@ -38,26 +38,18 @@ class Snapshot:
         for parameter, _, _ in self._parameters:
             parameter.grad = None  # nothing can be added to it
 
-    def changed_attributes(self) -> list[tuple[nn.Module, str]]:
-        """Attributes with tensors, other than parameters and buffers, that are not what they were."""
-        changed = []
+    def changed(self) -> Iterator[tuple[nn.Module, str, str]]:
+        """What has other tensors than it had: its module, its name there, and ``attribute`` or ``buffer``."""
         for slot, before in self._entries.slots():
-            module, now = self._owners.get(id(slot.holder)), slot.take()
-            if module is None or isinstance(now.value, nn.Module) or callable(now.value):
+            now = slot.take()
+            value = now.value
+            if id(slot.holder) not in self._owners or isinstance(value, nn.Module) or callable(value):
                 continue
-            if (not now.is_same(before) or self._is_changed(now.value)) and tensors_in(now.value):
-                changed.append((module, slot.key))
-        return changed
-
-    def changed_buffers(self, module: nn.Module) -> Iterator[str]:
-        """Names of a module's own buffers that are not what they were."""
-        buffers = self._buffers[id(module)]
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            counts = buffer.is_meta and isinstance(module, _NormBase) and module.training
-            if buffer is not buffers.get(name) or self._is_changed(buffer) or counts:
-                yield name
+            module, kind = self._owners[id(slot.holder)]
+            counts = kind == "buffer" and isinstance(module, _NormBase) and module.training
+            on_meta = isinstance(value, torch.Tensor) and value.is_meta  # where nothing can be seen of that
+            if ((counts and on_meta) or not now.is_same(before) or self._is_changed(value)) and tensors_in(value):
+                yield module, slot.key, kind
 
     def _is_changed(self, value: Any) -> bool:
         """Whether a tensor has other elements than it had."""
@@ -95,11 +87,13 @@ def restored(model: nn.Module) -> Iterator[Snapshot]:
     Parameters are expected to stay as they are; if a forward pass writes into them, a warning says so. Yields the
     model as it was, which tells what has changed since.
     """
-    snapshot = Snapshot(model)
+    snapshot, generators = Snapshot(model), OtherGenerators()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with _random_states():
+        with torch.random.fork_rng(gpus):
             yield snapshot
     finally:
+        generators.restore(draws=False)
         torch.clear_autocast_cache()
         snapshot.put_back()
 
@@ -112,21 +106,3 @@ def _put_back(buffer: torch.Tensor, value: torch.Tensor) -> None:
     if buffer.shape != value.shape:  # resized in place
         buffer.resize_(value.shape)
     buffer.copy_(value)
-
-
-@contextlib.contextmanager
-def _random_states() -> Iterator[None]:
-    python = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    cpu = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-        if numpy is not None and numpy_state is not None:
-            numpy.random.set_state(numpy_state)
-        random.setstate(python)

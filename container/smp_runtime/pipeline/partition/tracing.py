@@ -322,11 +322,7 @@ class _Recorder(_Calls):
 
     def note_changes(self, before: Snapshot) -> None:
         """Who uses buffers and attributes that change while the model runs must be where they change."""
-        changed = [(module, name, "attribute") for module, name in before.changed_attributes()]
-        for identity in dict.fromkeys(identity for identity, _ in self._accesses):
-            module = self.tree.modules[identity]
-            changed += [(module, name, "buffer") for name in before.changed_buffers(module)]
-        for module, name, kind in changed:
+        for module, name, kind in before.changed():
             node = self.tree.node_of(module)
             if node is None:
                 continue
