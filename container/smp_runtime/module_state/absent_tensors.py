@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
+from smp_runtime.module_state.entries import Slot, Taken
 from smp_runtime.tensors.nested import argument_tensors, leaves_of
 
-_MISSING = object()
 _Plainly = torch._C.DisableTorchFunctionSubclass
 
 
@@ -174,20 +174,18 @@ class AbsentAttributes:
         stage_of: Callable[[str], int],
         is_local: Callable[[str], bool],
     ) -> None:
-        self._former: list[tuple[nn.Module, str, Any]] = []
+        self._former: list[tuple[Slot, Taken]] = []
         for path, name in attributes:
             if path in modules and not is_local(path):
-                held = vars(modules[path])
-                self._former.append((modules[path], name, held.get(name, _MISSING)))
-                held[name] = AbsentAttribute(path, name, stage_of(path))
+                slot = Slot(vars(modules[path]), name)
+                self._former.append((slot, slot.take()))
+                slot.put(Taken(AbsentAttribute(path, name, stage_of(path))))
 
     def remove(self) -> None:
         """The modules get back what they had."""
-        for module, name, value in self._former:
-            if isinstance(vars(module).get(name), AbsentAttribute):
-                del vars(module)[name]
-                if value is not _MISSING:
-                    vars(module)[name] = value
+        for slot, taken in self._former:
+            if isinstance(slot.take().value, AbsentAttribute):
+                slot.put(taken)
         self._former.clear()
 
 

@@ -7,8 +7,8 @@ modules, each task finds the flags again that it had.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,35 +17,21 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.random_state import RandomState
 
 
-class Part:
+class _Part(NamedTuple):
     """A module with all that is in it.
 
     Attributes:
-        modules: itself and those in it.
-        training: their flags when the step began.
-        foreign: parameters in it that other stages have, as the dictionary that holds each and its name there.
-        requires: their flags when the step began.
-        version: of the flags of the model that these are part of.
+        modules: itself and those in it; ``places`` are theirs among all modules.
+        foreign: parameters in it that other stages have; ``foreign_places`` are theirs among all parameters.
     """
 
-    def __init__(
-        self, modules: list[nn.Module], places: list[int], foreign: list[int], parameters: Sequence[Any]
-    ) -> None:
-        self.modules = modules
-        self.foreign = [parameters[place] for place in foreign]
-        self._places = places
-        self._foreign_places = foreign
-        self.training = self.requires = b""
-        self.version = -1
-
-    def renew(self, training: bytes, requires: bytes, version: int) -> None:
-        """The model's flags are others than in the step before."""
-        self.training = bytes([training[place] for place in self._places])
-        self.requires = bytes([requires[place] for place in self._foreign_places])
-        self.version = version
+    modules: list[nn.Module]
+    places: list[int]
+    foreign: list[tuple[dict[str, Any], str]]
+    foreign_places: list[int]
 
 
-class Switches:
+class ModuleFlags:
     """The flags of all modules and parameters on one rank.
 
     Args:
@@ -78,10 +64,9 @@ class Switches:
         self._parameters = [(module._parameters, name) for module in plain.values() for name in module._parameters]
         self._names = [(path, name) for path, module in plain.items() for name in module._parameters]
         self._stages = [stage_of(path) for path, _ in self._names]
-        self._parts: dict[str, Part] = {}
-        self._version = 0
-        self._training = b""
-        self._requires: bytes | None = None
+        self._parts: dict[str, _Part] = {}
+        #: When the step began.
+        self._training = self._requires = b""
         #: Whether modules may have other flags than at the beginning of the step.
         self._differs = False
         self._last: tuple[int, bytes] | None = None
@@ -93,17 +78,14 @@ class Switches:
     def enter(self) -> None:
         """A step begins."""
         training, requires = _training(self._all), _requires(self._parameters)
-        if training != self._training or requires != self._requires:
-            self._version += 1
-        if self._requires is not None and requires != self._requires:
-            self.toggles += 1
+        self.toggles += bool(self._training) and requires != self._requires  # not in the first step
         self._training, self._requires = training, requires
         self._differs, self._last, self.final = False, None, None
 
     @property
     def requires(self) -> bytes:
         """Which parameters require gradients in this step, those of other stages among them."""
-        return self._requires or b""
+        return self._requires
 
     def check(self, requires: bytes, root_stage: int) -> None:
         """Compare with what the root stage has.
@@ -111,9 +93,9 @@ class Switches:
         Raises:
             SMPUserError: it takes a parameter of this stage for frozen that is not, or the other way round.
         """
-        if requires == self.requires:
+        if requires == self._requires:
             return
-        for (path, name), stage, mine, theirs in zip(self._names, self._stages, self.requires, requires, strict=True):
+        for (path, name), stage, mine, theirs in zip(self._names, self._stages, self._requires, requires, strict=True):
             if stage == self._stage and mine != theirs:
                 full = f"{path}.{name}" if path else name
                 raise SMPUserError(
@@ -150,22 +132,16 @@ class Switches:
             SMPUserError: one of its parameters was frozen or unfrozen inside the step.
         """
         part = self._part(path)
-        if part.foreign and (requires := _requires(part.foreign)) != part.requires:
-            flags = zip(part.foreign, requires, part.requires, strict=True)
-            (_, name), now = next((parameter, now) for parameter, now, then in flags if now != then)
+        requires, then = _requires(part.foreign), bytes(map(self._requires.__getitem__, part.foreign_places))
+        if requires != then:
+            changed = next(place for place, (one, other) in enumerate(zip(requires, then, strict=True)) if one != other)
             raise SMPUserError(
                 f"module {path!r} of pipeline stage {self._stage_of(path)} was called on stage {self._stage} after requires_grad "
-                f"of its parameter {name!r} was set to {bool(now)} inside the step, which its own stage does not see; freeze and "
-                "unfreeze parameters between steps, on every rank, or detach what must not get gradients"
+                f"of its parameter {part.foreign[changed][1]!r} was set to {bool(requires[changed])} inside the step, which its "
+                "own stage does not see; freeze and unfreeze parameters between steps, on every rank, or detach what must not "
+                "get gradients"
             )
         return _training(part.modules)
-
-    def apply(self, path: str, training: bytes) -> None:
-        """A call has come: its module, and all in it, get the flags that they have for the caller."""
-        part = self._part(path)
-        if _training(part.modules) != training:
-            _put(part.modules, training)
-            self._differs = True
 
     # -- tasks -----------------------------------------------------------------------------------------------------
 
@@ -175,33 +151,37 @@ class Switches:
             return None
         part = self._part(path)
         training = _training(part.modules)
-        self._differs = self._differs or training != part.training
+        self._differs = self._differs or training != self._at_begin(part)
         return training
 
-    def bring(self, path: str, training: bytes | None) -> None:
-        """A task goes on, with the flags that it has seen, or those of the beginning of the step."""
+    def apply(self, path: str, training: bytes | None) -> None:
+        """A task begins or goes on, with the flags of its call, or that it has seen; None: those of the step's beginning."""
         if training is None:
             if self._differs:
                 _put(self._all, self._training)
                 self._differs = False
             return
         part = self._part(path)
-        if self._differs or training != part.training:
+        if self._differs or training != self._at_begin(part):
             _put(part.modules, training)
             self._differs = True
 
-    def _part(self, path: str) -> Part:
-        part = self._parts.get(path)
-        if part is None:
+    def _at_begin(self, part: _Part) -> bytes:
+        is_whole = len(part.places) == len(self._all)
+        return self._training if is_whole else bytes(map(self._training.__getitem__, part.places))
+
+    def _part(self, path: str) -> _Part:
+        if path not in self._parts:
             modules = [module for module in self._find(path).modules() if id(module) in self._place]
             held = {id(module._parameters) for module in modules}
-            places = [place for place, (holder, _) in enumerate(self._parameters) if id(holder) in held]
-            foreign = [place for place in places if self._stages[place] != self._stage]
-            part = Part(modules, [self._place[id(module)] for module in modules], foreign, self._parameters)
-            self._parts[path] = part
-        if part.version != self._version:
-            part.renew(self._training, self.requires, self._version)
-        return part
+            foreign = [
+                place
+                for place, ((holder, _), stage) in enumerate(zip(self._parameters, self._stages, strict=True))
+                if id(holder) in held and stage != self._stage
+            ]
+            places = [self._place[id(module)] for module in modules]
+            self._parts[path] = _Part(modules, places, [self._parameters[place] for place in foreign], foreign)
+        return self._parts[path]
 
 
 class TaskState(RandomState):
@@ -210,37 +190,36 @@ class TaskState(RandomState):
     Args:
         seed: where the task's random numbers begin.
         device: of this rank.
-        switches: of this rank.
+        flags: of this rank.
         path: of the module that the task runs; the whole model for the step function.
     """
 
-    def __init__(self, seed: int, device: torch.device, switches: Switches, path: str) -> None:
+    def __init__(self, seed: int, device: torch.device, flags: ModuleFlags, path: str) -> None:
         super().__init__(seed, device)
-        self._switches = switches
+        self._flags = flags
         self._path = path
         self._training: bytes | None = None
 
     def restore(self) -> None:
         super().restore()
-        self._switches.bring(self._path, self._training)
+        self._flags.apply(self._path, self._training)
 
     def capture(self) -> None:
         super().capture()
-        self._training = self._switches.seen_by(self._path)
+        self._training = self._flags.seen_by(self._path)
 
 
-def _training(modules: Sequence[nn.Module]) -> bytes:
+def _training(modules: Iterable[nn.Module]) -> bytes:
     return bytes([module.training for module in modules])
 
 
-def _requires(parameters: Sequence[tuple[dict[str, Any], str]]) -> bytes:
-    with (
-        torch._C.DisableTorchFunctionSubclass()
-    ):  # a question to a parameter of another stage costs twenty times as much
+def _requires(parameters: Iterable[tuple[dict[str, Any], str]]) -> bytes:
+    # A question to a parameter of another stage costs twenty times as much otherwise.
+    with torch._C.DisableTorchFunctionSubclass():
         return bytes([(p := holder.get(name)) is not None and p.requires_grad for holder, name in parameters])
 
 
-def _put(modules: Sequence[nn.Module], training: bytes) -> None:
+def _put(modules: Iterable[nn.Module], training: bytes) -> None:
     for module, flag in zip(modules, training, strict=True):
         if module.training != flag:
             module.training = bool(flag)

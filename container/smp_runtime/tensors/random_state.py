@@ -63,13 +63,16 @@ class OtherGenerators:
         self._python = random.getstate()
         self._numpy = None if (numpy := _numpy_random()) is None else numpy.get_state()
 
-    def restore(self) -> None:
-        """Put them back, and draw once."""
+    def restore(self, *, draws: bool = True) -> None:
+        """Put them back, and draw once unless the script itself goes on from there."""
         random.setstate(self._python)
-        random.random()
-        if self._numpy is not None and (numpy := _numpy_random()) is not None:
+        numpy = None if self._numpy is None else _numpy_random()
+        if numpy is not None:
             numpy.set_state(self._numpy)
-            numpy.random_sample()
+        if draws:
+            random.random()
+            if numpy is not None:
+                numpy.random_sample()
 
 
 def seed_other_generators(seed: int) -> None:

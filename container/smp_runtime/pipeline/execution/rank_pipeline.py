@@ -105,7 +105,10 @@ class Pipeline:
         stage = list(ranks).index(control.rank)
         modules = dict(module.named_modules(remove_duplicate=True))
         lock = threading.RLock()
-        attributes = Attributes(part for path, part in modules.items() if stage_of(path) == stage)
+        attributes = Attributes(
+            (part for path, part in modules.items() if stage_of(path) == stage),
+            in_task=lambda: conductor.current is not None,
+        )
         conductor = Conductor(lock, stage, settings.policy, device, attributes, settings.watch)
         messenger = Messenger(lock)
         self.context = context = StageContext(

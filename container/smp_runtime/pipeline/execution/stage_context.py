@@ -14,7 +14,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from smp_runtime.module_state.attributes import Attributes
-from smp_runtime.module_state.flags import Switches, TaskState
+from smp_runtime.module_state.flags import ModuleFlags, TaskState
 from smp_runtime.pipeline.execution.conductor import Conductor
 from smp_runtime.pipeline.execution.task import Task, Watch
 from smp_runtime.pipeline.execution.value_store import ValueStore
@@ -73,7 +73,7 @@ class StageContext:
     others: list[int] = field(init=False)
     values: ValueStore = field(init=False)
     anchor: torch.Tensor = field(init=False)
-    switches: Switches = field(init=False)
+    switches: ModuleFlags = field(init=False)
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
@@ -83,7 +83,7 @@ class StageContext:
         # Something that requires a gradient, so that the result of a call does even where no argument does.
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._groups: dict[str, tuple[GroupCall, nn.Module]] = {}
-        self.switches = Switches(self.modules, self._stage_of_label, self.stage, self._labelled)
+        self.switches = ModuleFlags(self.modules, self._stage_of_label, self.stage, self._labelled)
 
     # -- what a call runs --------------------------------------------------------------------------------------------
 

@@ -1,12 +1,14 @@
 """The tracing step: the model runs one microbatch, forward only, and leaves its tree with costs behind, and no mark.
 
-Modules are seen at ``nn.Module.__call__``, which also the classes with a ``__call__`` of their own come through, with
-all arguments, hooks included. Operations are seen below autograd, parameters where Python hands them to a function.
+Modules are seen where ``nn.Module.__call__`` asks for their compiled call, which also the classes with a ``__call__`` of
+their own come through, with all arguments, hooks included. Operations are seen below autograd, parameters where Python
+hands them to a function. All of it is on the model's own modules or on this thread: others notice nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections import defaultdict
@@ -21,7 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.module_state.snapshot import Former, no_backward, restored
+from smp_runtime.module_state.attribute_watch import AttributeWatch
+from smp_runtime.module_state.entries import Slot, Taken
+from smp_runtime.module_state.snapshot import Snapshot, restored
 from smp_runtime.pipeline.partition.module_times import repeated, settled
 from smp_runtime.pipeline.partition.module_tree import Flow, ForeignUse, ModuleNode, ModuleTree, Trace, order_by_call
 from smp_runtime.tensors.nested import argument_tensors, storage_of, tensor_bytes, tensors_in, total_bytes
@@ -80,11 +84,11 @@ def trace(
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     device = torch.device(device)
     try:
-        with restored(model) as former, no_backward():
+        with restored(model) as before, _NoBackward():
             recorder = _Recorder(tree, _MACHINE_BALANCE.get(device.type, _ACCELERATOR_BALANCE), memory)
             with recorder.running():
                 run()
-            recorder.note_changes(former)
+            recorder.note_changes(before)
         if times:
             if on_meta:
                 raise SMPUserError(
@@ -110,7 +114,7 @@ def _measure_times(model: nn.Module, tree: ModuleTree, run: Callable[[], object]
 
     def once() -> _Stopwatch:
         watch = _Stopwatch(tree, device)
-        with restored(model), no_backward(), watch.running():
+        with restored(model), _NoBackward(), watch.running():
             run()
         return watch
 
@@ -147,27 +151,35 @@ class _Calls:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Watch all calls inside."""
-        original = nn.Module.__call__
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            node = self.tree.node_of(module)
-            if node is None or threading.get_ident() != self._thread:
-                return original(module, *args, **kwargs)
-            output = None
-            self.frames.append(node)
-            self.entered(node, (args, kwargs))
-            try:
-                output = original(module, *args, **kwargs)
-                return output
-            finally:
-                self.frames.pop()
-                self.left(node, output)
-
-        setattr(nn.Module, "__call__", call)  # noqa: B010 - mypy knows no assignment to a method
+        modules = list(self.tree.modules.values())
+        slots = [Slot(vars(module), "_compiled_call_impl") for module in modules]
+        former = [slot.take() for slot in slots]
+        for slot, module in zip(slots, modules, strict=True):
+            original = module._compiled_call_impl or module._call_impl
+            slot.put(Taken(functools.partial(self._call, module, original)))
         try:
             yield
         finally:
-            setattr(nn.Module, "__call__", original)  # noqa: B010
+            for slot, taken in zip(slots, former, strict=True):
+                slot.put(taken)
+
+    def _call(self, module: nn.Module, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        node = self.tree.node_of(module)
+        if node is None or not self.on_this_thread():
+            return original(*args, **kwargs)
+        output = None
+        self.frames.append(node)
+        self.entered(node, (args, kwargs))
+        try:
+            output = original(*args, **kwargs)
+            return output
+        finally:
+            self.frames.pop()
+            self.left(node, output)
+
+    def on_this_thread(self) -> bool:
+        """Whether the calling thread is the one that runs the step function."""
+        return threading.get_ident() == self._thread
 
 
 class _Recorder(_Calls):
@@ -197,7 +209,9 @@ class _Recorder(_Calls):
         packing: Any = contextlib.nullcontext()
         if self._measures_memory:
             packing = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-        with super().running(), packing, _Operations(self), _ParameterUses(self), _AttributeUses(self):
+        watch = AttributeWatch(self.attribute_used, self.attribute_used, self.on_this_thread)
+        with super().running(), packing, _Operations(self), _ParameterUses(self), watch:
+            watch.begin(self.tree.modules.values())
             yield
 
     def finish(self) -> None:
@@ -303,16 +317,12 @@ class _Recorder(_Calls):
     def attribute_used(self, module: nn.Module, name: str) -> None:
         """An attribute of a module is read or set."""
         node = self.tree.node_of(module)
-        if node is not None and node is not self.frames[-1] and threading.get_ident() == self._thread:
+        if node is not None and node is not self.frames[-1]:
             self._accesses[id(module), name][self.frames[-1].path] = None
 
-    def note_changes(self, former: Former) -> None:
+    def note_changes(self, before: Snapshot) -> None:
         """Who uses buffers and attributes that change while the model runs must be where they change."""
-        changed = [(module, name, "attribute") for module, name in former.changed_attributes()]
-        for identity in dict.fromkeys(identity for identity, _ in self._accesses):
-            module = self.tree.modules[identity]
-            changed += [(module, name, "buffer") for name in former.changed_buffers(module)]
-        for module, name, kind in changed:
+        for module, name, kind in before.changed():
             node = self.tree.node_of(module)
             if node is None:
                 continue
@@ -365,30 +375,13 @@ class _ParameterUses(TorchFunctionMode):
         return out
 
 
-class _AttributeUses:
-    """Shows a recorder what is read and set on modules, by name: of plain attributes PyTorch sees nothing."""
+class _NoBackward(TorchFunctionMode):
+    """Backward does nothing."""
 
-    def __init__(self, recorder: _Recorder) -> None:
-        self._recorder = recorder
-        self._set: Any = nn.Module.__setattr__
-
-    def __enter__(self) -> None:
-        used, put = self._recorder.attribute_used, self._set
-
-        def read(module: nn.Module, name: str) -> Any:
-            used(module, name)
-            return super(nn.Module, module).__getattribute__(name)
-
-        def write(module: nn.Module, name: str, value: Any) -> None:
-            used(module, name)
-            put(module, name, value)
-
-        setattr(nn.Module, "__getattribute__", read)  # noqa: B010 - mypy knows no assignment to a method
-        setattr(nn.Module, "__setattr__", write)  # noqa: B010
-
-    def __exit__(self, *error: object) -> None:
-        delattr(nn.Module, "__getattribute__")
-        setattr(nn.Module, "__setattr__", self._set)  # noqa: B010
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.backward or func is torch.autograd.backward:
+            return None
+        return func(*args, **(kwargs or {}))
 
 
 class _Stopwatch(_Calls):

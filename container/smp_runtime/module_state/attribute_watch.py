@@ -1,0 +1,86 @@
+"""Seeing what is read and set on some modules, by name: of plain attributes PyTorch sees nothing.
+
+For a while these modules have classes of their own, subclasses of theirs that tell. No other module, and no class of the
+script or of PyTorch, is changed; and threads that are not watched see the modules as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+_set_class = object.__dict__["__class__"].__set__
+
+
+class AttributeWatch:
+    """Watches modules between :meth:`begin` and :meth:`end`.
+
+    Args:
+        read: called with a module and a name before that is looked up.
+        written: the same before it is set.
+        is_watched: whether the calling thread is.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[nn.Module, str], object],
+        written: Callable[[nn.Module, str], object],
+        is_watched: Callable[[], bool],
+    ) -> None:
+        self._read = read
+        self._written = written
+        self._is_watched = is_watched
+        self._classes: list[tuple[nn.Module, type]] = []
+
+    def begin(self, modules: Iterable[nn.Module]) -> None:
+        """Watch these modules too."""
+        watched: dict[type, type] = {}
+        for module in modules:
+            kind = type(module)
+            if not issubclass(kind, _Watched):
+                self._classes.append((module, kind))
+                _set_class(module, watched.get(kind) or watched.setdefault(kind, self._class_of(kind)))
+
+    def end(self) -> None:
+        """The modules get their classes back."""
+        for module, kind in self._classes:
+            _set_class(module, kind)
+        self._classes.clear()
+
+    def __enter__(self) -> AttributeWatch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def _class_of(self, kind: Any) -> type:
+        def __getattribute__(module: nn.Module, name: str) -> Any:
+            if self._is_watched():
+                self._read(module, name)
+            return kind.__getattribute__(module, name)
+
+        def __setattr__(module: nn.Module, name: str, value: Any) -> None:
+            if self._is_watched():
+                self._written(module, name)
+            kind.__setattr__(module, name, value)
+
+        def __reduce_ex__(module: nn.Module, protocol: Any) -> Any:
+            make, arguments, *state = kind.__reduce_ex__(module, protocol)
+            watched = type(module)  # copies are not
+            return make, tuple(kind if each is watched else each for each in arguments), *state
+
+        entries = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+        entries |= {each.__name__: each for each in (__getattribute__, __setattr__, __reduce_ex__)}
+        # Who asks for the class gets that of the script, as super(self.__class__, self) must.
+        entries["__class__"] = property(lambda module: kind)
+        # Past a metaclass, which may keep a list of its classes.
+        return type.__new__(type(kind), kind.__name__, (_Watched, kind), entries)
+
+
+class _Watched:
+    """Marks the classes of watched modules."""
+
+    def __init_subclass__(cls) -> None:
+        """Nothing: what the script's classes do for their subclasses is not meant for these."""

@@ -1,0 +1,129 @@
+"""What modules keep on themselves: entries of their dictionaries, the contents of containers there, flags of parameters.
+
+The one record below all that belongs to a microbatch (``attributes``), that stands in for other stages
+(``absent_tensors``), and that is put back after a model ran (``snapshot``).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+#: Entries of a module that are dictionaries of their own: their contents are taken and put back one by one.
+REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+#: All that PyTorch manages, or this library: the flag ``training`` travels with calls, hooks are the script's.
+MANAGED = frozenset(vars(nn.Module())) | {"_call_impl", "_compiled_call_impl", "forward"}
+#: Plain containers that their owners change in place.
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+#: Values that are compared by equality, since each forward pass makes them anew.
+_PLAIN = (int, float, bool, complex, str, bytes, torch.dtype, torch.device)
+#: What is in a slot that has nothing.
+ABSENT = object()
+
+
+class Taken(NamedTuple):
+    """The value of a slot, and a copy of a plain container's contents, with the very objects that are in it."""
+
+    value: Any
+    contents: Any = None
+
+    def is_same(self, other: Taken) -> bool:
+        """Whether a later look into the slot has found the same."""
+        if self.value is other.value:
+            return self.contents is None or _holds_same(self.contents, other.contents)
+        return _is_equal(self.value, other.value)
+
+
+class Slot(NamedTuple):
+    """A place on a module: an entry of its ``__dict__``, its parameters or its buffers, or a flag of a parameter."""
+
+    holder: Any
+    key: str
+
+    def take(self) -> Taken:
+        """What is there now."""
+        holder, key = self
+        value = holder.get(key, ABSENT) if isinstance(holder, dict) else getattr(holder, key)
+        return Taken(value, value.copy() if type(value) in _CONTAINERS else None)
+
+    def put(self, taken: Taken) -> None:
+        """Put back what :meth:`take` gave."""
+        value, contents = taken
+        if not isinstance(self.holder, dict):
+            if getattr(self.holder, self.key) is not value:
+                setattr(self.holder, self.key, value)
+        elif value is ABSENT:
+            self.holder.pop(self.key, None)
+        else:
+            if self.holder.get(self.key, ABSENT) is not value:
+                self.holder[self.key] = value
+            if contents is not None and not _holds_same(value, contents):
+                value.clear()
+                (value.extend if isinstance(value, list | deque) else value.update)(contents)
+
+
+class Entries:
+    """What some modules keep on themselves, as it was when this was made.
+
+    Args:
+        modules: whose parameters count too.
+        buffers: whether their registered buffers do.
+        apart: names of entries that are left out.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, buffers: bool = False, apart: frozenset[str] = MANAGED) -> None:
+        modules = list(modules)
+        registries = [m._parameters for m in modules] + [m._buffers for m in modules if buffers]
+        flagged = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+        self._apart = apart
+        #: A registry of TorchScript is no dictionary, and cannot get or lose anything.
+        holders = [*map(vars, modules), *(each for each in registries if isinstance(each, dict)), *flagged.values()]
+        self._before: list[tuple[Any, dict[str, Taken]]] = [
+            (holder, {key: Slot(holder, key).take() for key in self._keys(holder)}) for holder in holders
+        ]
+
+    def slots(self) -> Iterator[tuple[Slot, Taken]]:
+        """All places that had something or have it now, and what they had."""
+        for holder, before in self._before:
+            for key in dict.fromkeys((*self._keys(holder), *before)):
+                yield Slot(holder, key), before.get(key, Taken(ABSENT))
+
+    def put_back(self) -> None:
+        """All is as it was, entries in their order."""
+        for holder, before in self._before:
+            if isinstance(holder, dict) and self._keys(holder) != list(before):
+                left_out = {key: value for key, value in holder.items() if key in self._apart}
+                holder.clear()
+                holder.update(left_out)
+            for key, taken in before.items():
+                Slot(holder, key).put(taken)
+
+    def _keys(self, holder: Any) -> list[str]:
+        if not isinstance(holder, dict):
+            return ["requires_grad"]
+        return [key for key in holder if key not in self._apart]
+
+
+def _holds_same(value: Any, contents: Any) -> bool:
+    """Whether a container holds the very objects of another one of its kind, in the same places."""
+    if len(value) != len(contents):
+        return False
+    if isinstance(value, dict):
+        return all(key in value and value[key] is item for key, item in contents.items())
+    if isinstance(value, set):
+        return all(item in value for item in contents)
+    return all(one is other for one, other in zip(value, contents, strict=True))
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(_is_equal(a, b) for a, b in zip(one, other, strict=True))
+    return isinstance(one, _PLAIN) and bool(one == other)
