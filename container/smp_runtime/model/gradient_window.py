@@ -17,6 +17,7 @@ from smp_runtime.data_parallel.backward_agreement import BackwardAgreement
 from smp_runtime.data_parallel.gradient_scaling import AccumulationScale
 from smp_runtime.errors import SMPUserError
 from smp_runtime.model.state_dict import SavedModel
+from smp_runtime.tensors.torch_private import at_end_of_backward
 
 #: How PyTorch's error about a graph that was freed begins.
 _SECOND_BACKWARD = "Trying to backward through the graph a second time"
@@ -201,7 +202,7 @@ class SteppedModel(SavedModel):
                 agreement.tell()
             elif (model := weak()) is not None and not model._closing_is_queued:
                 model._closing_is_queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(model._close_window)
+                at_end_of_backward(model._close_window)
 
         if self.shards is not None:  # gathers parameters before the first gradient comes
             self.shards.uses.backward_begins = agreement.tell

@@ -14,6 +14,7 @@ from smp_runtime.model.stages import StagedModel
 from smp_runtime.parameters.slices import part_of
 from smp_runtime.replacement.placing import whole_state
 from smp_runtime.tensor_parallel.group import TensorGroup
+from smp_runtime.tensors.torch_private import IncompatibleKeys
 
 PARTIAL_KEY = "_smp_is_partial"
 
@@ -98,7 +99,7 @@ class SavedModel(StagedModel):
         if not self.partitioned and (partial or any(p.is_meta for p in self.module.parameters())):
             kept = dict(state_dict)
             self._waiting.append(lambda: self.load_state_dict(kept, strict=strict))
-            return torch.nn.modules.module._IncompatibleKeys([], [])
+            return IncompatibleKeys([], [])
         result = self._load(state, strict, assign, own)
         for record in self.registry:  # masters take a float32 state unrounded
             piece = (self.pieces or {}).get(record.parameter)
@@ -118,7 +119,7 @@ class SavedModel(StagedModel):
                 f"the state does not fit stage {self._stage} of the {type(self.module).__name__}: missing {missing}, unexpected "
                 f"{unexpected}; load the state of this model, or pass strict=False"
             )
-        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+        return IncompatibleKeys(missing, unexpected)
 
     def load_when_partitioned(self, load: Callable[[], Any]) -> None:
         """Call ``load`` when the parameters have a place."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.random_state import RandomState
+from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass
 
 
 class Part:
@@ -234,9 +235,7 @@ def _training(modules: Sequence[nn.Module]) -> bytes:
 
 
 def _requires(parameters: Sequence[tuple[dict[str, Any], str]]) -> bytes:
-    with (
-        torch._C.DisableTorchFunctionSubclass()
-    ):  # a question to a parameter of another stage costs twenty times as much
+    with DisableTorchFunctionSubclass():  # a question to a parameter of another stage costs twenty times as much
         return bytes([(p := holder.get(name)) is not None and p.requires_grad for holder, name in parameters])
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from smp_runtime.module_state.containers import contents_of, holds_same, refill
 from smp_runtime.tensors.nested import tensors_in
+from smp_runtime.tensors.torch_private import NORMS_WITH_STATISTICS
 
 logger = logging.getLogger("smp")
 
@@ -68,7 +68,7 @@ class Former:
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
-            counts = buffer.is_meta and isinstance(module, _NormBase) and module.training
+            counts = buffer.is_meta and isinstance(module, NORMS_WITH_STATISTICS) and module.training
             if buffer is not buffers.get(name) or self._is_changed(buffer) or counts:
                 yield name
 

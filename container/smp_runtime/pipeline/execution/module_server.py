@@ -18,6 +18,7 @@ from smp_runtime.pipeline.schedule.actions import Event, TaskKind
 from smp_runtime.pipeline.transport.messages import Back, Call, Reply, Slot
 from smp_runtime.pipeline.transport.packing import pack, unpack
 from smp_runtime.tensors.handles import Handle, Meta, Path
+from smp_runtime.tensors.torch_private import call_with_hooks, run_backward
 
 logger = logging.getLogger("smp")
 
@@ -182,7 +183,7 @@ class ModuleServer:
             args, kwargs = unpack(call.head, tensors, module_of=hub.modules.__getitem__)
             module = hub.modules[call.module]
             before = pack((args, kwargs), modules=hub.paths) if call.mutable else None
-            result = module._wrapped_call_impl(*args, **kwargs)
+            result = call_with_hooks(module, *args, **kwargs)
             changed = None
             if before is not None:
                 after = pack((args, kwargs), modules=hub.paths)
@@ -252,14 +253,14 @@ class ModuleServer:
             if slot is not None and output.requires_grad:
                 outputs.append(output)
                 gradients.append(values.take(slot.name) if slot.comes else self._handle(slot))
-        # torch.autograd.backward and grad without their checks, which cost as much as a small module's backward pass.
-        run = torch.autograd.Variable._execution_engine.run_backward
         entered: Sequence[torch.Tensor | None] = ()
         if outputs and back.accumulates:
-            run(tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            run_backward(
+                tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
             entered = graph.entry.gradients
         elif outputs and graph.edges:
-            entered = run(
+            entered = run_backward(
                 *(tuple(outputs), tuple(gradients), False, False, graph.edges),
                 allow_unreachable=True,
                 accumulate_grad=False,

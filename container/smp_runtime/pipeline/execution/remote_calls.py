@@ -16,6 +16,7 @@ from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.transport.messages import Back, Call, Modes, Slot
 from smp_runtime.pipeline.transport.packing import Packed, pack, restore_into, unpack
 from smp_runtime.tensors.handles import Handle, Meta, Name, Path
+from smp_runtime.tensors.torch_private import backward_pass, will_run
 
 
 class RemoteCaller:
@@ -45,7 +46,7 @@ class RemoteCaller:
                 f"module {path!r} lies on pipeline stage {hub.stage_of(path)} and was called on stage {hub.stage} outside a "
                 "step; call the model only inside a function decorated with smp.step"
             )
-        if torch._C._current_graph_task_id() != -1:
+        if backward_pass() != -1:
             raise SMPUserError(
                 f"module {path!r} lies on pipeline stage {hub.stage_of(path)} and was called again on stage {hub.stage} in "
                 "backward, by a checkpointed region around it; checkpoint with smp.set_activation_checkpointing, which runs "
@@ -236,7 +237,7 @@ class RemoteCall:
                 "differentiated twice on one stage (smp.set_partition), or leave create_graph out"
             )
         # False for torch.autograd.grad and backward(inputs=...).
-        accumulates: bool = torch._C._will_engine_execute_node(self._accumulates)
+        accumulates = will_run(self._accumulates)
         slots: list[Slot | None] = []
         inline: dict[Name, torch.Tensor] = {}
         for index, gradient in enumerate(gradients):
