@@ -186,3 +186,64 @@ def test_who_answers_a_module_is_written_in_one_place():
     for path in _files("smp_runtime"):
         if path.name != "module_calls.py":
             assert '__dict__["_call_impl"]' not in path.read_text(), path.relative_to(ROOT)
+
+
+DOOR = PACKAGES["smp_runtime"] / "tensors" / "torch_private.py"
+#: Private names of others than PyTorch: of named tuples, the interpreter, NumPy.
+OF_OTHERS = {"_replace", "_fields", "_exit", "_run_exitfuncs", "_reconstruct"}
+
+
+def _is_private(name):
+    return name.startswith("_") and not name.endswith("__")
+
+
+def _uses_of_private_names(tree):
+    """Line, name, and whether it is PyTorch's for certain, of the private names of others in a file."""
+    torches = {"torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            torches |= {alias.asname for alias in node.names if alias.name.startswith("torch.") and alias.asname}
+        elif isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("torch."):
+            torches |= {alias.asname or alias.name for alias in node.names}
+            parts = [*node.module.split("."), *(alias.name for alias in node.names)]
+            yield from ((node.lineno, part, True) for part in parts if _is_private(part))
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Attribute)
+            and _is_private(node.attr)
+            and ast.unparse(node.value) not in {"self", "cls"}
+        ):
+            yield node.lineno, node.attr, ast.unparse(node).split(".")[0] in torches
+
+
+def _definitions(tree):
+    """Names that a file gives to something of its own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
+
+
+def test_private_names_of_pytorch_are_used_behind_one_door():
+    import torch
+
+    from smp_runtime.tensors.torch_private import IN_PLACE
+
+    trees = {path: ast.parse(path.read_text()) for package in PACKAGES for path in _files(package)}
+    behind = {name for _, name, _ in _uses_of_private_names(trees.pop(DOOR))}
+    own = {name for tree in trees.values() for _, name in _definitions(tree)}
+    in_place = {name for names in IN_PLACE.values() for name in names}
+    # What a class may override, and what is reached by its name.
+    held = (torch.nn.Module(), torch.optim.Optimizer, torch.amp.GradScaler, torch.distributed.ProcessGroup)
+    inherited = {name for each in held for name in dir(each) if _is_private(name)}
+    for path, tree in trees.items():
+        for line, name, is_certain in _uses_of_private_names(tree):
+            is_known = name in in_place or (name in own | OF_OTHERS and name not in behind and not is_certain)
+            assert is_known, f"{path.relative_to(ROOT)}:{line} uses {name} of PyTorch: take it through {DOOR.name}"
+        texts = [
+            (n.lineno, n.value) for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        ]
+        for line, name in (*texts, *_definitions(tree)):
+            is_known = name in in_place or name not in inherited
+            assert is_known, f"{path.relative_to(ROOT)}:{line} says {name}, a name of PyTorch: list it in {DOOR.name}"

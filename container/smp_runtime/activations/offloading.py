@@ -16,6 +16,7 @@ import torch
 
 from smp_runtime.activations.kept_tensor import Stored
 from smp_runtime.activations.load_order import Entry, Key, Tape
+from smp_runtime.tensors.torch_private import backward_pass
 
 
 class Use(Protocol):
@@ -97,7 +98,7 @@ class Offloader:
 
     def forward_begins(self, use: Use) -> None:
         """A region is about to run."""
-        if torch._C._current_graph_task_id() != -1:
+        if backward_pass() != -1:
             return  # part of a backward pass, and gone with it
         place, action, order = self._where()
         use.key = self.tape.new_key(place)

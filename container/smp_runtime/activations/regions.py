@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from smp_runtime.activations.kept_tensor import Stored
@@ -20,6 +19,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.tensors.handles import Handle
 from smp_runtime.tensors.random_state import RandomState
+from smp_runtime.tensors.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
     from smp_runtime.activations.activations import Activations

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from smp_runtime.comm.control import RUNTIME_CHANNEL, ControlPlane, timeout_seconds
 from smp_runtime.errors import DeadlineError
+from smp_runtime.tensors.torch_private import default_store
 
 
 class Exchange(Protocol):
@@ -107,9 +108,8 @@ def background_exchange(control: ControlPlane, title: str) -> Exchange | None:
     if control.size == 1:
         return ControlExchange(control)
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _get_default_store
 
-    store: Any = _get_default_store()
+    store: Any = default_store()
     if not hasattr(dist.Store, "clone"):
         return None
     try:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from smp_config import Group
 from smp_runtime.checkpoint.files.manifest import EXTRA, MASTER, MODULE, OptimizerRecord, Piece, TensorRecord
@@ -27,6 +26,7 @@ from smp_runtime.checkpoint.live_tensors import (
 from smp_runtime.checkpoint.object_files import partial_suffix
 from smp_runtime.job.session import Session
 from smp_runtime.sharding.sharded_state import ShardedState
+from smp_runtime.tensors.torch_private import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
     from smp_runtime.model.distributed_model import DistributedModel

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from smp_config import Group, Topology, smddp
 from smp_runtime.comm.control import ControlPlane, timeout_seconds
 from smp_runtime.errors import SMPRuntimeError
+from smp_runtime.tensors.torch_private import abort_process_groups
 
 logger = logging.getLogger("smp")
 
@@ -150,6 +151,6 @@ def backends_by_device(backends: str) -> dict[str, str]:
 
 def _abort() -> None:
     try:
-        dist.distributed_c10d._abort_process_group()
+        abort_process_groups()
     except Exception as error:  # nothing waits for it: the process ends
         logger.debug("the process groups were not aborted: %s", error)

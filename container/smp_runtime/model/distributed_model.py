@@ -35,6 +35,7 @@ from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
 from smp_runtime.pipeline.partition.assignment import Assignment
 from smp_runtime.sharding.sharded_parameters import ShardedParameters
 from smp_runtime.sharding.sharded_state import ShardedState
+from smp_runtime.tensors.torch_private import dtype_asked_for
 
 logger = logging.getLogger("smp")
 
@@ -354,7 +355,7 @@ class DistributedModel(WrappedModule):
 
     def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
         """Dtype changes apply; a device is ignored, because placement is this wrapper's work."""
-        _, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        dtype = dtype_asked_for(*args, **kwargs)
         if dtype is None:
             return self
         changes = any(p.is_floating_point() and p.dtype is not dtype for p in self.module.parameters())

@@ -19,6 +19,7 @@ from smp_runtime.job.ranks import Ranks
 from smp_runtime.parameters.registry import ParameterRegistry
 from smp_runtime.sharding.sharded_parameters import ShardedParameters
 from smp_runtime.sharding.sharded_state import ShardedState
+from smp_runtime.tensors.torch_private import at_end_of_backward
 
 
 class ReducerOptions(TypedDict):
@@ -91,7 +92,7 @@ class GradientWindow:
                 agreement.tell()
             elif (window := weak()) is not None and not window._closing_is_queued:
                 window._closing_is_queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(window._close)
+                at_end_of_backward(window._close)
 
         if self.shards is not None:  # gathers parameters before the first gradient comes
             self.shards.uses.backward_begins = agreement.tell

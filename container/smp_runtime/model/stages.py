@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from smp_config import Group
 from smp_runtime.activations.marking import recomputed_parts
@@ -37,6 +36,7 @@ from smp_runtime.pipeline.partition.decision import Tracing, decide
 from smp_runtime.pipeline.schedule.policies import policy_named
 from smp_runtime.pipeline.transport.tensor_channels import directed_groups
 from smp_runtime.tensors.swapping import swap_contents
+from smp_runtime.tensors.torch_private import tree_map
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from smp_runtime.model.placed import Placed
 from smp_runtime.parameters.slices import part_of
 from smp_runtime.replacement.placing import whole_state
 from smp_runtime.tensor_parallel.group import TensorGroup
+from smp_runtime.tensors.torch_private import IncompatibleKeys
 
 PARTIAL_KEY = "_smp_is_partial"
 
@@ -98,7 +99,7 @@ class ModelState:
         if not partitioned and (partial or any(p.is_meta for p in module.parameters())):
             kept = dict(state_dict)
             self.when_placed(lambda: self.load(kept, strict, assign, partitioned=True, known=True))
-            return torch.nn.modules.module._IncompatibleKeys([], [])
+            return IncompatibleKeys([], [])
         result = self._load(state, strict, assign, own)
         for record in self._part.registry:  # masters take a float32 state unrounded
             piece = pieces.get(record.parameter)
@@ -119,7 +120,7 @@ class ModelState:
                 f"the state does not fit stage {part.stage} of the {type(part.module).__name__}: missing {missing}, unexpected "
                 f"{unexpected}; load the state of this model, or pass strict=False"
             )
-        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+        return IncompatibleKeys(missing, unexpected)
 
     def when_placed(self, load: Callable[[], Any]) -> None:
         """Call ``load`` when the parameters have a place."""

@@ -15,8 +15,8 @@ from torch import nn
 from smp_runtime.errors import SMPUserError
 from smp_runtime.module_state.entries import Slot, Taken
 from smp_runtime.tensors.nested import argument_tensors, leaves_of
-
-_Plainly = torch._C.DisableTorchFunctionSubclass
+from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass as _Plainly
+from smp_runtime.tensors.torch_private import make_subclass, rebuild_parameter
 
 
 class AbsentTensor(torch.Tensor):
@@ -86,7 +86,7 @@ class AbsentTensor(torch.Tensor):
         with _Plainly():
             plain = torch.empty_like(self, device="meta", requires_grad=False).as_subclass(torch.Tensor)
             if isinstance(self, AbsentParameter):
-                return torch._utils._rebuild_parameter, (plain, self.requires_grad, OrderedDict())
+                return rebuild_parameter, (plain, self.requires_grad, OrderedDict())
             return plain.__reduce_ex__(protocol)
 
 
@@ -215,7 +215,7 @@ def _stand_in(kind: type, like: torch.Tensor, name: str, stage: int) -> Any:
     with _Plainly():
         # Not of a subclass, whose own functions would see it.
         empty = torch.empty_like(like, device="meta", requires_grad=False).as_subclass(torch.Tensor)
-        made: Any = torch.Tensor._make_subclass(kind, empty, like.requires_grad)
+        made: Any = make_subclass(kind, empty, like.requires_grad)
     made.absent_name, made.absent_stage = name, stage
     return made
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.random_state import RandomState
+from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass
 
 
 class _Part(NamedTuple):
@@ -215,7 +216,7 @@ def _training(modules: Iterable[nn.Module]) -> bytes:
 
 def _requires(parameters: Iterable[tuple[dict[str, Any], str]]) -> bytes:
     # A question to a parameter of another stage costs twenty times as much otherwise.
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return bytes([(p := holder.get(name)) is not None and p.requires_grad for holder, name in parameters])
 
 

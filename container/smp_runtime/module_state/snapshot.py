@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from smp_runtime.module_state.entries import REGISTRIES, Entries
 from smp_runtime.tensors.nested import tensors_in
 from smp_runtime.tensors.random_state import OtherGenerators
+from smp_runtime.tensors.torch_private import NORMS_WITH_STATISTICS
 
 logger = logging.getLogger("smp")
 
@@ -46,7 +46,7 @@ class Snapshot:
             if id(slot.holder) not in self._owners or isinstance(value, nn.Module) or callable(value):
                 continue
             module, kind = self._owners[id(slot.holder)]
-            counts = kind == "buffer" and isinstance(module, _NormBase) and module.training
+            counts = kind == "buffer" and isinstance(module, NORMS_WITH_STATISTICS) and module.training
             on_meta = isinstance(value, torch.Tensor) and value.is_meta  # where nothing can be seen of that
             if ((counts and on_meta) or not now.is_same(before) or self._is_changed(value)) and tensors_in(value):
                 yield module, slot.key, kind

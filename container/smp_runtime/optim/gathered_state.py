@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
@@ -15,6 +14,7 @@ from smp_runtime.job.session import Session
 from smp_runtime.parameters.registry import ParameterRecord
 from smp_runtime.parameters.slices import TensorSlice, part_of
 from smp_runtime.tensor_parallel.group import TensorGroup, gather_whole
+from smp_runtime.tensors.torch_private import tree_map
 
 #: Master weights and loss scale inside a state.
 HALF_KEY = "fp16_states"

@@ -10,6 +10,7 @@ from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job.ranks import Ranks
 from smp_runtime.parameters.optimizer_shards import Piece
+from smp_runtime.tensors.torch_private import unscale
 
 
 class MasterGradients:
@@ -112,7 +113,7 @@ class MasterGradients:
         found = torch.zeros(1, device=ranks.device)
         if gradients:
             inverse = torch.full((1,), 1.0 / scale, device=ranks.device)
-            torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found, inverse)
+            unscale(list(gradients), found, inverse)
         if ranks.size(Group.WORLD) > 1:
             ranks.collectives.all_reduce(found, ranks.groups.group(Group.WORLD)).wait()
         return bool(found.item() > 0)

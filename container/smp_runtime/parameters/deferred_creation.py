@@ -15,15 +15,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
-from torch.utils._pytree import tree_map
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.swapping import swap_contents
+from smp_runtime.tensors.torch_private import (
+    TorchDispatchMode,
+    dispatch_modes,
+    schema_of,
+    storage_key,
+    tree_leaves,
+    tree_map,
+    without_modes,
+)
 
 _META = torch.device("meta")
 
@@ -47,7 +50,7 @@ class Deferral(TorchDispatchMode):
     @classmethod
     def current(cls) -> Deferral | None:
         """The deferral that the caller runs in, or None."""
-        return next((mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, cls)), None)
+        return next((mode for mode in reversed(dispatch_modes()) if isinstance(mode, cls)), None)
 
     def later(self, function: Callable[..., Any], *args: Any) -> None:
         """Let the replay call ``function(*args)`` at this place among the random numbers.
@@ -56,7 +59,7 @@ class Deferral(TorchDispatchMode):
             function: if the first of its arguments is a tensor made in this context, it writes all of it without looking
                 at what was there; of its other arguments only whole tensors, not what holds them, become real.
         """
-        with _disable_current_modes():
+        with without_modes():
             args = tree_map(self._alias, args)
         self._record.append((function, args, {}, args[0] if args and isinstance(args[0], torch.Tensor) else None))
 
@@ -80,7 +83,7 @@ class Deferral(TorchDispatchMode):
         def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if not self.owns(tensor):
                 return original(tensor, *args, **kwargs)
-            with _disable_current_modes():
+            with without_modes():
                 alias = self._alias(tensor)
             self._record.append((original, (alias, *args), kwargs, alias))
             return tensor
@@ -104,7 +107,7 @@ class Deferral(TorchDispatchMode):
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was created in this context and has no values yet."""
-        return tensor.device == _META and _storage(tensor) in self._owned
+        return tensor.device == _META and storage_key(tensor) in self._owned
 
     @property
     def start(self) -> torch.Tensor:
@@ -132,7 +135,7 @@ class Deferral(TorchDispatchMode):
         kept: dict[int, torch.Tensor] = {id(meta): value for value, meta in self._constants.values()}
         for value, meta in self._constants.values():
             dense = torch.empty_strided(meta.shape, meta.stride(), dtype=value.dtype, device=value.device)
-            real[_storage(meta)] = dense.copy_(value)
+            real[storage_key(meta)] = dense.copy_(value)
         sizes: dict[int, int] = {}
         steps = [_touched(*entry) for entry in self._record]
         for step in steps:
@@ -150,7 +153,7 @@ class Deferral(TorchDispatchMode):
                 return leaf
             if id(leaf) in kept:
                 return kept[id(leaf)]
-            storage = _storage(leaf)
+            storage = storage_key(leaf)
             if storage not in real:
                 real[storage] = torch.empty(sizes[storage], dtype=torch.uint8, device="cpu")
             # A Parameter is made around a tensor unseen; it lies in the same storage.
@@ -167,7 +170,7 @@ class Deferral(TorchDispatchMode):
                     results = real_args[: len(_tensors(outputs))]
                 pairs = zip(_tensors(outputs), _tensors(results), strict=True)
                 # No name may hold a tensor until the next operation has made its own.
-                real.update({_storage(meta): result for meta, result in pairs if _storage(meta) not in real})
+                real.update({storage_key(meta): result for meta, result in pairs if storage_key(meta) not in real})
                 del pairs, real_args, real_kwargs, results
                 for storage, is_overwritten_next in after.items():
                     if is_overwritten_next is None and storage in self._owned:
@@ -197,7 +200,7 @@ class Deferral(TorchDispatchMode):
 
     def _own(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.device == _META:
-            self._owned.add(_storage(leaf))
+            self._owned.add(storage_key(leaf))
         return leaf
 
 
@@ -262,12 +265,12 @@ def materialize(
         waiting: dict[int, list[StandIn]] = {}
         for meta, parameter in replaced:
             if deferral.owns(meta):
-                waiting.setdefault(_storage(meta), []).append((meta, parameter))
+                waiting.setdefault(storage_key(meta), []).append((meta, parameter))
         buffers: dict[int, list[tuple[nn.Module, str, torch.Tensor]]] = {}
         for owner in module.modules():
             for name, buffer in owner._buffers.items():
                 if buffer is not None and deferral.owns(buffer):
-                    buffers.setdefault(_storage(buffer), []).append((owner, name, buffer))
+                    buffers.setdefault(storage_key(buffer), []).append((owner, name, buffer))
         if not waiting and not buffers:
             continue
         continues = before is not None and torch.equal(deferral.start, before[0])
@@ -311,39 +314,35 @@ class _Step:
 
 def _touched(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any) -> _Step:
     inputs, results = _tensors((args, dict(kwargs))), _tensors(outputs)
-    before, after = {_storage(t) for t in inputs}, {_storage(t) for t in results}
-    sizes = {_storage(t): t.untyped_storage().nbytes() for t in (*inputs, *results)}
-    initialises = not hasattr(func, "_schema")
-    is_view = not initialises and not func._schema.is_mutable and bool(results) and after <= before
+    before, after = {storage_key(t) for t in inputs}, {storage_key(t) for t in results}
+    sizes = {storage_key(t): t.untyped_storage().nbytes() for t in (*inputs, *results)}
+    schema = schema_of(func)
+    is_view = schema is not None and not schema.is_mutable and bool(results) and after <= before
     if is_view:
         return _Step([], set(), sizes, True)
     overwritten = after - before
-    fills = initialises or str(func._schema.name).removeprefix("aten::") in _FILLS
+    fills = schema is None or str(schema.name).removeprefix("aten::") in _FILLS
     if fills and inputs and inputs[0].is_contiguous():
         target = inputs[0]
-        others = {_storage(t) for t in inputs[1:]}
-        if target.numel() * target.element_size() == sizes[_storage(target)] and _storage(target) not in others:
-            overwritten.add(_storage(target))
+        others = {storage_key(t) for t in inputs[1:]}
+        if target.numel() * target.element_size() == sizes[storage_key(target)] and storage_key(target) not in others:
+            overwritten.add(storage_key(target))
     return _Step(list(dict.fromkeys((*sizes,))), overwritten, sizes, False)
 
 
 def _is_factory(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation creates a tensor from nothing, and so would create a real one."""
-    takes_device = any(argument.name == "device" for argument in func._schema.arguments)
+    takes_device = any(argument.name == "device" for argument in schema_of(func).arguments)
     return takes_device and not _tensors((args, dict(kwargs)))
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _view_like(meta: torch.Tensor, real: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """The real tensor that lies in its storage as ``meta`` does in its own."""
-    source = real[_storage(meta)]
+    source = real[storage_key(meta)]
     return torch.empty(0, dtype=meta.dtype, device=source.device).set_(
         source.untyped_storage(), meta.storage_offset(), meta.shape, meta.stride()
     )

@@ -15,6 +15,7 @@ from torch import nn
 from smp_runtime.sharding.gradients import ShardedGradients
 from smp_runtime.sharding.live_parameters import LiveParameters
 from smp_runtime.sharding.sharded_unit import ShardedUnit, Use
+from smp_runtime.tensors.torch_private import at_end_of_backward, backward_pass, saved_tensor_hooks, storage_key
 
 
 @dataclasses.dataclass
@@ -142,7 +143,7 @@ class ModuleUses:
         return use
 
     def _watches(self) -> bool:
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks = saved_tensor_hooks()
         return hooks is not None and hooks[0] is self._calls.pack
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -182,7 +183,7 @@ class ModuleUses:
         if not tensors:
             return
         weak = weakref.ref(self)
-        if torch._C._current_graph_task_id() == -1:  # a recomputation is part of a use that was counted
+        if backward_pass() == -1:  # a recomputation is part of a use that was counted
             for unit in units:
                 unit.forward_uses += 1
 
@@ -241,7 +242,7 @@ class ModuleUses:
 
     def _reach(self, unit: ShardedUnit, use: Use) -> None:
         """Backward has reached a use, so it has passed all that were called after the use had ended."""
-        task = torch._C._current_graph_task_id()
+        task = backward_pass()
         if task not in self._passes:
             weak = weakref.ref(self)
 
@@ -251,7 +252,7 @@ class ModuleUses:
 
             self.backward_begins()
             self._passes[task] = _Pass()
-            torch.autograd.Variable._execution_engine.queue_callback(backward_ends)
+            at_end_of_backward(backward_ends)
         now = self._passes[task]
         for other in [other for other in now.open if other[1].start > use.end]:
             self._leave(now, *other)
@@ -304,7 +305,7 @@ class ModuleUses:
         by_storage = self._by_storage
 
         def pack(tensor: torch.Tensor) -> Any:
-            unit = by_storage.get(tensor.untyped_storage()._cdata)
+            unit = by_storage.get(storage_key(tensor))
             if unit is None:
                 return tensor
             unit.saves += 1

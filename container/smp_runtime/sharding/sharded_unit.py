@@ -10,6 +10,7 @@ from torch import nn
 
 from smp_runtime.comm.collectives import Work
 from smp_runtime.sharding.flat_unit import ALIGNMENT, Fragment
+from smp_runtime.tensors.torch_private import storage_key
 
 
 @dataclass(eq=False)
@@ -116,7 +117,7 @@ class ShardedUnit:
     @property
     def storage_key(self) -> int:
         """What identifies the storage of the whole, for as long as the unit lives."""
-        return self._full.untyped_storage()._cdata
+        return storage_key(self._full)
 
     @property
     def is_idle(self) -> bool:

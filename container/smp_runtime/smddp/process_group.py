@@ -17,6 +17,14 @@ from smp_runtime.smddp.layout import HostGrid, agree
 from smp_runtime.smddp.messages import MessageGather
 from smp_runtime.smddp.streams import StreamGather
 from smp_runtime.smddp.work import MessageWork, StreamWork
+from smp_runtime.tensors.torch_private import (
+    all_gather_single,
+    all_gather_single_coalesced,
+    count_collectives,
+    give_backends,
+    name_group,
+    set_timeout,
+)
 
 logger = logging.getLogger("smp")
 
@@ -52,9 +60,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
         self._plain = _bare_group(rank, size)
         kinds = [kind for kind, _ in plain.values()]
         for group in (self, self._plain):
-            group._set_default_backend(_BackendType.NCCL if _BackendType.NCCL in kinds else kinds[0])
-            for device, (kind, backend) in plain.items():
-                group._register_backend(torch.device(device), kind, backend)
+            give_backends(group, plain, _BackendType.NCCL if _BackendType.NCCL in kinds else kinds[0])
         self.grid = grid
         self.sizes = sizes
         self._gathers = gathers
@@ -80,11 +86,11 @@ class SmddpProcessGroup(dist.ProcessGroup):
         """
         host_of, sizes = agree(store, rank, size)
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), rank, size, timeout=timeout)
-        gloo._set_sequence_number_for_group()
+        count_collectives(gloo)
         plain: dict[str, tuple[Any, Any]] = {"cpu": (_BackendType.GLOO, gloo)}
         if torch.cuda.is_available() and dist.is_nccl_available():
             nccl = _nccl(store, rank, size, timeout, name, nccl_options)
-            nccl._set_sequence_number_for_group()
+            count_collectives(nccl)
             plain["cuda"] = (_BackendType.NCCL, nccl)
         grid = HostGrid.of(host_of, rank)
         gathers: dict[str, MessageGather | StreamGather] = {}
@@ -120,7 +126,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
         """One tensor from all: ``output``, ``[size * input.numel()]`` elements, takes the inputs in rank order."""
         input = resolved(input)
         works = self._phases([Item.into_one(output, input, self.size())], opts)
-        return works or _gather(self._plain, output, input, *_given(opts))
+        return works or all_gather_single(self._plain, output, input, *_given(opts))
 
     def all_gather_single_coalesced(
         self, output_lists: list[torch.Tensor], input_list: list[torch.Tensor], opts: Any = None
@@ -129,7 +135,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
         input_list = [resolved(shard) for shard in input_list]
         pairs = zip(output_lists, input_list, strict=True)
         works = self._phases([Item.into_one(output, shard, self.size()) for output, shard in pairs], opts)
-        return works or _gather_several(self._plain, output_lists, input_list, *_given(opts))
+        return works or all_gather_single_coalesced(self._plain, output_lists, input_list, *_given(opts))
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         """A tensor from each: ``output_tensors[0][rank]`` takes ``input_tensors[0]`` of that rank."""
@@ -217,13 +223,6 @@ for _name in (
         setattr(SmddpProcessGroup, _name, _forward(_name))
 
 
-# Their names changed in PyTorch 2.13.
-_gather: Any = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
-_gather_several: Any = (
-    getattr(dist.ProcessGroup, "all_gather_single_coalesced", None) or dist.ProcessGroup.allgather_into_tensor_coalesced
-)
-
-
 def _given(opts: Any) -> tuple[Any, ...]:
     return () if opts is None else (opts,)
 
@@ -236,7 +235,7 @@ def _bare_group(rank: int, size: int) -> dist.ProcessGroup:
 def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, options: Any = None) -> Any:
     """NCCL over a group; communicators are made at the first use."""
     options = options if isinstance(options, dist.ProcessGroupNCCL.Options) else dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    set_timeout(options, timeout)
     options.group_name = name
     return dist.ProcessGroupNCCL(dist.PrefixStore(f"cuda/{name}/", store), rank, size, options)
 
@@ -244,9 +243,8 @@ def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str
 def _nccl_group(store: dist.Store, name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Some ranks of a group as one that NCCL alone serves."""
     backend = _nccl(store, rank, size, timeout, name)
-    backend._set_sequence_number_for_group()
+    count_collectives(backend)
     group = _bare_group(rank, size)
-    group._set_default_backend(_BackendType.NCCL)
-    group._register_backend(torch.device("cuda"), _BackendType.NCCL, backend)
-    group._set_group_name(name)  # type: ignore[arg-type]  # a kind of str since PyTorch 2.10
+    give_backends(group, {"cuda": (_BackendType.NCCL, backend)}, _BackendType.NCCL)
+    name_group(group, name)
     return group

@@ -14,6 +14,7 @@ from smp_config.buffers import BufferSizes
 from smp_runtime.smddp.items import Item
 from smp_runtime.smddp.layout import HostGrid
 from smp_runtime.smddp.work import StreamWork
+from smp_runtime.tensors.torch_private import all_gather_single, all_gather_single_coalesced, timeout_of
 
 
 class StreamGather:
@@ -46,7 +47,7 @@ class StreamGather:
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
         self._stream: torch.cuda.Stream | None = None
         self._plain = plain
-        self._timeout = None if plain is None else plain.options._timeout
+        self._timeout = None if plain is None else timeout_of(plain)
 
     def start(self, items: Sequence[Item], *, here: bool = False) -> StreamWork:
         """Begin; all ranks of the group begin their all-gathers in the same order.
@@ -90,10 +91,10 @@ class StreamGather:
             size = item.shard.numel()
             sent, arrived = scratch[:size], sort[: hosts * size].view(hosts, size)
             sent.copy_(item.shard)
-            _wait(_gather(self._across, arrived.view(-1), sent))
+            _wait(all_gather_single(self._across, arrived.view(-1), sent))
             blocks = [_block([item.outputs[rank] for rank in row]) for row in self._grid.rows]
             if all(block is not None for block in blocks):
-                _wait(_gather_several(self._inside, blocks, list(arrived)))
+                _wait(all_gather_single_coalesced(self._inside, blocks, list(arrived)))
             else:
                 for row, part in zip(self._grid.rows, arrived, strict=True):
                     _wait(self._inside.allgather([[item.outputs[rank] for rank in row]], [part]))
@@ -113,21 +114,14 @@ class StreamGather:
 
     def _follow_timeout(self) -> None:
         # PyTorch's own function changes only that of the backend it finds.
-        if self._plain is not None and self._plain.options._timeout != self._timeout:
-            self.set_timeout(self._plain.options._timeout)
+        if self._plain is not None and timeout_of(self._plain) != self._timeout:
+            self.set_timeout(timeout_of(self._plain))
 
     def close(self) -> None:
         """Shut the two groups down."""
         for group in (self._across, self._inside):
             with contextlib.suppress(AttributeError):
                 group.shutdown()
-
-
-# Their names changed in PyTorch 2.13.
-_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
-_gather_several: Any = (
-    getattr(dist.ProcessGroup, "all_gather_single_coalesced", None) or dist.ProcessGroup.allgather_into_tensor_coalesced
-)
 
 
 def _wait(work: Any) -> None:

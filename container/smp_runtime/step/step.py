@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
-from torch.utils._pytree import tree_map
 
 from smp_config import Group
 from smp_runtime.comm.devices import in_order_with_script
@@ -20,6 +19,7 @@ from smp_runtime.pipeline.transport.messages import StepKind
 from smp_runtime.step.output import StepOutput, merge_outputs
 from smp_runtime.step.splitting import batch_samples, shapes_in, split_argument
 from smp_runtime.step.step_call import StepCall, probe
+from smp_runtime.tensors.torch_private import tree_map
 
 #: How many calls of a step are looked at, to see whether the ranks of a pipeline have read the same batch.
 _PROBED_CALLS = 2

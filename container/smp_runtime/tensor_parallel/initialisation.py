@@ -18,6 +18,7 @@ from smp_runtime.parameters.deferred_creation import Deferral
 from smp_runtime.parameters.slices import TensorSlice
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.random_tracker import draw_seed, mixed
+from smp_runtime.tensors.torch_private import without_modes
 
 #: Writes a whole weight in place, with random numbers from the generator.
 Fill = Callable[[torch.Tensor, torch.Generator], object]
@@ -81,7 +82,7 @@ def make_parameter(
         deferral.later(_write, local, _stream.seed, _stream.count, shape, fill, where)
         return nn.Parameter(local)
     # Past whatever records or redirects the creation of tensors: the part is small and wanted now.
-    with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+    with without_modes(), torch.no_grad():
         mine = _part(int(_stream.seed), _stream.count, shape, fill, where)
         values = mine.to(device=device, dtype=dtype, copy=where is not None)
         return nn.Parameter(values.contiguous())

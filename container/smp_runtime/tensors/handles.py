@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils._pytree import tree_map
+
+from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass, make_without_elements, tree_map
 
 #: Call numbers from the step function down: ``(2, 0)`` is the first remote call inside the third one.
 Path = tuple[int, ...]
@@ -63,7 +64,7 @@ class Handle(torch.Tensor):
     @staticmethod
     def __new__(cls, fetcher: Fetcher, name: Name, owner: int, meta: Meta, device: torch.device) -> Handle:
         where = device if meta.device == device.type else torch.device(meta.device)
-        handle: Handle = torch.Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype, device=where)
+        handle: Handle = make_without_elements(cls, meta.shape, dtype=meta.dtype, device=where)
         handle.value_name = name
         handle.owner = owner
         handle.touched = False
@@ -108,7 +109,7 @@ class Handle(torch.Tensor):
         Once its plain tensor was changed in place, they belong to that, as in one process.
         """
         target = self.unchanged()
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             result = func(target, *args, **kwargs)
             if target is self and func is torch.Tensor.retain_grad:
                 self._retains = True  # the gradient of the newest version, should it be changed in place
@@ -122,7 +123,7 @@ class Handle(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _NEEDS_NO_ELEMENTS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _OF_ITS_PLACE and isinstance(args[0], Handle):
             return args[0]._in_graph(func, args[1:], kwargs)
@@ -161,7 +162,7 @@ def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
     asked = _GRADIENTS_OF[func]
     args = [tree_map(_newest_of if place == asked else _plain_of, each) for place, each in enumerate(args)]
     kwargs = {key: tree_map(_newest_of if key == "inputs" else _plain_of, each) for key, each in kwargs.items()}
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 

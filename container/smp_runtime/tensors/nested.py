@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+
+from smp_runtime.tensors.torch_private import storage_key, tree_map
 
 #: Containers and the attributes of objects are followed this deep in search of tensors.
 _DEPTH = 6
@@ -57,7 +58,7 @@ def argument_tensors(value: Any) -> list[torch.Tensor]:
 def storage_of(tensor: torch.Tensor) -> int:
     """A number for the memory that a tensor lies in, the same for all its views."""
     try:
-        return tensor.untyped_storage()._cdata
+        return storage_key(tensor)
     except (NotImplementedError, RuntimeError):  # sparse and wrapper tensors have none
         return id(tensor)
 

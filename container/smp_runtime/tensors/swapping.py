@@ -7,6 +7,8 @@ import weakref
 import torch
 from torch import nn
 
+from smp_runtime.tensors.torch_private import swap_in_place
+
 
 def swap_contents(parameter: nn.Parameter, other: nn.Parameter) -> None:
     """Swap values, device, type and gradients of two parameters; each object stays what it was to those who hold it.
@@ -22,4 +24,4 @@ def swap_contents(parameter: nn.Parameter, other: nn.Parameter) -> None:
         return
     parameter.__class__, other.__class__ = other.__class__, parameter.__class__
     parameter.__dict__, other.__dict__ = other.__dict__, parameter.__dict__
-    torch._C._swap_tensor_impl(parameter, other)
+    swap_in_place(parameter, other)

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from smp_runtime.checkpoint.files.manifest import Manifest, TensorRecord
 from smp_runtime.checkpoint.files.reader import CheckpointReader
 from smp_runtime.checkpoint.files.tensor_regions import Region
 from smp_runtime.errors import CheckpointError
+from smp_runtime.tensors.torch_private import tree_leaves, tree_map
 
 Translate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
@@ -44,7 +44,7 @@ class Traced(torch.Tensor):
         if func is torch.equal:
             return args[0]._source is not None and args[0]._source == args[1]._source
         result = super().__torch_function__(func, types, args, kwargs)
-        inputs = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Traced)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Traced)]
         sources = tuple(dict.fromkeys(name for leaf in inputs for name in getattr(leaf, "sources", ())))
         several = isinstance(result, tuple | list)
         for index, output in enumerate(result if several else [result]):

@@ -18,6 +18,7 @@ from smp_runtime.pipeline.schedule.actions import Event, TaskKind
 from smp_runtime.pipeline.transport.messages import Back, Call, Reply, Slot
 from smp_runtime.pipeline.transport.packing import Packed, pack, unpack
 from smp_runtime.tensors.handles import Handle, Meta, Path
+from smp_runtime.tensors.torch_private import call_with_hooks, run_backward
 
 logger = logging.getLogger("smp")
 
@@ -201,7 +202,7 @@ class ModuleServer:
             given = self._arguments(call)
             args, kwargs = unpack(call.head, given.tensors, module_of=context.modules.__getitem__)
             before = pack((args, kwargs), modules=context.paths) if call.mutable else None
-            result = module._wrapped_call_impl(*args, **kwargs)
+            result = call_with_hooks(module, *args, **kwargs)
             changed = None if before is None or self._is_same(before, (args, kwargs)) else (args, kwargs)
             packed = pack((result, changed), modules=context.paths)
             made = self._outputs(call, given, packed.tensors)
@@ -320,13 +321,13 @@ class ModuleServer:
             if slot is not None and output.requires_grad:
                 outputs.append(output)
                 gradients.append(values.take(slot.name) if slot.comes else self._handle(slot))
-        # torch.autograd.backward and grad without their checks, which cost as much as a small module's backward pass.
-        run = torch.autograd.Variable._execution_engine.run_backward
         if outputs and back.accumulates:
-            run(tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            run_backward(
+                tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
             return graph.entry.gradients
         if outputs and graph.edges:
-            return run(
+            return run_backward(
                 *(tuple(outputs), tuple(gradients), False, False, graph.edges),
                 allow_unreachable=True,
                 accumulate_grad=False,

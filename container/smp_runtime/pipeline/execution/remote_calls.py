@@ -16,6 +16,7 @@ from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.transport.messages import Back, Call, GroupCall, Modes, Reply, Slot
 from smp_runtime.pipeline.transport.packing import Packed, pack, restore_into, unpack
 from smp_runtime.tensors.handles import Handle, Meta, Name, Path
+from smp_runtime.tensors.torch_private import backward_pass, will_run
 
 
 class RemoteCaller:
@@ -46,7 +47,7 @@ class RemoteCaller:
                 f"{context.stage} outside "
                 "a step; call the model only inside a function decorated with smp.step"
             )
-        if torch._C._current_graph_task_id() != -1:
+        if backward_pass() != -1:
             raise SMPUserError(
                 f"module {label!r} lies on pipeline stage {context.stage_of_call(module)} and was called again on stage "
                 f"{context.stage} in "
@@ -253,7 +254,7 @@ class RemoteCall:
                 "is differentiated twice on one stage (smp.set_partition), or leave create_graph out"
             )
         # False for torch.autograd.grad and backward(inputs=...).
-        accumulates: bool = torch._C._will_engine_execute_node(self._accumulates)
+        accumulates: bool = will_run(self._accumulates)
         slots, inline = self._gradient_slots(task, gradients)
         # A gradient's name depends on what was handed over as elements, and what by name.
         course = (self._came, accumulates, tuple(None if slot is None else slot.comes for slot in slots))

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from smp_runtime.module_state.attributes import Attributes
 from smp_runtime.module_state.flags import ModuleFlags, TaskState
@@ -21,6 +19,7 @@ from smp_runtime.pipeline.execution.value_store import ValueStore
 from smp_runtime.pipeline.transport.messages import GroupCall, Modes, Reply
 from smp_runtime.tensors.handles import Path
 from smp_runtime.tensors.random_state import RandomState, task_seed
+from smp_runtime.tensors.torch_private import default_device, saved_tensor_hooks
 
 
 @dataclass
@@ -157,14 +156,6 @@ def current_modes() -> Modes:
     return Modes(torch.is_grad_enabled(), autocast, default_device())
 
 
-def default_device() -> str | None:
-    """The kind of device that the calling thread makes tensors on by default; None where nobody has set one."""
-    if not torch._C._len_torch_function_stack():  # asked for at every call
-        return None
-    stack = reversed(_get_current_function_mode_stack())
-    return next((mode.device.type for mode in stack if isinstance(mode, DeviceContext)), None)
-
-
 _NOTHING = contextlib.nullcontext()
 
 
@@ -176,8 +167,7 @@ def in_modes(modes: Modes) -> contextlib.AbstractContextManager[None]:
 
 def keeps_otherwise() -> bool:
     """Whether hooks of the calling thread change how autograd keeps tensors for backward: no other thread sees those."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is not None and top(True) is not None
+    return saved_tensor_hooks() is not None
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from smp_runtime.errors import SMPUserError
@@ -29,6 +28,7 @@ from smp_runtime.module_state.snapshot import Snapshot, restored
 from smp_runtime.pipeline.partition.module_times import repeated, settled
 from smp_runtime.pipeline.partition.module_tree import Flow, ForeignUse, ModuleNode, ModuleTree, Trace, order_by_call
 from smp_runtime.tensors.nested import argument_tensors, storage_of, tensor_bytes, tensors_in, total_bytes
+from smp_runtime.tensors.torch_private import TorchDispatchMode, is_operator
 
 #: Floating point operations that a device does while it moves one byte of its memory.
 _MACHINE_BALANCE = {"cpu": 10.0}
@@ -263,7 +263,7 @@ class _Recorder(_Calls):
         for tensor in outputs:
             self._made(tensor, node)
         moved = total_bytes(outputs)
-        moved = 2 * moved if func._overloadpacket in _LOOKUPS else moved + total_bytes(inputs)
+        moved = 2 * moved if func.overloadpacket in _LOOKUPS else moved + total_bytes(inputs)
         backward = min(2, sum(tensor.requires_grad for tensor in inputs)) if torch.is_grad_enabled() else 0
         node.flops += (1 + backward) * max(_flops(func, args, kwargs, out), moved * self._balance)
 
@@ -342,9 +342,9 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
+        if not is_operator(func):
             return func(*args, **kwargs)
-        if torch.is_inference_mode_enabled() and func._overloadpacket not in flop_registry:
+        if torch.is_inference_mode_enabled() and func.overloadpacket not in flop_registry:
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
@@ -433,7 +433,7 @@ def _unpack(shape: torch.Size) -> torch.Tensor:
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> float:
-    packet = func._overloadpacket
+    packet = func.overloadpacket
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=out))
     if "scaled_dot_product" in packet.__name__ and "backward" not in packet.__name__:

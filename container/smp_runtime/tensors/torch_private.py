@@ -1,0 +1,307 @@
+"""The door to what PyTorch keeps private: every such name that the runtime needs is taken here, under one of its own.
+
+A release may rename or drop any of them. What it lacks has a fallback here, or fails at its first use with an error that
+names the release; the rest of the runtime works. ``tests/runtime/test_torch_private.py`` tries each, so that it says after
+an update which function here has to be mended.
+
+A few names stay where they are used, :data:`IN_PLACE`: those that a subclass overrides or that every author of modules
+knows, for which a function would only hide what happens. The same tests try them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from smp_runtime.errors import SMPRuntimeError
+
+#: The oldest and the newest release that the tests of the runtime pass with.
+TESTED = ("2.8", "2.15")
+
+#: Private names that other files use as they are, by what has them.
+IN_PLACE: Mapping[str, tuple[str, ...]] = {
+    # What a module holds. These dictionaries are what named_parameters and the like read.
+    "torch.nn.Module": (
+        *("_parameters", "_buffers", "_modules"),
+        *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+        # Overridden, as PyTorch's own modules do.
+        *("_apply", "_load_from_state_dict"),
+        # Put on an instance, so that they take its calls; names that a checkpointed function may have.
+        *("_call_impl", "_compiled_call_impl", "_wrapped_call_impl"),
+    ),
+    # How often a tensor was changed in place, and what hangs on it.
+    "torch.Tensor": ("_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    # One kernel for many tensors; torch.optim is written with these.
+    "torch": ("_foreach_mul_",),
+    # Operators, whose names are part of the format of exported programs.
+    "torch.ops.aten": ("_local_scalar_dense", "_embedding_bag"),
+    # Overridden, and asked whether it has begun.
+    "torch.amp.GradScaler": (
+        *("_unscale_grads_", "_maybe_opt_step", "_enabled", "_scale", "_lazy_init_scale_growth_tracker"),
+    ),
+    # Overridden: names of before PyTorch 2.13.
+    "torch.distributed.ProcessGroup": ("_allgather_base", "_reduce_scatter_base"),
+    # Watched for clipping that cannot be right; before PyTorch 2.6 the public function is.
+    "torch.nn.utils.clip_grad": ("_clip_grads_with_norm_",),
+}
+
+
+def _private(purpose: str, *paths: str) -> Any:
+    """What torch has at the first of ``paths`` that it knows; else a function that says so when it is called."""
+    for path in paths:
+        found: Any = torch
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        if found is not None:
+            return found
+
+    def missing(*args: Any, **kwargs: Any) -> Any:
+        raise SMPRuntimeError(
+            f"PyTorch {torch.__version__} has no torch.{paths[0]}, by which the runtime {purpose}; the runtime is tested with "
+            f"PyTorch {TESTED[0]} to {TESTED[1]}: install one of these"
+        )
+
+    return missing
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------------
+
+#: The number of the backward pass that the calling thread runs a part of; -1 outside one.
+backward_pass: Callable[[], int] = _private("tells backward passes apart", "_C._current_graph_task_id")
+
+#: Whether the running backward pass will run a node of the graph; inside a backward pass only.
+will_run: Callable[[Any], bool] = _private(
+    "learns whether backward accumulates into parameters", "_C._will_engine_execute_node"
+)
+
+#: Call a function without arguments at the end of the running backward pass; inside one only.
+at_end_of_backward: Callable[[Callable[[], object]], None] = _private(
+    "acts at the end of a backward pass", "autograd.Variable._execution_engine.queue_callback"
+)
+
+#: ``torch.autograd.backward`` and ``grad`` without their checks, which cost as much as a small module's backward pass:
+#: ``(outputs, gradients, retain_graph, create_graph, inputs, allow_unreachable=…, accumulate_grad=…)``, tuples all three.
+run_backward: Callable[..., tuple[torch.Tensor | None, ...]] = _private(
+    "runs backward of one stage", "autograd.Variable._execution_engine.run_backward"
+)
+
+
+def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The innermost hooks of the calling thread for what autograd saves; None also where that cannot be asked."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None if top is None else top(True)
+    return hooks
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+#: A context in which functions see subclasses of tensors as plain ones.
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+
+#: ``(class, tensor, requires_grad)``: a tensor of a subclass that shares the elements of another.
+make_subclass: Callable[..., Any] = _private("makes stand-ins for tensors of other stages", "Tensor._make_subclass")
+
+#: ``(class, shape, dtype=…, device=…)``: a tensor of a subclass without elements.
+make_without_elements: Callable[..., Any] = _private("makes handles of remote tensors", "Tensor._make_wrapper_subclass")
+
+#: What pickles of parameters call when they are read; pickled by PyTorch's name, so that they need no package of ours.
+rebuild_parameter: Callable[..., nn.Parameter] = _private("pickles stand-ins", "_utils._rebuild_parameter")
+
+#: Swap two tensors in place, as ``torch.utils.swap_tensors``, but also those that something refers to weakly.
+swap_in_place: Callable[[torch.Tensor, torch.Tensor], None] = _private(
+    "gives a parameter that a recurrent layer refers to another content", "_C._swap_tensor_impl"
+)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What identifies a tensor's storage for as long as that lives; meta tensors have one too.
+
+    Raises:
+        NotImplementedError, RuntimeError: the tensor has no storage, as sparse ones.
+    """
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def unscale(gradients: list[torch.Tensor], found: torch.Tensor, inverse: torch.Tensor) -> None:
+    """Multiply gradients by ``inverse``; ``found`` becomes 1 if one of them is not finite. Both have one element."""
+    fused = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
+    if fused is not None:
+        fused(gradients, found, inverse)
+        return
+    for gradient in gradients:
+        found.logical_or_(gradient.isfinite().all().logical_not().to(found.device))
+        gradient.mul_(inverse.to(gradient.device))
+
+
+# -- dispatch ----------------------------------------------------------------------------------------------------------
+
+#: A context inside which no dispatch mode sees operations.
+without_modes: Callable[[], Any] = _private(
+    "makes tensors past those who record their creation", "utils._python_dispatch._disable_current_modes"
+)
+
+#: The dispatch modes of the calling thread, outermost first.
+dispatch_modes: Callable[[], list[Any]] = _private(
+    "finds the deferral that a model is created in", "utils._python_dispatch._get_current_dispatch_mode_stack"
+)
+
+_function_modes: Callable[[], list[Any]] = _private(
+    "learns the default device of a thread", "overrides._get_current_function_mode_stack"
+)
+_count_function_modes: Callable[[], int] = _private(
+    "learns the default device of a thread", "_C._len_torch_function_stack"
+)
+_OPERATOR = type(torch.ops.aten.add.Tensor)
+
+
+def default_device() -> str | None:
+    """The kind of device that the calling thread makes tensors on by default; None where nobody has set one."""
+    if not _count_function_modes():  # asked for at every call
+        return None
+    kind = torch.utils._device.DeviceContext
+    return next((mode.device.type for mode in reversed(_function_modes()) if isinstance(mode, kind)), None)
+
+
+def is_operator(function: Any) -> bool:
+    """Whether a dispatch mode was given an operator, and not one of PyTorch's higher functions."""
+    return isinstance(function, _OPERATOR)
+
+
+def schema_of(function: Any) -> Any:
+    """An operator's schema, with ``name``, ``arguments`` and ``is_mutable``; None for a Python function."""
+    return getattr(function, "_schema", None)
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+#: ``(module, *args, **kwargs)``: a module's call with its hooks, past a ``__call__`` of its class and what is put there.
+call_with_hooks: Callable[..., Any] = _private("calls modules for other stages", "nn.Module._wrapped_call_impl")
+
+#: Classes of modules that keep running statistics and may count batches while they train.
+NORMS_WITH_STATISTICS: type | tuple[type, ...] = getattr(nn.modules.batchnorm, "_NormBase", None) or (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+)
+
+#: What ``load_state_dict`` returns, from the missing and the unexpected names.
+IncompatibleKeys: Callable[[list[str], list[str]], Any] = type(nn.Module().load_state_dict({}))
+
+_parse_to: Callable[..., Any] = _private("reads the arguments of DistributedModel.to", "_C._nn._parse_to")
+
+
+def dtype_asked_for(*args: Any, **kwargs: Any) -> torch.dtype | None:
+    """The dtype among the arguments of ``Module.to``, or None.
+
+    Raises:
+        TypeError, RuntimeError: it takes no such arguments.
+    """
+    dtype: torch.dtype | None = _parse_to(*args, **kwargs)[1]
+    return dtype
+
+
+# -- process groups ----------------------------------------------------------------------------------------------------
+
+#: The store through which the ranks of the default group have met.
+default_store: Callable[[], dist.Store] = _private(
+    "agrees on checkpoints that are written in the background", "distributed.distributed_c10d._get_default_store"
+)
+
+#: End collectives that are under way, and all groups; no rank need take part.
+abort_process_groups: Callable[[], None] = _private(
+    "leaves collectives that other ranks do not come to", "distributed.distributed_c10d._abort_process_group"
+)
+
+#: ``(group, output, input[, options])``: an all-gather into one tensor; its name changed in PyTorch 2.13.
+all_gather_single: Any = _private(
+    "gathers shards", "distributed.ProcessGroup.all_gather_single", "distributed.ProcessGroup._allgather_base"
+)
+
+#: ``(group, outputs, inputs[, options])``: several of these at once.
+all_gather_single_coalesced: Any = _private(
+    "gathers several shards at once",
+    "distributed.ProcessGroup.all_gather_single_coalesced",
+    "distributed.ProcessGroup.allgather_into_tensor_coalesced",
+)
+
+
+def give_backends(group: Any, backends: Mapping[str, tuple[Any, Any]], default: Any) -> None:
+    """Let a process group without backends have some.
+
+    Args:
+        backends: by kind of device, the type of the backend and itself.
+        default: type of the one that it uses where no tensor tells a device.
+    """
+    group._set_default_backend(default)
+    for device, (kind, backend) in backends.items():
+        group._register_backend(torch.device(device), kind, backend)
+
+
+def name_group(group: Any, name: str) -> None:
+    """Give a process group its name, which errors and traces show."""
+    group._set_group_name(name)
+
+
+def count_collectives(backend: Any) -> None:
+    """Let a backend number its collectives, which messages about ranks that fell behind need."""
+    backend._set_sequence_number_for_group()
+
+
+def timeout_of(backend: Any) -> timedelta:
+    """How long a backend with options waits for a collective."""
+    timeout: timedelta = backend.options._timeout
+    return timeout
+
+
+def set_timeout(options: Any, timeout: timedelta) -> None:
+    """Set how long a backend that is made with these options waits for a collective."""
+    options._timeout = timeout
+
+
+__all__ = [
+    "IN_PLACE",
+    "NORMS_WITH_STATISTICS",
+    "TESTED",
+    "DisableTorchFunctionSubclass",
+    "IncompatibleKeys",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "abort_process_groups",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "at_end_of_backward",
+    "backward_pass",
+    "call_with_hooks",
+    "count_collectives",
+    "default_device",
+    "default_store",
+    "dispatch_modes",
+    "dtype_asked_for",
+    "give_backends",
+    "is_operator",
+    "make_subclass",
+    "make_without_elements",
+    "name_group",
+    "rebuild_parameter",
+    "run_backward",
+    "saved_tensor_hooks",
+    "schema_of",
+    "set_timeout",
+    "storage_key",
+    "swap_in_place",
+    "timeout_of",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+    "unscale",
+    "will_run",
+    "without_modes",
+]

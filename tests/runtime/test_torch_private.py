@@ -1,0 +1,524 @@
+"""The canary: every private name of PyTorch that the runtime uses is there and does what it is used for.
+
+What fails here after an update of PyTorch names the release, and what ``smp_runtime/tensors/torch_private.py`` has to do
+in another way.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smp_runtime.errors import SMPRuntimeError
+from smp_runtime.tensors import torch_private as door
+
+CHECKS = {}
+
+
+def of(*names):
+    """Note what checks names of the door, or of ``IN_PLACE``, which begin with what has them."""
+
+    def note(check):
+        CHECKS.update(dict.fromkeys(names, check))
+        return check
+
+    return note
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A default process group of one rank, and its store."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield store
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def gloo(tmp_path):
+    return dist.ProcessGroupGloo(dist.FileStore(str(tmp_path / "gloo"), 1), 0, 1, timeout=timedelta(seconds=20))
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------------
+
+
+@of("backward_pass")
+def _(_):
+    seen = []
+    leaf = torch.ones(1, requires_grad=True)
+    for _ in range(2):
+        out = leaf * 2
+        out.register_hook(lambda gradient: seen.append(door.backward_pass()))
+        out.backward()
+    assert door.backward_pass() == -1
+    assert len(set(seen)) == 2
+    assert -1 not in seen
+
+
+@of("will_run")
+def _(_):
+    seen = []
+    leaf, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    out = leaf * other
+    node = torch.autograd.graph.get_gradient_edge(other).node
+    out.register_hook(lambda gradient: seen.append(door.will_run(node)))
+    torch.autograd.grad(out, leaf, retain_graph=True)
+    out.backward()
+    assert seen == [False, True]
+
+
+@of("at_end_of_backward")
+def _(_):
+    seen = []
+    leaf = torch.ones(1, requires_grad=True)
+    leaf.register_hook(lambda gradient: seen.append("gradient"))
+    out = leaf * 2
+    out.register_hook(lambda gradient: door.at_end_of_backward(lambda: seen.append("end")))
+    out.backward()
+    assert seen == ["gradient", "end"]
+
+
+@of("run_backward")
+def _(_):
+    leaf = torch.ones(2, requires_grad=True)
+    out, ones = leaf * 3, torch.ones(2)
+    edge = torch.autograd.graph.get_gradient_edge(leaf)
+    found = door.run_backward((out,), (ones,), True, False, (edge,), allow_unreachable=True, accumulate_grad=False)
+    assert found[0].tolist() == [3, 3]
+    assert leaf.grad is None
+    door.run_backward((out,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    assert leaf.grad.tolist() == [3, 3]
+
+
+@of("saved_tensor_hooks")
+def _(_):
+    def pack(tensor):
+        return tensor
+
+    assert door.saved_tensor_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+        assert door.saved_tensor_hooks()[0] is pack
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+class Loud(torch.Tensor):
+    """Refuses what it is not asked plainly."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} is seen")
+
+
+class WithoutElements(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} wants elements")
+
+
+@of("DisableTorchFunctionSubclass", "make_subclass")
+def _(_):
+    plain = torch.ones(2)
+    made = door.make_subclass(Loud, plain, True)
+    with door.DisableTorchFunctionSubclass():
+        assert type(made) is Loud
+        assert made.requires_grad
+        assert made.data_ptr() == plain.data_ptr()
+    with pytest.raises(AssertionError, match="is seen"):
+        made + 1
+
+
+@of("make_without_elements")
+def _(_):
+    made = door.make_without_elements(WithoutElements, (2, 3), dtype=torch.float64, device=torch.device("cpu"))
+    assert (type(made), made.shape, made.dtype) == (WithoutElements, (2, 3), torch.float64)
+    with pytest.raises(AssertionError, match="wants elements"):
+        made + 1
+
+
+@of("rebuild_parameter")
+def _(_):
+    made = door.rebuild_parameter(torch.ones(2), False, {})
+    assert type(made) is nn.Parameter
+    assert not made.requires_grad
+    assert b"smp_runtime" not in pickle.dumps(door.rebuild_parameter)
+
+
+@of("swap_in_place")
+def _(_):
+    one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(3, dtype=torch.float64))
+    kept = weakref.ref(one)
+    door.swap_in_place(one, other)
+    assert kept() is one
+    assert (one.tolist(), one.dtype) == ([1, 1, 1], torch.float64)
+    assert other.tolist() == [0, 0]
+
+
+@of("storage_key")
+def _(_):
+    for device in ("cpu", "meta"):
+        whole, another = torch.empty(4, device=device), torch.empty(4, device=device)
+        assert door.storage_key(whole) == door.storage_key(whole[1:].view(3, 1)) == door.storage_key(whole.detach())
+        assert door.storage_key(whole) != door.storage_key(another)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        door.storage_key(torch.eye(2).to_sparse())
+
+
+@of("unscale")
+def _(_):
+    for last, overflows in ((4.0, 0.0), (float("inf"), 1.0), (float("nan"), 1.0)):
+        gradients, found = [torch.tensor([2.0]), torch.tensor([last])], torch.zeros(1)
+        door.unscale(gradients, found, torch.tensor([0.5]))
+        assert gradients[0].item() == 1.0
+        assert found.item() == overflows
+
+
+@of("tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "TreeSpec")
+def _(_):
+    tree = {"a": [1, (2, None)], "b": 3}
+    leaves, structure = door.tree_flatten(tree)
+    assert isinstance(structure, door.TreeSpec)
+    assert leaves == door.tree_leaves(tree) == [1, 2, None, 3]
+    assert door.tree_unflatten(leaves, structure) == tree
+    assert door.tree_map(lambda leaf: (leaf or 0) + 1, tree) == {"a": [2, (3, 1)], "b": 4}
+
+
+# -- dispatch ----------------------------------------------------------------------------------------------------------
+
+
+class Noting(door.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@of("TorchDispatchMode", "dispatch_modes", "without_modes", "is_operator", "schema_of")
+def _(_):
+    assert door.dispatch_modes() == []
+    with Noting() as outer, Noting() as inner:
+        assert door.dispatch_modes() == [outer, inner]
+        made = torch.ones(2)
+        made.add_(1)
+        with door.without_modes():
+            assert door.dispatch_modes() == []
+            made.mul_(2)
+    assert [str(func) for func in inner.seen] == ["aten.ones.default", "aten.add_.Tensor"]
+    assert all(door.is_operator(func) for func in inner.seen)
+    assert not door.is_operator(len)
+    factory, change = map(door.schema_of, inner.seen)
+    assert any(argument.name == "device" for argument in factory.arguments)
+    assert (factory.is_mutable, change.is_mutable, change.name) == (False, True, "aten::add_")
+    assert door.schema_of(len) is None
+
+
+@of("default_device")
+def _(_):
+    assert door.default_device() is None
+    with torch.device("cpu"):
+        assert door.default_device() == "cpu"
+        with torch.device("meta"):
+            assert door.default_device() == "meta"
+    torch.set_default_device("meta")
+    try:
+        assert door.default_device() == "meta"
+    finally:
+        torch.set_default_device(None)
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+
+class Doubling(nn.Module):
+    def forward(self, value):
+        return value * 2
+
+
+@of("call_with_hooks")
+def _(_):
+    class Refusing(Doubling):
+        def __call__(self, value):
+            raise AssertionError("the call of the class")
+
+    module = Refusing()
+    module.register_forward_hook(lambda module, args, output: output + 1)
+    assert door.call_with_hooks(module, 3) == 7
+
+
+@of("NORMS_WITH_STATISTICS")
+def _(_):
+    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, nn.InstanceNorm2d):
+        assert issubclass(kind, door.NORMS_WITH_STATISTICS)
+    assert not issubclass(nn.LayerNorm, door.NORMS_WITH_STATISTICS)
+
+
+@of("IncompatibleKeys")
+def _(_):
+    made = door.IncompatibleKeys(["a"], ["b"])
+    assert (made.missing_keys, made.unexpected_keys) == (["a"], ["b"])
+    assert type(made) is type(nn.Linear(1, 1).load_state_dict({}, strict=False))
+
+
+@of("dtype_asked_for")
+def _(_):
+    assert door.dtype_asked_for(torch.float64) is torch.float64
+    assert door.dtype_asked_for("cpu", dtype=torch.float16) is torch.float16
+    assert door.dtype_asked_for(torch.ones(1, dtype=torch.bfloat16)) is torch.bfloat16
+    assert door.dtype_asked_for("cpu", non_blocking=True) is None
+
+
+# -- process groups ----------------------------------------------------------------------------------------------------
+
+
+@of("default_store")
+def _(request):
+    request.getfixturevalue("group")
+    store = door.default_store()
+    store.set("asked", "yes")
+    assert store.get("asked") == b"yes"
+    assert dist.PrefixStore("other", store).num_keys() >= 0
+
+
+@of("abort_process_groups")
+def _(request):
+    request.getfixturevalue("group")
+    door.abort_process_groups()
+    assert not dist.is_initialized()
+
+
+@of("give_backends", "name_group", "count_collectives", "all_gather_single", "all_gather_single_coalesced")
+def _(request):
+    group, backend = dist.ProcessGroup(0, 1), gloo(request.getfixturevalue("tmp_path"))
+    door.count_collectives(backend)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    door.give_backends(group, {"cpu": (kind, backend)}, kind)
+    door.name_group(group, "canary")
+    assert group.group_name == "canary"
+    output = torch.zeros(2)
+    door.all_gather_single(group, output, torch.ones(2)).wait()
+    assert output.tolist() == [1, 1]
+    outputs = [torch.zeros(2), torch.zeros(1)]
+    door.all_gather_single_coalesced(group, outputs, [torch.full((2,), 2.0), torch.full((1,), 3.0)]).wait()
+    assert [each.tolist() for each in outputs] == [[2, 2], [3]]
+
+
+@of("timeout_of", "set_timeout")
+def _(request):
+    backend = gloo(request.getfixturevalue("tmp_path"))
+    assert door.timeout_of(backend) == timedelta(seconds=20)
+    options = dist.ProcessGroupGloo._Options()
+    door.set_timeout(options, timedelta(seconds=7))
+    assert options._timeout == timedelta(seconds=7)
+
+
+# -- what stays where it is used ---------------------------------------------------------------------------------------
+
+
+@of("torch.nn.Module._parameters", "torch.nn.Module._buffers", "torch.nn.Module._modules")
+def _(_):
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    assert module._modules == {"0": module[0]}
+    assert list(module[0]._parameters) == ["weight", "bias"]
+    assert module[0]._buffers["running_mean"] is module[0].running_mean
+    module[0]._parameters["weight"] = None
+    assert dict(module.named_parameters()).keys() == {"0.bias"}
+
+
+@of(
+    *(f"torch.nn.Module._{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre")),
+    *(f"torch.Tensor._{kind}_hooks" for kind in ("backward", "post_accumulate_grad")),
+)
+def _(_):
+    module, tensor = Doubling(), torch.ones(1, requires_grad=True)
+    for name, register in {
+        "_forward_hooks": module.register_forward_hook,
+        "_forward_pre_hooks": module.register_forward_pre_hook,
+        "_backward_hooks": module.register_full_backward_hook,
+        "_backward_pre_hooks": module.register_full_backward_pre_hook,
+    }.items():
+        register(print)
+        assert list(getattr(module, name).values()) == [print]
+    tensor.register_hook(print)
+    tensor.register_post_accumulate_grad_hook(print)
+    assert list(tensor._backward_hooks.values()) == list(tensor._post_accumulate_grad_hooks.values()) == [print]
+
+
+@of("torch.nn.Module._apply", "torch.nn.Module._load_from_state_dict")
+def _(_):
+    class Overriding(nn.Linear):
+        seen = ()
+
+        def _apply(self, fn, recurse=True):
+            self.seen += ("apply",)
+            return super()._apply(fn, recurse)
+
+        def _load_from_state_dict(self, state_dict, prefix, *args):
+            self.seen += (prefix,)
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    model = nn.Sequential(Overriding(1, 1))
+    model.double().load_state_dict(model.state_dict())
+    assert model[0].seen == ("apply", "0.")
+    assert model[0].weight.dtype is torch.float64
+
+
+@of(*(f"torch.nn.Module._{kind}call_impl" for kind in ("", "compiled_", "wrapped_")))
+def _(_):
+    module = Doubling()
+    vars(module)["_call_impl"] = lambda value: "taken"
+    vars(module)["_compiled_call_impl"] = None
+    assert module(1) == door.call_with_hooks(module, 1) == "taken"
+    del vars(module)["_call_impl"]
+    assert module(1) == type(module)._call_impl(module, 1) == 2
+    assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
+
+
+@of("torch.Tensor._version")
+def _(_):
+    tensor = torch.ones(2)
+    before = tensor._version
+    tensor[:1].add_(1)
+    assert tensor._version == before + 1
+
+
+@of("torch._foreach_mul_")
+def _(_):
+    tensors = [torch.ones(1), torch.ones(2)]
+    torch._foreach_mul_(tensors, 3.0)
+    assert [each.tolist() for each in tensors] == [[3], [3, 3]]
+
+
+@of("torch.ops.aten._local_scalar_dense", "torch.ops.aten._embedding_bag")
+def _(_):
+    with Noting() as noting:
+        torch.ones(()).item()
+        nn.functional.embedding_bag(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1))
+    packets = [func.overloadpacket for func in noting.seen]
+    assert torch.ops.aten._local_scalar_dense in packets
+    assert torch.ops.aten._embedding_bag in packets or torch.ops.aten._embedding_bag_forward_only in packets
+
+
+@of(
+    *("torch.amp.GradScaler._unscale_grads_", "torch.amp.GradScaler._maybe_opt_step", "torch.amp.GradScaler._enabled"),
+    *("torch.amp.GradScaler._scale", "torch.amp.GradScaler._lazy_init_scale_growth_tracker"),
+)
+def _(_):
+    class Overriding(torch.amp.GradScaler):
+        seen = ()
+
+        def _unscale_grads_(self, optimizer, *args, **kwargs):
+            self.seen += ("unscale",)
+            return super()._unscale_grads_(optimizer, *args, **kwargs)
+
+        def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
+            self.seen += tuple(found.item() for found in optimizer_state["found_inf_per_device"].values())
+            return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+
+    scaler, parameter = Overriding("cpu", init_scale=4.0), nn.Parameter(torch.ones(1))
+    assert scaler._enabled
+    assert scaler._scale is None
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    assert scaler._scale.item() == 4.0
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(torch.optim.SGD([parameter], lr=0.5))
+    assert scaler.seen == ("unscale", 0.0)
+    assert parameter.item() == 0.5
+
+
+@of("torch.distributed.ProcessGroup._allgather_base", "torch.distributed.ProcessGroup._reduce_scatter_base")
+def _(request):
+    class Overriding(dist.ProcessGroup):
+        def getBackendName(self):
+            return "canary"
+
+        def gather(self, output, *args):
+            output.fill_(1)
+            return done()
+
+        def scatter(self, output, *args):
+            output.fill_(2)
+            return done()
+
+        _allgather_base = all_gather_single = gather
+        _reduce_scatter_base = reduce_scatter_single = scatter
+
+    def done():
+        future = torch.futures.Future()
+        future.set_result(None)
+        return torch._C._distributed_c10d._create_work_from_future(future)
+
+    group, output = Overriding(0, 1), torch.zeros(1)
+    request.getfixturevalue("group")
+    dist.distributed_c10d._world.pg_map[group] = ("canary", None)
+    dist.distributed_c10d._world.pg_names[group] = "canary"
+    dist.distributed_c10d._world.pg_group_ranks[group] = {0: 0}
+    dist.all_gather_into_tensor(output, torch.zeros(1), group=group)
+    assert output.item() == 1
+    dist.reduce_scatter_tensor(output, torch.zeros(1), group=group)
+    assert output.item() == 2
+
+
+@of("torch.nn.utils.clip_grad._clip_grads_with_norm_")
+def _(_):
+    from torch.nn.utils import clip_grad
+
+    if not hasattr(clip_grad, "_clip_grads_with_norm_"):
+        pytest.skip("the public function itself is watched before PyTorch 2.6")
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.full((1,), 4.0)
+    seen, original = [], clip_grad._clip_grads_with_norm_
+    clip_grad._clip_grads_with_norm_ = lambda *args, **kwargs: seen.append(args) or original(*args, **kwargs)
+    try:
+        torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+    finally:
+        clip_grad._clip_grads_with_norm_ = original
+    assert len(seen) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_what_pytorch_keeps_private_does_what_it_is_used_for(name, request):
+    try:
+        CHECKS[name](request)
+    except Exception as error:
+        where = f"IN_PLACE ({name})" if name.startswith("torch.") else name
+        pytest.fail(
+            f"PyTorch {torch.__version__} broke `{where}` of smp_runtime/tensors/torch_private.py: {type(error).__name__}: {error}"
+        )
+
+
+def test_every_name_of_the_door_has_its_canary():
+    in_place = {f"{owner}.{name}" for owner, names in door.IN_PLACE.items() for name in names}
+    constants = {"IN_PLACE", "TESTED"}
+    assert CHECKS.keys() == (set(door.__all__) - constants) | in_place
+
+
+def test_gradients_are_unscaled_without_the_fused_kernel(monkeypatch, request):
+    monkeypatch.delattr(torch, "_amp_foreach_non_finite_check_and_unscale_")
+    CHECKS["unscale"](request)
+
+
+def test_what_a_release_lacks_is_named_where_it_is_used_and_nowhere_before():
+    code = (
+        "import torch; del torch._C._swap_tensor_impl, torch._C._autograd._top_saved_tensors_default_hooks\n"
+        "from smp_runtime.tensors import torch_private as door\n"
+        "assert door.saved_tensor_hooks() is None\n"
+        "door.swap_in_place(torch.ones(1), torch.ones(1))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert f"PyTorch {torch.__version__} has no torch._C._swap_tensor_impl, by which the runtime gives" in done.stderr
+    assert SMPRuntimeError.__name__ in done.stderr
