@@ -6,9 +6,9 @@ from typing import Any
 
 from smp_config import ConfigError
 from smp_estimator.cloud import images
-from smp_estimator.distribution import is_model_parallel
 from smp_estimator.mixin import PROCESS_IMAGE, TrainsWithSMP
 from smp_estimator.sdk import HuggingFace, PyTorch
+from smp_estimator.settings.distribution import is_model_parallel
 
 
 class SMPEstimator(TrainsWithSMP, PyTorch):

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError, JobSettings
 from smp_config.version import __version__
-from smp_estimator import advice, checks, restore
-from smp_estimator import distribution as strategies
-from smp_estimator.cloud import images, service, source
+from smp_estimator.cloud import images, restore, service, source
 from smp_estimator.cloud.job import CloudTrainingJob
 from smp_estimator.cloud.metrics import metric_definitions
 from smp_estimator.local.client import ProcessClient
@@ -30,7 +28,9 @@ from smp_estimator.sdk import (
     git_utils,
     is_pipeline_variable,
 )
-from smp_estimator.variables import separated
+from smp_estimator.settings import advice, checks
+from smp_estimator.settings import distribution as strategies
+from smp_estimator.settings.variables import separated
 
 if TYPE_CHECKING:
     _SDK = Framework

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError, JobSettings
-from smp_estimator.variables import is_variable
+from smp_estimator.settings.variables import is_variable
 
 if TYPE_CHECKING:
     from smp_estimator.planning import Plan, Suggestion

@@ -16,7 +16,7 @@ from smp_config import ConfigError
 from smp_config.limits import HYPERPARAMETER_CHARACTERS
 from smp_estimator.local.uris import is_file_uri, is_s3_uri
 from smp_estimator.sdk import FileSystemInput, TrainingInput
-from smp_estimator.variables import is_variable
+from smp_estimator.settings.variables import is_variable
 
 _JOB_NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
 _BASE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9-]*")

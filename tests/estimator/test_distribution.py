@@ -12,7 +12,7 @@ import pytest
 from estimator.fakes import model_parallel
 
 from smp_config import ConfigError, ModelParallelParameters
-from smp_estimator import distribution as strategies
+from smp_estimator.settings import distribution as strategies
 
 
 def read(distribution: Any, *, hosts: int | None = 1, process_mode: bool = True, instance_type: str = "local") -> Any:

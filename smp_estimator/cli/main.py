@@ -19,8 +19,8 @@ from rich.table import Table
 from smp_config import ConfigError, Topology
 from smp_config.instances import GIB, instance
 from smp_config.parameters import KEYS
-from smp_estimator.cli_checkpoint import checkpoint
-from smp_estimator.cli_timeline import timeline
+from smp_estimator.cli.checkpoint import checkpoint
+from smp_estimator.cli.timeline import timeline
 from smp_estimator.local.uris import address_of
 
 LOCAL_TYPES = ("local", "local_gpu")
@@ -152,14 +152,14 @@ def _parted(found: dict[str, Any]) -> tuple[dict[str, Any], str | None, int | No
 
 def _checked(distribution: Any, kind: str, hosts: int) -> tuple[Any, list[str]]:
     """The estimator's own checks, and the warnings that they log."""
-    from smp_estimator import distribution as strategies
+    from smp_estimator.settings import distribution as strategies
 
     class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             warnings.append(record.getMessage().removeprefix("distribution: "))
 
     warnings: list[str] = []
-    logger, collector = logging.getLogger("smp_estimator.distribution"), Collector()
+    logger, collector = logging.getLogger("smp_estimator.settings.distribution"), Collector()
     logger.addHandler(collector)
     propagates, logger.propagate = logger.propagate, False
     try:
@@ -392,7 +392,7 @@ def doctor(mode: tuple[str, ...], role: str | None) -> None:
 
     Exit code 1 when a mode that was asked for with --mode is not ready.
     """
-    from smp_estimator.doctor import cloud_findings, docker_findings, process_findings
+    from smp_estimator.cli.doctor import cloud_findings, docker_findings, process_findings
 
     findings = []
     if not mode or "process" in mode:

@@ -18,8 +18,13 @@ from smp_config.instances import Instance, instance, instances
 from smp_config.job import INSTANCE_TYPE, MP_PARAMETERS, MPI_PROCESSES
 from smp_config.limits import HYPERPARAMETER_CHARACTERS
 from smp_config.mpi_options import MpiOption, check_mpi_options, variables
-from smp_estimator.translation import from_hyperparameters, hyperparameters, mirrored_environment, stock_image_conflicts
-from smp_estimator.variables import is_variable, separated
+from smp_estimator.settings.translation import (
+    from_hyperparameters,
+    hyperparameters,
+    mirrored_environment,
+    stock_image_conflicts,
+)
+from smp_estimator.settings.variables import is_variable, separated
 
 logger = logging.getLogger(__name__)
 
