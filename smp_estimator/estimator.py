@@ -6,7 +6,7 @@ from typing import Any
 
 from smp_config import ConfigError
 from smp_estimator.cloud import images
-from smp_estimator.mixin import PROCESS_IMAGE, TrainsWithSMP
+from smp_estimator.mixin import TrainsWithSMP
 from smp_estimator.sdk import HuggingFace, PyTorch
 from smp_estimator.settings.distribution import is_model_parallel
 
@@ -149,4 +149,4 @@ class SMPHuggingFace(TrainsWithSMP, HuggingFace):
         return dict(super()._huggingface_distribution_configuration(distribution)) if own is None else own
 
 
-__all__ = ["PROCESS_IMAGE", "SMPEstimator", "SMPHuggingFace"]
+__all__ = ["SMPEstimator", "SMPHuggingFace"]

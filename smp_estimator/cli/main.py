@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from smp_config import ConfigError, Topology
+from smp_config import ConfigError, JobSettings, Topology
 from smp_config.instances import GIB, instance
 from smp_config.parameters import KEYS
 from smp_estimator.cli.checkpoint import checkpoint
@@ -150,25 +149,13 @@ def _parted(found: dict[str, Any]) -> tuple[dict[str, Any], str | None, int | No
     return distribution, kind, hosts
 
 
-def _checked(distribution: Any, kind: str, hosts: int) -> tuple[Any, list[str]]:
-    """The estimator's own checks, and the warnings that they log."""
-    from smp_estimator.settings import distribution as strategies
+def _checked(distribution: Any, kind: str, hosts: int) -> tuple[JobSettings, list[str]]:
+    """The estimator's own checks, and their warnings."""
+    from smp_estimator.settings.distribution import read
 
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warnings.append(record.getMessage().removeprefix("distribution: "))
-
-    warnings: list[str] = []
-    logger, collector = logging.getLogger("smp_estimator.settings.distribution"), Collector()
-    logger.addHandler(collector)
-    propagates, logger.propagate = logger.propagate, False
-    try:
-        process_mode = kind in LOCAL_TYPES
-        strategies.refuse_unknown_strategies(distribution, process_mode=process_mode)
-        return strategies.read(distribution, instance_type=kind, hosts=hosts, process_mode=process_mode), warnings
-    finally:
-        logger.removeHandler(collector)
-        logger.propagate = propagates
+    said: list[str] = []
+    found = read(distribution, instance_type=kind, hosts=hosts, process_mode=kind in LOCAL_TYPES, say=said.append)
+    return found.settings, [warning.removeprefix("distribution: ") for warning in said]
 
 
 def _degrees(topology: Topology) -> str:

@@ -10,7 +10,7 @@ from smp_config.job import CARRIED
 from smp_estimator.cloud.source import USER_PROGRAM
 from smp_estimator.local.uris import is_file_uri, path_of
 from smp_estimator.sdk import InstanceGroup
-from smp_estimator.settings.distribution import from_hyperparameters
+from smp_estimator.settings.translation import from_hyperparameters
 
 logger = logging.getLogger(__name__)
 

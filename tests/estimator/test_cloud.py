@@ -161,7 +161,7 @@ def test_attach_to_what_this_version_refuses(
     job.fit(wait=False)
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="processes_per_host is 64"):
-        job.fit(wait=False)
+        cloud.estimator(script, distribution=job.distribution)
     attached = SMPEstimator.attach(job.latest_training_job.name, sagemaker_session=cloud.session)
     assert "would refuse: mpi.processes_per_host is 64" in caplog.text
     assert attached.model_data.endswith("model.tar.gz")
