@@ -53,9 +53,9 @@ def test_a_change_around_it_is_seen(reads: list[Any], change: dict[str, Any]) ->
 
 
 def test_equal_is_not_the_same_type() -> None:
-    own, distribution = SettingsReader(), model_parallel(2, ddp=True)
+    own, distribution = SettingsReader(), model_parallel(1, ddp=True)
     own.read(distribution, stock_image=False, **_WHERE)
-    distribution["mpi"]["processes_per_host"] = 2.0  # equals 2, and is refused
+    distribution["mpi"]["processes_per_host"] = True  # equals 1, and is refused
     with pytest.raises(ConfigError, match="processes_per_host"):
         own.read(distribution, stock_image=False, **_WHERE)
 
