@@ -40,13 +40,13 @@ class Planned:
         Raises:
             ConfigError: settings that cannot work.
         """
-        from smp_estimator import planning
+        from smp_estimator.planning import plan
 
         distribution = self._check_settings()
         settings = distribution.settings if distribution is not None else None
         if settings is not None and settings.mpi is not None and settings.mpi.processes_per_host is not None:
             workload.setdefault("processes_per_host", settings.mpi.processes_per_host)
-        return planning.plan(
+        return plan(
             model,
             *self._cluster(),
             parameters=settings.model_parallel if settings is not None else None,
@@ -63,9 +63,9 @@ class Planned:
             batch: samples per GPU and step.
             workload: the other arguments of :func:`smp_estimator.planning.suggest`.
         """
-        from smp_estimator import planning
+        from smp_estimator.planning import suggest
 
-        return planning.suggest(model, *self._cluster(), batch=batch, environment=self.environment, **workload)
+        return suggest(model, *self._cluster(), batch=batch, environment=self.environment, **workload)
 
     def _carried_instance_type(self) -> str | None:
         if is_variable(self.instance_type):

@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from smp_config.limits import STOP_GRACE_SECONDS
-from smp_estimator.local import artifacts
+from smp_estimator.local.artifacts import address, deliver, merged_files
 from smp_estimator.local.bootstrap import Bootstrap, environment_of
 from smp_estimator.local.failure import failure_text
 from smp_estimator.local.log import JobLog
@@ -139,7 +139,7 @@ class ProcessJob:
 
     @property
     def model_address(self) -> str:
-        return artifacts.address(self._destination, "model", self.name, compressed=self._compressed)
+        return address(self._destination, "model", self.name, compressed=self._compressed)
 
     @property
     def failure_reason(self) -> str | None:
@@ -275,15 +275,15 @@ class ProcessJob:
 
     def _pack(self) -> None:
         models = [host.model for host in self.tree.hosts]
-        if not artifacts.merged_files(models):
+        if not merged_files(models):
             logger.warning(
                 "job %s wrote nothing to its model directory (SM_MODEL_DIR): the archive is empty", self.name
             )
-        deliver: dict[str, Any] = {"job_name": self.name, "session": self._session, "compressed": self._compressed}
-        artifacts.deliver(models, "model", self._destination, **deliver)
+        where: dict[str, Any] = {"job_name": self.name, "session": self._session, "compressed": self._compressed}
+        deliver(models, "model", self._destination, **where)
         outputs = [host.output_data for host in self.tree.hosts]
-        if artifacts.merged_files(outputs):
-            artifacts.deliver(outputs, "output", self._destination, **deliver)
+        if merged_files(outputs):
+            deliver(outputs, "output", self._destination, **where)
 
     def _reason(self) -> str:
         """The failure file of the first host that has one; else what is known: exit codes and the end of the log."""

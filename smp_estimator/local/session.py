@@ -13,11 +13,11 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from smp_config import ConfigError
 from smp_config.errors import suggest
-from smp_estimator import progress
 from smp_estimator.local.bootstrap import DEFAULT_LAUNCHER
 from smp_estimator.local.client import ProcessClient
 from smp_estimator.local.job import ProcessJob, Status
 from smp_estimator.local.uris import bucket_and_key
+from smp_estimator.progress import show
 from smp_estimator.sdk import (
     LocalSagemakerRuntimeClient,
     LocalSession,
@@ -236,7 +236,7 @@ class ProcessSession(LocalSession):
         """
         job = self.job(job_name)
         if shows_training(log_type):
-            progress.show(job.log.follow(wait=wait), timeout_seconds=timeout)
+            show(job.log.follow(wait=wait), timeout_seconds=timeout)
         if not wait:
             return
         if job.done.wait(timeout):
