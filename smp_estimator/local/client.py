@@ -7,17 +7,19 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from botocore.exceptions import ClientError
 
 from smp_config import ConfigError, JobSettings
 from smp_estimator.local.channels import read_channels
-from smp_estimator.local.code import CodeSource
 from smp_estimator.local.job import ProcessJob
 from smp_estimator.local.tree import CHECKPOINTS_IN_CONTAINER, JobTree
 from smp_estimator.local.uris import is_file_uri, path_of, require_address
 from smp_estimator.sdk import LocalSagemakerClient, LocalSession
+
+if TYPE_CHECKING:
+    from smp_estimator.local.code import CodeSource
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from smp_estimator.local.failure import failure_text
 from smp_estimator.sdk import LocalContainers, UnexpectedStatusException
+from smp_launch.tree import Tree
 
 #: What the job that runs in this context leaves; None where nobody asked.
 _left: ContextVar[_Left | None] = ContextVar("left", default=None)
@@ -41,7 +42,7 @@ class _Left:
 
     def read(self, containers: Any) -> None:
         for host in containers.hosts:
-            if text := failure_text(Path(containers.container_root, host, "output", "failure")):
+            if text := failure_text(Tree(Path(containers.container_root, host)).failure_file):
                 self.failures[host] = text
 
     def reason(self) -> str:

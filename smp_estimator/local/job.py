@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_config.limits import STOP_GRACE_SECONDS
 from smp_estimator.local.artifacts import address, deliver, merged_files
@@ -19,7 +19,9 @@ from smp_estimator.local.bootstrap import Bootstrap, environment_of
 from smp_estimator.local.failure import failure_text
 from smp_estimator.local.log import JobLog
 from smp_estimator.local.stop import kill_job
-from smp_estimator.local.tree import JobTree
+
+if TYPE_CHECKING:
+    from smp_estimator.local.tree import JobTree
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +94,7 @@ class ProcessJob:
 
     @property
     def status(self) -> Status:
+        """Where the job stands."""
         return self._status
 
     def start(self) -> None:
@@ -139,6 +142,7 @@ class ProcessJob:
 
     @property
     def model_address(self) -> str:
+        """Where the model is, or will be."""
         return address(self._destination, "model", self.name, compressed=self._compressed)
 
     @property
@@ -274,21 +278,21 @@ class ProcessJob:
             self.tree.remove_workspace()
 
     def _pack(self) -> None:
-        models = [host.model for host in self.tree.hosts]
+        models = [host.model_dir for host in self.tree.hosts]
         if not merged_files(models):
             logger.warning(
                 "job %s wrote nothing to its model directory (SM_MODEL_DIR): the archive is empty", self.name
             )
         where: dict[str, Any] = {"job_name": self.name, "session": self._session, "compressed": self._compressed}
         deliver(models, "model", self._destination, **where)
-        outputs = [host.output_data for host in self.tree.hosts]
+        outputs = [host.output_data_dir for host in self.tree.hosts]
         if merged_files(outputs):
             deliver(outputs, "output", self._destination, **where)
 
     def _reason(self) -> str:
         """The failure file of the first host that has one; else what is known: exit codes and the end of the log."""
         for host in self.tree.hosts:
-            if text := failure_text(host.failure):
+            if text := failure_text(host.failure_file):
                 return text
         codes = ", ".join(f"{host} with {_exit(code)}" for host, code in self._exit_codes.items() if code)
         tail = "\n".join(self.log.tail(20))

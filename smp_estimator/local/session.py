@@ -130,6 +130,7 @@ class ProcessSession(LocalSession):
 
     @property
     def s3_resource(self) -> Any:
+        """boto3's resource, as the SDK's functions expect it."""
         return self._s3_part("resource", lambda: self.boto_session.resource)
 
     @s3_resource.setter
@@ -138,6 +139,7 @@ class ProcessSession(LocalSession):
 
     @property
     def s3_client(self) -> Any:
+        """boto3's client, as the SDK's functions expect it."""
         return self._s3_part("client", lambda: self.boto_session.client)
 
     @s3_client.setter

@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from smp_config import Group, Topology
 from smp_config.buffers import BufferSizes
 from smp_config.instances import Instance, instance
 from smp_estimator.planning.batches import Batches, batches_of
 from smp_estimator.planning.memory import StageMemory, memory
 from smp_estimator.planning.network import Traffic, traffic
 from smp_estimator.planning.pipeline import idle_fraction
-from smp_estimator.planning.request import Request
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from smp_config import Group, Topology
+    from smp_estimator.planning.request import Request
 
 #: Above this part of a GPU's memory a plan is tight: the driver's own use, NCCL's buffers, kernel workspaces and the
 #: allocator's fragmentation are not counted in a plan.

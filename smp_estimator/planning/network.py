@@ -7,12 +7,15 @@ an implementation really sends may be more; a measured number divided by the one
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from smp_config import Group, ModelParallelParameters, Topology
-from smp_estimator.planning.batches import Batches
 from smp_estimator.planning.memory import StageMemory, is_half
-from smp_estimator.planning.model_shape import ModelShape
-from smp_estimator.planning.workload import Workload
+
+if TYPE_CHECKING:
+    from smp_estimator.planning.batches import Batches
+    from smp_estimator.planning.model_shape import ModelShape
+    from smp_estimator.planning.workload import Workload
 
 
 def gather_bytes(ranks: int, size: float) -> float:

@@ -6,15 +6,17 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Group
-
-from smp_config import ModelParallelParameters
 from smp_estimator.planning.advice import Change, SmallerCluster, changes, notes, smaller_clusters
 from smp_estimator.planning.forecast import RULE_OF_16, RULE_OF_20, Forecast
 from smp_estimator.planning.request import request_for
 from smp_estimator.planning.table import as_text, plan_table
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from smp_config import ModelParallelParameters
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.table import Table
 
-from smp_estimator.timeline.steps import JobTimeline, Step
+if TYPE_CHECKING:
+    from smp_estimator.timeline.steps import JobTimeline, Step
 
 #: Idle fractions of more ranks are given as least and most.
 _LISTED_RANKS = 8
