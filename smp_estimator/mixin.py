@@ -12,7 +12,7 @@ from smp_config.job import INSTANCE_TYPE
 from smp_estimator.cloud import images, restore, service, source
 from smp_estimator.cloud.defaults import fill_in_cloud
 from smp_estimator.cloud.job import CloudTrainingJob
-from smp_estimator.local.client import ProcessClient
+from smp_estimator.local.client import ProcessClient, check_job_name
 from smp_estimator.local.code import CodeSource
 from smp_estimator.local.containers import failing_rank_told
 from smp_estimator.local.process_mode import LOCAL_TYPES, PROCESS_IMAGE, fill_in_here, wants_processes
@@ -282,7 +282,7 @@ class TrainsWithSMP(Planned, _SDK):
             self._advise(distribution, inputs)
             return self._fit_here(inputs, wait, logs, job_name, experiment_config)
         if job_name is not None and not is_pipeline_variable(job_name):
-            service.check_job_name(job_name)
+            check_job_name(job_name)
         if not self.sagemaker_session.local_mode:
             service.check_channels(inputs, has_network=bool(self.subnets and self.security_group_ids))
         self._advise(distribution, inputs)
@@ -407,12 +407,13 @@ class TrainsWithSMP(Planned, _SDK):
     ) -> dict[str, Any]:
         """As in the SDK, and the distribution is restored instead of staying among the user's hyperparameters."""
         on_this_machine = job_details["AlgorithmSpecification"].get("TrainingImage") == PROCESS_IMAGE
-        # Named explicitly so that the SDK's class, which parses the image's name, can be left out.
-        parent: Any = Framework if on_this_machine else cls._sdk_class()
-        prepare = parent._prepare_init_params_from_job_description.__func__
-        params: dict[str, Any] = prepare(cls, restore.completed(job_details), model_channel_name)
-        if on_this_machine:
+        completed = restore.completed(job_details)
+        if on_this_machine:  # past the SDK's class, which would parse the image's name
+            sdk: Any = cls._sdk_class()
+            params = super(sdk, cls)._prepare_init_params_from_job_description(completed, model_channel_name)
             params.pop("image_uri")
+        else:
+            params = super()._prepare_init_params_from_job_description(completed, model_channel_name)
         return restore.restored(params, job_details)
 
 

@@ -18,7 +18,6 @@ from smp_estimator.local.uris import is_file_uri, is_s3_uri
 from smp_estimator.sdk import FileSystemInput, TrainingInput
 from smp_estimator.settings.variables import is_variable
 
-_JOB_NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
 _BASE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9-]*")
 _VARIABLE_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
@@ -41,20 +40,6 @@ def check_request(estimator: Any, hyperparameters: Mapping[str, Any], say: Calla
         _check_places(estimator)
     _check_spot(estimator, say)
     _check_keep_alive(estimator, model, say)
-
-
-def check_job_name(name: str) -> None:
-    """Refuse a name that the service refuses.
-
-    Raises:
-        ConfigError: with the rule.
-    """
-    if not _JOB_NAME.fullmatch(name):
-        raise ConfigError(
-            f"the job name {name!r} ({len(name)} characters) is not one that the service accepts; it comes from "
-            "job_name= or base_job_name=: use at most 63 letters, digits and single hyphens, beginning with a letter "
-            "or digit"
-        )
 
 
 def check_channels(inputs: Any, *, has_network: bool) -> None:

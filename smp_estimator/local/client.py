@@ -37,6 +37,20 @@ _IGNORED = {
 }
 
 
+def check_job_name(name: str) -> None:
+    """Refuse a name that the service refuses.
+
+    Raises:
+        ConfigError: with the rule.
+    """
+    if not _JOB_NAME.fullmatch(name):
+        raise ConfigError(
+            f"the job name {name!r} ({len(name)} characters) is not one that the service accepts; it comes from "
+            "job_name= or base_job_name=: use at most 63 letters, digits and single hyphens, beginning with a letter "
+            "or digit"
+        )
+
+
 class NotOnThisMachine(AttributeError, ConfigError):
     """A call of the service that training on this machine does not have; also what ``hasattr()`` and ``getattr()`` expect."""
 
@@ -149,12 +163,7 @@ class ProcessClient(LocalSagemakerClient):
         return name in cls._jobs
 
     def _require_free_name(self, name: str) -> None:
-        if not _JOB_NAME.fullmatch(name):
-            raise ConfigError(
-                f"the job name {name!r} ({len(name)} characters) is not one that the service accepts; it comes from "
-                "job_name= or base_job_name=: use at most 63 letters, digits and single hyphens, beginning with a letter "
-                "or digit"
-            )
+        check_job_name(name)
         if name in self._jobs:
             raise ConfigError(
                 f"a job named {name!r} exists already ({self._jobs[name].status.value}); names are used once: leave job_name "
