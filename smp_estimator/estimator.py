@@ -147,6 +147,3 @@ class SMPHuggingFace(TrainsWithSMP, HuggingFace):
         """The hyperparameters of the distribution; the SDK's own for strategies that are not ours."""
         own = self._own_hyperparameters(distribution)
         return dict(super()._huggingface_distribution_configuration(distribution)) if own is None else own
-
-
-__all__ = ["SMPEstimator", "SMPHuggingFace"]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ast
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -19,6 +17,7 @@ from smp_config import ConfigError, JobSettings, Topology
 from smp_config.instances import GIB, instance
 from smp_config.parameters import KEYS
 from smp_estimator.cli.checkpoint import checkpoint
+from smp_estimator.cli.console import console
 from smp_estimator.cli.timeline import timeline
 from smp_estimator.local.uris import address_of
 
@@ -45,10 +44,6 @@ def main() -> None:
 
 main.add_command(checkpoint)
 main.add_command(timeline)
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 116, soft_wrap=False)
 
 
 def _literal(text: str, what: str) -> Any:
@@ -111,15 +106,15 @@ def validate(file: Any, instance_type: str | None, instance_count: int | None) -
     settings, said = _checked(distribution, kind, hosts)
     if known is None and kind not in LOCAL_TYPES:
         said.append(f"no instance type {kind} is known here, so nothing that depends on its GPUs was checked")
-    console = _console()
+    out = console()
     per_host = settings.mpi.processes_per_host if settings.mpi else None
     if settings.model_parallel is not None and per_host is not None:
         topology = settings.model_parallel.topology(per_host * hosts)
-        console.print(f"[green]valid[/green] on {hosts} × {kind}: {escape(_degrees(topology))}")
+        out.print(f"[green]valid[/green] on {hosts} × {kind}: {escape(_degrees(topology))}")
     else:
-        console.print(f"[green]valid[/green] on {hosts} × {kind}")
+        out.print(f"[green]valid[/green] on {hosts} × {kind}")
     for warning in said:
-        console.print(f"[yellow]warning[/yellow] {escape(warning)}")
+        out.print(f"[yellow]warning[/yellow] {escape(warning)}")
 
 
 def _parted(found: dict[str, Any]) -> tuple[dict[str, Any], str | None, int | None]:
@@ -241,7 +236,7 @@ def plan(model: str, gpu_memory: float | None, parameters: str, as_json: bool, *
     if as_json:
         click.echo(json.dumps(made.to_dict(), indent=2))
     else:
-        _console().print(made)
+        console().print(made)
     if made.verdict is planning.Verdict.DOES_NOT_FIT:
         raise click.exceptions.Exit(1)
 
@@ -262,7 +257,7 @@ def suggest(model: str, gpu_memory: float | None, as_json: bool, **given: Any) -
         ]
         click.echo(json.dumps({"parameters": found.parameters, "tried": tried, "plan": found.plan.to_dict()}, indent=2))
     else:
-        _console().print(found)
+        console().print(found)
     if found.plan.verdict is planning.Verdict.DOES_NOT_FIT:
         raise click.exceptions.Exit(1)
 
@@ -284,10 +279,10 @@ def topology(world: int, pp: int, tp: int, sdp: int, placement: str, per_node: i
 
     letters = {"cluster": "DPT", "spread": "TPD"}.get(placement, placement)
     grid = Topology(world, pipeline=pp, tensor=tp, sharded=sdp, placement=letters)
-    console = _console()
-    console.print(group_text(grid))
+    out = console()
+    out.print(group_text(grid))
     if png:
-        console.print(f"picture: {save_png(grid, png, per_node=per_node)}")
+        out.print(f"picture: {save_png(grid, png, per_node=per_node)}")
 
 
 # -- run ---------------------------------------------------------------------------------------------------
@@ -395,7 +390,7 @@ def doctor(mode: tuple[str, ...], role: str | None) -> None:
     for found in findings:
         remedy = f" → {found.remedy}" if found.remedy and not found.ok else ""
         table.add_row(found.mode, found.what, sign[found.ok], escape(found.detail + remedy))
-    _console().print(table)
+    console().print(table)
     if mode and any(found.ok is False for found in findings):
         raise click.exceptions.Exit(1)
 

@@ -109,6 +109,3 @@ def _agree(ours: Requirement, theirs: Requirement) -> bool:
         above = [*at.release, 0, 1]
         candidates += [at, *(Version(".".join(map(str, parts))) for parts in (below, above) if parts)]
     return any(both.contains(candidate, prereleases=True) for candidate in candidates)
-
-
-__all__ = ["combined"]

@@ -111,6 +111,3 @@ def _listen() -> None:
 
 def _headline(text: str) -> str:
     return text.partition("\n")[0]
-
-
-__all__ = ["ContainerJobFailed", "failing_rank_told"]

@@ -150,14 +150,3 @@ def stage_activations(
     return StageActivations(
         kept=on_gpu, working=max(layer * group + backward, loss), offloaded=kept if horizon is not None else 0
     )
-
-
-__all__ = [
-    "LayerCost",
-    "StageActivations",
-    "backward_bytes",
-    "checkpoint_bytes",
-    "layer_bytes",
-    "loss_bytes",
-    "stage_activations",
-]

@@ -319,15 +319,3 @@ def rule_line(forecast: Forecast) -> str:
             f"{older / GB:.1f} GB of state instead of {worst.state / GB:.1f})"
         )
     return line
-
-
-__all__ = [
-    "Change",
-    "SmallerCluster",
-    "amount",
-    "changes",
-    "microbatches_for",
-    "notes",
-    "rule_line",
-    "smaller_clusters",
-]

@@ -136,6 +136,3 @@ class Forecast:
         """Most nodes that one group of this kind spreads over, with consecutive ranks on a node."""
         per_node = self.request.processes_per_host
         return max(len({rank // per_node for rank in members}) for members in self.topology.groups(group))
-
-
-__all__ = ["RULE_OF_16", "RULE_OF_20", "TIGHT_ABOVE", "Forecast", "Verdict"]

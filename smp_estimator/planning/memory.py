@@ -231,6 +231,3 @@ def _stage(
         Kind.SMDDP: smddp.scratch + smddp.sort,
     }
     return StageMemory(stage, layers, total, kinds, activations, gradient_copy=round(updated * 4) if half else 0)
-
-
-__all__ = ["STATE", "Kind", "StageMemory", "embedding_is_distributed", "is_half", "memory"]

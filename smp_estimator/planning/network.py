@@ -118,16 +118,3 @@ def traffic(
         tensor=k * tensor_parallel_bytes(tensor, stage.layers, hidden, recompute=recompute),
         pipeline=k * pipeline_bytes(stages, stage.stage, hidden / (tensor if parameters.optimize == "memory" else 1)),
     )
-
-
-__all__ = [
-    "Traffic",
-    "data_parallel_bytes",
-    "gather_bytes",
-    "node_gather_bytes",
-    "pipeline_bytes",
-    "reduce_bytes",
-    "sharded_bytes",
-    "tensor_parallel_bytes",
-    "traffic",
-]

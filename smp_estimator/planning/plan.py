@@ -122,6 +122,3 @@ def plan(
         workload={"batch": batch, **workload},
     )
     return Plan.of(request)
-
-
-__all__ = ["Plan", "plan"]

@@ -129,6 +129,3 @@ def _workload(fields: Mapping[str, Any]) -> Workload:
                 f"plan() has no argument {name!r}{suggest(name, known)}; the script is described with {', '.join(known)}"
             )
     return Workload(**fields)
-
-
-__all__ = ["Request", "request_for"]

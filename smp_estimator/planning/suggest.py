@@ -236,6 +236,3 @@ def _plans(candidates: Iterator[_Candidate], request: Request, samples: int) -> 
             yield Step(what, Plan.of(request.changed(changed, batch=batch, activation_checkpointing=checkpointing)))
         except ConfigError:
             continue  # these degrees do not divide the processes or the batch
-
-
-__all__ = ["Step", "Suggestion", "suggest"]

@@ -122,6 +122,3 @@ def as_text(shown: Any) -> str:
     text = io.StringIO()
     Console(file=text, width=116).print(shown)
     return text.getvalue().rstrip()
-
-
-__all__ = ["COLOURS", "as_text", "labelled", "plan_table"]

@@ -73,6 +73,3 @@ def _events(step: Step, rank: RankStep, origin: float) -> Iterator[dict[str, Any
 
 def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
-
-
-__all__ = ["KIND_WORDS", "chrome_trace"]

@@ -106,6 +106,3 @@ def _runs(rank: RankStep, origin: float, width: float) -> Iterator[tuple[float, 
         begin, end, before = left, right, (block.kind, block.microbatch)
     if before is not None:
         yield begin, end, before[1]
-
-
-__all__ = ["save_picture", "title"]

@@ -230,6 +230,3 @@ def _ranges(numbers: list[int]) -> str:
         else:
             parts.append([number, number])
     return ", ".join(f"{a}–{b}" if b > a else str(a) for a, b in parts) or "none"
-
-
-__all__ = ["Block", "JobTimeline", "RankStep", "Step"]

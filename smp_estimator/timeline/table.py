@@ -69,6 +69,3 @@ def _milliseconds(seconds: float) -> str:
 
 def _percent(fraction: float) -> str:
     return f"{fraction:.1%}"
-
-
-__all__ = ["rank_table", "step_table"]
