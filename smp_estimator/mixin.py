@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
@@ -28,19 +26,14 @@ from smp_estimator.sdk import (
     git_utils,
     is_pipeline_variable,
 )
-from smp_estimator.settings import advice, checks
+from smp_estimator.settings import advice, checks, translation
 from smp_estimator.settings import distribution as strategies
 from smp_estimator.settings.reader import SettingsReader
-from smp_estimator.settings.translation import hyperparameters as hyperparameters_of
-from smp_estimator.settings.translation import mirrored_environment
 
 if TYPE_CHECKING:
     _SDK = Framework
 else:
     _SDK = object
-
-#: A job that exists is not refused: it can be watched and its model used, whatever its settings.
-_attaching: ContextVar[bool] = ContextVar("attaching", default=False)
 
 
 class TrainsWithSMP(Planned, _SDK):
@@ -56,15 +49,9 @@ class TrainsWithSMP(Planned, _SDK):
     profiler_rule_configs: Any
     collection_configs: Any
     sagemaker_session: Any
-    instance_type: Any
-    instance_groups: Any
     entry_point: Any
     source_dir: Any
-    environment: Any
-    distribution: Any
-    uploaded_code: Any
     _current_job_name: Any
-    _hyperparameters: Any
 
     def __init__(
         self,
@@ -112,7 +99,7 @@ class TrainsWithSMP(Planned, _SDK):
             )
         if self._process_mode:
             self.image_uri = None
-        with _lenient_when_attaching(self._reader.say):
+        with restore.lenient_when_attaching(self._reader.say):
             if ours and distribution is not None:
                 self.distribution = distribution
                 self.distribution = strategies.group_names(distribution, self.instance_groups)
@@ -128,18 +115,16 @@ class TrainsWithSMP(Planned, _SDK):
     def _sdk_checks(self, distribution: Any, image_uri: Any, sdk: dict[str, Any]) -> bool:
         """Whether a job needs what only some stock images and instances have, which the SDK knows."""
         stock = not self._process_mode and not image_uri and sdk.get("instance_type") not in LOCAL_TYPES
-        return stock and strategies.is_data_parallel(distribution) and not _attaching.get()
+        return stock and strategies.is_data_parallel(distribution) and not restore.is_attaching()
 
     def _choose_image(self, sdk: dict[str, Any]) -> None:
         """Fill in the versions of the stock image that a job without ``image_uri`` runs in."""
         raise NotImplementedError
 
-    # -- preparing the constructor's arguments -----------------------------------------------------------------
-
     def _prepare_cloud(self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any]) -> None:
         """Settle the image, how the runtime gets there, and the defaults."""
         if not image_uri:
-            with _lenient_when_attaching(self._reader.say):
+            with restore.lenient_when_attaching(self._reader.say):
                 self._choose_image(sdk)
         self._ship_runtime = (not image_uri or images.is_stock(image_uri)) if ship_runtime is None else ship_runtime
         fill_in_cloud(sdk, self._reader.say, ships_runtime=self._ship_runtime)
@@ -219,7 +204,7 @@ class TrainsWithSMP(Planned, _SDK):
         read = self._check_settings() if distribution is self.distribution else None
         if read is None:
             return None
-        sent = hyperparameters_of(read.settings, self.environment, read.later)
+        sent = translation.hyperparameters(read.settings, self.environment, read.later)
         if is_pipeline_variable(self.instance_type):
             sent[INSTANCE_TYPE] = self.instance_type
         return sent
@@ -333,7 +318,7 @@ class TrainsWithSMP(Planned, _SDK):
             self._check_code()
             given = self.environment = self._own_environment()
             if distribution is not None:
-                merged = mirrored_environment(distribution.settings, given)
+                merged = translation.mirrored_environment(distribution.settings, given)
                 self.environment = merged or given
                 self._mirrored = merged, {name: merged[name] for name in merged if name not in (given or {})}
             super()._prepare_for_training(job_name=job_name)
@@ -388,11 +373,8 @@ class TrainsWithSMP(Planned, _SDK):
         """Make an estimator for a job that exists; one that runs on this machine is found by its name alone."""
         if sagemaker_session is None:
             sagemaker_session = session_of(training_job_name)
-        token = _attaching.set(True)
-        try:
+        with restore.attaching():
             estimator: TrainsWithSMP = super().attach(training_job_name, sagemaker_session, model_channel_name)
-        finally:
-            _attaching.reset(token)
         if estimator._process_mode:
             estimator.latest_training_job = ProcessTrainingJob(estimator.sagemaker_session, training_job_name)
         elif estimator._watches():
@@ -415,13 +397,3 @@ class TrainsWithSMP(Planned, _SDK):
         else:
             params = super()._prepare_init_params_from_job_description(completed, model_channel_name)
         return restore.restored(params, job_details)
-
-
-@contextlib.contextmanager
-def _lenient_when_attaching(say: Any) -> Iterator[None]:
-    try:
-        yield
-    except ConfigError as error:
-        if not _attaching.get():
-            raise
-        say(f"the job was made with settings that this version would refuse: {error}")
