@@ -6,9 +6,9 @@ from typing import Any
 
 from smp_config import ConfigError
 from smp_estimator.cloud import images
-from smp_estimator.distribution import is_model_parallel
-from smp_estimator.mixin import PROCESS_IMAGE, TrainsWithSMP
+from smp_estimator.mixin import TrainsWithSMP
 from smp_estimator.sdk import HuggingFace, PyTorch
+from smp_estimator.settings.distribution import is_model_parallel
 
 
 class SMPEstimator(TrainsWithSMP, PyTorch):
@@ -147,6 +147,3 @@ class SMPHuggingFace(TrainsWithSMP, HuggingFace):
         """The hyperparameters of the distribution; the SDK's own for strategies that are not ours."""
         own = self._own_hyperparameters(distribution)
         return dict(super()._huggingface_distribution_configuration(distribution)) if own is None else own
-
-
-__all__ = ["PROCESS_IMAGE", "SMPEstimator", "SMPHuggingFace"]

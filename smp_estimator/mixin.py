@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from smp_config import ConfigError, JobSettings
-from smp_config.version import __version__
-from smp_estimator import advice, checks, restore
-from smp_estimator import distribution as strategies
-from smp_estimator.cloud import images, service, source
+from smp_config import ConfigError
+from smp_config.job import INSTANCE_TYPE
+from smp_estimator.cloud import images, restore, service, source
+from smp_estimator.cloud.defaults import fill_in_cloud
 from smp_estimator.cloud.job import CloudTrainingJob
-from smp_estimator.cloud.metrics import metric_definitions
-from smp_estimator.local.client import ProcessClient
+from smp_estimator.local.client import ProcessClient, check_job_name
 from smp_estimator.local.code import CodeSource
 from smp_estimator.local.containers import failing_rank_told
+from smp_estimator.local.process_mode import LOCAL_TYPES, PROCESS_IMAGE, fill_in_here, wants_processes
 from smp_estimator.local.session import ProcessSession, session_of, shows_training
 from smp_estimator.local.training_job import ProcessTrainingJob
 from smp_estimator.local.uris import is_s3_uri
@@ -30,23 +26,14 @@ from smp_estimator.sdk import (
     git_utils,
     is_pipeline_variable,
 )
-from smp_estimator.variables import separated
+from smp_estimator.settings import advice, checks, translation
+from smp_estimator.settings import distribution as strategies
+from smp_estimator.settings.reader import SettingsReader
 
 if TYPE_CHECKING:
     _SDK = Framework
 else:
     _SDK = object
-
-logger = logging.getLogger(__name__)
-
-#: Stands where the service expects an image; job names begin with its last part.
-PROCESS_IMAGE = f"local/smp-process:{__version__}"
-
-_NO_ROLE = "arn:aws:iam::000000000000:role/none"
-_LOCAL_TYPES = ("local", "local_gpu")
-
-#: A job that exists is not refused: it can be watched and its model used, whatever its settings.
-_attaching: ContextVar[bool] = ContextVar("attaching", default=False)
 
 
 class TrainsWithSMP(Planned, _SDK):
@@ -62,15 +49,9 @@ class TrainsWithSMP(Planned, _SDK):
     profiler_rule_configs: Any
     collection_configs: Any
     sagemaker_session: Any
-    instance_type: Any
-    instance_groups: Any
     entry_point: Any
     source_dir: Any
-    environment: Any
-    distribution: Any
-    uploaded_code: Any
     _current_job_name: Any
-    _hyperparameters: Any
 
     def __init__(
         self,
@@ -89,9 +70,9 @@ class TrainsWithSMP(Planned, _SDK):
         checks.require_count(sdk.get("instance_count"), "instance_count")
         checks.require_mapping(hyperparameters, "hyperparameters")
         checks.require_mapping(sdk.get("environment"), "environment")
-        self._said: set[str] = set()
+        self._reader = SettingsReader()
         self._recipe = sdk.get("training_recipe") is not None
-        self._process_mode = _wants_processes(image_uri, sdk)
+        self._process_mode = wants_processes(image_uri, sdk)
         self._ship_runtime = False
         #: The environment of the last request with the variables of custom_mpi_options, and these alone.
         self._mirrored: tuple[Any, dict[str, str]] = (None, {})
@@ -102,7 +83,7 @@ class TrainsWithSMP(Planned, _SDK):
         strategies.refuse_unknown_strategies(distribution, process_mode=self._process_mode)
         ours = not self._recipe and strategies.is_ours(distribution, process_mode=self._process_mode)
         if self._process_mode:
-            image_uri = self._prepare_process_mode(entry_point, image_uri, sdk)
+            image_uri = fill_in_here(entry_point, image_uri, sdk)
         elif ours and strategies.is_model_parallel(distribution):
             self._prepare_cloud(image_uri, ship_runtime, sdk)
         # The SDK makes a client for its TensorBoard app; on this machine it must not look for credentials now.
@@ -118,7 +99,7 @@ class TrainsWithSMP(Planned, _SDK):
             )
         if self._process_mode:
             self.image_uri = None
-        with _lenient_when_attaching(self._say_once):
+        with restore.lenient_when_attaching(self._reader.say):
             if ours and distribution is not None:
                 self.distribution = distribution
                 self.distribution = strategies.group_names(distribution, self.instance_groups)
@@ -133,64 +114,25 @@ class TrainsWithSMP(Planned, _SDK):
 
     def _sdk_checks(self, distribution: Any, image_uri: Any, sdk: dict[str, Any]) -> bool:
         """Whether a job needs what only some stock images and instances have, which the SDK knows."""
-        stock = not self._process_mode and not image_uri and sdk.get("instance_type") not in _LOCAL_TYPES
-        return stock and strategies.is_data_parallel(distribution) and not _attaching.get()
+        stock = not self._process_mode and not image_uri and sdk.get("instance_type") not in LOCAL_TYPES
+        return stock and strategies.is_data_parallel(distribution) and not restore.is_attaching()
 
     def _choose_image(self, sdk: dict[str, Any]) -> None:
         """Fill in the versions of the stock image that a job without ``image_uri`` runs in."""
         raise NotImplementedError
 
-    # -- preparing the constructor's arguments -----------------------------------------------------------------
-
-    def _prepare_process_mode(self, entry_point: Any, image_uri: Any, sdk: dict[str, Any]) -> str:
-        """Fill in what a job on this machine does not need; returns what stands for the image."""
-        if self._recipe:
-            raise ConfigError(
-                "training_recipe needs the images of the service, but this job runs as processes of this machine; give "
-                "entry_point instead of training_recipe, or image_uri to run in Docker"
-            )
-        if entry_point is None:
-            raise ConfigError(
-                'entry_point is missing; it is the script that every rank runs: add entry_point="train.py"'
-            )
-        if image_uri:
-            logger.warning("image_uri=%r is not used: the session runs jobs as processes", image_uri)
-        if sdk.get("sagemaker_session") is None:
-            sdk["sagemaker_session"] = ProcessSession()
-        if not sdk.get("role"):
-            sdk["role"] = _NO_ROLE
-        if sdk.get("instance_groups") is None:
-            sdk.setdefault("instance_count", 1)
-        # They describe the hardware of the service, and their defaults depend on the region.
-        sdk.setdefault("debugger_hook_config", False)
-        sdk.setdefault("disable_profiler", True)
-        return PROCESS_IMAGE
-
     def _prepare_cloud(self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any]) -> None:
-        """Settle the image, how the runtime gets there, and the defaults of a model parallel job."""
+        """Settle the image, how the runtime gets there, and the defaults."""
         if not image_uri:
-            with _lenient_when_attaching(self._say_once):
+            with restore.lenient_when_attaching(self._reader.say):
                 self._choose_image(sdk)
         self._ship_runtime = (not image_uri or images.is_stock(image_uri)) if ship_runtime is None else ship_runtime
-        if sdk.get("debugger_hook_config") is None:
-            sdk["debugger_hook_config"] = False
-        elif sdk["debugger_hook_config"]:
-            self._say_once(
-                "debugger_hook_config is on, but the debugger's hooks do not know distributed models and may fail the job; "
-                "debugger_hook_config=False is the default for model parallel jobs"
-            )
-        if sdk.get("metric_definitions") is None:
-            sdk["metric_definitions"] = metric_definitions()
-        if self._ship_runtime and sdk.get("enable_network_isolation") is True:
-            self._say_once(
-                "enable_network_isolation is True, and the stock image must install the runtime's requirements from a package "
-                "index; give image_uri, an image that has the runtime, unless the stock image has pydantic and safetensors"
-            )
+        fill_in_cloud(sdk, self._reader.say, ships_runtime=self._ship_runtime)
 
     # -- checks --------------------------------------------------------------------------------------------
 
-    def _check_settings(self) -> JobSettings | None:
-        """Read the attributes as they are now; they may have been changed since the constructor."""
+    def _check_settings(self) -> strategies.Distribution | None:
+        """Check the attributes as they are now, which may have been changed since the constructor."""
         if self._recipe:
             return None
         strategies.refuse_unknown_strategies(self.distribution, process_mode=self._process_mode)
@@ -200,20 +142,17 @@ class TrainsWithSMP(Planned, _SDK):
         if self._process_mode:
             checks.check_output_path(self.output_path)
         else:
-            service.check_request(self, self._say_once)
+            service.check_request(self, self._hyperparameters, self._reader.say)
         if not self.distribution or not strategies.is_ours(self.distribution, process_mode=self._process_mode):
             return None
-        settings = strategies.read(
+        return self._reader.read(
             self.distribution,
+            stock_image=self._ships(),
             instance_type=self._carried_instance_type(),
             hosts=self._host_count(),
             process_mode=self._process_mode,
             environment=self._own_environment(),
-            say=self._say_once,
         )
-        for sentence in strategies.stock_image_conflicts(settings) if self._ships() else ():
-            self._say_once(sentence)
-        return settings
 
     def _check_code(self) -> None:
         """The script and what is shipped with it exist, and the runtime can be put beside it."""
@@ -241,42 +180,33 @@ class TrainsWithSMP(Planned, _SDK):
         """Whether the code lies in S3 with the runtime beside it already."""
         return self._shipped_source is not None and source_dir == self._shipped_source
 
-    def _say_once(self, sentence: str) -> None:
-        """Settings are read several times on the way to a job; what is to be said of them is said once."""
-        if sentence not in self._said:
-            self._said.add(sentence)
-            logger.warning("%s", sentence)
-
-    def _advise(self, settings: JobSettings | None, inputs: Any) -> None:
-        if settings is None or settings.model_parallel is None:
+    def _advise(self, distribution: strategies.Distribution | None, inputs: Any) -> None:
+        if distribution is None or distribution.settings.model_parallel is None:
             return
         for sentence in advice.advise(
-            settings,
+            distribution.settings,
             hosts=self._host_count(),
             hyperparameters=self._hyperparameters,
             entry_point=self.entry_point,
             source_dir=self.source_dir,
         ):
-            self._say_once(sentence)
+            self._reader.say(sentence)
         if self._process_mode or isinstance(self.sagemaker_session, PipelineSession):
             return
-        places = {f"channel {name!r}": address for name, address in service.addresses(inputs)}
-        for name in ("checkpoint_s3_uri", "output_path"):
-            if is_s3_uri(getattr(self, name)):
-                places[name] = getattr(self, name)
+        places = service.s3_places(inputs, checkpoint_s3_uri=self.checkpoint_s3_uri, output_path=self.output_path)
         for sentence in advice.other_regions(places, self.sagemaker_session):
-            self._say_once(sentence)
+            self._reader.say(sentence)
 
     # -- what is sent --------------------------------------------------------------------------------------
 
     def _own_hyperparameters(self, distribution: dict[str, Any]) -> dict[str, Any] | None:
         """The hyperparameters of a distribution of ours; None leaves them to the SDK."""
-        settings = self._check_settings() if distribution is self.distribution else None
-        if settings is None:
+        read = self._check_settings() if distribution is self.distribution else None
+        if read is None:
             return None
-        sent = strategies.hyperparameters(settings, self.environment, separated(distribution)[1])
+        sent = translation.hyperparameters(read.settings, self.environment, read.later)
         if is_pipeline_variable(self.instance_type):
-            sent[strategies.INSTANCE_TYPE] = self.instance_type
+            sent[INSTANCE_TYPE] = self.instance_type
         return sent
 
     def training_image_uri(self, region: str | None = None) -> Any:
@@ -329,20 +259,20 @@ class TrainsWithSMP(Planned, _SDK):
                 its exception, and where the log is.
             KeyboardInterrupt: in process mode after every process of the job has ended; in the cloud the job goes on.
         """
-        settings = self._check_settings()
+        distribution = self._check_settings()
         self._check_code()
         shows_training(logs)  # refuses words that the SDK does not know
         if self._process_mode:
             checks.check_inputs(inputs, process_mode=True)
-            self._advise(settings, inputs)
+            self._advise(distribution, inputs)
             return self._fit_here(inputs, wait, logs, job_name, experiment_config)
         if job_name is not None and not is_pipeline_variable(job_name):
-            service.check_job_name(job_name)
+            check_job_name(job_name)
         if not self.sagemaker_session.local_mode:
             service.check_channels(inputs, has_network=bool(self.subnets and self.security_group_ids))
-        self._advise(settings, inputs)
+        self._advise(distribution, inputs)
         if not self._watches():
-            with failing_rank_told(self):
+            with failing_rank_told(lambda: self._current_job_name):
                 return super().fit(inputs, wait, logs, job_name, experiment_config)
         super().fit(inputs, False, logs, job_name, experiment_config)
         self._watched()
@@ -384,11 +314,11 @@ class TrainsWithSMP(Planned, _SDK):
     def _prepare_for_training(self, job_name: str | None = None) -> None:
         """In process mode: name the job and say what it runs, leaving the estimator's attributes as the user set them."""
         if not self._process_mode:
-            settings = self._check_settings()
+            distribution = self._check_settings()
             self._check_code()
             given = self.environment = self._own_environment()
-            if settings is not None:
-                merged = strategies.mirrored_environment(settings, given)
+            if distribution is not None:
+                merged = translation.mirrored_environment(distribution.settings, given)
                 self.environment = merged or given
                 self._mirrored = merged, {name: merged[name] for name in merged if name not in (given or {})}
             super()._prepare_for_training(job_name=job_name)
@@ -443,11 +373,8 @@ class TrainsWithSMP(Planned, _SDK):
         """Make an estimator for a job that exists; one that runs on this machine is found by its name alone."""
         if sagemaker_session is None:
             sagemaker_session = session_of(training_job_name)
-        token = _attaching.set(True)
-        try:
-            estimator: Any = super().attach(training_job_name, sagemaker_session, model_channel_name)
-        finally:
-            _attaching.reset(token)
+        with restore.attaching():
+            estimator: TrainsWithSMP = super().attach(training_job_name, sagemaker_session, model_channel_name)
         if estimator._process_mode:
             estimator.latest_training_job = ProcessTrainingJob(estimator.sagemaker_session, training_job_name)
         elif estimator._watches():
@@ -462,30 +389,11 @@ class TrainsWithSMP(Planned, _SDK):
     ) -> dict[str, Any]:
         """As in the SDK, and the distribution is restored instead of staying among the user's hyperparameters."""
         on_this_machine = job_details["AlgorithmSpecification"].get("TrainingImage") == PROCESS_IMAGE
-        # Named explicitly so that the SDK's class, which parses the image's name, can be left out.
-        parent: Any = Framework if on_this_machine else cls._sdk_class()
-        prepare = parent._prepare_init_params_from_job_description.__func__
-        params: dict[str, Any] = prepare(cls, restore.completed(job_details), model_channel_name)
-        if on_this_machine:
+        completed = restore.completed(job_details)
+        if on_this_machine:  # past the SDK's class, which would parse the image's name
+            sdk: Any = cls._sdk_class()
+            params = super(sdk, cls)._prepare_init_params_from_job_description(completed, model_channel_name)
             params.pop("image_uri")
+        else:
+            params = super()._prepare_init_params_from_job_description(completed, model_channel_name)
         return restore.restored(params, job_details)
-
-
-@contextlib.contextmanager
-def _lenient_when_attaching(say: Any) -> Iterator[None]:
-    try:
-        yield
-    except ConfigError as error:
-        if not _attaching.get():
-            raise
-        say(f"the job was made with settings that this version would refuse: {error}")
-
-
-def _wants_processes(image_uri: Any, sdk: dict[str, Any]) -> bool:
-    session = sdk.get("sagemaker_session")
-    if session is not None:
-        return isinstance(session, ProcessSession)
-    return sdk.get("instance_type") in _LOCAL_TYPES and not image_uri
-
-
-__all__ = ["PROCESS_IMAGE", "TrainsWithSMP"]

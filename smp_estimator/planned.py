@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from smp_config import ConfigError, JobSettings
-from smp_estimator.variables import is_variable
+from smp_config import ConfigError
+from smp_estimator.settings.variables import is_variable
 
 if TYPE_CHECKING:
     from smp_estimator.planning import Plan, Suggestion
+    from smp_estimator.settings.distribution import Distribution
 
 
 class Planned:
@@ -20,7 +21,7 @@ class Planned:
     environment: Any
     distribution: Any
 
-    def _check_settings(self) -> JobSettings | None:
+    def _check_settings(self) -> Distribution | None:
         raise NotImplementedError
 
     def plan(self, model: Any, batch: int = 1, **workload: Any) -> Plan:
@@ -39,12 +40,13 @@ class Planned:
         Raises:
             ConfigError: settings that cannot work.
         """
-        from smp_estimator import planning
+        from smp_estimator.planning import plan
 
-        settings = self._check_settings()
+        distribution = self._check_settings()
+        settings = distribution.settings if distribution is not None else None
         if settings is not None and settings.mpi is not None and settings.mpi.processes_per_host is not None:
             workload.setdefault("processes_per_host", settings.mpi.processes_per_host)
-        return planning.plan(
+        return plan(
             model,
             *self._cluster(),
             parameters=settings.model_parallel if settings is not None else None,
@@ -61,9 +63,9 @@ class Planned:
             batch: samples per GPU and step.
             workload: the other arguments of :func:`smp_estimator.planning.suggest`.
         """
-        from smp_estimator import planning
+        from smp_estimator.planning import suggest
 
-        return planning.suggest(model, *self._cluster(), batch=batch, environment=self.environment, **workload)
+        return suggest(model, *self._cluster(), batch=batch, environment=self.environment, **workload)
 
     def _carried_instance_type(self) -> str | None:
         if is_variable(self.instance_type):

@@ -89,6 +89,7 @@ class Tracker:
         self._window: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
 
     def update(self, record: ProgressRecord) -> None:
+        """Take the newest record."""
         if self.record is not None and record.eval_loss is None and self.record.eval_loss is not None:
             # Evaluations are rarer than steps; the last one stays in sight.
             record = record.model_copy(update={"eval_loss": self.record.eval_loss})
@@ -147,26 +148,40 @@ def write_line(text: str, stream: TextIO) -> None:
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
-class PlainView:
+class _TrackingView:
+    """What the views share: the tracker that records go to."""
+
+    def __init__(self) -> None:
+        self._tracker = Tracker()
+
+    def update(self, record: ProgressRecord) -> None:
+        """Take the record in."""
+        self._tracker.update(record)
+        self.tick()
+
+    def tick(self) -> None:
+        """Nothing to redraw here."""
+
+
+class PlainView(_TrackingView):
     """Lines only, for files, pipes and logs: a progress line first, every ten seconds, and last."""
 
     def __init__(self, stream: TextIO, interval_seconds: float = PLAIN_INTERVAL_SECONDS) -> None:
+        super().__init__()
         self._stream = stream
         self._interval = interval_seconds
-        self._tracker = Tracker()
         self._printed_at = float("-inf")
         self._printed: ProgressRecord | None = None
 
     def line(self, text: str) -> None:
+        """Write the line."""
         write_line(text, self._stream)
 
     def update(self, record: ProgressRecord) -> None:
+        """Write the record, unless the last was written a moment ago."""
         self._tracker.update(record)
         if time.monotonic() - self._printed_at >= self._interval:
             self._print()
-
-    def tick(self) -> None:
-        pass
 
     def __enter__(self) -> PlainView:
         return self
@@ -180,14 +195,14 @@ class PlainView:
         self.line(self._tracker.compact())
 
 
-class LiveView:
+class LiveView(_TrackingView):
     """A terminal: the log scrolls above a bar that stays at the bottom."""
 
     def __init__(self, console: Any) -> None:
         from rich.live import Live
 
+        super().__init__()
         self._console = console
-        self._tracker = Tracker()
         self._live = Live(
             get_renderable=lambda: render(self._tracker),
             console=console,
@@ -196,15 +211,10 @@ class LiveView:
         )
 
     def line(self, text: str) -> None:
+        """Print above the bar, in the line's own colours."""
         from rich.text import Text
 
         self._console.print(Text.from_ansi(text), soft_wrap=True)
-
-    def update(self, record: ProgressRecord) -> None:
-        self._tracker.update(record)
-
-    def tick(self) -> None:
-        pass
 
     def __enter__(self) -> LiveView:
         self._live.start()
@@ -214,25 +224,23 @@ class LiveView:
         self._live.stop()
 
 
-class NotebookView:
+class NotebookView(_TrackingView):
     """A notebook: one display that is replaced in place, and the log as the cell's output below it.
 
     Made on the notebook's own display protocol, since rich's live display needs widgets that many lack.
     """
 
     def __init__(self) -> None:
-        self._tracker = Tracker()
+        super().__init__()
         self._handle: Any = None
         self._drawn_at = float("-inf")
 
     def line(self, text: str) -> None:
+        """Print below the display."""
         print(text, flush=True)
 
-    def update(self, record: ProgressRecord) -> None:
-        self._tracker.update(record)
-        self.tick()
-
     def tick(self) -> None:
+        """Draw again, unless that was done a moment ago."""
         if time.monotonic() - self._drawn_at >= _NOTEBOOK_INTERVAL_SECONDS:
             self._draw()
 

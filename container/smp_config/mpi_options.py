@@ -261,29 +261,36 @@ def _one(words: list[str], at: int) -> tuple[MpiOption, int]:
     if equals and (name == _VARIABLE_OPTION or name in _PARAMETER_OPTIONS):
         words.insert(at, value)  # mpirun would take the sign for a part of what follows
     if name in _PARAMETER_OPTIONS:
-        if len(words) < at + 2:
-            raise ConfigError(
-                f"'{word}' in custom_mpi_options needs a parameter and a value, and {len(words) - at} of the two "
-                f"follow; write for example '--{name} btl_tcp_if_include eth0'"
-            )
-        return MpiOption(name, words[at], words[at + 1]), at + 2
+        return _parameter(word, name, words, at)
     if name == _VARIABLE_OPTION:
-        if len(words) <= at or words[at][:1] in ("", "-", "="):
-            raise ConfigError(
-                "'-x' in custom_mpi_options needs a variable, and none follows; write '-x NAME=VALUE' or '-x NAME'"
-            )
-        variable, equals, value = words[at].partition("=")
-        return MpiOption(name, variable, value if equals else None), at + 1
+        return _variable(words, at)
+    bare = len(words) <= at or words[at].startswith("-")
     if name == _TOOLKIT_VARIABLE:
-        if not equals:
-            if len(words) <= at or words[at].startswith("-"):
-                raise ConfigError(
-                    f"'{word}' in custom_mpi_options needs a value, and none follows; write '-x {name}=INFO'"
-                )
-            value, at = words[at], at + 1
-        return MpiOption(_VARIABLE_OPTION, name, value), at
+        if not equals and bare:
+            raise ConfigError(f"'{word}' in custom_mpi_options needs a value, and none follows; write '-x {name}=INFO'")
+        return (MpiOption(_VARIABLE_OPTION, name, value if equals else words[at]), at if equals else at + 1)
     if equals:
         return MpiOption(name, "", value), at
-    if name in _FLAGS or len(words) <= at or words[at].startswith("-"):
+    if name in _FLAGS or bare:
         return MpiOption(name), at
     return MpiOption(name, "", words[at]), at + 1
+
+
+def _parameter(word: str, name: str, words: list[str], at: int) -> tuple[MpiOption, int]:
+    """``--mca PARAMETER VALUE``, behind the option's word."""
+    if len(words) < at + 2:
+        raise ConfigError(
+            f"'{word}' in custom_mpi_options needs a parameter and a value, and {len(words) - at} of the two "
+            f"follow; write for example '--{name} btl_tcp_if_include eth0'"
+        )
+    return MpiOption(name, words[at], words[at + 1]), at + 2
+
+
+def _variable(words: list[str], at: int) -> tuple[MpiOption, int]:
+    """``-x NAME=VALUE`` or ``-x NAME``, behind the option's word."""
+    if len(words) <= at or words[at][:1] in ("", "-", "="):
+        raise ConfigError(
+            "'-x' in custom_mpi_options needs a variable, and none follows; write '-x NAME=VALUE' or '-x NAME'"
+        )
+    variable, equals, value = words[at].partition("=")
+    return MpiOption(_VARIABLE_OPTION, variable, value if equals else None), at + 1

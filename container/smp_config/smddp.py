@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from smp_config.parameters import ModelParallelParameters
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from smp_config.parameters import ModelParallelParameters
 
 #: Name of the backend of ``torch.distributed``.
 BACKEND = "smddp"

@@ -84,6 +84,7 @@ class RankTimeline(BaseModel):
 
     @property
     def file_name(self) -> str:
+        """Name of the rank's file."""
         return f"{FILE_PREFIX}{self.rank}{FILE_SUFFIX}"
 
 

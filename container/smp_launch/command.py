@@ -10,11 +10,14 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from smp_config.mpi_options import MergedOptions, MpiOption, merge
 from smp_launch.errors import LaunchError
-from smp_launch.hosts import Layout
 from smp_launch.network import LOOPBACK
+
+if TYPE_CHECKING:
+    from smp_launch.hosts import Layout
 
 #: Names an mpirun to use instead of the one found.
 MPIRUN_VARIABLE = "SMP_LAUNCH_MPIRUN"

@@ -12,12 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smp_config.errors import ConfigError, suggest
 from smp_config.job import SCRIPT_SUFFIXES, decoded_hyperparameter
 from smp_config.limits import PLATFORM_PREFIX
-from smp_launch.tree import Tree
+
+if TYPE_CHECKING:
+    from smp_launch.tree import Tree
 
 #: Names this host; truer than ``resourceconfig.json``, which a platform may copy from the leader.
 HOST_VARIABLE = "CURRENT_HOST"
@@ -87,14 +89,17 @@ class TrainingEnvironment:
 
     @property
     def hosts(self) -> list[str]:
+        """Names of all hosts, the leader's first."""
         return list(self.resources["hosts"])
 
     @property
     def network_interface(self) -> str:
+        """The interface through which hosts reach each other."""
         return str(self.resources.get("network_interface_name") or "eth0")
 
     @property
     def instance_type(self) -> str:
+        """The type of this host; ``local`` where the platform names none."""
         return str(self.resources.get("current_instance_type") or "local")
 
     @cached_property

@@ -14,13 +14,15 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from smp_launch.errors import LaunchError, Stopped
 from smp_launch.login import FOLLOW, READY
-from smp_launch.signals import StopRequests
 from smp_launch.ssh import Client, port
-from smp_launch.status import LeaderStatus
+
+if TYPE_CHECKING:
+    from smp_launch.signals import StopRequests
+    from smp_launch.status import LeaderStatus
 
 #: Seconds for all hosts to let the leader in, from its start; they may first have to install requirements.
 PATIENCE_VARIABLE = "SMP_LAUNCH_HOSTS_PATIENCE"

@@ -6,9 +6,12 @@ import enum
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from smp_config.errors import ConfigError
-from smp_config.job import JobSettings
+
+if TYPE_CHECKING:
+    from smp_config.job import JobSettings
 
 #: Set when several hosts of the job are processes on this machine.
 SIMULATED_VARIABLE = "SMP_LAUNCH_HOSTS_ON_ONE_MACHINE"
@@ -84,10 +87,12 @@ class Layout:
 
     @property
     def world_size(self) -> int:
+        """Ranks of the job."""
         return len(self.hosts) * self.processes_per_host
 
     @property
     def leader(self) -> str:
+        """The host that starts mpirun."""
         return self.hosts[0]
 
     @property
@@ -96,9 +101,11 @@ class Layout:
         return self.simulated or len(self.hosts) == 1
 
     def host_of(self, rank: int) -> str:
+        """The host on which a rank runs."""
         return self.hosts[rank // self.processes_per_host]
 
     def local_rank_of(self, rank: int) -> int:
+        """A rank's number on its host."""
         return rank % self.processes_per_host
 
     def threads_per_rank(self, cores: int) -> int:
@@ -114,6 +121,7 @@ class Layout:
         return f"{hosts} ({', '.join(self.hosts)}) × {processes} = {ranks}"
 
     def to_text(self) -> str:
+        """As JSON, for an environment variable."""
         return json.dumps(asdict(self))
 
     @classmethod

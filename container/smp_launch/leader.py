@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from smp_config.buffers import BufferSizes
-from smp_config.job import JobSettings
 from smp_config.mpi_options import MergedOptions, MpiOption, parse_mpi_options, variables
 from smp_launch.command import OpenMpi, PrivateDirs, as_root, mpi_options, mpirun_command, without_scheduler
 from smp_launch.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
@@ -34,6 +34,9 @@ from smp_launch.supervise import (
     say,
     show,
 )
+
+if TYPE_CHECKING:
+    from smp_config.job import JobSettings
 
 #: Exit codes for a stop that the script did not turn into a success, as a shell has them.
 _STOP_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129}

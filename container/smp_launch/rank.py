@@ -234,7 +234,7 @@ def _whole_lines() -> None:
             continue  # closed by whoever started us: keep what there is
         errors = "backslashreplace" if name == "stderr" else before.errors
         stream = io.TextIOWrapper(
-            cast(IO[bytes], _Descriptor(descriptor)),
+            cast("IO[bytes]", _Descriptor(descriptor)),
             encoding=before.encoding,
             errors=errors,
             line_buffering=True,

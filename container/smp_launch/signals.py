@@ -52,6 +52,7 @@ class StopRequests:
         os.close(self._write)
 
     def fileno(self) -> int:
+        """For selectors: readable when a signal came."""
         return self._read
 
     def read(self) -> list[str]:

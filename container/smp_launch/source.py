@@ -7,12 +7,15 @@ import selectors
 import subprocess
 import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from smp_launch.environment import TrainingEnvironment
 from smp_launch.errors import LaunchError, Stopped
 from smp_launch.processes import kill_descendants
-from smp_launch.signals import StopRequests
 from smp_launch.toolkit import DOWNLOAD, REQUIREMENTS, REQUIREMENTS_FILE
+
+if TYPE_CHECKING:
+    from smp_launch.environment import TrainingEnvironment
+    from smp_launch.signals import StopRequests
 
 
 def prepare_code(training: TrainingEnvironment, stop: StopRequests, environ: Mapping[str, str]) -> None:

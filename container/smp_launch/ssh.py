@@ -20,9 +20,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from smp_launch.errors import LaunchError, Stopped
-from smp_launch.signals import StopRequests
+
+if TYPE_CHECKING:
+    from smp_launch.signals import StopRequests
 
 #: The port of the hosts' ssh servers.
 PORT_VARIABLE = "SMP_LAUNCH_SSH_PORT"

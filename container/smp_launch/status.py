@@ -37,6 +37,7 @@ class StatusDir:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> StatusDir | None:
+        """The folder that the environment names; None where it names none."""
         given = environ.get(STATUS_VARIABLE)
         return cls(Path(given)) if given else None
 

@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from smp_launch.ending import EXIT_SECONDS
-from smp_launch.failure import FailureCollector
 from smp_launch.output import STARTED_PREFIX, LineAssembler
 from smp_launch.processes import adopt_orphans, descendants, kill_descendants, reap, watch_end
-from smp_launch.signals import StopRequests
+
+if TYPE_CHECKING:
+    from smp_launch.failure import FailureCollector
+    from smp_launch.signals import StopRequests
 
 #: Overrides the seconds that ranks have after a request to stop.
 GRACE_VARIABLE = "SMP_LAUNCH_GRACE_SECONDS"
@@ -132,15 +134,8 @@ class Supervisor:
 
     def _attend(self) -> None:
         """Handle events until the program has ended and its output is read."""
-        self._selector.register(self.stop, selectors.EVENT_READ, self._on_signals)
-        if self.stop.lifeline is not None:
-            self._selector.register(self.stop.lifeline, selectors.EVENT_READ, self._on_lifeline)
+        self._listen()
         pipes = {self._process.stdout, self._process.stderr}
-        for pipe, descriptor in ((self._process.stdout, 1), (self._process.stderr, 2)):
-            if pipe is not None:
-                on_output = partial(self._on_output, pipe, LineAssembler(self.tags), descriptor)
-                self._selector.register(pipe, selectors.EVENT_READ, on_output)
-                self._open_pipes += 1
         gone = False
         while not gone or self._open_pipes:
             if not gone and self._process.poll() is not None:
@@ -159,6 +154,17 @@ class Supervisor:
                 if gone and not descendants(apart=self.apart):
                     return  # nobody is left who could write
                 self._on_overdue()
+
+    def _listen(self) -> None:
+        """Hear of requests to stop, of the end of the parent process, and of output."""
+        self._selector.register(self.stop, selectors.EVENT_READ, self._on_signals)
+        if self.stop.lifeline is not None:
+            self._selector.register(self.stop.lifeline, selectors.EVENT_READ, self._on_lifeline)
+        for pipe, descriptor in ((self._process.stdout, 1), (self._process.stderr, 2)):
+            if pipe is not None:
+                on_output = partial(self._on_output, pipe, LineAssembler(self.tags), descriptor)
+                self._selector.register(pipe, selectors.EVENT_READ, on_output)
+                self._open_pipes += 1
 
     def _on_output(self, pipe: IO[bytes], assembler: LineAssembler, descriptor: int) -> None:
         data = os.read(pipe.fileno(), _READ_BYTES)

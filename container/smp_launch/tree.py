@@ -49,38 +49,47 @@ class Tree:
 
     @property
     def input_dir(self) -> Path:
+        """``input``."""
         return self.base / "input"
 
     @property
     def config_dir(self) -> Path:
+        """``input/config``: the job's description, one JSON file for each part."""
         return self.input_dir / "config"
 
     @property
     def data_dir(self) -> Path:
+        """``input/data``: a folder for each channel."""
         return self.input_dir / "data"
 
     @property
     def code_dir(self) -> Path:
+        """``code``: the user's files."""
         return self.base / "code"
 
     @property
     def model_dir(self) -> Path:
+        """``model``: what becomes ``model.tar.gz``."""
         return self.base / "model"
 
     @property
     def output_dir(self) -> Path:
+        """``output``."""
         return self.base / "output"
 
     @property
     def output_data_dir(self) -> Path:
+        """``output/data``: what becomes ``output.tar.gz``."""
         return self.output_dir / "data"
 
     @property
     def intermediate_dir(self) -> Path:
+        """``output/intermediate``."""
         return self.output_dir / "intermediate"
 
     @property
     def failure_file(self) -> Path:
+        """``output/failure``: why the job failed."""
         return self.output_dir / "failure"
 
     def read_config(self, name: str) -> dict[str, Any]:

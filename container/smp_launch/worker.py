@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from smp_launch.errors import LaunchError
 from smp_launch.failure import Cause
@@ -19,10 +20,14 @@ from smp_launch.followers import hosts_patience
 from smp_launch.network import shared_memory_warning
 from smp_launch.processes import adopt_orphans, kill_descendants, reap
 from smp_launch.scratch import private_dir
-from smp_launch.signals import StopRequests
 from smp_launch.ssh import login_program, serving, trusted_addresses
 from smp_launch.status import STATUS_VARIABLE, LeaderStatus, StatusDir
 from smp_launch.supervise import grace_seconds, say
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
+
+    from smp_launch.signals import StopRequests
 
 #: Seconds that the leader may take to start after a worker on the same machine has.
 LEADER_PATIENCE = 120.0
@@ -105,14 +110,11 @@ def wait_for_leader(
         while not waiter.done:
             end = deadline if waiter.leader_started or deadline is not None else started_by
             for key, _ in selector.select(None if end is None else max(0.0, end - time.monotonic())):
-                if key.fileobj is stop:
-                    names = stop.read()
-                    stopped_by = stopped_by or (names[0] if names else "")
-                elif key.fileobj is waiter:
+                if key.fileobj is waiter:
                     waiter.drain()
-                elif stop.lifeline_ended():
-                    selector.unregister(key.fileobj)
-                    stopped_by = stopped_by or "the end of the parent process"
+                else:
+                    cause = _stop_cause(key.fileobj, stop, selector)  # read even when it is not the first
+                    stopped_by = stopped_by or cause
             now = time.monotonic()
             if stopped_by and deadline is None:
                 deadline = now + grace_seconds(environ) + _EXTRA_GRACE
@@ -122,7 +124,21 @@ def wait_for_leader(
                 return 1, Cause(
                     f"the leader {leader} did not start within {patience:g} s of {host}; its own log says why"
                 )
-    status = waiter.status
+    return _outcome(waiter.status, host, leader)
+
+
+def _stop_cause(source: FileDescriptorLike, stop: StopRequests, selector: selectors.BaseSelector) -> str:
+    """Who asks to stop, now that ``source`` can be read; empty when it is nobody."""
+    if source is stop:
+        return next(iter(stop.read()), "")
+    if not stop.lifeline_ended():
+        return ""
+    selector.unregister(source)
+    return "the end of the parent process"
+
+
+def _outcome(status: LeaderStatus | None, host: str, leader: str) -> tuple[int, Cause | None]:
+    """What the leader said of its end, in the words of a host that waited for it."""
     if status is None:
         return 1, Cause(f"the leader {leader} died without a word while {host} waited for it; it was probably killed")
     if status.exit_code == 0:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from smp_estimator import progress
 from smp_estimator.cloud.log import CloudLog
 from smp_estimator.local.session import shows_training
+from smp_estimator.progress import show
 from smp_estimator.sdk import TrainingJob, check_job_status
 
 
@@ -46,7 +46,7 @@ def watch(session: Any, job_name: str, *, wait: bool = True) -> dict[str, Any]:
     """
     log = CloudLog(session, job_name)
     try:
-        progress.show(log.follow(wait=wait))
+        show(log.follow(wait=wait))
     except KeyboardInterrupt:
         print(f"The job goes on; estimator.latest_training_job.stop() ends it, logs() shows it again: {job_name}")
         raise

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from smp_config.progress import parse_progress
-from smp_estimator.progress import Event
+
+if TYPE_CHECKING:
+    from smp_estimator.progress import Event
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 

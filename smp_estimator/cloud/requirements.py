@@ -6,13 +6,16 @@ import codecs
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from smp_config import ConfigError
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
 
 _HEADING = "# what the model parallel runtime needs"
 _BYTE_ORDER = (
@@ -106,6 +109,3 @@ def _agree(ours: Requirement, theirs: Requirement) -> bool:
         above = [*at.release, 0, 1]
         candidates += [at, *(Version(".".join(map(str, parts))) for parts in (below, above) if parts)]
     return any(both.contains(candidate, prereleases=True) for candidate in candidates)
-
-
-__all__ = ["combined"]

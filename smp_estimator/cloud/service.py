@@ -16,44 +16,30 @@ from smp_config import ConfigError
 from smp_config.limits import HYPERPARAMETER_CHARACTERS
 from smp_estimator.local.uris import is_file_uri, is_s3_uri
 from smp_estimator.sdk import FileSystemInput, TrainingInput
-from smp_estimator.variables import is_variable
+from smp_estimator.settings.variables import is_variable
 
-_JOB_NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
 _BASE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9-]*")
 _VARIABLE_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
-def check_request(estimator: Any, say: Callable[[str], None]) -> None:
+def check_request(estimator: Any, hyperparameters: Mapping[str, Any], say: Callable[[str], None]) -> None:
     """Check what the service would refuse after the upload.
 
     Args:
         estimator: its attributes as they are now.
+        hyperparameters: the user's.
         say: told about what is allowed but unwise, one sentence each.
 
     Raises:
         ConfigError: naming the setting and a value that works.
     """
     model = _model(estimator.sagemaker_session)
-    _check_hyperparameters(estimator._hyperparameters, model)
+    _check_hyperparameters(hyperparameters, model)
     _check_environment(estimator.environment, model)
     if not estimator.sagemaker_session.local_mode:
         _check_places(estimator)
     _check_spot(estimator, say)
     _check_keep_alive(estimator, model, say)
-
-
-def check_job_name(name: str) -> None:
-    """Refuse a name that the service refuses.
-
-    Raises:
-        ConfigError: with the rule.
-    """
-    if not _JOB_NAME.fullmatch(name):
-        raise ConfigError(
-            f"the job name {name!r} ({len(name)} characters) is not one that the service accepts; it comes from "
-            "job_name= or base_job_name=: use at most 63 letters, digits and single hyphens, beginning with a letter "
-            "or digit"
-        )
 
 
 def check_channels(inputs: Any, *, has_network: bool) -> None:
@@ -66,7 +52,7 @@ def check_channels(inputs: Any, *, has_network: bool) -> None:
         ConfigError: a local address, or a file system without a network to reach it.
     """
     for name, value in channels(inputs):
-        address = value if isinstance(value, str) else _s3_uri(value)
+        address = _address(value)
         if isinstance(address, str) and is_file_uri(address):
             raise ConfigError(
                 f"channel {name!r} is {address!r}, but the job runs in the cloud, where this machine's files are not; upload "
@@ -93,15 +79,16 @@ def channels(inputs: Any) -> Iterator[tuple[str, Any]]:
             yield str(name), value
 
 
-def addresses(inputs: Any) -> Iterator[tuple[str, str]]:
-    """The ``s3://`` addresses among the channels, as (channel, address)."""
-    for name, value in channels(inputs):
-        address = value if isinstance(value, str) else _s3_uri(value)
-        if is_s3_uri(address):
-            yield name, str(address)
+def s3_places(inputs: Any, **others: Any) -> dict[str, str]:
+    """The ``s3://`` addresses among the channels and ``others``, by what is there."""
+    places = {f"channel {name!r}": _address(value) for name, value in channels(inputs)}
+    return {what: address for what, address in (places | others).items() if is_s3_uri(address)}
 
 
-def _s3_uri(value: Any) -> Any:
+def _address(value: Any) -> Any:
+    """Of a channel: a plain address, or that of a TrainingInput; None for what has none."""
+    if isinstance(value, str):
+        return value
     if not isinstance(value, TrainingInput):
         return None
     return value.config.get("DataSource", {}).get("S3DataSource", {}).get("S3Uri")

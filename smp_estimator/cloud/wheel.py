@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import smp_config
-import smp_estimator
 from smp_config.version import __version__
 
 DISTRIBUTION = "smp-estimator"
+
+#: The folder of this package.
+_OWN = Path(__file__).parents[1]
 
 #: The packages that lie beside ``smp_config``, in a checkout and where pip installed them.
 _BESIDE = ("smp_config", "smp_launch", "smp_runtime", "smdistributed")
@@ -76,7 +78,7 @@ def travelling_requirements() -> list[str]:
 def _package_files() -> Iterator[tuple[str, bytes]]:
     # Looked up beside smp_config, not through the import system: another smdistributed may be installed here.
     roots = {name: Path(smp_config.__file__).parent.parent / name for name in _BESIDE}
-    roots["smp_estimator"] = Path(smp_estimator.__file__).parent
+    roots["smp_estimator"] = _OWN
     for package, root in roots.items():
         if not (root / "__init__.py").is_file():
             raise RuntimeError(
@@ -94,7 +96,7 @@ def _metadata() -> str:
         return str(importlib.metadata.distribution(DISTRIBUTION).read_text("METADATA") or _egg_metadata())
     except importlib.metadata.PackageNotFoundError:
         raise RuntimeError(
-            f"{DISTRIBUTION} is imported from {Path(smp_estimator.__file__).parent.parent} but is not installed, so its "
+            f"{DISTRIBUTION} is imported from {_OWN.parent} but is not installed, so its "
             "requirements are unknown; install it with pip, or give image_uri, an image that has the runtime"
         ) from None
 

@@ -9,10 +9,13 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from smp_estimator.local.log import JobLog, LineSplitter
 from smp_estimator.local.stop import TOKEN_VARIABLE
-from smp_estimator.local.tree import HostTree, JobTree
+
+if TYPE_CHECKING:
+    from smp_estimator.local.tree import HostTree, JobTree
 
 #: What a host runs: the same module as the image's training program.
 DEFAULT_LAUNCHER = (sys.executable, "-m", "smp_launch", "train")

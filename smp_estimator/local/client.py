@@ -7,27 +7,23 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from botocore.exceptions import ClientError
 
 from smp_config import ConfigError, JobSettings
-from smp_estimator.local import code
 from smp_estimator.local.channels import read_channels
 from smp_estimator.local.job import ProcessJob
 from smp_estimator.local.tree import CHECKPOINTS_IN_CONTAINER, JobTree
 from smp_estimator.local.uris import is_file_uri, path_of, require_address
-from smp_estimator.sdk import LocalSagemakerClient
+from smp_estimator.sdk import LocalSagemakerClient, LocalSession
 
 if TYPE_CHECKING:
-    from smp_estimator.local.session import ProcessSession
+    from smp_estimator.local.code import CodeSource
 
 logger = logging.getLogger(__name__)
 
 _JOB_NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
-
-#: The SDK's default for ``max_run``; a job on this machine is not stopped for a limit that nobody set.
-_DEFAULT_MAX_RUN_SECONDS = 24 * 60 * 60
 
 #: Parts of a request that only the service can honour.
 _IGNORED = {
@@ -39,6 +35,20 @@ _IGNORED = {
     "VpcConfig": "the VPC",
     "RetryStrategy": "retries",
 }
+
+
+def check_job_name(name: str) -> None:
+    """Refuse a name that the service refuses.
+
+    Raises:
+        ConfigError: with the rule.
+    """
+    if not _JOB_NAME.fullmatch(name):
+        raise ConfigError(
+            f"the job name {name!r} ({len(name)} characters) is not one that the service accepts; it comes from "
+            "job_name= or base_job_name=: use at most 63 letters, digits and single hyphens, beginning with a letter "
+            "or digit"
+        )
 
 
 class NotOnThisMachine(AttributeError, ConfigError):
@@ -53,11 +63,11 @@ class ProcessClient(LocalSagemakerClient):
     """
 
     sagemaker_session: Any
-    _jobs: dict[str, ProcessJob] = {}  # noqa: RUF012
+    _jobs: ClassVar[dict[str, ProcessJob]] = {}
 
-    def __init__(self, sagemaker_session: ProcessSession) -> None:
+    def __init__(self, sagemaker_session: LocalSession) -> None:
         super().__init__(sagemaker_session)
-        self._expected_code: dict[str, code.CodeSource] = {}
+        self._expected_code: dict[str, CodeSource] = {}
 
     def __getattr__(self, name: str) -> Any:
         """Every other call of the service.
@@ -73,66 +83,35 @@ class ProcessClient(LocalSagemakerClient):
             "search over hyperparameters is a loop over it), or give a sagemaker.Session() and a cloud instance_type"
         )
 
-    def expect_code(self, job_name: str, source: code.CodeSource) -> None:
+    def expect_code(self, job_name: str, source: CodeSource) -> None:
         """Say what the job of this name will run; without it the ``file://`` submit directory is linked."""
         self._expected_code[job_name] = source
 
-    def create_training_job(
-        self,
-        TrainingJobName: str,
-        AlgorithmSpecification: Mapping[str, Any],
-        OutputDataConfig: Mapping[str, Any],
-        ResourceConfig: Mapping[str, Any],
-        InputDataConfig: Any = None,
-        Environment: Mapping[str, str] | None = None,
-        **others: Any,
-    ) -> dict[str, str]:
+    def create_training_job(self, **request: Any) -> dict[str, str]:
         """Check the request, build the job's folders and start its processes; returns while they run.
+
+        Args:
+            request: in the service's words.
 
         Raises:
             ConfigError: before any process is started.
         """
-        source = self._expected_code.pop(TrainingJobName, None)
-        request = {
-            "TrainingJobName": TrainingJobName,
-            "AlgorithmSpecification": dict(AlgorithmSpecification),
-            "OutputDataConfig": dict(OutputDataConfig),
-            "ResourceConfig": dict(ResourceConfig),
-            "InputDataConfig": InputDataConfig,
-            "Environment": dict(Environment or {}),
-            **others,
-        }
-        self._require_free_name(TrainingJobName)
-        hosts = _host_count(ResourceConfig)
-        channels = read_channels(InputDataConfig)
-        checkpoints = _checkpoints(others.get("CheckpointConfig"))
-        hyperparameters = {str(k): str(v) for k, v in (others.get("HyperParameters") or {}).items()}
+        name, resources = request["TrainingJobName"], request["ResourceConfig"]
+        source = self._expected_code.pop(name, None)
+        self._require_free_name(name)
+        hosts = _host_count(resources)
+        channels = read_channels(request.get("InputDataConfig"))
+        checkpoints = _checkpoints(request.get("CheckpointConfig"))
+        hyperparameters = {str(k): str(v) for k, v in (request.get("HyperParameters") or {}).items()}
+        # An estimator of the SDK itself may have sent them: here the service would refuse what it cannot read.
         JobSettings.from_hyperparameters(hyperparameters)
-        output_path = OutputDataConfig.get("S3OutputPath") or ""
+        output_path = request["OutputDataConfig"].get("S3OutputPath") or ""
         if output_path:
             require_address(output_path, "output_path")
-        for key, words in _IGNORED.items():
-            if others.get(key):
-                logger.warning("%s are not available for a job on this machine and are left out", words)
-
-        for key in ("ContainerEntrypoint", "ContainerArguments"):
-            if AlgorithmSpecification.get(key):
-                logger.warning("%s has no meaning without a container and is left out", key)
-
+        _warn_of_ignored(request)
+        tree = JobTree.at(self._new_root(name), hosts)
         session = self.sagemaker_session
-        root = self._new_root(TrainingJobName)
-        tree = JobTree.at(root, hosts)
-        limit = (others.get("StoppingCondition") or {}).get("MaxRuntimeInSeconds")
-        job = ProcessJob(
-            TrainingJobName,
-            tree,
-            request,
-            session=session,
-            launcher=session.launcher,
-            destination=output_path or f"file://{tree.artifacts}",
-            keep=session.keep,
-            max_run_seconds=limit if limit not in (None, _DEFAULT_MAX_RUN_SECONDS) else None,
-        )
+        job = ProcessJob(name, tree, request, session=session, destination=output_path or f"file://{tree.artifacts}")
         try:
             if source is not None:
                 source.copy_to(tree.code, session)
@@ -143,7 +122,7 @@ class ProcessClient(LocalSagemakerClient):
             tree.build(
                 hyperparameters=hyperparameters,
                 channels=channels,
-                instance_type=str(ResourceConfig.get("InstanceType") or "local"),
+                instance_type=str(resources.get("InstanceType") or "local"),
                 checkpoints=checkpoints,
                 session=session,
             )
@@ -151,7 +130,7 @@ class ProcessClient(LocalSagemakerClient):
         except BaseException:
             job.discard()
             raise
-        self._jobs[TrainingJobName] = job
+        self._jobs[name] = job
         return {"TrainingJobArn": job.describe()["TrainingJobArn"]}
 
     def describe_training_job(self, TrainingJobName: str) -> dict[str, Any]:
@@ -184,12 +163,7 @@ class ProcessClient(LocalSagemakerClient):
         return name in cls._jobs
 
     def _require_free_name(self, name: str) -> None:
-        if not _JOB_NAME.fullmatch(name):
-            raise ConfigError(
-                f"the job name {name!r} ({len(name)} characters) is not one that the service accepts; it comes from "
-                "job_name= or base_job_name=: use at most 63 letters, digits and single hyphens, beginning with a letter "
-                "or digit"
-            )
+        check_job_name(name)
         if name in self._jobs:
             raise ConfigError(
                 f"a job named {name!r} exists already ({self._jobs[name].status.value}); names are used once: leave job_name "
@@ -208,6 +182,15 @@ class ProcessClient(LocalSagemakerClient):
                 f"root={str(root)!r}: leave job_name out, or give another one"
             ) from None
         return root / name
+
+
+def _warn_of_ignored(request: Mapping[str, Any]) -> None:
+    for key, words in _IGNORED.items():
+        if request.get(key):
+            logger.warning("%s are not available for a job on this machine and are left out", words)
+    for key in ("ContainerEntrypoint", "ContainerArguments"):
+        if request["AlgorithmSpecification"].get(key):
+            logger.warning("%s has no meaning without a container and is left out", key)
 
 
 def _host_count(resources: Mapping[str, Any]) -> int:

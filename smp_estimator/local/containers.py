@@ -7,7 +7,7 @@ folders of the containers are gone. So their failure files are read while the SD
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 from smp_estimator.local.failure import failure_text
 from smp_estimator.sdk import LocalContainers, UnexpectedStatusException
+from smp_launch.tree import Tree
 
 #: What the job that runs in this context leaves; None where nobody asked.
 _left: ContextVar[_Left | None] = ContextVar("left", default=None)
@@ -41,7 +42,7 @@ class _Left:
 
     def read(self, containers: Any) -> None:
         for host in containers.hosts:
-            if text := failure_text(Path(containers.container_root, host, "output", "failure")):
+            if text := failure_text(Tree(Path(containers.container_root, host)).failure_file):
                 self.failures[host] = text
 
     def reason(self) -> str:
@@ -59,8 +60,11 @@ class _Left:
 
 
 @contextmanager
-def failing_rank_told(estimator: Any) -> Iterator[None]:
+def failing_rank_told(job_name: Callable[[], str]) -> Iterator[None]:
     """Around the SDK's ``fit()``: in local mode its exception becomes one that holds the failing rank's message.
+
+    Args:
+        job_name: asked when the job has failed; ``fit()`` makes the name.
 
     Raises:
         ContainerJobFailed: containers failed and left a failure file. Every other exception passes as it is: Docker
@@ -76,7 +80,7 @@ def failing_rank_told(estimator: Any) -> Iterator[None]:
             raise
         archive = f"; what they left is in {left.archive}" if left.archive else ""
         raise ContainerJobFailed(
-            message=f"Error for Training job {estimator._current_job_name}: Failed. Reason: {left.reason()}\n"
+            message=f"Error for Training job {job_name()}: Failed. Reason: {left.reason()}\n"
             f"The whole log is above, as the containers wrote it{archive}",
             allowed_statuses=["Completed", "Stopped"],
             actual_status="Failed",
@@ -107,6 +111,3 @@ def _listen() -> None:
 
 def _headline(text: str) -> str:
     return text.partition("\n")[0]
-
-
-__all__ = ["ContainerJobFailed", "failing_rank_told"]

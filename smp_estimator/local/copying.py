@@ -57,6 +57,3 @@ def _around(directory: Path, top: Path) -> set[str]:
     way = [directory, *(parent for parent in directory.parents if parent.is_relative_to(top))]
     real = {Path(os.path.realpath(folder)) for folder in way}
     return {str(folder) for one in real for folder in (one, *one.parents)}
-
-
-__all__ = ["copy_folder", "is_left_out"]

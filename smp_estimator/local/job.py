@@ -11,15 +11,17 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_config.limits import STOP_GRACE_SECONDS
-from smp_estimator.local import artifacts
+from smp_estimator.local.artifacts import address, deliver, merged_files
 from smp_estimator.local.bootstrap import Bootstrap, environment_of
 from smp_estimator.local.failure import failure_text
 from smp_estimator.local.log import JobLog
 from smp_estimator.local.stop import kill_job
-from smp_estimator.local.tree import JobTree
+
+if TYPE_CHECKING:
+    from smp_estimator.local.tree import JobTree
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,21 @@ _FAILURE_DRAIN_SECONDS = 3.0
 _SUCCESS_DRAIN_SECONDS = 30.0
 #: Between SIGTERM and SIGKILL for hosts that did not end by themselves.
 _DRAIN_GRACE_SECONDS = 2.0
+
+
+#: The SDK's default for ``max_run``; a job on this machine is not stopped for a limit that nobody set.
+_DEFAULT_MAX_RUN_SECONDS = 24 * 60 * 60
+
+
+class JobSession(Protocol):
+    """What a job uses of the session that starts it."""
+
+    launcher: Sequence[str]
+    keep: bool
+    chosen_region: str | None
+
+    def upload_file(self, path: str, uri: str) -> None:
+        """Put one file at an ``s3://`` address."""
 
 
 class Status(str, enum.Enum):
@@ -48,16 +65,7 @@ class ProcessJob:
     """
 
     def __init__(
-        self,
-        name: str,
-        tree: JobTree,
-        request: Mapping[str, Any],
-        *,
-        session: Any,
-        launcher: Sequence[str],
-        destination: str,
-        keep: bool,
-        max_run_seconds: float | None,
+        self, name: str, tree: JobTree, request: Mapping[str, Any], *, session: JobSession, destination: str
     ) -> None:
         self.name = name
         self.tree = tree
@@ -65,10 +73,9 @@ class ProcessJob:
         self.log = JobLog(tree.log)
         self.done = threading.Event()
         self._session = session
-        self._launcher = tuple(launcher)
         self._destination = destination
-        self._keep = keep
-        self._max_run_seconds = max_run_seconds
+        limit = (request.get("StoppingCondition") or {}).get("MaxRuntimeInSeconds")
+        self._max_run_seconds: float | None = limit if limit != _DEFAULT_MAX_RUN_SECONDS else None
         self._token = uuid.uuid4().hex
         self._events: queue.Queue[tuple[str, Any]] = queue.Queue()
         self._bootstraps: dict[str, Bootstrap] = {}
@@ -87,6 +94,7 @@ class ProcessJob:
 
     @property
     def status(self) -> Status:
+        """Where the job stands."""
         return self._status
 
     def start(self) -> None:
@@ -97,7 +105,7 @@ class ProcessJob:
             for position, host in enumerate(self.tree.hosts):
                 self._bootstraps[host.host] = Bootstrap(
                     host,
-                    command=self._launcher,
+                    command=self._session.launcher,
                     environment=environment_of(
                         host,
                         self.tree,
@@ -134,7 +142,8 @@ class ProcessJob:
 
     @property
     def model_address(self) -> str:
-        return artifacts.address(self._destination, "model", self.name, compressed=self._compressed)
+        """Where the model is, or will be."""
+        return address(self._destination, "model", self.name, compressed=self._compressed)
 
     @property
     def failure_reason(self) -> str | None:
@@ -207,15 +216,8 @@ class ProcessJob:
         while running:
             kind, value = self._next_event()
             if kind == "ended":
-                host, code = value
-                running.discard(host)
-                self._exit_codes[host] = code
-                if self._stopping:
-                    continue
-                if code:
-                    self._due("drain", _FAILURE_DRAIN_SECONDS)
-                elif host == self.tree.hosts[0].host:
-                    self._due("drain", _SUCCESS_DRAIN_SECONDS)
+                running.discard(value[0])
+                self._note_end(*value)
             elif kind == "stop":
                 self._stopping = True
                 self._status = Status.STOPPING
@@ -230,6 +232,16 @@ class ProcessJob:
                 self._terminate(running, _DRAIN_GRACE_SECONDS)
             elif kind == "kill":
                 kill_job(self._token, self._sessions())
+
+    def _note_end(self, host: str, code: int) -> None:
+        """The other hosts end by themselves after a failure, and after the leader's success; give them the time."""
+        self._exit_codes[host] = code
+        if self._stopping:
+            return
+        if code:
+            self._due("drain", _FAILURE_DRAIN_SECONDS)
+        elif host == self.tree.hosts[0].host:
+            self._due("drain", _SUCCESS_DRAIN_SECONDS)
 
     def _next_event(self) -> tuple[str, Any]:
         """What the hosts or the user did, or the deadline that came first."""
@@ -262,25 +274,25 @@ class ProcessJob:
             self._enter("Uploading", "Packing the model")
             self._pack()
         self._conclude(Status.STOPPED if self._stopping else Status.COMPLETED)
-        if not self._keep and not self._stopping:
+        if not self._session.keep and not self._stopping:
             self.tree.remove_workspace()
 
     def _pack(self) -> None:
-        models = [host.model for host in self.tree.hosts]
-        if not artifacts.merged_files(models):
+        models = [host.model_dir for host in self.tree.hosts]
+        if not merged_files(models):
             logger.warning(
                 "job %s wrote nothing to its model directory (SM_MODEL_DIR): the archive is empty", self.name
             )
-        deliver = {"job_name": self.name, "session": self._session, "compressed": self._compressed}
-        artifacts.deliver(models, "model", self._destination, **deliver)
-        outputs = [host.output_data for host in self.tree.hosts]
-        if artifacts.merged_files(outputs):
-            artifacts.deliver(outputs, "output", self._destination, **deliver)
+        where: dict[str, Any] = {"job_name": self.name, "session": self._session, "compressed": self._compressed}
+        deliver(models, "model", self._destination, **where)
+        outputs = [host.output_data_dir for host in self.tree.hosts]
+        if merged_files(outputs):
+            deliver(outputs, "output", self._destination, **where)
 
     def _reason(self) -> str:
         """The failure file of the first host that has one; else what is known: exit codes and the end of the log."""
         for host in self.tree.hosts:
-            if text := failure_text(host.failure):
+            if text := failure_text(host.failure_file):
                 return text
         codes = ", ".join(f"{host} with {_exit(code)}" for host, code in self._exit_codes.items() if code)
         tail = "\n".join(self.log.tail(20))

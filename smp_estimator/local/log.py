@@ -86,7 +86,7 @@ class JobLog:
 
 
 class LineSplitter:
-    """Bytes of a pipe, in any pieces, to lines; a redrawn line (``\\r``) counts as a line once a second."""
+    """Bytes of a pipe, in any pieces, to lines; a line that a carriage return redraws counts once a second."""
 
     def __init__(self) -> None:
         self._rest = b""

@@ -13,11 +13,11 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from smp_config import ConfigError
 from smp_config.errors import suggest
-from smp_estimator import progress
 from smp_estimator.local.bootstrap import DEFAULT_LAUNCHER
 from smp_estimator.local.client import ProcessClient
 from smp_estimator.local.job import ProcessJob, Status
 from smp_estimator.local.uris import bucket_and_key
+from smp_estimator.progress import show
 from smp_estimator.sdk import (
     LocalSagemakerRuntimeClient,
     LocalSession,
@@ -130,6 +130,7 @@ class ProcessSession(LocalSession):
 
     @property
     def s3_resource(self) -> Any:
+        """boto3's resource, as the SDK's functions expect it."""
         return self._s3_part("resource", lambda: self.boto_session.resource)
 
     @s3_resource.setter
@@ -138,6 +139,7 @@ class ProcessSession(LocalSession):
 
     @property
     def s3_client(self) -> Any:
+        """boto3's client, as the SDK's functions expect it."""
         return self._s3_part("client", lambda: self.boto_session.client)
 
     @s3_client.setter
@@ -236,7 +238,7 @@ class ProcessSession(LocalSession):
         """
         job = self.job(job_name)
         if shows_training(log_type):
-            progress.show(job.log.follow(wait=wait), timeout_seconds=timeout)
+            show(job.log.follow(wait=wait), timeout_seconds=timeout)
         if not wait:
             return
         if job.done.wait(timeout):
@@ -312,6 +314,3 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         inner = merged.get(key)
         merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
     return merged
-
-
-__all__ = ["ProcessSession", "session_of", "shows_training"]

@@ -7,39 +7,26 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from smp_estimator.local.channels import Channel
+from smp_launch.tree import Tree
+
+if TYPE_CHECKING:
+    from smp_estimator.local.channels import Channel
 
 #: Where a script finds its checkpoints inside a container.
 CHECKPOINTS_IN_CONTAINER = "/opt/ml/checkpoints"
 
 
 @dataclass(frozen=True)
-class HostTree:
-    """What one host sees as ``/opt/ml``."""
+class HostTree(Tree):
+    """What one host of a job sees as ``/opt/ml``."""
 
     host: str
-    base: Path
-
-    @property
-    def model(self) -> Path:
-        return self.base / "model"
-
-    @property
-    def output_data(self) -> Path:
-        return self.base / "output" / "data"
-
-    @property
-    def failure(self) -> Path:
-        return self.base / "output" / "failure"
-
-    @property
-    def code(self) -> Path:
-        return self.base / "code"
 
     @property
     def checkpoints(self) -> Path:
+        """``/opt/ml/checkpoints``: a folder of the host's own, or a link to one that outlives the job."""
         return self.base / "checkpoints"
 
 
@@ -54,18 +41,21 @@ class JobTree:
     def at(cls, root: Path, host_count: int) -> JobTree:
         """The tree of ``algo-1`` … ``algo-N`` below ``root``; nothing is written yet."""
         names = [f"algo-{n}" for n in range(1, host_count + 1)]
-        return cls(root, tuple(HostTree(name, root / name / "opt" / "ml") for name in names))
+        return cls(root, tuple(HostTree(root / name / "opt" / "ml", name) for name in names))
 
     @property
     def host_names(self) -> list[str]:
+        """``algo-1`` … ``algo-N``."""
         return [tree.host for tree in self.hosts]
 
     @property
     def log(self) -> Path:
+        """What the hosts wrote, without lines of progress."""
         return self.root / "job.log"
 
     @property
     def code(self) -> Path:
+        """The user's files; every host's ``code`` is a link to it."""
         return self.root / "code"
 
     @property
@@ -104,17 +94,17 @@ class JobTree:
         if checkpoints is not None:
             checkpoints.mkdir(parents=True, exist_ok=True)
         for tree in self.hosts:
-            config, data = tree.base / "input" / "config", tree.base / "input" / "data"
-            for folder in (config, data, tree.model, tree.output_data, tree.base / "output" / "intermediate"):
+            config, data = tree.config_dir, tree.data_dir
+            for folder in (config, data, tree.model_dir, tree.output_data_dir, tree.intermediate_dir):
                 folder.mkdir(parents=True)
-            tree.code.symlink_to(self.code, target_is_directory=True)
+            tree.code_dir.symlink_to(self.code, target_is_directory=True)
             if checkpoints is None:
                 tree.checkpoints.mkdir()
             else:
                 tree.checkpoints.symlink_to(checkpoints, target_is_directory=True)
             for channel in channels:
                 channel.link(data, self.downloads, session)
-            own = {**hyperparameters, "sagemaker_submit_directory": json.dumps(str(tree.code))}
+            own = {**hyperparameters, "sagemaker_submit_directory": json.dumps(str(tree.code_dir))}
             _write(config / "hyperparameters.json", own)
             _write(config / "inputdataconfig.json", {channel.name: channel.config for channel in channels})
             _write(config / "resourceconfig.json", self._resources(tree.host, instance_type))

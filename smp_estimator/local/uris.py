@@ -11,10 +11,12 @@ from smp_config import ConfigError
 
 
 def is_file_uri(uri: object) -> bool:
+    """Whether this is text that begins with ``file://``."""
     return isinstance(uri, str) and uri.startswith("file://")
 
 
 def is_s3_uri(uri: object) -> bool:
+    """Whether this is text that begins with ``s3://``."""
     return isinstance(uri, str) and uri.startswith("s3://")
 
 

@@ -9,9 +9,11 @@ up one by one, so that they hold for fp32, other MLP widths, gated MLPs and mode
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from smp_estimator.planning.model_shape import ModelShape
-from smp_estimator.planning.workload import Workload
+if TYPE_CHECKING:
+    from smp_estimator.planning.model_shape import ModelShape
+    from smp_estimator.planning.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -148,14 +150,3 @@ def stage_activations(
     return StageActivations(
         kept=on_gpu, working=max(layer * group + backward, loss), offloaded=kept if horizon is not None else 0
     )
-
-
-__all__ = [
-    "LayerCost",
-    "StageActivations",
-    "backward_bytes",
-    "checkpoint_bytes",
-    "layer_bytes",
-    "loss_bytes",
-    "stage_activations",
-]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from smp_config import ConfigError, Group
 from smp_config.instances import instances
+from smp_estimator.planning.forecast import RULE_OF_16, RULE_OF_20, Forecast, Verdict
 from smp_estimator.planning.memory import is_half
-from smp_estimator.planning.plan import RULE_OF_16, Plan, Verdict, nodes_of, uses_smddp
 
 GB = 1e9
 
@@ -19,7 +20,7 @@ class Change:
     """One thing to change, and the plan it leads to."""
 
     what: str
-    plan: Plan
+    plan: Forecast
 
     def __str__(self) -> str:
         return f"{self.what}: {amount(self.plan)}"
@@ -31,35 +32,35 @@ class SmallerCluster:
 
     instance_count: int
     processes: int
-    plan: Plan | None
+    plan: Forecast | None
     text: str
 
     def __str__(self) -> str:
         return self.text
 
 
-def amount(plan: Plan) -> str:
+def amount(forecast: Forecast) -> str:
     """``"31.7 GB of 42.9 (74 %), fits"``."""
-    size, fraction = plan.request.gpu_memory_bytes, plan.fraction
+    size, fraction = forecast.request.gpu_memory_bytes, forecast.fraction
     if size is None or fraction is None:
-        return f"{plan.total_bytes / GB:.3g} GB per GPU"
-    return f"{plan.total_bytes / GB:.1f} GB of {size / GB:.1f} ({fraction:.0%}), {plan.verdict.value}"
+        return f"{forecast.total_bytes / GB:.3g} GB per GPU"
+    return f"{forecast.total_bytes / GB:.1f} GB of {size / GB:.1f} ({fraction:.0%}), {forecast.verdict.value}"
 
 
-def changes(plan: Plan) -> tuple[Change, ...]:
+def changes(forecast: Forecast) -> tuple[Change, ...]:
     """Single changes that make a plan better that does not fit or is tight, in the order in which to try them.
 
     The batch comes first (the reference page: "you might want to lower batch size first"), then what costs least:
     sharded optimizer state, checkpointing, tensor parallelism inside a node, sharded data parallelism, pipeline,
     offloading, larger instances, more instances. The global batch stays as it is except for the first.
     """
-    if plan.verdict in (Verdict.FITS, Verdict.UNKNOWN):
+    if forecast.verdict in (Verdict.FITS, Verdict.UNKNOWN):
         return ()
     better = []
     for attempt in (_batch, _optimizer_state, _checkpointing, _tensor, _sharding, _pipeline, _offload, _larger, _more):
         best: Change | None = None
-        for change in _valid(plan, attempt):
-            if change.plan.total_bytes < plan.total_bytes:
+        for change in _valid(forecast, attempt):
+            if change.plan.total_bytes < forecast.total_bytes:
                 best = change
                 if change.plan.verdict is Verdict.FITS:
                     break
@@ -68,53 +69,53 @@ def changes(plan: Plan) -> tuple[Change, ...]:
     return tuple(better)
 
 
-_Attempt = Callable[[Plan], Iterator[tuple[str, Callable[[], Plan]]]]
+#: What to change in words, the settings of mp_parameters, and the fields of the request or the workload.
+_Candidate = tuple[str, dict[str, Any], dict[str, Any]]
 
 
-def _valid(plan: Plan, attempt: _Attempt) -> Iterator[Change]:
-    for what, make in attempt(plan):
+def _valid(forecast: Forecast, attempt: Callable[[Forecast], Iterator[_Candidate]]) -> Iterator[Change]:
+    for what, settings, fields in attempt(forecast):
         try:
-            yield Change(what, make())
+            yield Change(what, forecast.changed(settings, **fields))
         except ConfigError:
             continue  # this value cannot be laid over the processes; the next may
 
 
-def _batch(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
-    batch, microbatches = plan.batches.batch, plan.batches.microbatches
+def _batch(forecast: Forecast) -> Iterator[_Candidate]:
+    batch, microbatches = forecast.batches.batch, forecast.batches.microbatches
     for smaller in range(batch - microbatches, 0, -microbatches):
-        yield f"batch {smaller} instead of {batch}", lambda b=smaller: plan.changed(batch=b)  # type: ignore[misc]
+        yield f"batch {smaller} instead of {batch}", {}, {"batch": smaller}
 
 
-def _optimizer_state(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
-    parameters = plan.request.parameters
+def _optimizer_state(forecast: Forecast) -> Iterator[_Candidate]:
+    parameters = forecast.request.parameters
     if parameters.sharded_data_parallel_degree == 1 and not parameters.shard_optimizer_state:
-        settings = {"ddp": True, "shard_optimizer_state": True}
-        yield '"shard_optimizer_state": True', lambda: plan.changed(settings)
+        yield '"shard_optimizer_state": True', {"ddp": True, "shard_optimizer_state": True}, {}
 
 
-def _checkpointing(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
-    now = plan.request.workload.activation_checkpointing
+def _checkpointing(forecast: Forecast) -> Iterator[_Candidate]:
+    now = forecast.request.workload.activation_checkpointing
     for strategy in ("each", "group_2", "group_4"):
         if strategy != now:
             what = f'activation checkpointing with strategy="{strategy}"'
-            yield what, lambda s=strategy: plan.changed(activation_checkpointing=s)  # type: ignore[misc]
+            yield what, {}, {"activation_checkpointing": strategy}
 
 
-def _tensor(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
-    now, gpus = plan.request.parameters.tensor_parallel_degree, plan.request.processes_per_host
+def _tensor(forecast: Forecast) -> Iterator[_Candidate]:
+    now, gpus = forecast.request.parameters.tensor_parallel_degree, forecast.request.processes_per_host
     degree = now * 2
     while degree <= gpus and gpus % degree == 0:
-        readers = degree if not plan.request.parameters.prescaled_batch else degree // now
-        batch = plan.batches.batch * readers
+        readers = degree if not forecast.request.parameters.prescaled_batch else degree // now
+        batch = forecast.batches.batch * readers
         settings = {"ddp": True, "tensor_parallel_degree": degree, "prescaled_batch": True}
         what = f'"tensor_parallel_degree": {degree} with "prescaled_batch": True and batch {batch}'
-        yield what, lambda s=settings, b=batch: plan.changed(s, batch=b)  # type: ignore[misc]
+        yield what, settings, {"batch": batch}
         degree *= 2
 
 
-def _sharding(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
-    parameters = plan.request.parameters
-    ranks = plan.topology.size(Group.RDP)
+def _sharding(forecast: Forecast) -> Iterator[_Candidate]:
+    parameters = forecast.request.parameters
+    ranks = forecast.topology.size(Group.RDP)
     if parameters.tensor_parallel_degree > 1 and not parameters.prescaled_batch:
         return
     for degree in range(parameters.sharded_data_parallel_degree + 1, ranks + 1):
@@ -123,28 +124,28 @@ def _sharding(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
             what = f'"sharded_data_parallel_degree": {degree}' + (
                 ' without "shard_optimizer_state"' if parameters.shard_optimizer_state else ""
             )
-            yield what, lambda s=settings: plan.changed(s)  # type: ignore[misc]
+            yield what, settings, {}
 
 
-def _pipeline(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
-    degree = plan.request.parameters.pipeline_parallel_degree * 2
+def _pipeline(forecast: Forecast) -> Iterator[_Candidate]:
+    degree = forecast.request.parameters.pipeline_parallel_degree * 2
     factor = 2
-    while degree <= min(plan.request.shape.layers, plan.request.world):
-        batch = plan.batches.batch * factor
+    while degree <= min(forecast.request.shape.layers, forecast.request.world):
+        batch = forecast.batches.batch * factor
         microbatches = microbatches_for(degree, batch)
         settings = {"pipeline_parallel_degree": degree, "partitions": degree, "microbatches": microbatches}
         what = f'"pipeline_parallel_degree": {degree}, "microbatches": {microbatches} and batch {batch}'
-        yield what, lambda s=settings, b=batch: plan.changed(s, batch=b)  # type: ignore[misc]
+        yield what, settings, {"batch": batch}
         degree, factor = degree * 2, factor * 2
 
 
-def _offload(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
-    if not plan.request.parameters.offload_activations and plan.request.workload.activation_checkpointing:
-        yield '"offload_activations": True', lambda: plan.changed({"offload_activations": True})
+def _offload(forecast: Forecast) -> Iterator[_Candidate]:
+    if not forecast.request.parameters.offload_activations and forecast.request.workload.activation_checkpointing:
+        yield '"offload_activations": True', {"offload_activations": True}, {}
 
 
-def _larger(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
-    now = plan.instance
+def _larger(forecast: Forecast) -> Iterator[_Candidate]:
+    now = forecast.instance
     if now is None:
         return
     family = now.name.split(".")[1][0]  # p or g
@@ -157,23 +158,19 @@ def _larger(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
         and other.efa >= now.efa
     ]
     for other in sorted(larger, key=lambda known: (known.gpu_memory_bytes, known.name)):
-        yield (
-            f"{other.name} ({other.gpu}) instead of {now.name}",
-            lambda o=other: plan.changed(  # type: ignore[misc]
-                instance_type=o.name, gpu_memory_bytes=o.gpu_memory_bytes
-            ),
-        )
+        fields = {"instance_type": other.name, "gpu_memory_bytes": other.gpu_memory_bytes}
+        yield f"{other.name} ({other.gpu}) instead of {now.name}", {}, fields
 
 
-def _more(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
+def _more(forecast: Forecast) -> Iterator[_Candidate]:
     """Only what is sharded shrinks; the sharding degree grows with the cluster."""
-    degree, count = plan.request.parameters.sharded_data_parallel_degree, plan.request.instance_count
+    degree, count = forecast.request.parameters.sharded_data_parallel_degree, forecast.request.instance_count
     for factor in (2, 4):
-        settings = {"sharded_data_parallel_degree": degree * factor} if degree > 1 else None
+        settings = {"sharded_data_parallel_degree": degree * factor} if degree > 1 else {}
         what = f"{count * factor} instances" + (
             f' with "sharded_data_parallel_degree": {degree * factor}' if settings else ""
         )
-        yield what, lambda s=settings, f=factor: plan.changed(s, instance_count=count * f)  # type: ignore[misc]
+        yield what, settings, {"instance_count": count * factor}
 
 
 def microbatches_for(stages: int, batch: int) -> int:
@@ -183,22 +180,22 @@ def microbatches_for(stages: int, batch: int) -> int:
     return next((m for m in range(4 * stages, batch + 1) if batch % m == 0), batch)
 
 
-def smaller_clusters(plan: Plan) -> tuple[SmallerCluster, ...]:
+def smaller_clusters(forecast: Forecast) -> tuple[SmallerCluster, ...]:
     """The same settings on 1/2, 1/4, … of the instances, down to one.
 
     Sharded state grows as ranks go away: a model that fits on many GPUs may not fit on half of them (the warning of
     the best practices on downsizing a cluster).
     """
     found = []
-    count = plan.request.instance_count // 2
+    count = forecast.request.instance_count // 2
     while count >= 1:
-        found.append(_on(plan, count))
+        found.append(_on(forecast, count))
         count //= 2
     return tuple(found)
 
 
-def _on(plan: Plan, count: int) -> SmallerCluster:
-    request = plan.request
+def _on(forecast: Forecast, count: int) -> SmallerCluster:
+    request = forecast.request
     processes = count * request.processes_per_host
     where = f"{count} × {request.instance_type} ({processes} GPUs)"
     parameters = request.parameters
@@ -206,7 +203,7 @@ def _on(plan: Plan, count: int) -> SmallerCluster:
     model_parallel = parameters.pipeline_parallel_degree * parameters.tensor_parallel_degree
     lowered = math.gcd(degree, processes // model_parallel) if processes % model_parallel == 0 else degree
     try:
-        smaller = plan.changed(
+        smaller = forecast.changed(
             {"sharded_data_parallel_degree": lowered} if lowered != degree else None, instance_count=count
         )
     except ConfigError as error:
@@ -214,7 +211,7 @@ def _on(plan: Plan, count: int) -> SmallerCluster:
     note = f", sharded_data_parallel_degree lowered from {degree} to {lowered}" if lowered != degree else ""
     text = f"{where}{note}: {amount(smaller)}"
     size = request.gpu_memory_bytes
-    grown = smaller.worst.state - plan.worst.state
+    grown = smaller.worst.state - forecast.worst.state
     if size and smaller.worst.state > size:
         text += (
             f"; the state no longer fits: {smaller.worst.state / GB:.1f} GB per GPU, because its shards are spread over "
@@ -225,18 +222,18 @@ def _on(plan: Plan, count: int) -> SmallerCluster:
     return SmallerCluster(count, processes, smaller, text)
 
 
-def notes(plan: Plan) -> tuple[str, ...]:
+def notes(forecast: Forecast) -> tuple[str, ...]:
     """Sentences about the plan that are neither errors nor memory of the GPU."""
-    request, parameters = plan.request, plan.request.parameters
+    request, parameters = forecast.request, forecast.request.parameters
     said = list(parameters.warnings())
-    known = plan.instance
+    known = forecast.instance
     if known is None:
         said.append(
             f"instance type {request.instance_type} is not in the catalogue; "
             + ("gpu_memory_bytes was given" if request.gpu_memory_bytes else "give gpu_memory_bytes for a verdict")
         )
     per_node = request.processes_per_host
-    tensor_nodes = nodes_of(plan.topology, Group.TP, per_node)
+    tensor_nodes = forecast.nodes_of(Group.TP)
     if tensor_nodes > 1:
         said.append(
             f"a tensor parallel group of {parameters.tensor_parallel_degree} spreads over {tensor_nodes} nodes of {per_node} "
@@ -245,20 +242,20 @@ def notes(plan: Plan) -> tuple[str, ...]:
         )
     if request.instance_count > 1 and known is not None and not known.efa:
         said.append(f"{known.name} has no EFA; between {request.instance_count} instances it will be slow")
-    if uses_smddp(request):
+    if request.uses_smddp:
         said.append("the all-gather uses SMDDP collectives; their buffers are counted")
-    said += _host_memory(plan)
+    said += _host_memory(forecast)
     if not request.shape.has_layers:
         said.append("the module shows no layers or width, so activations are not counted; give a ModelShape for them")
     if is_half(parameters) and request.workload.fp32_loss is False:
         said.append("the loss is counted on logits in half precision; a script that turns them into fp32 needs more")
-    said += _plainer(plan)
+    said += _plainer(forecast)
     return tuple(said)
 
 
-def _host_memory(plan: Plan) -> list[str]:
+def _host_memory(forecast: Forecast) -> list[str]:
     """What the memory of the instance itself must hold."""
-    known, request = plan.instance, plan.request
+    known, request = forecast.instance, forecast.request
     if known is None:
         return []
     said = []
@@ -269,24 +266,24 @@ def _host_memory(plan: Plan) -> list[str]:
             f"building the model in fp32 in {request.processes_per_host} processes takes {built / GB:.0f} GB of the host's "
             f'{known.host_memory_bytes / GB:.0f} GB; set "delayed_parameter_initialization": True'
         )
-    if plan.offloaded_host_bytes > known.host_memory_bytes:
+    if forecast.offloaded_host_bytes > known.host_memory_bytes:
         said.append(
-            f"offloaded activations take {plan.offloaded_host_bytes / GB:.0f} GB of the host's "
+            f"offloaded activations take {forecast.offloaded_host_bytes / GB:.0f} GB of the host's "
             f"{known.host_memory_bytes / GB:.0f} GB; lower the batch or checkpoint with group_2"
         )
     return said
 
 
-def _plainer(plan: Plan) -> list[str]:
+def _plainer(forecast: Forecast) -> list[str]:
     """The tip of the best practices: more features than needed do not improve performance."""
-    parameters = plan.request.parameters
+    parameters = forecast.request.parameters
     degrees = {
         "pipeline_parallel_degree": parameters.pipeline_parallel_degree,
         "tensor_parallel_degree": parameters.tensor_parallel_degree,
         "sharded_data_parallel_degree": parameters.sharded_data_parallel_degree,
     }
     used = {name: degree for name, degree in degrees.items() if degree > 1}
-    if not used or plan.verdict is not Verdict.FITS:
+    if not used or forecast.verdict is not Verdict.FITS:
         return []
     settings = {
         "ddp": True,
@@ -296,8 +293,10 @@ def _plainer(plan: Plan) -> list[str]:
         "partitions": 1,
     }
     try:
-        each = max(1, plan.batches.global_batch // (plan.request.world * plan.request.workload.accumulation))
-        plain = plan.changed({**dict.fromkeys(degrees, 1), **settings}, batch=each)
+        each = max(
+            1, forecast.batches.global_batch // (forecast.request.world * forecast.request.workload.accumulation)
+        )
+        plain = forecast.changed({**dict.fromkeys(degrees, 1), **settings}, batch=each)
     except ConfigError:
         return []
     if plain.verdict is not Verdict.FITS:
@@ -308,27 +307,15 @@ def _plainer(plan: Plan) -> list[str]:
     ]
 
 
-def rule_line(plan: Plan) -> str:
+def rule_line(forecast: Forecast) -> str:
     """State of the whole model by 16 bytes per parameter, with the rule of 20 beside it."""
-    count = plan.request.shape.parameters
-    worst = plan.worst
+    count = forecast.request.shape.parameters
+    worst = forecast.worst
     line = f"whole model at {RULE_OF_16} bytes per parameter: {RULE_OF_16 * count / GB:.1f} GB"
-    if is_half(plan.request.parameters):
+    if is_half(forecast.request.parameters):
         older = worst.state + worst.gradient_copy
         line += (
-            f" (rule of 20, with an fp32 copy of the gradients: {20 * count / GB:.1f} GB; on this GPU "
+            f" (rule of 20, with an fp32 copy of the gradients: {RULE_OF_20 * count / GB:.1f} GB; on this GPU "
             f"{older / GB:.1f} GB of state instead of {worst.state / GB:.1f})"
         )
     return line
-
-
-__all__ = [
-    "Change",
-    "SmallerCluster",
-    "amount",
-    "changes",
-    "microbatches_for",
-    "notes",
-    "rule_line",
-    "smaller_clusters",
-]

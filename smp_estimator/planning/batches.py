@@ -119,6 +119,3 @@ def batch_for(topology: Topology, global_batch: int, *, prescaled: bool = False,
             f"accumulation steps ({each} batches per optimizer step); use a global batch of {near}"
         )
     return global_batch // each
-
-
-__all__ = ["Batches", "batch_for", "batches", "batches_of"]

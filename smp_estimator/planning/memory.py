@@ -11,15 +11,18 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from smp_config import Group, ModelParallelParameters, Topology
 from smp_config.buckets import effective_bucket_bytes
 from smp_config.buffers import BufferSizes
 from smp_estimator.planning.activations import LayerCost, StageActivations, stage_activations
-from smp_estimator.planning.batches import Batches
-from smp_estimator.planning.model_shape import ModelShape, Weight
 from smp_estimator.planning.pipeline import in_flight, layers_of_stage
 from smp_estimator.planning.workload import OPTIMIZER_BYTES, Workload
+
+if TYPE_CHECKING:
+    from smp_estimator.planning.batches import Batches
+    from smp_estimator.planning.model_shape import ModelShape, Weight
 
 
 class Kind(enum.Enum):
@@ -228,6 +231,3 @@ def _stage(
         Kind.SMDDP: smddp.scratch + smddp.sort,
     }
     return StageMemory(stage, layers, total, kinds, activations, gradient_copy=round(updated * 4) if half else 0)
-
-
-__all__ = ["STATE", "Kind", "StageMemory", "embedding_is_distributed", "is_half", "memory"]

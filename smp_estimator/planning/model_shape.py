@@ -351,5 +351,3 @@ SHAPES: dict[str, ModelShape] = {
         source="LLaMA-7B (Touvron et al. 2023)",
     ),
 }
-
-__all__ = ["SHAPES", "ModelShape", "Weight"]

@@ -7,12 +7,15 @@ an implementation really sends may be more; a measured number divided by the one
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from smp_config import Group, ModelParallelParameters, Topology
-from smp_estimator.planning.batches import Batches
 from smp_estimator.planning.memory import StageMemory, is_half
-from smp_estimator.planning.model_shape import ModelShape
-from smp_estimator.planning.workload import Workload
+
+if TYPE_CHECKING:
+    from smp_estimator.planning.batches import Batches
+    from smp_estimator.planning.model_shape import ModelShape
+    from smp_estimator.planning.workload import Workload
 
 
 def gather_bytes(ranks: int, size: float) -> float:
@@ -115,16 +118,3 @@ def traffic(
         tensor=k * tensor_parallel_bytes(tensor, stage.layers, hidden, recompute=recompute),
         pipeline=k * pipeline_bytes(stages, stage.stage, hidden / (tensor if parameters.optimize == "memory" else 1)),
     )
-
-
-__all__ = [
-    "Traffic",
-    "data_parallel_bytes",
-    "gather_bytes",
-    "node_gather_bytes",
-    "pipeline_bytes",
-    "reduce_bytes",
-    "sharded_bytes",
-    "tensor_parallel_bytes",
-    "traffic",
-]

@@ -55,6 +55,3 @@ def _at_least_one(**counts: int) -> None:
     for name, value in counts.items():
         if value < 1:
             raise ConfigError(f"{name} is {value}; it is a count: set it to 1 or more")
-
-
-__all__ = ["idle_fraction", "in_flight", "layers_of_stage"]

@@ -8,16 +8,22 @@ Sharded data parallelism, whose page says "start with a small number, and gradua
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
 from smp_config import ConfigError, ModelParallelParameters
 from smp_config.instances import instance
-from smp_estimator.planning.advice import microbatches_for
+from smp_estimator.planning.advice import GB, amount, microbatches_for
 from smp_estimator.planning.batches import batch_for
-from smp_estimator.planning.plan import Plan, Request, Verdict, _workload, make, request_for
+from smp_estimator.planning.forecast import Verdict
+from smp_estimator.planning.plan import Plan
+from smp_estimator.planning.request import Request, request_for
+from smp_estimator.planning.table import COLOURS, as_text, labelled
 
 #: GPUs without bfloat16 arithmetic.
 _NO_BFLOAT16 = ("K80", "V100", "T4")
@@ -57,17 +63,27 @@ class Suggestion:
         """The batch size for the script."""
         return self.plan.request.workload.batch
 
-    def __rich__(self) -> Any:
-        from smp_estimator.planning.table import suggestion_table
-
-        return suggestion_table(self)
+    def __rich__(self) -> Group:
+        """What was tried, in order, and the plan that was chosen."""
+        table = Table(title="tried in the order of the best practices", title_justify="left")
+        for column in ("configuration", "per GPU", "verdict"):
+            table.add_column(column, justify="right" if column == "per GPU" else "left")
+        for step in self.tried:
+            chosen = " ← chosen" if step.plan is self.plan else ""
+            verdict = Text(step.plan.verdict.value + chosen, style=COLOURS[step.plan.verdict])
+            table.add_row(step.what, f"{step.plan.total_bytes / GB:.1f} GB", verdict)
+        other, script = self.alternative, self.plan.request.workload
+        chosen_lines = labelled(
+            [
+                ("instead", [f"{other.what}: {amount(other.plan)}"] if other else []),
+                ("parameters", [str(self.parameters)]),
+                ("script", [f"batch {script.batch}, activation checkpointing {script.activation_checkpointing}"]),
+            ]
+        )
+        return Group(table, chosen_lines, Text(""), self.plan)
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        text = io.StringIO()
-        Console(file=text, width=116).print(self)
-        return text.getvalue().rstrip()
+        return as_text(self)
 
 
 def suggest(
@@ -117,7 +133,7 @@ def suggest(
         processes_per_host=processes_per_host,
         gpu_memory_bytes=gpu_memory_bytes,
         environment=environment,
-        workload=_workload({"batch": batch, **workload}),
+        workload={"batch": batch, **workload},
     )
     samples = global_batch or batch * request.world * request.workload.accumulation
     if request.gpu_memory_bytes is None:
@@ -217,9 +233,6 @@ def _plans(candidates: Iterator[_Candidate], request: Request, samples: int) -> 
             )
             stages = parameters.pipeline_parallel_degree
             changed = {**settings, "microbatches": microbatches_for(stages, batch)} if stages > 1 else settings
-            yield Step(what, make(request.changed(changed, batch=batch, activation_checkpointing=checkpointing)))
+            yield Step(what, Plan.of(request.changed(changed, batch=batch, activation_checkpointing=checkpointing)))
         except ConfigError:
             continue  # these degrees do not divide the processes or the batch
-
-
-__all__ = ["Step", "Suggestion", "suggest"]

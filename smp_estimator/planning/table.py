@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from smp_estimator.planning.advice import GB, amount, rule_line
-from smp_estimator.planning.plan import Verdict
+from smp_estimator.planning.advice import GB, Change, SmallerCluster, amount, rule_line
+from smp_estimator.planning.forecast import Forecast, Verdict
 
-if TYPE_CHECKING:
-    from smp_estimator.planning.plan import Plan
-    from smp_estimator.planning.suggest import Suggestion
-
-_COLOURS = {
+COLOURS = {
     Verdict.FITS: "green",
     Verdict.TIGHT: "yellow",
     Verdict.DOES_NOT_FIT: "red",
@@ -24,8 +21,17 @@ _COLOURS = {
 }
 
 
-def plan_table(plan: Plan) -> Group:
-    """The plan as a table of kinds by stage, with what to change and what to know below it."""
+def plan_table(
+    plan: Forecast, changes: Sequence[Change], fewer: Sequence[SmallerCluster], notes: Sequence[str]
+) -> Group:
+    """The plan as a table of kinds by stage, with what to change and what to know below it.
+
+    Args:
+        plan: the numbers.
+        changes: what to change.
+        fewer: the same job on fewer instances.
+        notes: what to know.
+    """
     request, shape = plan.request, plan.request.shape
     known = plan.instance
     table = Table(title=None, title_justify="left")
@@ -40,11 +46,11 @@ def plan_table(plan: Plan) -> Group:
     table.add_row("total", *(f"{stage.total / GB:.2f}" for stage in plan.stages), style="bold")
     cluster = f"{request.instance_count} × {request.instance_type}"
     cluster += f" ({known.gpus} × {known.gpu}), " if known else ", "
-    above = _labelled(
+    above = labelled(
         [
             ("model", [str(shape), shape.source]),
             ("cluster", [cluster + f"{request.world} processes"]),
-            ("degrees", [degrees_line(plan)]),
+            ("degrees", [_degrees_line(plan)]),
             ("batch", [_batch_line(plan)]),
         ]
     )
@@ -53,48 +59,24 @@ def plan_table(plan: Plan) -> Group:
         f"tensor parallel {plan.traffic.tensor / GB:.2f}, pipeline {plan.traffic.pipeline / GB:.2f}"
     )
     idle = [f"idle {plan.idle:.0%} of a step: (p − 1) / (m + p − 1)"] if len(plan.stages) > 1 else []
-    to_change = [str(change) for change in plan.changes]
+    to_change = [str(change) for change in changes]
     if plan.verdict is Verdict.DOES_NOT_FIT and not to_change:
         to_change = ["no single change is enough; suggest() looks for a combination"]
-    below = _labelled(
+    below = labelled(
         [
-            ("verdict", [Text(amount(plan), style=f"bold {_COLOURS[plan.verdict]}")]),
+            ("verdict", [Text(amount(plan), style=f"bold {COLOURS[plan.verdict]}")]),
             ("rules", [rule_line(plan)]),
             ("network", [network]),
             ("pipeline", idle),
             ("to change", to_change),
-            ("fewer GPUs", [str(smaller) for smaller in plan.smaller_clusters]),
-            ("notes", list(plan.notes)),
+            ("fewer GPUs", [str(smaller) for smaller in fewer]),
+            ("notes", notes),
         ]
     )
     return Group(above, table, below)
 
 
-def suggestion_table(suggestion: Suggestion) -> Group:
-    """What was tried, in order, and the plan that was chosen."""
-    table = Table(title="tried in the order of the best practices", title_justify="left")
-    for column in ("configuration", "per GPU", "verdict"):
-        table.add_column(column, justify="right" if column == "per GPU" else "left")
-    for step in suggestion.tried:
-        chosen = step.plan is suggestion.plan
-        table.add_row(
-            step.what,
-            f"{step.plan.total_bytes / GB:.1f} GB",
-            Text(step.plan.verdict.value + (" ← chosen" if chosen else ""), style=_COLOURS[step.plan.verdict]),
-        )
-    workload = suggestion.plan.request.workload
-    other = suggestion.alternative
-    chosen_lines = _labelled(
-        [
-            ("instead", [f"{other.what}: {amount(other.plan)}"] if other else []),
-            ("parameters", [str(suggestion.parameters)]),
-            ("script", [f"batch {workload.batch}, activation checkpointing {workload.activation_checkpointing}"]),
-        ]
-    )
-    return Group(table, chosen_lines, Text(""), plan_table(suggestion.plan))
-
-
-def degrees_line(plan: Plan) -> str:
+def _degrees_line(plan: Forecast) -> str:
     """``"pipeline 1, tensor 4, 32 replicas, optimizer state sharded, fp16, checkpointing each"``."""
     parameters, workload = plan.request.parameters, plan.request.workload
     parts = [
@@ -113,7 +95,7 @@ def degrees_line(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-def _batch_line(plan: Plan) -> str:
+def _batch_line(plan: Forecast) -> str:
     batch = plan.batches
     text = f"{batch.readers} reader{'s' if batch.readers != 1 else ''} × {batch.batch}"
     if batch.accumulation > 1:
@@ -124,7 +106,7 @@ def _batch_line(plan: Plan) -> str:
     return text
 
 
-def _labelled(rows: list[tuple[str, Sequence[str | Text]]]) -> Table:
+def labelled(rows: list[tuple[str, Sequence[str | Text]]]) -> Table:
     """Labels on the left, each with one or several lines of text; rows without lines are left out."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
@@ -135,4 +117,8 @@ def _labelled(rows: list[tuple[str, Sequence[str | Text]]]) -> Table:
     return grid
 
 
-__all__ = ["degrees_line", "plan_table", "suggestion_table"]
+def as_text(shown: Any) -> str:
+    """What a rich renderable shows, as plain text of 116 columns."""
+    text = io.StringIO()
+    Console(file=text, width=116).print(shown)
+    return text.getvalue().rstrip()

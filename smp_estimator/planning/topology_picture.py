@@ -169,6 +169,3 @@ def _draw(axes: Any, topology: Topology, group: Group, per_node: int, rows: int)
     axes.set_xticks([])
     axes.set_yticks([row + 0.5 for row in range(rows)], [f"node {row}" for row in range(rows)], fontsize=6)
     axes.set_title(f"{words}\n{len(topology.groups(group))} groups of {topology.size(group)}", fontsize=8)
-
-
-__all__ = ["appearance", "group_text", "save_png", "shown_groups"]

@@ -66,6 +66,3 @@ class Workload:
                 "'contiguous', 'group_2' (or another number), or None"
             )
         return min(layers, int(group[1]))
-
-
-__all__ = ["OPTIMIZER_BYTES", "Workload"]

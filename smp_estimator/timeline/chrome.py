@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from smp_estimator.timeline.steps import JobTimeline, RankStep, Step
+if TYPE_CHECKING:
+    from smp_estimator.timeline.steps import JobTimeline, RankStep, Step
 
 KIND_WORDS = {"F": "forward", "B": "backward", "S": "step function"}
 
@@ -72,6 +73,3 @@ def _events(step: Step, rank: RankStep, origin: float) -> Iterator[dict[str, Any
 
 def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
-
-
-__all__ = ["KIND_WORDS", "chrome_trace"]

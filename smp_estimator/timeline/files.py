@@ -83,6 +83,3 @@ def _in_archive(path: Path) -> Iterator[tuple[str, bytes]]:
             f"{path} is no readable archive: {error}; the command reads output.tar.gz, a folder, or {_PATTERN}: fetch the "
             "archive again, or name the folder that holds the files"
         ) from None
-
-
-__all__ = ["read_timeline"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
 from smp_estimator.timeline.chrome import KIND_WORDS
-from smp_estimator.timeline.steps import RankStep, Step
+
+if TYPE_CHECKING:
+    from smp_estimator.timeline.steps import RankStep, Step
 
 _COLOURS = {"F": "#5b8fd9", "B": "#e8964a", "S": "#9b9b9b"}
 
@@ -104,6 +106,3 @@ def _runs(rank: RankStep, origin: float, width: float) -> Iterator[tuple[float, 
         begin, end, before = left, right, (block.kind, block.microbatch)
     if before is not None:
         yield begin, end, before[1]
-
-
-__all__ = ["save_picture", "title"]

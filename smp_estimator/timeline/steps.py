@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from smp_config import ConfigError
-from smp_config.timeline import Kind, RankTimeline, StepTimeline
 from smp_estimator.planning.pipeline import idle_fraction
+
+if TYPE_CHECKING:
+    from smp_config.timeline import Kind, RankTimeline, StepTimeline
 
 
 @dataclass(frozen=True)
@@ -102,10 +105,12 @@ class Step:
 
     @property
     def stages(self) -> int:
+        """Pipeline stages that the ranks compute."""
         return len({rank.stage for rank in self.ranks})
 
     @property
     def microbatches(self) -> int:
+        """Microbatches of the step."""
         return len({block.microbatch for rank in self.ranks for block in rank.blocks})
 
     @property
@@ -225,6 +230,3 @@ def _ranges(numbers: list[int]) -> str:
         else:
             parts.append([number, number])
     return ", ".join(f"{a}–{b}" if b > a else str(a) for a, b in parts) or "none"
-
-
-__all__ = ["Block", "JobTimeline", "RankStep", "Step"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.table import Table
 
-from smp_estimator.timeline.steps import JobTimeline, Step
+if TYPE_CHECKING:
+    from smp_estimator.timeline.steps import JobTimeline, Step
 
 #: Idle fractions of more ranks are given as least and most.
 _LISTED_RANKS = 8
@@ -66,6 +69,3 @@ def _milliseconds(seconds: float) -> str:
 
 def _percent(fraction: float) -> str:
     return f"{fraction:.1%}"
-
-
-__all__ = ["rank_table", "step_table"]

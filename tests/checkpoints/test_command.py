@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smp_estimator.cli import main
+from smp_estimator.cli.main import main
 
 VOCABULARY, SEQ, BATCH = 43, 8, 4
 
@@ -170,7 +170,7 @@ def test_looking_needs_neither_torch_nor_a_job(saved):
     code = (
         "import sys\n"
         "sys.modules['torch'] = None\n"  # as if it were not installed
-        "from smp_estimator.cli import main\n"
+        "from smp_estimator.cli.main import main\n"
         f"main(['checkpoint', 'inspect', {str(folder)!r}], standalone_mode=False)\n"
         "try:\n"
         f"    main(['checkpoint', 'verify', {str(folder)!r}], standalone_mode=False)\n"
@@ -449,7 +449,7 @@ def test_streaming_takes_the_memory_of_one_tensor(solo, tmp_path):
     code = (
         "import sys\n"
         "from click.testing import CliRunner\n"
-        "from smp_estimator.cli import main\n"
+        "from smp_estimator.cli.main import main\n"
         "from smp_runtime.checkpoint import conversion\n"
         "def anonymous():\n"  # what is mapped from files can be dropped at any time
         "    return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('RssAnon'))\n"

@@ -156,12 +156,12 @@ def test_attach_to_what_this_version_refuses(
     cloud: Cloud, script: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = cloud.estimator(script, distribution=model_parallel(8, ddp=True))
-    monkeypatch.setattr("smp_estimator.distribution._check_accelerators", lambda *_: None)
+    monkeypatch.setattr("smp_estimator.settings.distribution._check_accelerators", lambda *_: None)
     job.distribution["mpi"]["processes_per_host"] = 64
     job.fit(wait=False)
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="processes_per_host is 64"):
-        job.fit(wait=False)
+        cloud.estimator(script, distribution=job.distribution)
     attached = SMPEstimator.attach(job.latest_training_job.name, sagemaker_session=cloud.session)
     assert "would refuse: mpi.processes_per_host is 64" in caplog.text
     assert attached.model_data.endswith("model.tar.gz")

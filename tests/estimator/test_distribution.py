@@ -12,16 +12,17 @@ import pytest
 from estimator.fakes import model_parallel
 
 from smp_config import ConfigError, ModelParallelParameters
-from smp_estimator import distribution as strategies
+from smp_estimator.settings import distribution as strategies
+from smp_estimator.settings import translation
 
 
 def read(distribution: Any, *, hosts: int | None = 1, process_mode: bool = True, instance_type: str = "local") -> Any:
-    return strategies.read(distribution, instance_type=instance_type, hosts=hosts, process_mode=process_mode)
+    return strategies.read(distribution, instance_type=instance_type, hosts=hosts, process_mode=process_mode).settings
 
 
 def test_hyperparameters_are_those_of_the_platform() -> None:
     settings = read(model_parallel(8, partitions=2, ddp=True, microbatches=4), instance_type="ml.p4d.24xlarge")
-    assert strategies.hyperparameters(settings) == {
+    assert translation.hyperparameters(settings) == {
         "mp_parameters": {"partitions": 2, "pipeline_parallel_degree": 2, "ddp": True, "microbatches": 4},
         "sagemaker_mpi_enabled": True,
         "sagemaker_mpi_num_of_processes_per_host": 8,
@@ -42,9 +43,9 @@ def test_hyperparameters_are_those_of_the_platform() -> None:
 )
 def test_what_is_sent_reads_back(distribution: dict[str, Any]) -> None:
     settings = read(distribution)
-    encoded = {name: json.dumps(value) for name, value in strategies.hyperparameters(settings).items()}
-    again = read(strategies.from_hyperparameters(encoded))
-    assert strategies.hyperparameters(again) == strategies.hyperparameters(settings)
+    encoded = {name: json.dumps(value) for name, value in translation.hyperparameters(settings).items()}
+    again = read(translation.from_hyperparameters(encoded))
+    assert translation.hyperparameters(again) == translation.hyperparameters(settings)
 
 
 def with_options(text: str) -> Any:
@@ -65,22 +66,22 @@ def with_options(text: str) -> Any:
     ],
 )
 def test_options_are_sent_as_mpirun_reads_them(given: str, sent: str) -> None:
-    carried = strategies.hyperparameters(with_options(given))
+    carried = translation.hyperparameters(with_options(given))
     assert carried["sagemaker_mpi_custom_mpi_options"] == sent
-    assert strategies.from_hyperparameters(carried)["mpi"]["custom_mpi_options"] == sent
+    assert translation.from_hyperparameters(carried)["mpi"]["custom_mpi_options"] == sent
 
 
 def test_a_stock_image_tears_quoted_options() -> None:
-    assert strategies.stock_image_conflicts(with_options("-x 'A=1' -verbose")) == []
+    assert translation.stock_image_conflicts(with_options("-x 'A=1' -verbose")) == []
     with pytest.raises(
         ConfigError, match=r"splits at every blank.*\"Tree'\" as a word.*environment=\{'A': 'Ring Tree'\}"
     ):
-        strategies.stock_image_conflicts(with_options('-x "A=Ring Tree"'))
+        translation.stock_image_conflicts(with_options('-x "A=Ring Tree"'))
     with pytest.raises(ConfigError, match="give image_uri instead"):
-        strategies.stock_image_conflicts(with_options("--mca rmaps 'my map'"))
+        translation.stock_image_conflicts(with_options("--mca rmaps 'my map'"))
     with pytest.raises(ConfigError, match="splits at every blank"):
-        strategies.stock_image_conflicts(with_options("""-x "A='b'" """))
-    mirrored = strategies.hyperparameters(with_options(""), {"SMDDP_LOG": "a b"})
+        translation.stock_image_conflicts(with_options("""-x "A='b'" """))
+    mirrored = translation.hyperparameters(with_options(""), {"SMDDP_LOG": "a b"})
     assert mirrored["sagemaker_mpi_custom_mpi_options"] == "", "the environment carries it"
 
 
@@ -145,7 +146,7 @@ def test_too_long_parameters_are_counted() -> None:
 
 
 def test_every_known_parameter_survives() -> None:
-    sent = strategies.hyperparameters(read(model_parallel(2, ddp=True, fp16=True, _match_weights=True)))[
+    sent = translation.hyperparameters(read(model_parallel(2, ddp=True, fp16=True, _match_weights=True)))[
         "mp_parameters"
     ]
     assert ModelParallelParameters.from_mp_parameters(sent).match_weights is True

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from smp_config import ConfigError
-from smp_estimator import distribution as strategies
+from smp_estimator.settings import distribution as strategies
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from smp_config import ConfigError
 from smp_config.timeline import RankTimeline, StepTimeline, parse_timeline, steps_to_keep
-from smp_estimator.cli import main
+from smp_estimator.cli.main import main
 from smp_estimator.timeline import JobTimeline, read_timeline
 from smp_estimator.timeline.chrome import chrome_trace
 

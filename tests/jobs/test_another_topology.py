@@ -34,7 +34,7 @@ SHARDED = {"sharded_data_parallel_degree": 2}
 )
 def test_a_job_resumes_at_another_topology(gpt_job, text, tmp_path, capsys, before, after):
     """Both halves of the losses are those of the first job alone, which went on to its end."""
-    from smp_estimator.cli import main
+    from smp_estimator.cli.main import main
 
     checkpoints = tmp_path / "checkpoints"
     settings = {"checkpoint_interval": 10, "estimator": {"checkpoint_s3_uri": f"file://{checkpoints}"}}

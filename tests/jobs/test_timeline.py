@@ -29,7 +29,7 @@ if smp.rank() == 1 and FAILS:
 
 @pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.full), True])
 def test_the_ranks_files_come_back_and_are_read(gpt_job, text, tmp_path, fails):
-    from smp_estimator.cli import main
+    from smp_estimator.cli.main import main
     from smp_estimator.timeline import read_timeline
 
     (tmp_path / "src").mkdir()

@@ -401,7 +401,7 @@ def test_the_newest_training_step_is_shown_and_evaluations_are_called_so(tmp_pat
 
     from click.testing import CliRunner
 
-    from smp_estimator.cli import main
+    from smp_estimator.cli.main import main
 
     def said(*arguments: str) -> str:
         result = CliRunner().invoke(main, ["timeline", str(tmp_path), *arguments])

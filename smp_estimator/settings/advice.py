@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from smp_config import JobSettings
 from smp_config.instances import GIB, Instance, instance, instances
+
+if TYPE_CHECKING:
+    from smp_config import JobSettings
 
 #: Hyperparameters that say how many samples a rank reads for one step.
 BATCH_NAMES = (

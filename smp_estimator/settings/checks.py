@@ -14,6 +14,7 @@ from smp_config.job import SCRIPT_SUFFIXES
 from smp_config.timeline import TIMELINE_VARIABLE, steps_to_keep
 from smp_estimator.local.channels import require_existing
 from smp_estimator.local.uris import is_file_uri, is_s3_uri, path_of, require_address
+from smp_estimator.settings.variables import is_variable
 
 
 def require_text(value: Any, name: str, example: str) -> Any:
@@ -24,7 +25,7 @@ def require_text(value: Any, name: str, example: str) -> Any:
     Raises:
         ConfigError: neither text nor a path.
     """
-    if value is None or isinstance(value, str) or _is_pipeline_variable(value):
+    if value is None or isinstance(value, str) or is_variable(value):
         return value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
@@ -39,7 +40,7 @@ def require_count(value: Any, name: str) -> None:
     Raises:
         ConfigError: it is not.
     """
-    if value is None or _is_pipeline_variable(value):
+    if value is None or is_variable(value):
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(
@@ -67,7 +68,7 @@ def check_hyperparameters(hyperparameters: Mapping[str, Any]) -> None:
         ConfigError: naming the one that cannot be written as JSON.
     """
     for name, value in hyperparameters.items():
-        if _is_pipeline_variable(value):
+        if is_variable(value):
             continue
         try:
             json.dumps(value)
@@ -85,12 +86,12 @@ def check_environment(environment: Mapping[str, Any] | None) -> None:
         ConfigError: naming the one that is wrong.
     """
     for name, value in (environment or {}).items():
-        if not isinstance(value, str) and not _is_pipeline_variable(value):
+        if not isinstance(value, str) and not is_variable(value):
             raise ConfigError(
                 f"environment variable {name!r} is {value!r}, a {type(value).__name__}; variables hold text: write "
                 f"{str(value)!r}"
             )
-    if environment and not _is_pipeline_variable(environment.get(TIMELINE_VARIABLE)):
+    if environment and not is_variable(environment.get(TIMELINE_VARIABLE)):
         steps_to_keep(environment)
 
 
@@ -103,9 +104,9 @@ def check_code(entry_point: Any, source_dir: Any, dependencies: Iterable[Any], *
     Raises:
         ConfigError: with the path that was tried and similar file names.
     """
-    if not (_is_pipeline_variable(entry_point) or _is_pipeline_variable(source_dir) or is_s3_uri(source_dir)):
+    if not (is_variable(entry_point) or is_variable(source_dir) or is_s3_uri(source_dir)):
         _check_files(entry_point, source_dir, dependencies)
-    if own_launcher and entry_point and not _is_pipeline_variable(entry_point):
+    if own_launcher and entry_point and not is_variable(entry_point):
         _require_suffix(entry_point)
 
 
@@ -202,7 +203,7 @@ def check_output_path(output_path: Any) -> None:
     Raises:
         ConfigError: not an address, or a file.
     """
-    if not output_path or _is_pipeline_variable(output_path):
+    if not output_path or is_variable(output_path):
         return
     uri = require_address(output_path, "output_path")
     if is_file_uri(uri) and path_of(uri).is_file():
@@ -210,9 +211,3 @@ def check_output_path(output_path: Any) -> None:
             f"output_path is {uri!r}, and {path_of(uri)} is a file; model.tar.gz is written into a directory: give a "
             f"directory, for example 'file://{path_of(uri).parent}'"
         )
-
-
-def _is_pipeline_variable(value: Any) -> bool:
-    from smp_estimator.sdk import is_pipeline_variable
-
-    return bool(is_pipeline_variable(value))

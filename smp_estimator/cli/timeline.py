@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.markup import escape
 
 from smp_config import ConfigError
+from smp_estimator.cli.console import console
 
 #: Blocks of different hosts are not compared more finely than this part of a step without a word of caution.
 _CLOCK_TOLERANCE = 0.01
@@ -39,24 +38,22 @@ def timeline(job_output: str, number: int | None, trace: str | None, picture: st
 
     found = read_timeline(job_output)
     step = found.step(number)
-    console = Console(width=None if sys.stdout.isatty() else 116, soft_wrap=False)
+    out = console()
     if number is None:
-        console.print(step_table(found))
-    console.print(rank_table(step))
+        out.print(step_table(found))
+    out.print(rank_table(step))
     expected = f"{step.expected_idle:.1%} for {step.stages} equal stages and {step.microbatches} microbatches"
-    console.print(f"{step.title}: {step.idle:.1%} idle; (p − 1)/(m + p − 1) = {expected}")
+    out.print(f"{step.title}: {step.idle:.1%} idle; (p − 1)/(m + p − 1) = {expected}")
     if number is None and step is not found.steps[-1]:
         newest = found.steps[-1]
-        console.print(
+        out.print(
             f"{step.title} is the newest training step; the newest of all is {newest.title}: --step {newest.number}"
         )
     if found.missing:
         ranks = ", ".join(map(str, found.missing[:16]))
-        console.print(
-            f"[yellow]warning[/yellow] no file of rank {ranks}: idle times and stages are those of the others"
-        )
+        out.print(f"[yellow]warning[/yellow] no file of rank {ranks}: idle times and stages are those of the others")
     if found.clock_error > _CLOCK_TOLERANCE * step.makespan:
-        console.print(
+        out.print(
             f"[yellow]warning[/yellow] clocks of the hosts are known to ±{found.clock_error * 1e3:.2g} ms: makespan and idle "
             "fractions are no better"
         )
@@ -64,13 +61,10 @@ def timeline(job_output: str, number: int | None, trace: str | None, picture: st
         if trace:
             made = chrome_trace(found, step if number is not None else None)
             Path(trace).write_text(json.dumps(made), encoding="utf-8")
-            console.print(f"trace: {escape(trace)} (open it in ui.perfetto.dev)", soft_wrap=True)
+            out.print(f"trace: {escape(trace)} (open it in ui.perfetto.dev)", soft_wrap=True)
         if picture:
-            console.print(f"picture: {escape(str(save_picture(step, picture)))}", soft_wrap=True)
+            out.print(f"picture: {escape(str(save_picture(step, picture)))}", soft_wrap=True)
     except OSError as error:
         raise ConfigError(
             f"{error.filename} cannot be written: {error.strerror}; --trace and --picture name files in folders that exist"
         ) from None
-
-
-__all__ = ["timeline"]

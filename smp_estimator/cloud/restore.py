@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from smp_config import ConfigError
 from smp_config.job import CARRIED
 from smp_estimator.cloud.source import USER_PROGRAM
-from smp_estimator.distribution import from_hyperparameters
 from smp_estimator.local.uris import is_file_uri, path_of
 from smp_estimator.sdk import InstanceGroup
+from smp_estimator.settings.translation import from_hyperparameters
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +25,36 @@ _OF_THE_SDK = (
     "sagemaker_job_name",
     "sagemaker_region",
 )
+
+
+#: A job that exists is not refused: it can be watched and its model used, whatever its settings.
+_attaching: ContextVar[bool] = ContextVar("attaching", default=False)
+
+
+@contextmanager
+def attaching() -> Iterator[None]:
+    """Estimators that are made meanwhile stand for jobs that exist."""
+    token = _attaching.set(True)
+    try:
+        yield
+    finally:
+        _attaching.reset(token)
+
+
+def is_attaching() -> bool:
+    """Whether an estimator that is made now stands for a job that exists."""
+    return _attaching.get()
+
+
+@contextmanager
+def lenient_when_attaching(say: Callable[[str], None]) -> Iterator[None]:
+    """Settings of a job that exists are not refused; what is wrong with them is said."""
+    try:
+        yield
+    except ConfigError as error:
+        if not is_attaching():
+            raise
+        say(f"the job was made with settings that this version would refuse: {error}")
 
 
 def completed(job_details: dict[str, Any]) -> dict[str, Any]:

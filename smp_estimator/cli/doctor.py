@@ -153,6 +153,3 @@ def _permissions(iam: Any, principal: str) -> list[Finding]:
         detail = f"{principal} may not {', '.join(lacking)}" if lacking else f"{principal}: {', '.join(group)}"
         found.append(Finding("cloud", policy, not lacking, detail, f"attach {policy}, or a narrower policy"))
     return found
-
-
-__all__ = ["PERMISSIONS", "Finding", "cloud_findings", "docker_findings", "process_findings"]

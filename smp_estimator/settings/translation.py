@@ -9,14 +9,7 @@ from typing import Any
 
 from smp_config import ConfigError, JobSettings
 from smp_config.instances import instance
-from smp_config.job import (
-    DATA_PARALLEL_ENABLED,
-    DEFAULT_MPI_OPTIONS,
-    INSTANCE_TYPE,
-    MP_PARAMETERS,
-    MPI_OPTIONS,
-    MPI_PROCESSES,
-)
+from smp_config.job import DATA_PARALLEL_ENABLED, DEFAULT_MPI_OPTIONS, MPI_OPTIONS
 from smp_config.mpi_options import MpiOption, parse_mpi_options, variables
 
 #: Makes NCCL use the Elastic Fabric Adapter.
@@ -211,17 +204,3 @@ def _needs_quotes(word: str) -> bool:
 
 def _is_mirrored(name: str) -> bool:
     return name.startswith(_MIRRORED_PREFIX) or name in _MIRRORED_NAMES
-
-
-__all__ = [
-    "EFA_VARIABLES",
-    "INSTANCE_TYPE",
-    "MPI_OPTIONS",
-    "MPI_PROCESSES",
-    "MP_PARAMETERS",
-    "RDMA_VARIABLES",
-    "from_hyperparameters",
-    "hyperparameters",
-    "mirrored_environment",
-    "stock_image_conflicts",
-]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from smp_config import ConfigError
+from smp_estimator.cli.console import console
 
 if TYPE_CHECKING:  # the commands import the runtime when they run, so that this package stays light
     from smp_runtime.checkpoint.files.manifest import FoundCheckpoint, Manifest
@@ -77,26 +76,24 @@ def inspect(path: str, tag: str | None, tensors: bool, as_json: bool) -> None:
         }
         click.echo(json.dumps(about, indent=2))
         return
-    console = _console()
-    console.print(_list_of(parent, found, newest))
-    console.print(
+    out = console()
+    out.print(_list_of(parent, found, newest))
+    out.print(
         f"complete: all files are there in their size. What is in them was not read: "
         f"smp-estimator checkpoint verify {escape(path)}",
         soft_wrap=True,
     )
     for each in found:
         for problem in each.problems:
-            console.print(f"[yellow]not complete[/yellow] {escape(each.name)}: {escape(problem)}", soft_wrap=True)
+            out.print(f"[yellow]not complete[/yellow] {escape(each.name)}: {escape(problem)}", soft_wrap=True)
     if newest is not None and newest not in {c.name for c in found if c.is_whole}:
-        console.print(
-            f"[yellow]warning[/yellow] the file newest names {escape(newest)}, which is not complete or not here"
-        )
+        out.print(f"[yellow]warning[/yellow] the file newest names {escape(newest)}, which is not complete or not here")
     if chosen is None or chosen.manifest is None:
         return
-    console.print(_about(chosen.name, chosen.manifest))
-    console.print(_files_table(chosen.manifest))
+    out.print(_about(chosen.name, chosen.manifest))
+    out.print(_files_table(chosen.manifest))
     if tensors:
-        console.print(_tensors_table(chosen.manifest))
+        out.print(_tensors_table(chosen.manifest))
 
 
 def _list_of(parent: Path, found: list[FoundCheckpoint], newest: str | None) -> Table:
@@ -231,26 +228,24 @@ def verify(path: str, tag: str | None) -> None:
 
     parent, found = _find(path)
     chosen = _choose(parent, found, tag, may_be_broken=True) if tag is not None else None
-    console = _console()
+    out = console()
     broken = []
     for each in found if chosen is None else [chosen]:
         problems = problems_of(each)
         if problems:
             broken.append(each.name)
         size = "" if each.manifest is None else f" ({len(each.manifest.files)} files, {_size(_bytes(each.manifest))})"
-        console.print(f"{'[red]broken[/red]' if problems else '[green]whole[/green]'} {escape(each.name)}{size}")
+        out.print(f"{'[red]broken[/red]' if problems else '[green]whole[/green]'} {escape(each.name)}{size}")
         for problem in problems:
-            console.print(f"  {escape(problem)}", soft_wrap=True)
+            out.print(f"  {escape(problem)}", soft_wrap=True)
     newest = newest_name(parent)
     if tag is None and newest is not None and newest not in {c.name for c in found}:
         broken.append(newest)
-        console.print(
-            f"[red]broken[/red] the file newest names {escape(newest)}, which is not in {escape(str(parent))}"
-        )
+        out.print(f"[red]broken[/red] the file newest names {escape(newest)}, which is not in {escape(str(parent))}")
     whole = [c.name for c in found if c.name not in broken]
     if broken:
         if chosen is None:
-            console.print(f"resuming takes {escape(whole[0])}" if whole else "there is nothing to resume from")
+            out.print(f"resuming takes {escape(whole[0])}" if whole else "there is nothing to resume from")
         raise click.exceptions.Exit(1)
 
 
@@ -370,10 +365,6 @@ def _choose(
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 116, soft_wrap=False)
-
-
 def _elements(manifest: Manifest) -> int:
     return sum(record.elements for record in manifest.parameters.values())
 
@@ -415,6 +406,3 @@ def _bytes_in(text: str) -> int:
     if count < 1:
         raise ConfigError(f"--largest-file is {text!r}; write a number and a unit, for example 5GB or 500MB")
     return count
-
-
-__all__ = ["checkpoint"]

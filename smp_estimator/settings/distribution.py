@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from smp_config import ConfigError, Group, JobSettings, Topology
+from smp_config import ConfigError, Group, JobSettings, ModelParallelParameters, Topology
 from smp_config.buffers import BufferSizes
 from smp_config.errors import suggest
 from smp_config.instances import Instance, instance, instances
-from smp_config.job import INSTANCE_TYPE, MP_PARAMETERS, MPI_PROCESSES
+from smp_config.job import MP_PARAMETERS, MPI_PROCESSES
 from smp_config.limits import HYPERPARAMETER_CHARACTERS
 from smp_config.mpi_options import MpiOption, check_mpi_options, variables
-from smp_estimator.translation import from_hyperparameters, hyperparameters, mirrored_environment, stock_image_conflicts
-from smp_estimator.variables import is_variable, separated
+from smp_estimator.settings.translation import hyperparameters, mirrored_environment
+from smp_estimator.settings.variables import separated
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,19 @@ KNOWN_STRATEGIES = (
 
 #: What process mode cannot start: these need a launcher other than mpirun.
 _OTHER_LAUNCHERS = ("torch_distributed", "pytorchxla", "parameter_server", "multi_worker_mirrored_strategy")
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A distribution that was read and checked.
+
+    Attributes:
+        settings: the typed strategies.
+        later: what only a pipeline knows, by the hyperparameter that carries it.
+    """
+
+    settings: JobSettings
+    later: Mapping[str, Any]
 
 
 def is_ours(distribution: Mapping[str, Any] | None, *, process_mode: bool = False) -> bool:
@@ -111,7 +126,7 @@ def read(
     process_mode: bool,
     environment: Mapping[str, str] | None = None,
     say: Callable[[str], None] = logger.warning,
-) -> JobSettings:
+) -> Distribution:
     """Read and check an ``smdistributed`` (or process mode ``mpi``) distribution.
 
     Args:
@@ -123,7 +138,7 @@ def read(
         say: told about settings that are allowed but ignored or filled in, one sentence each.
 
     Returns:
-        The typed settings; in process mode with ``processes_per_host`` filled in.
+        The distribution, typed; in process mode with ``processes_per_host`` filled in.
 
     Raises:
         ConfigError: everything that would fail, or be dropped silently, after the job has started.
@@ -142,37 +157,9 @@ def read(
         if settings.mpi is not None and settings.mpi.processes_per_host is not None:
             _check_accelerators(known, settings.mpi.processes_per_host, say)
             if hosts is not None and MP_PARAMETERS not in later:
-                _check_topology(settings, hosts, say)
+                _check_topology(settings.model_parallel, settings.mpi.processes_per_host, hosts, say)
         _check_length(settings)
-    return settings
-
-
-def world_topology(settings: JobSettings, hosts: int) -> Topology:
-    """Lay the degrees over all processes of the job.
-
-    Raises:
-        ConfigError: the degrees do not fit ``hosts`` × ``processes_per_host``.
-    """
-    if settings.model_parallel is None or settings.mpi is None or settings.mpi.processes_per_host is None:
-        raise AssertionError("a topology needs modelparallel and processes_per_host")
-    per_host = settings.mpi.processes_per_host
-    world = per_host * hosts
-    parameters = settings.model_parallel
-    pipeline, tensor = parameters.pipeline_parallel_degree, parameters.tensor_parallel_degree
-    came_about = f"{world} processes = mpi.processes_per_host {per_host} × instance_count {hosts}"
-    replica = pipeline * tensor
-    if world % replica:
-        relation = "more than" if replica > world else "no divisor of"
-        fitting = replica // _common_divisor(replica, hosts)
-        raise ConfigError(
-            f"one model replica takes pipeline_parallel_degree {pipeline} × tensor_parallel_degree {tensor} = "
-            f"{replica} processes, which is {relation} the {came_about}; set processes_per_host to {fitting} (or a "
-            f"multiple of it), or choose degrees whose product divides {world}"
-        )
-    try:
-        return parameters.topology(world)
-    except ConfigError as error:
-        raise ConfigError(f"{error} ({came_about})") from None
+    return Distribution(settings, later)
 
 
 def group_names(distribution: Mapping[str, Any], instance_groups: Sequence[Any] | None) -> dict[str, Any]:
@@ -219,16 +206,37 @@ def _refuse_torchrun(distribution: Mapping[str, Any]) -> None:
         )
 
 
-def _check_topology(settings: JobSettings, hosts: int, say: Callable[[str], None]) -> None:
-    topology = world_topology(settings, hosts)
-    if settings.model_parallel is None or settings.mpi is None or settings.mpi.processes_per_host is None:
-        raise AssertionError("world_topology() has seen them")
-    if topology.rdp_size > 1 and not settings.model_parallel.ddp:
+def _topology(parameters: ModelParallelParameters, per_host: int, hosts: int) -> Topology:
+    """Lay the degrees over all processes of the job.
+
+    Raises:
+        ConfigError: the degrees do not fit ``hosts`` × ``per_host``.
+    """
+    world = per_host * hosts
+    pipeline, tensor = parameters.pipeline_parallel_degree, parameters.tensor_parallel_degree
+    came_about = f"{world} processes = mpi.processes_per_host {per_host} × instance_count {hosts}"
+    replica = pipeline * tensor
+    if world % replica:
+        relation = "more than" if replica > world else "no divisor of"
+        fitting = replica // math.gcd(replica, hosts)
+        raise ConfigError(
+            f"one model replica takes pipeline_parallel_degree {pipeline} × tensor_parallel_degree {tensor} = "
+            f"{replica} processes, which is {relation} the {came_about}; set processes_per_host to {fitting} (or a "
+            f"multiple of it), or choose degrees whose product divides {world}"
+        )
+    try:
+        return parameters.topology(world)
+    except ConfigError as error:
+        raise ConfigError(f"{error} ({came_about})") from None
+
+
+def _check_topology(parameters: ModelParallelParameters, per_host: int, hosts: int, say: Callable[[str], None]) -> None:
+    topology = _topology(parameters, per_host, hosts)
+    if topology.rdp_size > 1 and not parameters.ddp:
         say(
             f"distribution: ddp is false, and the job has {topology.rdp_size} replicas of the model that never "
             'exchange gradients; set "ddp": True, unless the script exchanges them itself'
         )
-    per_host = settings.mpi.processes_per_host
     spread = max(len({rank // per_host for rank in ranks}) for ranks in topology.groups(Group.TP))
     if spread > 1:
         last = topology.placement[-1]
@@ -337,27 +345,3 @@ def _check_length(settings: JobSettings) -> None:
             "one hyperparameter; leave out settings that hold their default, and shorten long paths by "
             f"{len(text) - HYPERPARAMETER_CHARACTERS} characters or more"
         )
-
-
-def _common_divisor(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a
-
-
-__all__ = [
-    "INSTANCE_TYPE",
-    "KNOWN_STRATEGIES",
-    "from_hyperparameters",
-    "group_names",
-    "hyperparameters",
-    "is_data_parallel",
-    "is_model_parallel",
-    "is_ours",
-    "is_variable",
-    "mirrored_environment",
-    "read",
-    "refuse_unknown_strategies",
-    "stock_image_conflicts",
-    "world_topology",
-]

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import ast
 import json
-import logging
 import math
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from smp_config import ConfigError, Topology
+from smp_config import ConfigError, JobSettings, Topology
 from smp_config.instances import GIB, instance
 from smp_config.parameters import KEYS
-from smp_estimator.cli_checkpoint import checkpoint
-from smp_estimator.cli_timeline import timeline
+from smp_estimator.cli.checkpoint import checkpoint
+from smp_estimator.cli.console import console
+from smp_estimator.cli.timeline import timeline
 from smp_estimator.local.uris import address_of
 
 LOCAL_TYPES = ("local", "local_gpu")
@@ -46,10 +44,6 @@ def main() -> None:
 
 main.add_command(checkpoint)
 main.add_command(timeline)
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 116, soft_wrap=False)
 
 
 def _literal(text: str, what: str) -> Any:
@@ -112,15 +106,15 @@ def validate(file: Any, instance_type: str | None, instance_count: int | None) -
     settings, said = _checked(distribution, kind, hosts)
     if known is None and kind not in LOCAL_TYPES:
         said.append(f"no instance type {kind} is known here, so nothing that depends on its GPUs was checked")
-    console = _console()
+    out = console()
     per_host = settings.mpi.processes_per_host if settings.mpi else None
     if settings.model_parallel is not None and per_host is not None:
         topology = settings.model_parallel.topology(per_host * hosts)
-        console.print(f"[green]valid[/green] on {hosts} × {kind}: {escape(_degrees(topology))}")
+        out.print(f"[green]valid[/green] on {hosts} × {kind}: {escape(_degrees(topology))}")
     else:
-        console.print(f"[green]valid[/green] on {hosts} × {kind}")
+        out.print(f"[green]valid[/green] on {hosts} × {kind}")
     for warning in said:
-        console.print(f"[yellow]warning[/yellow] {escape(warning)}")
+        out.print(f"[yellow]warning[/yellow] {escape(warning)}")
 
 
 def _parted(found: dict[str, Any]) -> tuple[dict[str, Any], str | None, int | None]:
@@ -150,25 +144,13 @@ def _parted(found: dict[str, Any]) -> tuple[dict[str, Any], str | None, int | No
     return distribution, kind, hosts
 
 
-def _checked(distribution: Any, kind: str, hosts: int) -> tuple[Any, list[str]]:
-    """The estimator's own checks, and the warnings that they log."""
-    from smp_estimator import distribution as strategies
+def _checked(distribution: Any, kind: str, hosts: int) -> tuple[JobSettings, list[str]]:
+    """The estimator's own checks, and their warnings."""
+    from smp_estimator.settings.distribution import read
 
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warnings.append(record.getMessage().removeprefix("distribution: "))
-
-    warnings: list[str] = []
-    logger, collector = logging.getLogger("smp_estimator.distribution"), Collector()
-    logger.addHandler(collector)
-    propagates, logger.propagate = logger.propagate, False
-    try:
-        process_mode = kind in LOCAL_TYPES
-        strategies.refuse_unknown_strategies(distribution, process_mode=process_mode)
-        return strategies.read(distribution, instance_type=kind, hosts=hosts, process_mode=process_mode), warnings
-    finally:
-        logger.removeHandler(collector)
-        logger.propagate = propagates
+    said: list[str] = []
+    found = read(distribution, instance_type=kind, hosts=hosts, process_mode=kind in LOCAL_TYPES, say=said.append)
+    return found.settings, [warning.removeprefix("distribution: ") for warning in said]
 
 
 def _degrees(topology: Topology) -> str:
@@ -254,7 +236,7 @@ def plan(model: str, gpu_memory: float | None, parameters: str, as_json: bool, *
     if as_json:
         click.echo(json.dumps(made.to_dict(), indent=2))
     else:
-        _console().print(made)
+        console().print(made)
     if made.verdict is planning.Verdict.DOES_NOT_FIT:
         raise click.exceptions.Exit(1)
 
@@ -275,7 +257,7 @@ def suggest(model: str, gpu_memory: float | None, as_json: bool, **given: Any) -
         ]
         click.echo(json.dumps({"parameters": found.parameters, "tried": tried, "plan": found.plan.to_dict()}, indent=2))
     else:
-        _console().print(found)
+        console().print(found)
     if found.plan.verdict is planning.Verdict.DOES_NOT_FIT:
         raise click.exceptions.Exit(1)
 
@@ -297,10 +279,10 @@ def topology(world: int, pp: int, tp: int, sdp: int, placement: str, per_node: i
 
     letters = {"cluster": "DPT", "spread": "TPD"}.get(placement, placement)
     grid = Topology(world, pipeline=pp, tensor=tp, sharded=sdp, placement=letters)
-    console = _console()
-    console.print(group_text(grid))
+    out = console()
+    out.print(group_text(grid))
     if png:
-        console.print(f"picture: {save_png(grid, png, per_node=per_node)}")
+        out.print(f"picture: {save_png(grid, png, per_node=per_node)}")
 
 
 # -- run ---------------------------------------------------------------------------------------------------
@@ -392,7 +374,7 @@ def doctor(mode: tuple[str, ...], role: str | None) -> None:
 
     Exit code 1 when a mode that was asked for with --mode is not ready.
     """
-    from smp_estimator.doctor import cloud_findings, docker_findings, process_findings
+    from smp_estimator.cli.doctor import cloud_findings, docker_findings, process_findings
 
     findings = []
     if not mode or "process" in mode:
@@ -408,7 +390,7 @@ def doctor(mode: tuple[str, ...], role: str | None) -> None:
     for found in findings:
         remedy = f" → {found.remedy}" if found.remedy and not found.ok else ""
         table.add_row(found.mode, found.what, sign[found.ok], escape(found.detail + remedy))
-    _console().print(table)
+    console().print(table)
     if mode and any(found.ok is False for found in findings):
         raise click.exceptions.Exit(1)
 

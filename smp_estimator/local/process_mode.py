@@ -1,0 +1,59 @@
+"""Process mode: when a job runs as processes of this machine, and what its estimator is then not asked for."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from smp_config import ConfigError
+from smp_config.version import __version__
+from smp_estimator.local.session import ProcessSession
+
+logger = logging.getLogger(__name__)
+
+#: Types of instance that mean this machine, with or without Docker.
+LOCAL_TYPES = ("local", "local_gpu")
+
+#: Stands where the service expects an image; job names begin with its last part.
+PROCESS_IMAGE = f"local/smp-process:{__version__}"
+
+_NO_ROLE = "arn:aws:iam::000000000000:role/none"
+
+
+def wants_processes(image_uri: Any, sdk: dict[str, Any]) -> bool:
+    """Whether an estimator with these arguments trains as processes of this machine."""
+    session = sdk.get("sagemaker_session")
+    if session is not None:
+        return isinstance(session, ProcessSession)
+    return sdk.get("instance_type") in LOCAL_TYPES and not image_uri
+
+
+def fill_in_here(entry_point: Any, image_uri: Any, sdk: dict[str, Any]) -> str:
+    """Fill in what a job on this machine does not need; returns what stands for the image.
+
+    Args:
+        entry_point, image_uri: as given to the estimator.
+        sdk: the other arguments for the SDK's class; changed in place.
+
+    Raises:
+        ConfigError: there is no script.
+    """
+    if sdk.get("training_recipe") is not None:
+        raise ConfigError(
+            "training_recipe needs the images of the service, but this job runs as processes of this machine; give "
+            "entry_point instead of training_recipe, or image_uri to run in Docker"
+        )
+    if entry_point is None:
+        raise ConfigError('entry_point is missing; it is the script that every rank runs: add entry_point="train.py"')
+    if image_uri:
+        logger.warning("image_uri=%r is not used: the session runs jobs as processes", image_uri)
+    if sdk.get("sagemaker_session") is None:
+        sdk["sagemaker_session"] = ProcessSession()
+    if not sdk.get("role"):
+        sdk["role"] = _NO_ROLE
+    if sdk.get("instance_groups") is None:
+        sdk.setdefault("instance_count", 1)
+    # They describe the hardware of the service, and their defaults depend on the region.
+    sdk.setdefault("debugger_hook_config", False)
+    sdk.setdefault("disable_profiler", True)
+    return PROCESS_IMAGE

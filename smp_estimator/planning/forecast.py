@@ -1,0 +1,138 @@
+"""The numbers of a plan: memory, batches and traffic that a request leads to, and whether it fits."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from smp_config.buffers import BufferSizes
+from smp_config.instances import Instance, instance
+from smp_estimator.planning.batches import Batches, batches_of
+from smp_estimator.planning.memory import StageMemory, memory
+from smp_estimator.planning.network import Traffic, traffic
+from smp_estimator.planning.pipeline import idle_fraction
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from smp_config import Group, Topology
+    from smp_estimator.planning.request import Request
+
+#: Above this part of a GPU's memory a plan is tight: the driver's own use, NCCL's buffers, kernel workspaces and the
+#: allocator's fragmentation are not counted in a plan.
+TIGHT_ABOVE = 0.85
+
+#: The rule of thumb for mixed precision with Adam that keeps an fp32 copy of the gradients: 2 + 2 + 8 + 4 + 4.
+RULE_OF_20 = 20
+RULE_OF_16 = 16
+
+
+class Verdict(enum.Enum):
+    """What a plan says."""
+
+    FITS = "fits"
+    TIGHT = "tight"
+    DOES_NOT_FIT = "does not fit"
+    UNKNOWN = "unknown (the memory of the device is not known)"
+
+    @property
+    def feasible(self) -> bool:
+        """Fits, perhaps with little to spare."""
+        return self in (Verdict.FITS, Verdict.TIGHT)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a request leads to.
+
+    Attributes:
+        request: what was asked.
+        topology: the degrees over all processes.
+        batches: the batch arithmetic.
+        stages: memory of a GPU in each pipeline stage.
+        traffic: lower bound of the bytes that a rank of the fullest stage sends in one optimizer step.
+    """
+
+    request: Request
+    topology: Topology
+    batches: Batches
+    stages: tuple[StageMemory, ...]
+    traffic: Traffic
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """Compute it.
+
+        Raises:
+            ConfigError: degrees that do not fit the processes, or microbatches that do not divide the batch.
+        """
+        parameters, workload = request.parameters, request.workload
+        topology = parameters.topology(request.world)
+        batch = batches_of(
+            parameters,
+            request.world,
+            workload.batch,
+            sequence=request.shape.sequence,
+            accumulation=workload.accumulation,
+        )
+        buffers = BufferSizes.from_environment(dict(request.environment)) if request.uses_smddp else None
+        stages = memory(request.shape, parameters, topology, workload, batch, smddp=buffers)
+        worst = max(stages, key=lambda stage: stage.total)
+        sent = traffic(request.shape, parameters, topology, workload, batch, worst)
+        return cls(request, topology, batch, tuple(stages), sent)
+
+    def changed(self, settings: Mapping[str, Any] | None = None, **fields: Any) -> Self:
+        """The same with something else: settings of mp_parameters, or keywords of :func:`smp_estimator.planning.plan`.
+
+        Raises:
+            ConfigError: the degrees no longer fit.
+        """
+        return self.of(self.request.changed(settings, **fields))
+
+    @property
+    def worst(self) -> StageMemory:
+        """The stage that needs most."""
+        return max(self.stages, key=lambda stage: stage.total)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes on the fullest GPU."""
+        return self.worst.total
+
+    @property
+    def fraction(self) -> float | None:
+        """Part of the device's memory; None when that is unknown."""
+        size = self.request.gpu_memory_bytes
+        return self.worst.total / size if size else None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Fits, tight above 85 % of the device's memory, or does not fit."""
+        fraction = self.fraction
+        if fraction is None:
+            return Verdict.UNKNOWN
+        if fraction > 1:
+            return Verdict.DOES_NOT_FIT
+        return Verdict.TIGHT if fraction > TIGHT_ABOVE else Verdict.FITS
+
+    @property
+    def idle(self) -> float:
+        """Part of a step that a pipeline stage waits."""
+        return idle_fraction(self.request.parameters.pipeline_parallel_degree, self.batches.microbatches)
+
+    @property
+    def instance(self) -> Instance | None:
+        """The instance, when the catalogue has it."""
+        return instance(self.request.instance_type)
+
+    @property
+    def offloaded_host_bytes(self) -> int:
+        """Activations that wait in the memory of one host."""
+        return self.worst.activations.offloaded * self.request.processes_per_host
+
+    def nodes_of(self, group: Group) -> int:
+        """Most nodes that one group of this kind spreads over, with consecutive ranks on a node."""
+        per_node = self.request.processes_per_host
+        return max(len({rank // per_node for rank in members}) for members in self.topology.groups(group))

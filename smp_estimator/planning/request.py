@@ -1,0 +1,131 @@
+"""What is asked of a plan: a model, a cluster, settings and a script, checked and filled in from the catalogue."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from smp_config import ConfigError, ModelParallelParameters, smddp
+from smp_config.errors import suggest
+from smp_config.instances import instance
+from smp_estimator.planning.model_shape import ModelShape
+from smp_estimator.planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything a plan is made from, so that it can be made again with one thing changed."""
+
+    shape: ModelShape
+    instance_type: str
+    instance_count: int
+    processes_per_host: int
+    parameters: ModelParallelParameters
+    workload: Workload
+    gpu_memory_bytes: int | None
+    environment: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def world(self) -> int:
+        """Processes of the job."""
+        return self.instance_count * self.processes_per_host
+
+    @property
+    def uses_smddp(self) -> bool:
+        """Whether the SMDDP all-gather is used: asked for, or automatic where the documentation supports it."""
+        if self.parameters.sharded_data_parallel_degree == 1:
+            return False
+        return smddp.is_chosen(self.parameters, self.instance_type, self.instance_count)
+
+    def changed(self, settings: Mapping[str, Any] | None = None, **fields: Any) -> Request:
+        """The same request with other ``settings`` (of mp_parameters) and other fields of request or workload."""
+        parameters = self.parameters
+        if settings:
+            given = parameters.model_dump(by_alias=True, exclude_unset=True)
+            parameters = ModelParallelParameters.from_mp_parameters({**given, **settings})
+        own = {name: value for name, value in fields.items() if name in Request.__dataclass_fields__}
+        script = {name: value for name, value in fields.items() if name not in own}
+        workload = dataclasses.replace(self.workload, **script)
+        return dataclasses.replace(self, **{"parameters": parameters, "workload": workload, **own})
+
+
+def request_for(
+    model: Any,
+    instance_type: str,
+    instance_count: int,
+    parameters: ModelParallelParameters | Mapping[str, Any] | str | None,
+    *,
+    sequence: int | None,
+    processes_per_host: int | None,
+    gpu_memory_bytes: int | None,
+    environment: Mapping[str, str] | None,
+    workload: Mapping[str, Any],
+) -> Request:
+    """Settle the arguments of :func:`smp_estimator.planning.plan`.
+
+    Raises:
+        ConfigError: an argument that cannot be used.
+    """
+    script = _workload(workload)
+    if isinstance(instance_count, bool) or not isinstance(instance_count, int) or instance_count < 1:
+        raise ConfigError(f"instance_count is {instance_count!r}; it is a number of instances: set it to 1 or more")
+    known = instance(instance_type)
+    if processes_per_host is None:
+        if known is None:
+            raise ConfigError(
+                f"instance_type {instance_type!r} is not in the catalogue of GPU instances, so its number of GPUs is "
+                "unknown; give processes_per_host (and gpu_memory_bytes for a verdict)"
+            )
+        processes_per_host = known.gpus
+    elif processes_per_host < 1 or (known is not None and processes_per_host > known.gpus):
+        have = f"{instance_type} has {known.gpus} GPUs" if known else "every host starts at least one"
+        raise ConfigError(
+            f"processes_per_host is {processes_per_host}, but {have} and each process needs its own; set it to "
+            f"{known.gpus if known else 1}"
+        )
+    if gpu_memory_bytes is None:
+        gpu_memory_bytes = known.gpu_memory_bytes if known else None
+    elif isinstance(gpu_memory_bytes, bool) or not 0 < gpu_memory_bytes < math.inf:
+        otherwise = f"the catalogue's {known.gpu_memory_bytes}" if known else "a plan without a verdict"
+        raise ConfigError(
+            f"the memory of a GPU is {gpu_memory_bytes} bytes; the plan is compared with what a GPU has: give more than 0, "
+            f"or leave it out for {otherwise}"
+        )
+    if not isinstance(parameters, ModelParallelParameters):
+        parameters = ModelParallelParameters.from_mp_parameters({"ddp": True} if parameters is None else parameters)
+    return Request(
+        shape=_shape(model, sequence),
+        instance_type=instance_type,
+        instance_count=instance_count,
+        processes_per_host=processes_per_host,
+        parameters=parameters,
+        workload=script,
+        gpu_memory_bytes=gpu_memory_bytes,
+        environment=tuple(sorted((environment or {}).items())),
+    )
+
+
+def _shape(model: Any, sequence: int | None) -> ModelShape:
+    """A model given in any of the ways of ``plan()``, as a shape."""
+    if isinstance(model, ModelShape):
+        shape = model
+    elif isinstance(model, str):
+        shape = ModelShape.named(model)
+    elif isinstance(model, int | float):
+        return ModelShape.from_parameter_count(model, sequence=sequence or 2048)
+    else:
+        return ModelShape.from_module(model, sequence=sequence)
+    return shape.with_sequence(sequence)
+
+
+def _workload(fields: Mapping[str, Any]) -> Workload:
+    known = Workload.__dataclass_fields__
+    for name in fields:
+        if name not in known:
+            raise ConfigError(
+                f"plan() has no argument {name!r}{suggest(name, known)}; the script is described with {', '.join(known)}"
+            )
+    return Workload(**fields)
