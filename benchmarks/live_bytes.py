@@ -19,12 +19,13 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         now: bytes alive, with gradients.
+        peak: the most that were alive at once.
         recomputed: bytes alive after each recomputation of a region, when backward goes on.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.now = 0
+        self.now = self.peak = 0
         self.recomputed: list[int] = []
         self._parameters = list(parameters)
         self._seen = {tensor.untyped_storage()._cdata for tensor in self._parameters}
@@ -47,6 +48,7 @@ class LiveBytes(TorchDispatchMode):
             return
         self._seen.add(key)
         self.now += size
+        self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._gone, key, size)
 
     def _gone(self, key: int, size: int) -> None:

@@ -23,7 +23,7 @@ class _SharedPool:
         self._pool: Any = None
 
     def run(self, *args: Any, **kwargs: Any) -> list[Any]:
-        from ranks import RankPool
+        from support.rank_pool import RankPool
 
         if self._pool is None:
             self._pool = RankPool(MOST_RANKS)
@@ -48,7 +48,7 @@ def _shared_pool() -> Iterator[_SharedPool]:
 
 @pytest.fixture
 def ranks(_shared_pool: _SharedPool) -> Callable[..., list[Any]]:
-    """``ranks(function, world_size, *args, config=…)``: run a function as a small job; see ``ranks.RankPool.run``."""
+    """``ranks(function, world_size, *args, config=…)``: run a function as a small job; see ``support.rank_pool.RankPool.run``."""
     return _shared_pool.run
 
 

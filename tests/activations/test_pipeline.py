@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from checkpointed import HIDDEN, Layer, Net, same, train
+from support.activation_training import HIDDEN, Layer, Net, same, train
 from torch import nn
 
 TIMEOUT = 150.0

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from models import TiedNet, loss_of, token_batch
+from support.models import TiedNet, loss_of, token_batch
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from docker_tools import ACCESS_KEY, BUCKET, IMAGE_VARIABLE, NETWORK, REGION, SECRET_KEY, Containers, docker
-from jobtools import ENTRYPOINTS, TINY
+from support.docker_client import ACCESS_KEY, BUCKET, IMAGE_VARIABLE, NETWORK, REGION, SECRET_KEY, Containers, docker
+from support.jobs import ENTRYPOINTS, TINY
 
 
 @pytest.fixture(scope="session", autouse=True)

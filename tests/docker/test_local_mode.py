@@ -13,9 +13,9 @@ from typing import Any
 
 import boto3
 import pytest
-from docker_tools import ACCESS_KEY, BUCKET, SECRET_KEY, docker, logs
-from jobtools import ENTRYPOINTS, TINY, artifact
 from sagemaker.exceptions import UnexpectedStatusException
+from support.docker_client import ACCESS_KEY, BUCKET, SECRET_KEY, docker, logs
+from support.jobs import ENTRYPOINTS, TINY, artifact
 
 pytestmark = pytest.mark.timeout(300)
 

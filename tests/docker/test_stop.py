@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from docker_tools import docker, logs
-from jobtools import ENTRYPOINTS, TINY
+from support.docker_client import docker, logs
+from support.jobs import ENTRYPOINTS, TINY
 
 pytestmark = pytest.mark.timeout(300)
 

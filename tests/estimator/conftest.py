@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from estimator.fakes import FAKE_BOOTSTRAP
+from support.fake_jobs import FAKE_BOOTSTRAP
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from estimator.cloudtools import Cloud, service
-from estimator.fakes import model_parallel
+from support.cloud import Cloud, service
+from support.fake_jobs import model_parallel
 
 
 @pytest.fixture(scope="module")

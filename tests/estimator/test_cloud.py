@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from estimator.cloudtools import IMAGE, ROLE, Cloud, service
-from estimator.fakes import FAKE_BOOTSTRAP, model_parallel
+from support.cloud import IMAGE, ROLE, Cloud, service
+from support.fake_jobs import FAKE_BOOTSTRAP, model_parallel
 
 from smp_config import ConfigError
 from smp_estimator import ProcessSession, SMPEstimator

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from estimator.cloudtools import Cloud, boto_session, service, set_status
-from estimator.fakes import model_parallel
+from support.cloud import Cloud, boto_session, service, set_status
+from support.fake_jobs import model_parallel
 
 from smp_config.progress import ProgressRecord, format_progress
 from smp_estimator import SMPEstimator

@@ -16,7 +16,7 @@ from typing import Any
 
 import boto3
 import pytest
-from estimator.fakes import model_parallel
+from support.fake_jobs import model_parallel
 
 Make = Callable[..., Any]
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from estimator.fakes import model_parallel
+from support.fake_jobs import model_parallel
 
 from smp_config import ConfigError, ModelParallelParameters
 from smp_estimator import distribution as strategies

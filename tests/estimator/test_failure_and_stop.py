@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from estimator.fakes import FAKE_BOOTSTRAP, gone_within, marked
 from sagemaker.exceptions import UnexpectedStatusException
+from support.fake_jobs import FAKE_BOOTSTRAP, gone_within, marked
 
 Make = Callable[..., Any]
 

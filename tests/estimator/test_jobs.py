@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from estimator.fakes import gone_within, marked, model_parallel
+from support.fake_jobs import gone_within, marked, model_parallel
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from estimator.cloudtools import Cloud, service
-from estimator.probes import RIGHT, WRONG, Probe
+from support.cloud import Cloud, service
+from support.configurations import RIGHT, WRONG, Probe
 
 from smp_config import ConfigError
 from smp_estimator import SMPEstimator
@@ -53,7 +53,7 @@ def test_right(probe: Probe, cloud: Cloud, script: Path, caplog: pytest.LogCaptu
 
 def test_changes_after_the_constructor_are_checked_at_fit(cloud: Cloud, script: Path) -> None:
     def wrong(change: Any) -> str:
-        from estimator.probes import smp
+        from support.configurations import smp
 
         estimator = cloud.estimator(script, **smp(8, ddp=True))
         change(estimator)

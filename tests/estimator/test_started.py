@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from estimator.fakes import model_parallel
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from support.fake_jobs import model_parallel
 
 from smp_config import ConfigError
 from smp_estimator import distribution as strategies

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobtools import ENTRYPOINTS, TINY
+from support.jobs import ENTRYPOINTS, TINY
 
 
 @pytest.fixture(scope="session")

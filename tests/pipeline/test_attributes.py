@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from closeness import close
+from support.closeness import close
 from torch import nn
 
 from smp_runtime.module_state.attributes import Attributes

@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 import torch
-from closeness import close
-from pipeline_models import CASES, built
-from pipeline_training import part
+from support.closeness import close
+from support.pipeline_models import CASES, built
+from support.pipeline_training import part
 
 from smp_runtime.tensors.random_state import task_seed
 
@@ -93,8 +93,8 @@ def reference(name, stage_of, steps, microbatches, replicas):
 
 def _dropping(name, steps, manual):
     import torch
-    from pipeline_models import CASES, built, scattered
-    from pipeline_training import part, replayed
+    from support.pipeline_models import CASES, built, scattered
+    from support.pipeline_training import part, replayed
 
     import smdistributed.modelparallel.torch as smp
 
@@ -165,8 +165,8 @@ def _repeated(warm, times):
     import time
 
     import torch
-    from pipeline_models import CASES, built
-    from pipeline_training import replayed
+    from support.pipeline_models import CASES, built
+    from support.pipeline_training import replayed
 
     import smdistributed.modelparallel.torch as smp
     import smp_runtime.pipeline.transport.transport as transport

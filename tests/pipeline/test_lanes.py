@@ -220,7 +220,7 @@ def _is_receiving() -> bool:
 
 
 def test_a_rank_that_dies_in_the_middle_of_a_tensor_is_a_lost_one(tmp_path):
-    from ranks import RankFailed, RankPool
+    from support.rank_pool import RankFailed, RankPool
 
     pool = RankPool(2)
     try:
@@ -333,7 +333,7 @@ def test_what_has_been_sent_is_given_back():
 
 
 def _pruned() -> int:
-    from pipeline_training import summing_step
+    from support.pipeline_training import summing_step
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp

@@ -9,8 +9,8 @@ import time
 
 import pytest
 import torch
-from pipeline_training import summing_step
-from ranks import RankFailed, RankPool
+from support.pipeline_training import summing_step
+from support.rank_pool import RankFailed, RankPool
 from torch import nn
 
 

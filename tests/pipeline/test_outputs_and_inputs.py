@@ -12,7 +12,7 @@ def _forms():
     from collections import namedtuple
 
     import torch
-    from pipeline_models import WIDTH, Pair, chain
+    from support.pipeline_models import WIDTH, Pair, chain
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp
@@ -96,7 +96,7 @@ def _forms():
 
 
 def _alone():
-    from pipeline_models import WIDTH, chain
+    from support.pipeline_models import WIDTH, chain
     from torch import nn
 
     torch.manual_seed(0)
@@ -147,7 +147,7 @@ def test_autocast_around_a_step_reaches_every_stage(forms):
 def _in_place():
     import logging
 
-    from pipeline_models import CASES, built
+    from support.pipeline_models import CASES, built
 
     import smdistributed.modelparallel.torch as smp
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from pipeline_training import alone, compare
+from support.pipeline_training import alone, compare
 
 BATCH = 16
 
@@ -14,7 +14,7 @@ def _watched(name, steps, options, build=None):
     """Train a case and watch how many microbatches have values at once."""
     import logging
 
-    from pipeline_training import staged
+    from support.pipeline_training import staged
 
     import smdistributed.modelparallel.torch as smp
     import smp_runtime.pipeline.execution.conductor as tasks

@@ -266,7 +266,7 @@ def dying(forked: bool, folder: str) -> None:
 
 @pytest.mark.parametrize("forked", [False, True])
 def test_the_death_of_a_stage_is_told_once(forked, tmp_path):
-    from ranks import RankFailed, RankPool
+    from support.rank_pool import RankFailed, RankPool
 
     pool = RankPool(3)
     try:

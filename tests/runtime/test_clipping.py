@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from closeness import close
+from support.closeness import close
 from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from models import TiedNet, loss_of, token_batch, train_alone
+from support.models import TiedNet, loss_of, token_batch, train_alone
 
 BATCH = 16
 

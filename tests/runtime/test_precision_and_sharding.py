@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from models import TiedNet, loss_of, token_batch
+from support.models import TiedNet, loss_of, token_batch
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp

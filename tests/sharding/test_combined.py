@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import TiedNet, loss_of, token_batch
-from sharded import adamw, check_sharded, reference, settings
+from support.models import TiedNet, loss_of, token_batch
+from support.sharded_training import adamw, check_sharded, reference, settings
 from torch import nn
 
 STEPS, BATCH = 20, 24

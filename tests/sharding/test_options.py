@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sharded import UNCLIPPED, Blocks, settings
+from support.sharded_training import UNCLIPPED, Blocks, settings
 from torch import nn
 
 from smp_config import ConfigError, ModelParallelParameters, Topology
@@ -273,7 +273,7 @@ def test_the_documented_layout_of_32_ranks():
 
 @pytest.mark.full
 def test_the_documented_example_runs_with_8_ranks(ranks):
-    from ranks import RankPool
+    from support.rank_pool import RankPool
 
     config = {
         "ddp": True,

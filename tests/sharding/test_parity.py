@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 import torch
-from models import TiedNet
-from sharded import UNCLIPPED, adamw, reference, settings, train
+from support.models import TiedNet
+from support.sharded_training import UNCLIPPED, adamw, reference, settings, train
 
 import smdistributed.modelparallel.torch as smp
 
@@ -42,7 +42,7 @@ def test_losses_and_weights_equal_one_process(ranks, degree, microbatches, passe
 @pytest.mark.full
 @pytest.mark.parametrize("passes", [1, 3])
 def test_eight_ranks(passes):
-    from ranks import RankPool
+    from support.rank_pool import RankPool
 
     expected = reference(TiedNet, adamw, STEPS, BATCH)
     pool = RankPool(8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sharded import settings
+from support.sharded_training import settings
 from torch import nn
 
 WIDTH, LAYERS, STEPS, WORLD = 8, 3, 4, 2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import TiedNet, loss_of, token_batch
-from sharded import Blocks, settings
+from support.models import TiedNet, loss_of, token_batch
+from support.sharded_training import Blocks, settings
 from torch import nn
 
 BATCH = 8

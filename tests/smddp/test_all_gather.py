@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from smddp_tools import join
+from support.smddp_groups import join
 
 #: Elements: one, odd, the largest that goes in one message, and several parts that are not equal.
 SIZES = (1, 3, 1021, 300_007)
@@ -89,7 +89,7 @@ def test_every_type(ranks):
 
 @pytest.fixture(scope="module")
 def eight_ranks():
-    from ranks import RankPool
+    from support.rank_pool import RankPool
 
     pool = RankPool(8)
     yield pool.run

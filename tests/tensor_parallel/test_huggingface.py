@@ -95,7 +95,7 @@ def _batch(masked):
 def _check(name, overrides=None, masked=True):
     import logging
 
-    from closeness import close
+    from support.closeness import close
 
     import smdistributed.modelparallel.torch as smp
 

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 import torch
+from support.plain_transformer import Layer
 from torch import nn
-from transformer_reference import Layer
 
 SIZES = {"num_attention_heads": 4, "attention_head_size": 4, "hidden_size": 16, "intermediate_size": 24}
 BATCH, SEQ, VOCABULARY, STEPS = 8, 6, 13, 20
@@ -157,7 +157,7 @@ def test_with_pipeline_stages(ranks, optimize, prescaled, steps):
 @pytest.mark.full
 @pytest.mark.parametrize(("optimize", "prescaled"), [("memory", False), ("speed", True)])
 def test_with_pipeline_stages_and_replicas(optimize, prescaled):
-    from ranks import RankPool
+    from support.rank_pool import RankPool
 
     pool = RankPool(8)
     try:

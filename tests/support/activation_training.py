@@ -6,8 +6,9 @@ import contextlib
 
 import torch
 import torch.nn.functional as F
-from models import VOCABULARY, loss_of, token_batch
 from torch import nn
+
+from support.models import VOCABULARY, loss_of, token_batch
 
 HIDDEN = 8
 

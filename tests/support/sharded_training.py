@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from models import TiedNet, loss_of, token_batch
 from torch import nn
+
+from support.models import TiedNet, loss_of, token_batch
 
 #: Far above any norm: clipping changes nothing.
 UNCLIPPED = 1e9

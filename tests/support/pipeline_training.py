@@ -1,4 +1,4 @@
-"""Training the models of :mod:`pipeline_models` in one process, or in the stages of a pipeline, and comparing both."""
+"""Training the models of :mod:`support.pipeline_models` in one process, or in the stages of a pipeline, and comparing both."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from closeness import close
-from pipeline_models import CASES, Pair, built, scattered
+
+from support.closeness import close
+from support.pipeline_models import CASES, Pair, built, scattered
 
 
 def cast(batch: tuple[torch.Tensor, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -7,7 +7,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-ENTRYPOINTS = Path(__file__).parent.parent / "entrypoints"
+ENTRYPOINTS = Path(__file__).parents[2] / "entrypoints"
 
 #: Small enough that a step takes milliseconds.
 TINY = {

@@ -6,8 +6,9 @@ import contextlib
 from typing import Any
 
 import torch
-from models import loss_of, token_batch
 from torch import nn
+
+from support.models import loss_of, token_batch
 
 VOCABULARY, HIDDEN, SEQ, BATCH = 12, 8, 5, 16
 
@@ -155,7 +156,7 @@ class Training:
 
 def train_and_save(path: str, tag: str, first: int, last: int) -> list[float]:
     """A job that trains and saves once."""
-    from resuming import Training
+    from support.checkpoint_training import Training
 
     run = Training()
     losses = run.train(first, last)
@@ -165,7 +166,7 @@ def train_and_save(path: str, tag: str, first: int, last: int) -> list[float]:
 
 def resume_train_save(path: str, tag: str | None, first: int, last: int, seed: int = 99) -> list[float]:
     """A job that goes on from a checkpoint, for a while, and leaves one of its own."""
-    from resuming import Training
+    from support.checkpoint_training import Training
 
     run = Training(seed)
     if tag is not None:
@@ -177,7 +178,7 @@ def resume_train_save(path: str, tag: str | None, first: int, last: int, seed: i
 
 def resume_each(path: str, tags: list[str], last: int) -> dict[str, list[float]]:
     """A job that resumes from each checkpoint and goes on; other weights come first."""
-    from resuming import Training
+    from support.checkpoint_training import Training
 
     run = Training(seed=99)
     return {tag: run.train(run.resume(path, tag), last) for tag in tags}

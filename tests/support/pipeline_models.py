@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from models import TiedNet, loss_of, token_batch
 from torch import nn
+
+from support.models import TiedNet, loss_of, token_batch
 
 WIDTH = 6
 
