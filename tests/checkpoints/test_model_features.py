@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.checkpoint_training import TOPOLOGIES
+from support.rank_training import training_step, updates
 from torch import nn
 
 GPT2 = {"n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 16, "vocab_size": 33}
@@ -70,6 +71,10 @@ def test_buffers_and_extra_state(ranks, tmp_path, source, target):
     assert saved["1.num_batches_tracked"] > 0
 
 
+def _loss(model, ids):
+    return model(input_ids=ids, labels=ids).loss
+
+
 def _language(path, tag, first, last, divided):
     """Train a small GPT-2, distributed or as it is, and save; or go on from a checkpoint."""
     import torch
@@ -87,22 +92,12 @@ def _language(path, tag, first, last, divided):
     model.load_state_dict(NAMES.to_ours(plain.state_dict()) if divided else plain.state_dict())
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
-    @smp.step
-    def step(ids):
-        loss = model(input_ids=ids, labels=ids).loss
-        model.backward(loss)
-        return loss
-
     if first:
         assert smp.resume_from_checkpoint(path, tag=tag) == first
-    losses = []
-    for index in range(first, last):
-        ids = torch.randint(0, 33, (8, 6), generator=torch.Generator().manual_seed(index))
-        share = 8 // smp.dp_size()
-        optimizer.zero_grad()
-        loss = float(step(ids[smp.dp_rank() * share : (smp.dp_rank() + 1) * share]).reduce_mean())
-        optimizer.step()
-        losses.append(sum(smp.allgather(loss, smp.DP_GROUP)) / smp.dp_size())
+    batches = (
+        (torch.randint(0, 33, (8, 6), generator=torch.Generator().manual_seed(index)),) for index in range(first, last)
+    )
+    losses = list(updates(training_step(model, _loss), optimizer, batches))
     smp.save_checkpoint(path, tag=f"{smp.size()}-{last}", user_content=last)
     return losses
 

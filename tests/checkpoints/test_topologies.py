@@ -68,9 +68,8 @@ def test_half_precision_goes_on_at_other_degrees(ranks, tmp_path, precision):
 
 @pytest.fixture(scope="module")
 def eight() -> Iterator[RankPool]:
-    pool = RankPool(8)
-    yield pool
-    pool.close()
+    with RankPool(8) as pool:
+        yield pool
 
 
 #: Every ordered pair of these is tried by the full tests.

@@ -14,6 +14,7 @@ def _watched(name, steps, options, build=None):
     """Train a case and watch how many microbatches have values at once."""
     import logging
 
+    from support.logs import logged
     from support.pipeline_training import staged
 
     import smdistributed.modelparallel.torch as smp
@@ -23,11 +24,6 @@ def _watched(name, steps, options, build=None):
 
     most = [0]
     original_put, original_model = values.Values.put, smp.DistributedModel
-    records = []
-
-    class Records(logging.Handler):
-        def emit(self, record):
-            records.append(record.getMessage())
 
     def put(self, *args, **kwargs):
         original_put(self, *args, **kwargs)
@@ -53,19 +49,17 @@ def _watched(name, steps, options, build=None):
 
     tasks.Conductor.reset, tasks.Conductor._end_segment = reset, end
     server.ModuleServer.release = release
-    handler = Records()
-    logging.getLogger("smp").addHandler(handler)
     logging.getLogger("smp").setLevel(logging.INFO)
     values.Values.put = put
     smp.DistributedModel = lambda module: original_model(module, **options)
     try:
-        done = staged(name, steps, BATCH)
+        with logged(logging.INFO) as records:
+            done = staged(name, steps, BATCH)
     finally:
         values.Values.put = original_put
         server.ModuleServer.release = original_release
         tasks.Conductor.reset, tasks.Conductor._end_segment = original_reset, original_end
         smp.DistributedModel = original_model
-        logging.getLogger("smp").removeHandler(handler)
     work = [(kind, microbatch) for kind, microbatch in work if kind != "S"]
     return {**done, "work": work, "microbatches_with_values": most[0], "graphs_left": left[0], "log": records}
 

@@ -10,8 +10,8 @@ from support.pipeline_models import built
 def _job(start, stop, path, save_at=None, loads=None):
     """Train steps ``start`` to ``stop``; save after ``save_at``, or resume from ``path`` first."""
     import torch
+    from support.models import part
     from support.pipeline_models import CASES, built
-    from support.pipeline_training import part
 
     import smdistributed.modelparallel.torch as smp
 

@@ -268,8 +268,7 @@ def dying(forked: bool, folder: str) -> None:
 def test_the_death_of_a_stage_is_told_once(forked, tmp_path):
     from support.rank_pool import RankFailed, RankPool
 
-    pool = RankPool(3)
-    try:
+    with RankPool(3) as pool:
         with pytest.raises(RankFailed, match="rank 1 of 3 died"):
             pool.run(dying, 3, forked, str(tmp_path))
         for rank in (0, 2):
@@ -280,8 +279,6 @@ def test_the_death_of_a_stage_is_told_once(forked, tmp_path):
             assert "stage 1 (rank 1)" in message
             assert "look for the first error in the log of rank 1" in message
             assert seconds < PATIENCE / 2  # by itself, not when something else ends
-    finally:
-        pool.close()
 
 
 def leaving() -> str:
