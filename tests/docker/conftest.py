@@ -12,13 +12,15 @@ import os
 import subprocess
 import sysconfig
 import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.docker_client import ACCESS_KEY, BUCKET, IMAGE_VARIABLE, NETWORK, REGION, SECRET_KEY, Containers, docker
 from support.jobs import ENTRYPOINTS, TINY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 @pytest.fixture(scope="session", autouse=True)

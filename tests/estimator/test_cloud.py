@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.cloud import IMAGE, ROLE, Cloud, service
@@ -13,6 +11,10 @@ from support.fake_jobs import FAKE_BOOTSTRAP, model_parallel
 
 from smp_config import ConfigError
 from smp_estimator import ProcessSession, SMPEstimator
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 VADER = "--mca btl_vader_single_copy_mechanism none"
 EFA = "-x FI_PROVIDER=efa -x NCCL_PROTO=simple"

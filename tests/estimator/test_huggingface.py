@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.cloud import Cloud, service
@@ -12,6 +10,10 @@ from support.fake_jobs import model_parallel
 
 from smp_config import ConfigError
 from smp_estimator import SMPHuggingFace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 
 @pytest.fixture(scope="module")

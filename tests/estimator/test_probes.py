@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.cloud import Cloud, service
@@ -14,6 +12,10 @@ from support.configurations import RIGHT, WRONG, Probe
 
 from smp_config import ConfigError
 from smp_estimator import SMPEstimator
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,6 +20,9 @@ import torch
 from smp_runtime.comm.control import ControlPlane, SoloCarrier
 from smp_runtime.errors import DeadlineError, SMPRuntimeError
 from smp_runtime.pipeline.transport.transport import Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 CPU = torch.device("cpu")
 #: Longer than anything here takes, even on a busy machine.

@@ -12,12 +12,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class RankFailed(AssertionError):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from support.models import part, token_loss
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    import torch
 
 
 def training_step(model: Any, loss: Callable[..., torch.Tensor] = token_loss) -> Callable[..., Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from support.models import part, token_batches, token_loss
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
 
 #: Of losses in half precision.
 SCALE = 256.0
