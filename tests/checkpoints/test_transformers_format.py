@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from support.huggingface import tiny_config
 from support.rank_training import training_step, updates
 from support.reference import train_alone
 
@@ -20,30 +21,10 @@ FAMILIES = ["gpt2", "llama"]
 
 
 def _original(family):
-    """A tiny model with random values everywhere; GPT-2 ties its embeddings, Llama here does not."""
+    """A tiny model with random values everywhere."""
     import transformers as hf
 
-    config = {
-        "gpt2": lambda: hf.GPT2Config(
-            n_embd=32,
-            n_head=4,
-            n_layer=2,
-            n_positions=16,
-            vocab_size=VOCABULARY,
-            attn_pdrop=0.0,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-        ),
-        "llama": lambda: hf.LlamaConfig(
-            hidden_size=32,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_hidden_layers=2,
-            intermediate_size=48,
-            max_position_embeddings=16,
-            vocab_size=VOCABULARY,
-        ),
-    }[family]()
+    config = tiny_config(family, VOCABULARY)
     config._attn_implementation = "eager"
     torch.manual_seed(1)
     model = hf.AutoModelForCausalLM.from_config(config)

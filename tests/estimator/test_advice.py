@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.cloud import Cloud, service
-from support.fake_jobs import model_parallel
+from support.jobs import model_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

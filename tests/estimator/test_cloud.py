@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.cloud import IMAGE, ROLE, Cloud, service
-from support.fake_jobs import FAKE_BOOTSTRAP, model_parallel
+from support.fake_jobs import FAKE_BOOTSTRAP
+from support.jobs import model_parallel
 
 from smp_config import ConfigError
 from smp_estimator import ProcessSession, SMPEstimator

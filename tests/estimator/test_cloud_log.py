@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.cloud import Cloud, boto_session, service, set_status
-from support.fake_jobs import model_parallel
+from support.jobs import model_parallel
 
 from smp_config.progress import ProgressRecord, format_progress
 from smp_estimator import SMPEstimator

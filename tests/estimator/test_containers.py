@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import boto3
 import pytest
-from support.fake_jobs import model_parallel
+from support.jobs import model_parallel
 
 if TYPE_CHECKING:
     from pathlib import Path

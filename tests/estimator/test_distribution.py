@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.fake_jobs import model_parallel
+from support.jobs import model_parallel
 
 from smp_config import ConfigError, ModelParallelParameters
 from smp_estimator import distribution as strategies

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.cloud import ROLE, Cloud, service
-from support.fake_jobs import model_parallel
+from support.jobs import model_parallel
 
 from smp_estimator import SMPEstimator, SMPHuggingFace
 

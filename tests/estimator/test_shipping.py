@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.cloud import Cloud, service
-from support.fake_jobs import model_parallel
+from support.jobs import model_parallel
 
 from smp_config import ConfigError
 from smp_config.version import __version__

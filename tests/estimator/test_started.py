@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from support.fake_jobs import model_parallel
+from support.jobs import model_parallel
 
 from smp_config import ConfigError
 from smp_estimator import distribution as strategies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sysconfig
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,23 @@ TINY = {
 }
 
 
+def model_parallel(processes: int = 2, **parameters: Any) -> dict[str, Any]:
+    """A distribution of the model parallel library."""
+    return {
+        "smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}},
+        "mpi": {"enabled": True, "processes_per_host": processes},
+    }
+
+
 def artifact(estimator: Any, name: str) -> Any:
     """A JSON file out of the job's ``model.tar.gz``."""
     with tarfile.open(estimator.model_data.removeprefix("file://")) as archive:
         return json.load(archive.extractfile(name))
+
+
+def some_text(folder: Path) -> Path:
+    """Put about half a megabyte of real text into a folder; gives the folder."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    written = b"".join(p.read_bytes() for p in sorted(library.glob("*.py"))[:20])[:500_000]
+    (folder / "train.txt").write_bytes(written)
+    return folder
