@@ -262,7 +262,7 @@ def test_two_optimizers_may_have_a_stage_each(ranks):
                 optimizer.zero_grad()
         return norms, model.state_dict()
 
-    model = _reference()
+    model = _reference()  # two optimizers clip and update by themselves, which support.reference.Alone does not
     groups = [[p for n, p in model.named_parameters() if n.startswith("head.") is head] for head in (False, True)]
     norms = []
     for step in range(2):
