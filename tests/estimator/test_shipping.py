@@ -122,7 +122,7 @@ def test_the_wheel_s_record_is_true(built: Path) -> None:
         assert "Name: smp-estimator" in archive.read(f"{info}/METADATA").decode()
     assert {
         "smp_config/data/instances.json",
-        "smp_runtime/model.py",
+        "smp_runtime/model/__init__.py",
         "smdistributed/modelparallel/torch/__init__.py",
     } <= names
     assert not [name for name in names if "__pycache__" in name or name.endswith(".so")]
