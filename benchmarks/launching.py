@@ -6,7 +6,10 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 
 def print_machine() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 
 class LiveBytes(TorchDispatchMode):
@@ -19,12 +22,13 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         now: bytes alive, with gradients.
+        peak: the most that were alive at once.
         recomputed: bytes alive after each recomputation of a region, when backward goes on.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.now = 0
+        self.now = self.peak = 0
         self.recomputed: list[int] = []
         self._parameters = list(parameters)
         self._seen = {tensor.untyped_storage()._cdata for tensor in self._parameters}
@@ -47,6 +51,7 @@ class LiveBytes(TorchDispatchMode):
             return
         self._seen.add(key)
         self.now += size
+        self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._gone, key, size)
 
     def _gone(self, key: int, size: int) -> None:

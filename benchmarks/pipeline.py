@@ -20,11 +20,13 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data_parallel import make_gpt
 from launching import print_machine, run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FORWARD, BACKWARD = 0.020, 0.040
 CASES: dict[str, tuple[int, dict[str, Any]]] = {

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test needs a name server; PyTorch asks one for the name of 127.0.0.1 whenever a rank connects.
@@ -12,6 +11,9 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 os.environ.setdefault("SAGEMAKER_SUPPRESS_V2_WARNING", "1")
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 MOST_RANKS = 4
 
@@ -23,7 +25,7 @@ class _SharedPool:
         self._pool: Any = None
 
     def run(self, *args: Any, **kwargs: Any) -> list[Any]:
-        from ranks import RankPool
+        from support.rank_pool import RankPool
 
         if self._pool is None:
             self._pool = RankPool(MOST_RANKS)
@@ -48,7 +50,7 @@ def _shared_pool() -> Iterator[_SharedPool]:
 
 @pytest.fixture
 def ranks(_shared_pool: _SharedPool) -> Callable[..., list[Any]]:
-    """``ranks(function, world_size, *args, config=…)``: run a function as a small job; see ``ranks.RankPool.run``."""
+    """``ranks(function, world_size, *args, config=…)``: run a function as a small job; see ``support.rank_pool.RankPool.run``."""
     return _shared_pool.run
 
 

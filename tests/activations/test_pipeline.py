@@ -7,7 +7,8 @@ import logging
 
 import pytest
 import torch
-from checkpointed import HIDDEN, Layer, Net, same, train
+from support.activation_training import HIDDEN, Layer, Net, same, train
+from support.logs import logged
 from torch import nn
 
 TIMEOUT = 150.0
@@ -116,11 +117,6 @@ def test_regions_of_a_forward_and_a_task_that_waits_inside_one(ranks):
 def _split(manual):
     import smdistributed.modelparallel.torch as smp
 
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("smp").addHandler(handler)
-
     def prepare(model):
         if not manual:
             for index, layer in enumerate(model.layers):
@@ -129,11 +125,10 @@ def _split(manual):
         smp.set_activation_checkpointing(model.layers)
 
     try:
-        result = train(functools.partial(Net, [0, 1], 0) if manual else functools.partial(Net, 2), prepare)
+        with logged(logging.NOTSET) as messages:
+            result = train(functools.partial(Net, [0, 1], 0) if manual else functools.partial(Net, 2), prepare)
     except smp.exceptions.SMPUserError as error:
         return str(error)
-    finally:
-        logging.getLogger("smp").removeHandler(handler)
     return result["runs"], [message for message in messages if "checkpointed" in message]
 
 

@@ -8,8 +8,8 @@ import logging
 
 import pytest
 import torch
-from checkpointed import HIDDEN, Layer, Net, same, train
-from models import loss_of, token_batch
+from support.activation_training import HIDDEN, Layer, Net, same, train
+from support.models import loss_of, token_batch
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp

@@ -6,8 +6,8 @@ import functools
 
 import pytest
 import torch
-from checkpointed import same
-from models import VOCABULARY, token_batch
+from support.activation_training import same
+from support.models import VOCABULARY, token_batch
 
 TIMEOUT = 150.0
 HOWS = ["smp", "before", "after", "not reentrant"]

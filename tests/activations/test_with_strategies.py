@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from checkpointed import Net, same, train
+from support.activation_training import Net, same, train
 
 TIMEOUT = 150.0
 SHARDED = {

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from resuming import TOPOLOGIES, Training
+from support.checkpoint_training import TOPOLOGIES, Training
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.checkpoint import save_partial as saving
@@ -18,7 +18,7 @@ from smp_runtime.errors import CheckpointError
 
 def test_the_state_is_that_of_the_call_although_training_went_on(ranks, tmp_path):
     def run(path):
-        from resuming import Training
+        from support.checkpoint_training import Training
 
         run = Training()
         run.train(0, 3)
@@ -32,7 +32,7 @@ def test_the_state_is_that_of_the_call_although_training_went_on(ranks, tmp_path
         return losses
 
     def resumed(path, tag):
-        from resuming import Training
+        from support.checkpoint_training import Training
 
         run = Training(seed=9)
         assert run.resume(path, tag) == 3
@@ -83,7 +83,7 @@ def test_nothing_appears_before_all_is_written_and_the_next_save_waits(solo, tmp
 
 def test_a_failure_surfaces_at_the_next_save_on_every_rank_and_the_former_stays(ranks, tmp_path):
     def run(path):
-        from resuming import Training
+        from support.checkpoint_training import Training
 
         from smp_runtime.checkpoint import save_partial as saving
 

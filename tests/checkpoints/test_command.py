@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from support.huggingface import tiny_config
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -377,17 +378,7 @@ def _save_distributed(path, source):
 def test_a_distributed_model_becomes_one_of_transformers(ranks, tmp_path, family):
     import transformers as hf
 
-    config = {
-        "gpt2": lambda: hf.GPT2Config(n_embd=32, n_head=4, n_layer=2, n_positions=16, vocab_size=VOCABULARY),
-        "llama": lambda: hf.LlamaConfig(
-            hidden_size=32,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_hidden_layers=2,
-            intermediate_size=48,
-            vocab_size=VOCABULARY,
-        ),
-    }[family]()
+    config = tiny_config(family, VOCABULARY)
     config.save_pretrained(tmp_path / "config")
     logits = ranks(
         _save_distributed,

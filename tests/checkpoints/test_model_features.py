@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from resuming import TOPOLOGIES
+from support.checkpoint_training import TOPOLOGIES
+from support.rank_training import training_step, updates
 from torch import nn
 
 GPT2 = {"n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 16, "vocab_size": 33}
@@ -70,6 +71,10 @@ def test_buffers_and_extra_state(ranks, tmp_path, source, target):
     assert saved["1.num_batches_tracked"] > 0
 
 
+def _loss(model, ids):
+    return model(input_ids=ids, labels=ids).loss
+
+
 def _language(path, tag, first, last, divided):
     """Train a small GPT-2, distributed or as it is, and save; or go on from a checkpoint."""
     import torch
@@ -87,22 +92,12 @@ def _language(path, tag, first, last, divided):
     model.load_state_dict(NAMES.to_ours(plain.state_dict()) if divided else plain.state_dict())
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
-    @smp.step
-    def step(ids):
-        loss = model(input_ids=ids, labels=ids).loss
-        model.backward(loss)
-        return loss
-
     if first:
         assert smp.resume_from_checkpoint(path, tag=tag) == first
-    losses = []
-    for index in range(first, last):
-        ids = torch.randint(0, 33, (8, 6), generator=torch.Generator().manual_seed(index))
-        share = 8 // smp.dp_size()
-        optimizer.zero_grad()
-        loss = float(step(ids[smp.dp_rank() * share : (smp.dp_rank() + 1) * share]).reduce_mean())
-        optimizer.step()
-        losses.append(sum(smp.allgather(loss, smp.DP_GROUP)) / smp.dp_size())
+    batches = (
+        (torch.randint(0, 33, (8, 6), generator=torch.Generator().manual_seed(index)),) for index in range(first, last)
+    )
+    losses = list(updates(training_step(model, _loss), optimizer, batches))
     smp.save_checkpoint(path, tag=f"{smp.size()}-{last}", user_content=last)
     return losses
 
@@ -121,7 +116,7 @@ def test_flat_groups_are_what_tools_for_sharded_checkpoints_read(ranks, tmp_path
     """Rank i's part of each parameter, one after the other, put together without the library."""
 
     def save(path):
-        from resuming import Training
+        from support.checkpoint_training import Training
 
         run = Training()
         run.train(0, 2)
@@ -156,7 +151,7 @@ def test_a_full_checkpoint_with_the_optimizer_goes_from_and_to_any_topology(rank
     """And is what one process of plain PyTorch has."""
 
     def save(path):
-        from resuming import Training
+        from support.checkpoint_training import Training
 
         run = Training()
         run.train(0, 3)
@@ -164,7 +159,7 @@ def test_a_full_checkpoint_with_the_optimizer_goes_from_and_to_any_topology(rank
         return run.train(3, 6)
 
     def resumed(path):
-        from resuming import Training
+        from support.checkpoint_training import Training
 
         run = Training(seed=9)
         assert run.resume(path, "full.pt", partial=False) == 3
@@ -176,7 +171,7 @@ def test_a_full_checkpoint_with_the_optimizer_goes_from_and_to_any_topology(rank
         for target in targets:
             for losses in ranks(resumed, TOPOLOGIES[target][0], path, config=TOPOLOGIES[target][1]):
                 assert losses == pytest.approx(expected, abs=1e-5), (source, target)
-        from resuming import Net, groups
+        from support.checkpoint_training import Net, groups
 
         net = Net()
         net.load_state_dict(torch.load(f"{path}/full.pt", weights_only=True))
@@ -187,7 +182,7 @@ def test_a_full_checkpoint_with_the_optimizer_goes_from_and_to_any_topology(rank
 
 
 def test_names_that_older_helper_scripts_read(solo):
-    from resuming import Training
+    from support.checkpoint_training import Training
 
     import smdistributed.modelparallel.torch as smp
 

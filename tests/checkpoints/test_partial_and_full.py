@@ -10,7 +10,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from models import TiedNet, loss_of, token_batch
+from support.models import TiedNet, token_batch
+from support.rank_training import training_step
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -26,11 +27,7 @@ def _setup(dropout=0.0):
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     torch.manual_seed(100 + smp.rank())
 
-    @smp.step
-    def step(ids, targets):
-        loss = loss_of(model(ids), targets)
-        model.backward(loss)
-        return loss
+    step = training_step(model)
 
     def train(first, last):
         losses = []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from ranks import RankPool
-from resuming import TOPOLOGIES, resume_each, resume_train_save, train_and_save
+from support.checkpoint_training import TOPOLOGIES, resume_each, resume_train_save, train_and_save
+from support.rank_pool import RankPool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 STOP, END = 10, 20
 
@@ -68,9 +71,8 @@ def test_half_precision_goes_on_at_other_degrees(ranks, tmp_path, precision):
 
 @pytest.fixture(scope="module")
 def eight() -> Iterator[RankPool]:
-    pool = RankPool(8)
-    yield pool
-    pool.close()
+    with RankPool(8) as pool:
+        yield pool
 
 
 #: Every ordered pair of these is tried by the full tests.
@@ -91,7 +93,7 @@ def test_precision_may_change(ranks, solo, tmp_path):
     """A bf16 run continues from float32 weights of its own, and a float32 run takes the masters, not rounded weights."""
 
     def masters(path):
-        from resuming import Training
+        from support.checkpoint_training import Training
 
         run = Training()
         run.train(0, 3)
@@ -101,7 +103,7 @@ def test_precision_may_change(ranks, solo, tmp_path):
     expected = ranks(masters, 1, str(tmp_path), config={"bf16": True})[0]
     assert any(not torch.equal(p, p.bfloat16().float()) for p in expected.values())
     solo({})
-    from resuming import Training
+    from support.checkpoint_training import Training
 
     run = Training(seed=3)
     assert run.resume(str(tmp_path)) == 3

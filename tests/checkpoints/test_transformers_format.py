@@ -6,6 +6,9 @@ import json
 
 import pytest
 import torch
+from support.huggingface import tiny_config
+from support.rank_training import training_step, updates
+from support.reference import train_alone
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.checkpoint.files.name_translation import Traced
@@ -18,30 +21,10 @@ FAMILIES = ["gpt2", "llama"]
 
 
 def _original(family):
-    """A tiny model with random values everywhere; GPT-2 ties its embeddings, Llama here does not."""
+    """A tiny model with random values everywhere."""
     import transformers as hf
 
-    config = {
-        "gpt2": lambda: hf.GPT2Config(
-            n_embd=32,
-            n_head=4,
-            n_layer=2,
-            n_positions=16,
-            vocab_size=VOCABULARY,
-            attn_pdrop=0.0,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-        ),
-        "llama": lambda: hf.LlamaConfig(
-            hidden_size=32,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_hidden_layers=2,
-            intermediate_size=48,
-            max_position_embeddings=16,
-            vocab_size=VOCABULARY,
-        ),
-    }[family]()
+    config = tiny_config(family, VOCABULARY)
     config._attn_implementation = "eager"
     torch.manual_seed(1)
     model = hf.AutoModelForCausalLM.from_config(config)
@@ -61,6 +44,14 @@ def _adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-2)
 
 
+def _batches():
+    return ((_batch(step),) for step in range(STEPS))
+
+
+def _loss(model, ids):
+    return model(input_ids=ids, labels=ids).loss
+
+
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
     """For each family: a folder of Transformers, the losses of plain training from there, and the logits after it."""
@@ -69,16 +60,8 @@ def references(tmp_path_factory):
         folder = tmp_path_factory.mktemp(family)
         model = _original(family)
         model.save_pretrained(folder)
-        optimizer = _adamw(model.parameters())
-        losses = []
-        for step in range(STEPS):
-            ids = _batch(step)
-            optimizer.zero_grad()
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            losses.append(loss.item())
-            optimizer.step()
-        found[family] = (folder, losses, _logits(model))
+        trained = train_alone(model, _adamw, _batches(), _loss)
+        found[family] = (folder, trained.losses, _logits(model))
     return found
 
 
@@ -105,19 +88,7 @@ def _import_train_export(family, source, target, tag):
     content = smp.resume_from_checkpoint(source, tag=tag, partial=False, load_optimizer=False)
     assert content is None
 
-    @smp.step
-    def step(ids):
-        loss = model(input_ids=ids, labels=ids).loss
-        model.backward(loss)
-        return loss
-
-    losses = []
-    for number in range(STEPS):
-        share = BATCH // smp.dp_size()
-        optimizer.zero_grad()
-        loss = step(_batch(number)[smp.dp_rank() * share : (smp.dp_rank() + 1) * share]).reduce_mean()
-        losses.append(sum(smp.allgather(float(loss), smp.DP_GROUP)) / smp.dp_size())
-        optimizer.step()
+    losses = list(updates(training_step(model, _loss), optimizer, _batches()))
     smp.save_checkpoint(target, tag=tag, partial=False, user_content={"step": STEPS})
     assert smp.resume_from_checkpoint(target, tag=tag, partial=False) == {"step": STEPS}
     return losses

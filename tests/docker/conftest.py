@@ -10,15 +10,16 @@ import json
 import logging
 import os
 import subprocess
-import sysconfig
 import uuid
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from docker_tools import ACCESS_KEY, BUCKET, IMAGE_VARIABLE, NETWORK, REGION, SECRET_KEY, Containers, docker
-from jobtools import ENTRYPOINTS, TINY
+from support.docker_client import ACCESS_KEY, BUCKET, IMAGE_VARIABLE, NETWORK, REGION, SECRET_KEY, Containers, docker
+from support.jobs import ENTRYPOINTS, TINY, model_parallel, some_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -45,11 +46,7 @@ def image() -> str:
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with about half a megabyte of real text."""
-    folder = tmp_path_factory.mktemp("text")
-    library = Path(sysconfig.get_paths()["stdlib"])
-    written = b"".join(p.read_bytes() for p in sorted(library.glob("*.py"))[:20])[:500_000]
-    (folder / "train.txt").write_bytes(written)
-    return folder
+    return some_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="session")
@@ -129,15 +126,7 @@ def local_job(image: str, text: Path, tmp_path: Path, containers: Containers) ->
             code_location=output if endpoint else None,
             hyperparameters={**TINY, **hyperparameters},
             environment={"AWS_EC2_METADATA_DISABLED": "true", "OMP_NUM_THREADS": "1"},
-            distribution={
-                "smdistributed": {
-                    "modelparallel": {
-                        "enabled": True,
-                        "parameters": {"ddp": True, "microbatches": 2, **(parameters or {})},
-                    }
-                },
-                "mpi": {"enabled": True, "processes_per_host": processes},
-            },
+            distribution=model_parallel(processes, **{"ddp": True, "microbatches": 2, **(parameters or {})}),
             disable_profiler=True,
             debugger_hook_config=False,
         )

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from docker_tools import docker
+from support.docker_client import docker
 
 pytestmark = pytest.mark.timeout(120)
 

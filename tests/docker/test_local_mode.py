@@ -13,9 +13,9 @@ from typing import Any
 
 import boto3
 import pytest
-from docker_tools import ACCESS_KEY, BUCKET, SECRET_KEY, docker, logs
-from jobtools import ENTRYPOINTS, TINY, artifact
 from sagemaker.exceptions import UnexpectedStatusException
+from support.docker_client import ACCESS_KEY, BUCKET, SECRET_KEY, docker, logs
+from support.jobs import ENTRYPOINTS, TINY, artifact, model_parallel
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -37,12 +37,7 @@ def process_losses(text, tmp_path_factory):
                 output_path=f"file://{tmp_path_factory.mktemp('process')}",
                 hyperparameters=TINY,
                 environment={"OMP_NUM_THREADS": "1"},
-                distribution={
-                    "smdistributed": {
-                        "modelparallel": {"enabled": True, "parameters": {"ddp": True, "microbatches": 2}}
-                    },
-                    "mpi": {"enabled": True, "processes_per_host": 2},
-                },
+                distribution=model_parallel(2, ddp=True, microbatches=2),
             )
             job.fit({"train": f"file://{text}"}, logs=False)
             known[hosts] = artifact(job, "losses.json")

@@ -6,12 +6,14 @@ import json
 import shutil
 import subprocess
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from docker_tools import docker, logs
-from jobtools import ENTRYPOINTS, TINY
+from support.docker_client import docker, logs
+from support.jobs import ENTRYPOINTS, TINY
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(300)
 

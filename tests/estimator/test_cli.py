@@ -6,8 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
@@ -15,6 +14,9 @@ from click.testing import CliRunner, Result
 
 from smp_estimator.cli import doctor
 from smp_estimator.cli.main import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 GOOD = {
     "smdistributed": {"modelparallel": {"enabled": True, "parameters": {"ddp": True, "tensor_parallel_degree": 4}}},

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from estimator.cloudtools import IMAGE, ROLE, Cloud, service
-from estimator.fakes import FAKE_BOOTSTRAP, model_parallel
+from support.cloud import IMAGE, ROLE, Cloud, service
+from support.fake_jobs import FAKE_BOOTSTRAP
+from support.jobs import model_parallel
 
 from smp_config import ConfigError
 from smp_estimator import ProcessSession, SMPEstimator
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 VADER = "--mca btl_vader_single_copy_mechanism none"
 EFA = "-x FI_PROVIDER=efa -x NCCL_PROTO=simple"

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from estimator.cloudtools import Cloud, boto_session, service, set_status
-from estimator.fakes import model_parallel
+from support.cloud import Cloud, boto_session, service, set_status
+from support.jobs import model_parallel
 
 from smp_config.progress import ProgressRecord, format_progress
 from smp_estimator import SMPEstimator
 from smp_estimator.cloud.log import CloudLog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 JOB = "watched"
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from estimator.cloudtools import Cloud, service
-from estimator.fakes import model_parallel
+from support.cloud import Cloud, service
+from support.jobs import model_parallel
 
 from smp_config import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 DATA_PARALLEL = {"smdistributed": {"dataparallel": {"enabled": True}}}
 

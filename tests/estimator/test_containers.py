@@ -11,12 +11,14 @@ import re
 import sys
 import tarfile
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import boto3
 import pytest
-from estimator.fakes import model_parallel
+from support.jobs import model_parallel
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Make = Callable[..., Any]
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from estimator.fakes import model_parallel
+from support.jobs import model_parallel
 
 from smp_config import ConfigError, ModelParallelParameters
 from smp_estimator.settings import distribution as strategies
 from smp_estimator.settings import translation
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def read(distribution: Any, *, hosts: int | None = 1, process_mode: bool = True, instance_type: str = "local") -> Any:

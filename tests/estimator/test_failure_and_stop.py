@@ -11,12 +11,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from estimator.fakes import FAKE_BOOTSTRAP, gone_within, marked
 from sagemaker.exceptions import UnexpectedStatusException
+from support.fake_jobs import FAKE_BOOTSTRAP, gone_within, marked
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Make = Callable[..., Any]
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from estimator.cloudtools import Cloud, service
-from estimator.fakes import model_parallel
+from support.cloud import Cloud, service
+from support.jobs import model_parallel
 
 from smp_config import ConfigError
 from smp_estimator import SMPHuggingFace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from estimator.fakes import gone_within, marked, model_parallel
+from support.fake_jobs import gone_within, marked
+from support.jobs import model_parallel
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 

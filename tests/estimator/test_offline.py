@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import boto3
 import pytest
 from botocore.exceptions import NoCredentialsError
-from estimator.fakes import FAKE_BOOTSTRAP
+from support.fake_jobs import FAKE_BOOTSTRAP
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 NOTEBOOK = """
 import os, socket, sys, traceback

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from estimator.cloudtools import ROLE, Cloud, service
-from estimator.fakes import model_parallel
+from support.cloud import ROLE, Cloud, service
+from support.jobs import model_parallel
 
 from smp_estimator import SMPEstimator, SMPHuggingFace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 STRATEGIES: dict[str, Any] = {
     "torch_distributed": {"torch_distributed": {"enabled": True}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.jobs import model_parallel
 
 from smp_estimator import ConfigError, SMPEstimator
 
@@ -11,10 +12,7 @@ def _estimator(**parameters):
     return SMPEstimator(
         entry_point="train.py",
         instance_type="local",
-        distribution={
-            "smdistributed": {"modelparallel": {"enabled": True, "parameters": {"ddp": True, **parameters}}},
-            "mpi": {"enabled": True, "processes_per_host": 4},
-        },
+        distribution=model_parallel(4, ddp=True, **parameters),
     )
 
 

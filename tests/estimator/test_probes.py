@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from estimator.cloudtools import Cloud, service
-from estimator.probes import RIGHT, WRONG, Probe
+from support.cloud import Cloud, service
+from support.configurations import RIGHT, WRONG, Probe
 
 from smp_config import ConfigError
 from smp_estimator import SMPEstimator
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def test_right(probe: Probe, cloud: Cloud, script: Path, caplog: pytest.LogCaptu
 
 def test_changes_after_the_constructor_are_checked_at_fit(cloud: Cloud, script: Path) -> None:
     def wrong(change: Any) -> str:
-        from estimator.probes import smp
+        from support.configurations import smp
 
         estimator = cloud.estimator(script, **smp(8, ddp=True))
         change(estimator)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
-from estimator.fakes import FAKE_BOOTSTRAP, model_parallel
+from support.fake_jobs import FAKE_BOOTSTRAP
+from support.jobs import model_parallel
 
 from smp_config import ConfigError
 

@@ -11,18 +11,20 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from estimator.cloudtools import Cloud, service
-from estimator.fakes import model_parallel
+from support.cloud import Cloud, service
+from support.jobs import model_parallel
 
 from smp_config import ConfigError
 from smp_config.version import __version__
 from smp_estimator import SMPEstimator
 from smp_estimator.cloud import entry, images, wheel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 WHEEL = f"smp_estimator-{__version__}-py3-none-any.whl"
 
@@ -120,7 +122,7 @@ def test_the_wheel_s_record_is_true(built: Path) -> None:
         assert "Name: smp-estimator" in archive.read(f"{info}/METADATA").decode()
     assert {
         "smp_config/data/instances.json",
-        "smp_runtime/model.py",
+        "smp_runtime/model/__init__.py",
         "smdistributed/modelparallel/torch/__init__.py",
     } <= names
     assert not [name for name in names if "__pycache__" in name or name.endswith(".so")]

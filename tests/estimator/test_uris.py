@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from smp_estimator.local.uris import address_of, path_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.mark.parametrize("name", ["my out", "é", "100%", "50%25", "a%20b", "x#y", "x?y", "new folder/inside"])

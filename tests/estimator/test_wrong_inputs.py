@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from estimator.fakes import model_parallel
+from support.jobs import model_parallel
 
 from smp_config import ConfigError
 from smp_estimator import ProcessSession, SMPEstimator
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Make = Callable[..., Any]
 

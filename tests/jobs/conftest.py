@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sysconfig
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from jobtools import ENTRYPOINTS, TINY
+from support.jobs import ENTRYPOINTS, TINY, model_parallel, some_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> Path:
     """A folder with about half a megabyte of real text."""
-    folder = tmp_path_factory.mktemp("text")
-    library = Path(sysconfig.get_paths()["stdlib"])
-    written = b"".join(p.read_bytes() for p in sorted(library.glob("*.py"))[:20])[:500_000]
-    (folder / "train.txt").write_bytes(written)
-    return folder
+    return some_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture
@@ -37,10 +34,7 @@ def gpt_job(text, tmp_path):
             instance_count=hosts,
             output_path=f"file://{tmp_path / name}",
             hyperparameters={**TINY, **settings},
-            distribution={
-                "smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}},
-                "mpi": {"enabled": True, "processes_per_host": processes},
-            },
+            distribution=model_parallel(processes, **parameters),
             **arguments,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from jobtools import artifact
+from support.jobs import artifact
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(120)]
 

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from models import TiedNet
+from support.models import TiedNet
 from torch import nn
 
 from smp_runtime.errors import SMPUserError

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from closeness import close
+from support.closeness import close
+from support.reference import Alone, divided
 from torch import nn
 
 from smp_runtime.module_state.attributes import Attributes
@@ -149,19 +150,10 @@ def _batch(step: int) -> torch.Tensor:
 
 
 def _alone(name: str) -> tuple[list[float], nn.Module]:
-    model = _built(name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
+    alone = Alone(_built(name), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     for step in range(STEPS):
-        optimizer.zero_grad()
-        total = 0.0
-        for x in _batch(step).chunk(MICROBATCHES):
-            loss = (model(x) - 1).square().mean() / MICROBATCHES
-            loss.backward()
-            total += float(loss.detach())
-        losses.append(total)
-        optimizer.step()
-    return losses, model
+        alone.step(divided((_batch(step),), MICROBATCHES), lambda model, x: (model(x) - 1).square().mean())
+    return alone.losses, alone.model
 
 
 def _staged(name: str) -> dict[str, Any]:

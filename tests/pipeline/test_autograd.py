@@ -9,7 +9,7 @@ import torch
 def _run(case, steps=5):
     """Train four layers, two of them on another stage than the model; returns what this rank has found, by step."""
     import torch
-    from pipeline_models import WIDTH
+    from support.pipeline_models import WIDTH
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp

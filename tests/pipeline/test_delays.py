@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from closeness import close
-from pipeline_training import alone, staged
+from support.closeness import close
+from support.pipeline_training import alone, staged
 
 
 def _delayed(name, steps, batch):

@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 import torch
-from closeness import close
-from pipeline_models import CASES, built
-from pipeline_training import part
+from support.closeness import close
+from support.pipeline_models import CASES, built
+from support.reference import Alone, divided
 
 from smp_runtime.tensors.random_state import task_seed
 
@@ -69,32 +69,26 @@ class Replay:
 def reference(name, stage_of, steps, microbatches, replicas):
     """Losses and gradients of one process with the pipeline's seeds; the random numbers of each replica are replayed."""
     case, model = CASES[name], built(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=case.rate)
+    alone = Alone(model, lambda parameters: torch.optim.AdamW(parameters, lr=case.rate))
     replay = Replay(model, stage_of, 0)
     torch.manual_seed(21)
-    losses, gradients = [], []
     for step in range(steps):
         seed = int(torch.empty((), dtype=torch.int64).random_())
-        optimizer.zero_grad()
-        total = 0.0
-        for replica in range(replicas):
-            replay.replica = replica
-            mine = part(case.batch(step, BATCH), replica, replicas)
-            for number in range(microbatches):
-                piece = part(mine, number, microbatches)
-                loss = replay.microbatch(seed, number, lambda piece=piece: case.loss(model, *piece)[0])
-                (loss / microbatches / replicas).backward()
-                total += float(loss.detach()) / microbatches / replicas
-        losses.append(total)
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
-        optimizer.step()
-    return losses, gradients
+
+        def loss(model, index, *piece, seed=seed):
+            replay.replica, number = divmod(index, microbatches)
+            return replay.microbatch(seed, number, lambda: case.loss(model, *piece)[0])
+
+        pieces = divided(case.batch(step, BATCH), microbatches, replicas)
+        alone.step([(index, *piece) for index, piece in enumerate(pieces)], loss)
+    return alone.losses, alone.gradients
 
 
 def _dropping(name, steps, manual):
     import torch
-    from pipeline_models import CASES, built, scattered
-    from pipeline_training import part, replayed
+    from support.models import part
+    from support.pipeline_models import CASES, built, scattered
+    from support.pipeline_training import replayed
 
     import smdistributed.modelparallel.torch as smp
 
@@ -165,8 +159,8 @@ def _repeated(warm, times):
     import time
 
     import torch
-    from pipeline_models import CASES, built
-    from pipeline_training import replayed
+    from support.pipeline_models import CASES, built
+    from support.pipeline_training import replayed
 
     import smdistributed.modelparallel.torch as smp
     import smp_runtime.pipeline.transport.transport as transport

@@ -12,7 +12,7 @@ def _errors(what):
     import threading
 
     import torch
-    from pipeline_models import WIDTH, numbers
+    from support.pipeline_models import WIDTH, numbers
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp
@@ -330,7 +330,7 @@ def _no_memory(early):
     from unittest import mock
 
     import torch
-    from pipeline_training import summing_step
+    from support.pipeline_training import summing_step
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp

@@ -220,10 +220,9 @@ def _is_receiving() -> bool:
 
 
 def test_a_rank_that_dies_in_the_middle_of_a_tensor_is_a_lost_one(tmp_path):
-    from ranks import RankFailed, RankPool
+    from support.rank_pool import RankFailed, RankPool
 
-    pool = RankPool(2)
-    try:
+    with RankPool(2) as pool:
         with pytest.raises(RankFailed, match="rank 1 of 2 died"):
             pool.run(_dies_in_a_tensor, 2, str(tmp_path))
         if not (tmp_path / "0").exists():
@@ -231,8 +230,6 @@ def test_a_rank_that_dies_in_the_middle_of_a_tensor_is_a_lost_one(tmp_path):
         stage, kind, message, nothing_failed = json.loads((tmp_path / "0").read_text())
         assert (stage, kind, nothing_failed) == (1, "SMPRuntimeError", True)
         assert "look for the first error in the log of rank 1" in message
-    finally:
-        pool.close()
 
 
 def _held_up() -> list[bool]:
@@ -333,7 +330,7 @@ def test_what_has_been_sent_is_given_back():
 
 
 def _pruned() -> int:
-    from pipeline_training import summing_step
+    from support.pipeline_training import summing_step
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp

@@ -9,8 +9,8 @@ import time
 
 import pytest
 import torch
-from pipeline_training import summing_step
-from ranks import RankFailed, RankPool
+from support.pipeline_training import summing_step
+from support.rank_pool import RankFailed, RankPool
 from torch import nn
 
 
@@ -43,8 +43,7 @@ def _dies(folder):
 
 
 def test_a_rank_that_dies_ends_the_step_of_the_others_at_once(tmp_path):
-    pool = RankPool(3)
-    try:
+    with RankPool(3) as pool:
         settings = {"partitions": 3, "auto_partition": False, "default_partition": 0}
         with pytest.raises(RankFailed, match="rank 1 of 3 died"):
             pool.run(_dies, 3, str(tmp_path), config=settings, timeout=100)
@@ -56,8 +55,6 @@ def test_a_rank_that_dies_ends_the_step_of_the_others_at_once(tmp_path):
             assert kind == again == "StageError"
             assert "stage 1 (rank 1)" in text
             assert seconds < 20
-    finally:
-        pool.close()
 
 
 def _leaves(who, after):

@@ -6,7 +6,7 @@ import pickle
 from collections import Counter
 
 import pytest
-from pipeline_training import summing_step
+from support.pipeline_training import summing_step
 
 
 def _counted(steps):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import ClassVar
 
 import pytest
 import torch
+from support.logs import logged
 from torch import nn
 
 from smp_runtime.pipeline.execution.stage_context import current_modes, default_device, in_modes, keeps_otherwise
@@ -159,29 +161,22 @@ def test_evaluation_in_inference_mode_before_and_after_training(ranks):
 
 def test_hooks_around_a_step_are_said_to_have_no_effect(ranks):
     def run(build):
-        import logging
-
         import torch
 
         import smdistributed.modelparallel.torch as smp
 
-        said = []
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())
-        logging.getLogger("smp").addHandler(handler)
-        model = smp.DistributedModel(build())
-
         @smp.step
-        def train(x):
+        def train(model, x):
             model.backward(model(x).sum())
 
-        for _ in range(2):
-            train(torch.ones(4, 4))
-        before = [text for text in said if "save_on_cpu" in text]
-        with torch.autograd.graph.save_on_cpu():
+        with logged(logging.NOTSET) as said:
+            model = smp.DistributedModel(build())
             for _ in range(2):
-                train(torch.ones(4, 4))
-        logging.getLogger("smp").removeHandler(handler)
+                train(model, torch.ones(4, 4))
+            before = [text for text in said if "save_on_cpu" in text]
+            with torch.autograd.graph.save_on_cpu():
+                for _ in range(2):
+                    train(model, torch.ones(4, 4))
         return before, sum("save_on_cpu" in text for text in said)
 
     found = ranks(run, 2, blocks, config=TWO)

@@ -12,7 +12,7 @@ def _forms():
     from collections import namedtuple
 
     import torch
-    from pipeline_models import WIDTH, Pair, chain
+    from support.pipeline_models import WIDTH, Pair, chain
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp
@@ -96,7 +96,7 @@ def _forms():
 
 
 def _alone():
-    from pipeline_models import WIDTH, chain
+    from support.pipeline_models import WIDTH, chain
     from torch import nn
 
     torch.manual_seed(0)
@@ -145,17 +145,10 @@ def test_autocast_around_a_step_reaches_every_stage(forms):
 
 
 def _in_place():
-    import logging
-
-    from pipeline_models import CASES, built
+    from support.logs import logged
+    from support.pipeline_models import CASES, built
 
     import smdistributed.modelparallel.torch as smp
-
-    told = []
-
-    class Records(logging.Handler):
-        def emit(self, record):
-            told.append(record.getMessage())
 
     model = smp.DistributedModel(built("inplace"))
     smp.set_partition(model.module.second, 1)
@@ -166,13 +159,9 @@ def _in_place():
         loss, _ = CASES["inplace"].loss(model, *arguments)
         model.backward(loss)
 
-    handler = Records(logging.WARNING)
-    logging.getLogger("smp").addHandler(handler)
-    try:
+    with logged() as told:
         for step in range(3):
             train(*CASES["inplace"].batch(step, 8))
-    finally:
-        logging.getLogger("smp").removeHandler(handler)
     return told
 
 

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from closeness import close
-from pipeline_models import PLAIN
-from pipeline_training import alone, compare, staged
+from support.closeness import close
+from support.pipeline_models import PLAIN
+from support.pipeline_training import alone, compare, staged
 
 BATCH = 16
 #: Stages, microbatches, schedule, whether placed by hand: every pair of two options occurs.
@@ -122,7 +122,7 @@ def replicas(ranks, name, sharded, microbatches, schedule, manual, steps):
 
 def _half(steps, scaling):
     """Losses, overflows and weights of a few steps; in one process and in a pipeline."""
-    from pipeline_models import CASES, built
+    from support.pipeline_models import CASES, built
 
     import smdistributed.modelparallel.torch as smp
 

@@ -7,6 +7,7 @@ import logging
 
 import pytest
 import torch
+from support.logs import logged
 from torch import nn
 
 from smp_runtime.pipeline.partition.assignment import Assignment
@@ -128,17 +129,12 @@ def _first_step(make):
     """What is logged, and the error of the first step if there is one."""
     import smdistributed.modelparallel.torch as smp
 
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("smp").addHandler(handler)
-    model = smp.DistributedModel(make())
-    try:
-        smp.step(lambda x: model(x).sum())(torch.ones(2, 4))
-    except Exception as error:
-        return said, f"{type(error).__name__}: {error}"
-    finally:
-        logging.getLogger("smp").removeHandler(handler)
+    with logged(logging.NOTSET) as said:
+        model = smp.DistributedModel(make())
+        try:
+            smp.step(lambda x: model(x).sum())(torch.ones(2, 4))
+        except Exception as error:
+            return said, f"{type(error).__name__}: {error}"
     return said, ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from pipeline_training import alone, compare
+from support.pipeline_training import alone, compare
 from support.schedules import InPairs
 
 BATCH = 16
@@ -16,7 +16,8 @@ def _watched(name, steps, options, policy=None):
     import logging
     from unittest import mock
 
-    from pipeline_training import staged
+    from support.logs import logged
+    from support.pipeline_training import staged
 
     import smdistributed.modelparallel.torch as smp
     import smp_runtime.pipeline.execution.conductor as tasks
@@ -26,11 +27,6 @@ def _watched(name, steps, options, policy=None):
 
     most = [0]
     original_put, original_model = values.ValueStore.put, smp.DistributedModel
-    records = []
-
-    class Records(logging.Handler):
-        def emit(self, record):
-            records.append(record.getMessage())
 
     def put(self, *args, **kwargs):
         original_put(self, *args, **kwargs)
@@ -56,20 +52,18 @@ def _watched(name, steps, options, policy=None):
 
     tasks.Conductor.reset, tasks.Conductor._end_segment = reset, end
     server.ModuleServer.release = release
-    handler = Records()
-    logging.getLogger("smp").addHandler(handler)
     logging.getLogger("smp").setLevel(logging.INFO)
     values.ValueStore.put = put
     smp.DistributedModel = lambda module: original_model(module, **options)
     try:
-        with mock.patch.dict(POLICIES, {} if policy is None else {smp.state.cfg.pipeline: policy}):
+        chosen = {} if policy is None else {smp.state.cfg.pipeline: policy}
+        with mock.patch.dict(POLICIES, chosen), logged(logging.INFO) as records:
             done = staged(name, steps, BATCH)
     finally:
         values.ValueStore.put = original_put
         server.ModuleServer.release = original_release
         tasks.Conductor.reset, tasks.Conductor._end_segment = original_reset, original_end
         smp.DistributedModel = original_model
-        logging.getLogger("smp").removeHandler(handler)
     work = [(kind, microbatch) for kind, microbatch in work if kind != "S"]
     return {**done, "work": work, "microbatches_with_values": most[0], "graphs_left": left[0], "log": records}
 

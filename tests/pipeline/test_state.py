@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pipeline_models import built
+from support.pipeline_models import built
 
 
 def _job(start, stop, path, save_at=None, loads=None):
     """Train steps ``start`` to ``stop``; save after ``save_at``, or resume from ``path`` first."""
     import torch
-    from pipeline_models import CASES, built
-    from pipeline_training import part
+    from support.models import part
+    from support.pipeline_models import CASES, built
 
     import smdistributed.modelparallel.torch as smp
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from support.logs import logged
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -50,29 +50,24 @@ def evaluate(model, x):
 
 
 def _differing(how: str) -> Any:
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("smp").addHandler(handler)
     model, first = _model(), smp.rank() == 0
     x = torch.ones(4, 2)
     try:
-        if how == "function":
-            (train if first else evaluate)(model, x)
-        elif how == "mode":
-            model.train(first)
-            train(model, x)
-        elif how == "shapes":
-            train(model, torch.ones(4 if first else 8, 2))
-        elif how == "values":
-            train(model, x * (1 + smp.rank()))
-            train(model, x * (1 + smp.rank()))
-        else:
-            train(model, x)
+        with logged() as said:
+            if how == "function":
+                (train if first else evaluate)(model, x)
+            elif how == "mode":
+                model.train(first)
+                train(model, x)
+            elif how == "shapes":
+                train(model, torch.ones(4 if first else 8, 2))
+            elif how == "values":
+                train(model, x * (1 + smp.rank()))
+                train(model, x * (1 + smp.rank()))
+            else:
+                train(model, x)
     except (SMPUserError, SMPRuntimeError) as error:
         return type(error).__name__, str(error)
-    finally:
-        logging.getLogger("smp").removeHandler(handler)
     return "", [line for line in said if "called the step" in line]
 
 

@@ -6,8 +6,7 @@ import logging
 import queue
 import threading
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,6 +22,9 @@ from smp_runtime.pipeline.observe.recorder import (
     recorder_of_job,
     share_clock,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def record(recorder: Recorder, *numbers: int, actions: int = 3) -> None:

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from closeness import close
-from pipeline_models import TRANSFORMERS
-from pipeline_training import alone, staged
+from support.closeness import close
+from support.pipeline_models import TRANSFORMERS
+from support.pipeline_training import alone, staged
 
 SAMPLE = {
     "gpt2": (2, 4, "interleaved", True),

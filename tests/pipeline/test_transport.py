@@ -11,9 +11,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,6 +20,9 @@ import torch
 from smp_runtime.comm.control import ControlPlane, SoloCarrier
 from smp_runtime.errors import DeadlineError, SMPRuntimeError
 from smp_runtime.pipeline.transport.transport import Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 CPU = torch.device("cpu")
 #: Longer than anything here takes, even on a busy machine.
@@ -266,10 +268,9 @@ def dying(forked: bool, folder: str) -> None:
 
 @pytest.mark.parametrize("forked", [False, True])
 def test_the_death_of_a_stage_is_told_once(forked, tmp_path):
-    from ranks import RankFailed, RankPool
+    from support.rank_pool import RankFailed, RankPool
 
-    pool = RankPool(3)
-    try:
+    with RankPool(3) as pool:
         with pytest.raises(RankFailed, match="rank 1 of 3 died"):
             pool.run(dying, 3, forked, str(tmp_path))
         for rank in (0, 2):
@@ -280,8 +281,6 @@ def test_the_death_of_a_stage_is_told_once(forked, tmp_path):
             assert "stage 1 (rank 1)" in message
             assert "look for the first error in the log of rank 1" in message
             assert seconds < PATIENCE / 2  # by itself, not when something else ends
-    finally:
-        pool.close()
 
 
 def leaving() -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import logging
+import math
 
 import pytest
 import torch
-from closeness import close
+from support.closeness import close
+from support.logs import logged
+from support.reference import Alone, train_alone
 from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
@@ -59,16 +61,14 @@ def _loss(outputs):
     return 10 * (outputs.float() - 1.0).square().mean()
 
 
+def _loss_of(model, x):
+    return _loss(model(x))
+
+
 def _alone(make, limit=None, norm_type=2.0):
-    model = _reference()
-    optimizer, norms = make(model.parameters()), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        _loss(model(_batch(step))).backward()
-        if limit is not None:
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit, norm_type)))
-        optimizer.step()
-    return norms, model.state_dict()
+    batches = ((_batch(step),) for step in range(STEPS))
+    alone = train_alone(_reference(), make, batches, _loss_of, limit=limit or math.inf, norm_type=norm_type)
+    return alone.norms if limit is not None else [], alone.weights
 
 
 def _together(make, limit=None, norm_type=2.0):
@@ -181,6 +181,16 @@ def test_an_overflow_stays_while_other_gradients_come(solo):
     assert not optimizer.overflow
 
 
+def _clipped_at_every_pass(alone, steps):
+    """Several backward passes in every step, whose gradients add up, clipped after each."""
+    for batches in steps:
+        alone.optimizer.zero_grad()
+        for x in batches:
+            alone.backward(_loss_of, x)
+            alone.clip()
+        alone.optimizer.step()
+
+
 def _head_alone():
     net = _reference()
     for part in (net.first, net.norm, net.between):
@@ -214,20 +224,15 @@ def test_a_frozen_stage_takes_part(ranks, tmp_path, half):
         smp.resume_from_checkpoint(path, tag="one")
         return norms, model.state_dict(), len(optimizer.state_dict()["state"]), optimizer.overflow
 
-    model, optimizer = _head_alone()
-    norms = []
-    for step in range(2):
-        optimizer.zero_grad()
-        for more in (0, 10):
-            _loss(model(_batch(step + more))).backward()
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
+    net, optimizer = _head_alone()
+    alone = Alone(net, lambda _: optimizer, limit=0.5)
+    _clipped_at_every_pass(alone, [[_batch(step + more) for more in (0, 10)] for step in range(2)])
     config = {"ddp": True, **STAGES, **half}
     found = ranks(run, 2, str(tmp_path), config=config, env={"SMP_TIMEOUT_SECONDS": "10"}, timeout=40)
     for mine, state, states, overflow in found:
-        assert mine == pytest.approx(norms, rel=2e-2 if half else 1e-5)
+        assert mine == pytest.approx(alone.norms, rel=2e-2 if half else 1e-5)
         assert (states, overflow) == (2, False)
-        for name, value in model.state_dict().items():
+        for name, value in alone.weights.items():
             close(state[name].float(), value, name, 2e-2 if half else 1e-5)
 
 
@@ -257,7 +262,7 @@ def test_two_optimizers_may_have_a_stage_each(ranks):
                 optimizer.zero_grad()
         return norms, model.state_dict()
 
-    model = _reference()
+    model = _reference()  # two optimizers clip and update by themselves, which support.reference.Alone does not
     groups = [[p for n, p in model.named_parameters() if n.startswith("head.") is head] for head in (False, True)]
     norms = []
     for step in range(2):
@@ -311,18 +316,12 @@ def _accumulated(limit, scale=1.0, backward_passes=3, clips_each=True):
     ids=lambda config: "-".join(key for key in config if "16" in key or "_degree" in key or "state" in key) or "plain",
 )
 def test_backward_passes_after_clipping_add_to_what_was_clipped(ranks, config, limit):
-    model, norms = _reference(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for first in range(2):
-        optimizer.zero_grad()
-        for index in range(3):
-            _loss(model(_batch(10 * first + index))).backward()
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit)))
-        optimizer.step()
+    alone = Alone(_reference(), lambda p: torch.optim.SGD(p, lr=0.1), limit=limit)
+    _clipped_at_every_pass(alone, [[_batch(10 * first + index) for index in range(3)] for first in range(2)])
     half = "bf16" in config or "fp16" in config
     for mine, state in ranks(_accumulated, 2, limit, 16.0, config={"ddp": True, **config}):
-        assert mine == pytest.approx(norms, rel=5e-2 if half else 1e-4)
-        for name, value in model.state_dict().items():
+        assert mine == pytest.approx(alone.norms, rel=5e-2 if half else 1e-4)
+        for name, value in alone.weights.items():
             close(state[name].float(), value, name, (5e-2 if limit == 1.0 else 2e-1) if half else 1e-5)
 
 
@@ -367,24 +366,15 @@ def _scaled():
 
 
 def test_a_scaler_works_on_stages_that_never_scale(ranks):
-    model, norms = _reference(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in (0, 1, 3):
-        optimizer.zero_grad()
-        _loss(model(_batch(step))).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
+    batches = ((_batch(step),) for step in (0, 1, 3))
+    alone = train_alone(_reference(), lambda p: torch.optim.SGD(p, lr=0.1), batches, _loss_of, limit=0.5)
     found = ranks(_scaled, 2, config={"ddp": True, **STAGES}, env={"SMP_TIMEOUT_SECONDS": "10"}, timeout=40)
-    _compare([result[:2] for result in found], (norms, model.state_dict()))
+    _compare([result[:2] for result in found], (alone.norms, alone.weights))
     assert [scales for *_, scales in found] == [[8.0, 8.0, 4.0, 4.0]] * 2
 
 
 def _clipped_by_pytorch():
-    said = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("smp").addHandler(handler)
-    try:
+    with logged() as said:
         model = smp.DistributedModel(_reference())
 
         @smp.step
@@ -402,8 +392,6 @@ def _clipped_by_pytorch():
             train(_batch(0))
             clip_grad_norm_(model.parameters(), 1e9)
         return before, [line for line in said if "clip_grad_norm_" in line]
-    finally:
-        logging.getLogger("smp").removeHandler(handler)
 
 
 @pytest.mark.parametrize(

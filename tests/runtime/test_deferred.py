@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import TiedNet
+from support.models import TiedNet
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -84,7 +84,7 @@ def test_a_stage_creates_no_more_than_its_own_part(ranks):
 
     def run():
         from live_bytes import LiveBytes
-        from pipeline_training import summing_step
+        from support.pipeline_training import summing_step
 
         import smdistributed.modelparallel.torch as smp
 

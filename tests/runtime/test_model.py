@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import TiedNet
+from support.models import TiedNet
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp

@@ -6,7 +6,9 @@ import itertools
 
 import pytest
 import torch
-from models import TiedNet, loss_of, token_batch
+from support.models import TiedNet, loss_of, token_batch, token_batches
+from support.rank_training import training_step, updates
+from support.reference import tokens_alone
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -14,7 +16,6 @@ from smp_runtime.errors import SMPUserError
 
 BATCH = 8
 STEPS = 20
-SCALE = 256.0
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
@@ -33,12 +34,12 @@ SAMPLE = {
 }  # fmt: skip
 
 
-def _groups(named):
+def _groups(parameters):
     """Two groups with different weight decay, as scripts have."""
-    named = list(named)
+    parameters = list(parameters)
     return [
-        {"params": [p for _, p in named if p.dim() >= 2]},
-        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.dim() >= 2]},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
 
 
@@ -48,57 +49,17 @@ def _train(make, steps):
     torch.manual_seed(0)
     # Units of about 200 elements, so that parameters are cut at every place.
     model = smp.DistributedModel(TiedNet(), bucket_cap_mb=800 / 2**20)
-    optimizer = smp.DistributedOptimizer(make(_groups(model.named_parameters())), static_loss_scale=256.0)
-
-    @smp.step
-    def step(ids, targets):
-        loss = loss_of(model(ids), targets)
-        model.backward(loss)
-        return loss
+    optimizer = smp.DistributedOptimizer(make(_groups(model.parameters())), static_loss_scale=256.0)
 
     losses = []
-    share = BATCH // smp.dp_size()
-    mine = slice(smp.dp_rank() * share, (smp.dp_rank() + 1) * share)
-    for index in range(steps):
-        ids, targets = token_batch(index, BATCH)
-        optimizer.zero_grad()
-        loss = step(ids[mine], targets[mine]).reduce_mean()
-        optimizer.step()
+    for loss in updates(training_step(model), optimizer, token_batches(0, steps, BATCH)):
         assert not optimizer.overflow
-        losses.append(sum(smp.allgather(float(loss), smp.DP_GROUP)) / smp.dp_size())
+        losses.append(loss)
     return {
         "losses": losses,
         "weights": {name: value.float() for name, value in model.state_dict().items()},
         "optimizer": optimizer.state_dict(),
         "masters": optimizer.fp16_states().get("masters"),
-    }
-
-
-def _reference(make, dtype, steps):
-    """One process, plain PyTorch; half precision with float32 masters by hand."""
-    torch.manual_seed(0)
-    model = TiedNet()
-    masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
-    if dtype is not None:
-        model.to(dtype)
-    optimizer = make(_groups(masters.items()))
-    losses = []
-    for index in range(steps):
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(masters[name])
-        ids, targets = token_batch(index, BATCH)
-        model.zero_grad()
-        loss = loss_of(model(ids).float(), targets)
-        (loss * SCALE).backward()
-        for name, parameter in model.named_parameters():
-            masters[name].grad = parameter.grad.float() / SCALE
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return {
-        "losses": losses,
-        "weights": {name: p.detach() for name, p in masters.items()},
-        "optimizer": optimizer.state_dict(),
     }
 
 
@@ -110,17 +71,18 @@ def test_training_equals_one_process(ranks, world, dtype, sharded, optimizer):
     config = {"ddp": True, "microbatches": 2, "shard_optimizer_state": sharded}
     if dtype != "fp32":
         config[dtype] = True
-    expected = _reference(OPTIMIZERS[optimizer], DTYPES[dtype], STEPS)
+    expected = tokens_alone(TiedNet, lambda p: OPTIMIZERS[optimizer](_groups(p)), STEPS, BATCH, half=DTYPES[dtype])
     tolerance = 1e-5 if dtype == "fp32" else 2e-2
     for result in ranks(_train, world, OPTIMIZERS[optimizer], STEPS, config=config):
-        assert result["losses"] == pytest.approx(expected["losses"], rel=tolerance)
+        assert result["losses"] == pytest.approx(expected.losses, rel=tolerance)
         if dtype == "fp32":
-            for name, value in expected["weights"].items():
+            for name, value in expected.weights.items():
                 torch.testing.assert_close(result["weights"][name], value, atol=1e-5, rtol=1e-5)
         else:
-            assert result["masters"].keys() == expected["weights"].keys()
-        assert result["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
-        for number, state in expected["optimizer"]["state"].items():
+            assert result["masters"].keys() == expected.weights.keys()
+        states = expected.optimizer.state_dict()["state"]
+        assert result["optimizer"]["state"].keys() == states.keys()
+        for number, state in states.items():
             assert result["optimizer"]["state"][number].keys() == state.keys()
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and dtype == "fp32":
@@ -292,28 +254,16 @@ def test_a_checkpoint_loads_with_another_number_of_ranks_and_other_sharding(
         torch.manual_seed(0 if not load else 5)
         model = smp.DistributedModel(TiedNet(), bucket_cap_mb=800 / 2**20)
         optimizer = smp.DistributedOptimizer(
-            torch.optim.AdamW(_groups(model.named_parameters()), lr=1e-2), static_loss_scale=256.0
+            torch.optim.AdamW(_groups(model.parameters()), lr=1e-2), static_loss_scale=256.0
         )
-
-        @smp.step
-        def step(ids, targets):
-            loss = loss_of(model(ids), targets)
-            model.backward(loss)
-            return loss
 
         if load:
             smp.resume_from_checkpoint(path)
         losses = []
-        share = BATCH // smp.dp_size()
-        mine = slice(smp.dp_rank() * share, (smp.dp_rank() + 1) * share)
-        for index in range(first, last):
-            if index == 5 and not load:
+        for loss in updates(training_step(model), optimizer, token_batches(first, last, BATCH)):
+            losses.append(loss)
+            if len(losses) == 5 and not load:
                 smp.save_checkpoint(path, tag="5")
-            ids, targets = token_batch(index, BATCH)
-            optimizer.zero_grad()
-            loss = step(ids[mine], targets[mine]).reduce_mean()
-            optimizer.step()
-            losses.append(sum(smp.allgather(float(loss), smp.DP_GROUP)) / smp.dp_size())
         return losses
 
     expected = ranks(run, saved_on, str(tmp_path), 0, 10, False, config={"ddp": True, **saved_with})[0]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import TiedNet, loss_of, token_batch
-from sharded import adamw, check_sharded, reference, settings
+from support.models import TiedNet, token_batches
+from support.rank_training import training_step, updates
+from support.reference import tokens_alone, train_alone
+from support.sharded_training import adamw, check_sharded, settings
 from torch import nn
 
 STEPS, BATCH = 20, 24
@@ -21,34 +23,20 @@ def _pipelined(delayed):
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(adamw(model.parameters()))
 
-    @smp.step
-    def step(ids, targets):
-        loss = loss_of(model(ids), targets)
-        model.backward(loss)
-        return loss
-
-    share = BATCH // smp.dp_size()
-    mine = slice(smp.dp_rank() * share, (smp.dp_rank() + 1) * share)
-    losses = []
-    for index in range(STEPS):
-        ids, targets = token_batch(index, BATCH)
-        optimizer.zero_grad()
-        loss = float(step(ids[mine], targets[mine]).reduce_mean())
-        optimizer.step()
-        losses.append(sum(smp.allgather(loss, smp.DP_GROUP)) / smp.dp_size())
+    losses = list(updates(training_step(model), optimizer, token_batches(0, STEPS, BATCH)))
     check_sharded(model)
     return losses, model.state_dict()
 
 
 @pytest.mark.parametrize("delayed", [False, True])
 def test_two_stages_of_two_shards_equal_one_process(ranks, delayed):
-    expected = reference(lambda: TiedNet(4), adamw, STEPS, BATCH)
+    expected = tokens_alone(lambda: TiedNet(4), adamw, STEPS, BATCH)
     config = settings(TiedNet(4), 2, pipeline_parallel_degree=2, microbatches=3)
     # A stage holds the calls of several microbatches open, and with them what they use.
     config["sdp_max_live_parameters"] = 475
     for losses, state in ranks(_pipelined, 4, delayed, config=config):
-        assert losses == pytest.approx(expected["losses"], abs=1e-5)
-        for name, value in expected["weights"].items():
+        assert losses == pytest.approx(expected.losses, abs=1e-5)
+        for name, value in expected.weights.items():
             torch.testing.assert_close(state[name], value, atol=1e-5, rtol=1e-5)
 
 
@@ -61,8 +49,12 @@ class Three(nn.Module):
         return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
 
 
-def _inputs(step):
-    return torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+def _batches(steps):
+    return ((torch.randn(8, 8, generator=torch.Generator().manual_seed(step)),) for step in range(steps))
+
+
+def _loss(model, x):
+    return model(x).square().mean()
 
 
 def _tensor_parallel():
@@ -76,18 +68,9 @@ def _tensor_parallel():
     start = model.state_dict()
     optimizer = smp.DistributedOptimizer(adamw(model.parameters()))
 
-    @smp.step
-    def step(x):
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
     losses, norms = [], []
-    for index in range(10):
-        optimizer.zero_grad()
-        loss = float(step(_inputs(index)[4 * smp.rdp_rank() :][:4]).reduce_mean())
-        optimizer.step()
-        losses.append(sum(smp.allgather(loss, smp.RDP_GROUP)) / smp.rdp_size())
+    for loss in updates(training_step(model, _loss), optimizer, _batches(10)):
+        losses.append(loss)
         norms.append(optimizer._global_grad_norm)
     check_sharded(model)
     return start, losses, norms, model.state_dict()
@@ -96,21 +79,14 @@ def _tensor_parallel():
 def test_two_tensor_parallel_ranks_of_two_shards_equal_one_process(ranks):
     config = settings(Three(), 2, sdp_max_live_parameters=10**4, tensor_parallel_degree=2, prescaled_batch=True)
     results = ranks(_tensor_parallel, 4, config=config)
-    alone = Three()
-    alone.load_state_dict(results[0][0])
-    optimizer, expected, total = adamw(alone.parameters()), [], []
-    for index in range(10):
-        optimizer.zero_grad()
-        loss = alone(_inputs(index)).square().mean()
-        loss.backward()
-        total.append(float(nn.utils.get_total_norm([p.grad for p in alone.parameters()])))
-        optimizer.step()
-        expected.append(float(loss.detach()))
+    model = Three()
+    model.load_state_dict(results[0][0])
+    alone = train_alone(model, adamw, _batches(10), _loss)
     for start, losses, norms, state in results:
         assert all(torch.equal(value, results[0][0][name]) for name, value in start.items())
-        assert losses == pytest.approx(expected, abs=1e-5)
-        assert norms == pytest.approx(total, rel=1e-4)  # on every rank that of the whole gradient
-        for name, value in alone.state_dict().items():
+        assert losses == pytest.approx(alone.losses, abs=1e-5)
+        assert norms == pytest.approx(alone.norms, rel=1e-4)  # on every rank that of the whole gradient
+        for name, value in alone.weights.items():
             torch.testing.assert_close(state[name], value, atol=1e-5, rtol=1e-5)
 
 

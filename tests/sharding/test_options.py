@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sharded import UNCLIPPED, Blocks, settings
+from support.logs import heard
+from support.sharded_training import UNCLIPPED, Blocks, settings
 from torch import nn
 
 from smp_config import ConfigError, ModelParallelParameters, Topology
@@ -168,20 +169,6 @@ def test_what_is_needed_at_once_but_does_not_fit_is_named(ranks):
         assert "at once, but sdp_max_live_parameters is 72; set it to at least 144" in said
 
 
-def _said(of):
-    """What this rank's library warns of while ``of`` runs."""
-    import logging
-
-    said, handler = [], logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("smp").addHandler(handler)
-    try:
-        of()
-    finally:
-        logging.getLogger("smp").removeHandler(handler)
-    return said
-
-
 @pytest.mark.parametrize("half", [False, True])
 def test_autocast_is_warned_of_once_where_it_copies_weights(ranks, half):
     def run():
@@ -195,7 +182,7 @@ def test_autocast_is_warned_of_once_where_it_copies_weights(ranks, half):
                     loss = model(torch.ones(2, 8)).float().mean()
                 loss.backward()
 
-        return [sentence for sentence in _said(train) if "autocast" in sentence]
+        return [sentence for sentence in heard(train)[1] if "autocast" in sentence]
 
     first, second = ranks(run, 2, config=settings(Blocks(), 2, bf16=half))
     assert second == []
@@ -234,7 +221,7 @@ def test_optimizers_that_look_at_whole_tensors_are_refused_and_unknown_ones_warn
                 smp.DistributedOptimizer(kind(model.parameters(), lr=0.1))
 
             try:
-                said[kind.__name__] = _said(wrap)
+                said[kind.__name__] = heard(wrap)[1]
             except smp.exceptions.SMPUserError as error:
                 said[kind.__name__] = str(error)
         return said
@@ -276,7 +263,7 @@ def test_the_documented_layout_of_32_ranks():
 
 @pytest.mark.full
 def test_the_documented_example_runs_with_8_ranks(ranks):
-    from ranks import RankPool
+    from support.rank_pool import RankPool
 
     config = {
         "ddp": True,
@@ -292,10 +279,7 @@ def test_the_documented_example_runs_with_8_ranks(ranks):
         _trained.config = config
         return _trained()["norm"]
 
-    pool = RankPool(8)
-    try:
+    with RankPool(8) as pool:
         norms = pool.run(run, 8, init=False, timeout=100.0)
-    finally:
-        pool.close()
     assert len(set(norms)) == 1
     assert UNCLIPPED > norms[0] > 0

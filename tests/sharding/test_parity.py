@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 import torch
-from models import TiedNet
-from sharded import UNCLIPPED, adamw, reference, settings, train
+from support.models import TiedNet
+from support.reference import tokens_alone
+from support.sharded_training import UNCLIPPED, adamw, settings, train
 
 import smdistributed.modelparallel.torch as smp
 
@@ -19,8 +20,8 @@ SAMPLE = {(2, 1, 1), (2, 3, 1), (4, 1, 3), (4, 3, 1)}
 
 
 def _compare(result, expected, tolerance):
-    assert result["losses"] == pytest.approx(expected["losses"], abs=tolerance)
-    for name, value in expected["weights"].items():
+    assert result["losses"] == pytest.approx(expected.losses, abs=tolerance)
+    for name, value in expected.weights.items():
         torch.testing.assert_close(result["weights"][name], value, atol=tolerance, rtol=tolerance)
 
 
@@ -29,12 +30,12 @@ def _compare(result, expected, tolerance):
     [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.full) for case in MATRIX],
 )
 def test_losses_and_weights_equal_one_process(ranks, degree, microbatches, passes):
-    expected = reference(TiedNet, adamw, STEPS, BATCH * (3 if microbatches * passes == 9 else 1))
+    expected = tokens_alone(TiedNet, adamw, STEPS, BATCH * (3 if microbatches * passes == 9 else 1))
     config = settings(TiedNet(), degree, microbatches=microbatches)
     batch = BATCH * (3 if microbatches * passes == 9 else 1)
     for result in ranks(train, 4, TiedNet, adamw, STEPS, batch, passes, config=config):
         _compare(result, expected, 1e-5)
-        for number, state in expected["optimizer"]["state"].items():
+        for number, state in expected.optimizer.state_dict()["state"].items():
             for key, value in state.items():
                 torch.testing.assert_close(result["optimizer"]["state"][number][key], value, atol=1e-5, rtol=1e-4)
 
@@ -42,20 +43,17 @@ def test_losses_and_weights_equal_one_process(ranks, degree, microbatches, passe
 @pytest.mark.full
 @pytest.mark.parametrize("passes", [1, 3])
 def test_eight_ranks(passes):
-    from ranks import RankPool
+    from support.rank_pool import RankPool
 
-    expected = reference(TiedNet, adamw, STEPS, BATCH)
-    pool = RankPool(8)
-    try:
+    expected = tokens_alone(TiedNet, adamw, STEPS, BATCH)
+    with RankPool(8) as pool:
         found = pool.run(train, 8, TiedNet, adamw, STEPS, BATCH, passes, config=settings(TiedNet(), 2), timeout=100.0)
-    finally:
-        pool.close()
     for result in found:
         _compare(result, expected, 1e-5)
 
 
 def test_sixty_steps_in_double_precision(ranks):
-    expected = reference(TiedNet, adamw, 60, BATCH, dtype=torch.float64)
+    expected = tokens_alone(TiedNet, adamw, 60, BATCH, dtype=torch.float64)
     config = settings(TiedNet(), 2, microbatches=2)
     for result in ranks(train, 4, TiedNet, adamw, 60, BATCH, 1, torch.float64, config=config):
         _compare(result, expected, 1e-9)
@@ -72,11 +70,11 @@ def test_sixty_steps_in_double_precision(ranks):
     ],
 )
 def test_half_precision_equals_one_process_in_the_same_precision(ranks, half, degree, world):
-    expected = reference(TiedNet, adamw, STEPS, BATCH, half=HALVES[half])
+    expected = tokens_alone(TiedNet, adamw, STEPS, BATCH, half=HALVES[half])
     config = settings(TiedNet(), degree, microbatches=3, **{half: True})
     for result in ranks(train, world, TiedNet, adamw, STEPS, BATCH, config=config):
-        assert result["losses"] == pytest.approx(expected["losses"], rel=2e-2)
-        for name, value in expected["weights"].items():
+        assert result["losses"] == pytest.approx(expected.losses, rel=2e-2)
+        for name, value in expected.weights.items():
             assert float((result["weights"][name].float() - value).norm() / value.norm()) < 2e-2, name
 
 
@@ -84,7 +82,7 @@ def test_half_precision_equals_one_process_in_the_same_precision(ranks, half, de
 @pytest.mark.parametrize("threshold", [0, 20])
 def test_clipping_takes_the_norm_of_the_whole_gradient(ranks, limit, threshold):
     """With a threshold some parameters stay whole on every rank, and must be counted once."""
-    expected = reference(TiedNet, adamw, 5, BATCH, clipping=limit)
+    expected = tokens_alone(TiedNet, adamw, 5, BATCH, limit=limit)
     config = settings(TiedNet(), 2, sdp_gradient_clipping=limit, sdp_param_persistence_threshold=threshold)
     for result in ranks(train, 4, TiedNet, adamw, 5, BATCH, 1, torch.float32, threshold == 0, config=config):
         _compare(result, expected, 1e-5)
@@ -100,7 +98,7 @@ def test_clipping_takes_the_norm_of_the_whole_gradient(ranks, limit, threshold):
     ids=["lamb", "novograd", "sgd"],
 )
 def test_optimizers_that_look_at_whole_tensors(ranks, optimizer):
-    expected = reference(TiedNet, optimizer, 10, BATCH)
+    expected = tokens_alone(TiedNet, optimizer, 10, BATCH)
     config = settings(TiedNet(), 2, sdp_param_persistence_threshold=10)
     for result in ranks(train, 2, TiedNet, optimizer, 10, BATCH, 1, torch.float32, False, config=config):
         _compare(result, expected, 1e-5)

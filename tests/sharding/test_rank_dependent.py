@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sharded import settings
+from support.reference import Alone, train_alone
+from support.sharded_training import settings
 from torch import nn
 
 WIDTH, LAYERS, STEPS, WORLD = 8, 3, 4, 2
@@ -51,6 +52,10 @@ def _inputs(step, number, rank, microbatches):
     )
 
 
+def _sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 def _train(uses, microbatches, passes):
     import smdistributed.modelparallel.torch as smp
 
@@ -73,17 +78,15 @@ def _train(uses, microbatches, passes):
 
 def _alone(uses, microbatches, passes):
     torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alone = Alone(Net(), _sgd)
     for index in range(STEPS):
-        optimizer.zero_grad()
-        for number in range(passes):
-            for rank in range(WORLD):
-                images = uses(index, rank) and number == 0
-                loss = model(_inputs(index, number, rank, microbatches), images).square().mean()
-                (loss / passes / WORLD).backward()
-        optimizer.step()
-    return model.state_dict()
+        pieces = [
+            (_inputs(index, number, rank, microbatches), uses(index, rank) and number == 0)
+            for number in range(passes)
+            for rank in range(WORLD)
+        ]
+        alone.step(pieces, lambda model, *piece: model(*piece).square().mean())
+    return alone.weights
 
 
 @pytest.mark.parametrize(
@@ -140,12 +143,8 @@ def test_a_loss_that_depends_on_all_outputs_is_accepted(ranks):
         return model.state_dict()
 
     torch.manual_seed(0)
-    alone = TwoHeads()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        (sum(output.sum() for output in alone(torch.ones(2, WIDTH))) / 2).backward()
-        optimizer.step()
+    batches = [(torch.ones(2, WIDTH),)] * 3
+    alone = train_alone(TwoHeads(), _sgd, batches, lambda model, x: sum(output.sum() for output in model(x)) / 2)
     for state in ranks(run, WORLD, config=settings(TwoHeads(), WORLD)):
-        for name, value in alone.state_dict().items():
+        for name, value in alone.weights.items():
             torch.testing.assert_close(state[name], value, atol=1e-5, rtol=1e-5)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import TiedNet, loss_of, token_batch
-from sharded import Blocks, settings
+from support.models import TiedNet, loss_of, token_batch, token_batches
+from support.rank_training import training_step, updates
+from support.sharded_training import Blocks, settings
 from torch import nn
 
 BATCH = 8
@@ -22,26 +23,14 @@ def _run(path, first, last, load, **options):
         dynamic_loss_args={"init_scale": 256.0},
     )  # fmt: skip
 
-    @smp.step
-    def step(ids, targets):
-        loss = loss_of(model(ids), targets)
-        model.backward(loss)
-        return loss
-
     if load:
         assert smp.resume_from_checkpoint(path, **options) == {"step": 5}
     losses = []
-    share = BATCH // smp.dp_size()
-    mine = slice(smp.dp_rank() * share, (smp.dp_rank() + 1) * share)
-    for index in range(first, last):
-        if index == 5 and not load:
+    for loss in updates(training_step(model), optimizer, token_batches(first, last, BATCH)):
+        losses.append(loss)
+        if len(losses) == 5 and not load:
             smp.save_checkpoint(path, tag="5", user_content={"step": 5})
             smp.save_checkpoint(path, tag="full.pt", partial=False)
-        ids, targets = token_batch(index, BATCH)
-        optimizer.zero_grad()
-        loss = step(ids[mine], targets[mine]).reduce_mean()
-        optimizer.step()
-        losses.append(sum(smp.allgather(float(loss), smp.DP_GROUP)) / smp.dp_size())
     return losses
 
 

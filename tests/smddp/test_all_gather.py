@@ -9,7 +9,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from smddp_tools import join
+from support.logs import logged
+from support.smddp_groups import join
 
 #: Elements: one, odd, the largest that goes in one message, and several parts that are not equal.
 SIZES = (1, 3, 1021, 300_007)
@@ -89,11 +90,10 @@ def test_every_type(ranks):
 
 @pytest.fixture(scope="module")
 def eight_ranks():
-    from ranks import RankPool
+    from support.rank_pool import RankPool
 
-    pool = RankPool(8)
-    yield pool.run
-    pool.close()
+    with RankPool(8) as pool:
+        yield pool.run
 
 
 @pytest.mark.full
@@ -169,19 +169,15 @@ def test_many_at_once_through_buffers_that_hold_few(ranks, scratch):
 
 def _fall_back(elements):
     rank = int(os.environ["RANK"])
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("smp").addHandler(handler)
-    group, went = join(rank // 2), []
-    for count in elements:
-        for _ in range(2):
-            before = group.in_phases
-            output = torch.empty(4 * count, dtype=torch.uint8)
-            dist.all_gather_into_tensor(output, torch.full((count,), rank, dtype=torch.uint8))
-            assert output.view(4, -1)[:, -1].tolist() == [0, 1, 2, 3]
-        went.append(group.in_phases - before == 1)
-    logging.getLogger("smp").removeHandler(handler)
+    with logged(logging.NOTSET) as said:
+        group, went = join(rank // 2), []
+        for count in elements:
+            for _ in range(2):
+                before = group.in_phases
+                output = torch.empty(4 * count, dtype=torch.uint8)
+                dist.all_gather_into_tensor(output, torch.full((count,), rank, dtype=torch.uint8))
+                assert output.view(4, -1)[:, -1].tolist() == [0, 1, 2, 3]
+            went.append(group.in_phases - before == 1)
     dist.destroy_process_group()
     return went, said
 

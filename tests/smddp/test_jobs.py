@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 import pytest
-from jobtools import artifact
+from support.jobs import artifact
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from sharded import Blocks, settings
+from support.sharded_training import Blocks, settings
 
 
 def _train(config, hosts, own_group=False):

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from smddp_tools import join
+from support.smddp_groups import join
 
 
 def _hooks(blocking, count):

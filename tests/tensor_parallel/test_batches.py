@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from support.logs import logged
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -111,15 +112,8 @@ def test_what_only_some_ranks_give_is_an_error(ranks, what):
 
 
 def _warnings(distributes):
-    found = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())
-    logging.getLogger("smp").addHandler(handler)
-    try:
-        with smp.tensor_parallelism(distributes):
-            smp.DistributedModel(nn.Sequential(nn.Linear(16, 16)))
-    finally:
-        logging.getLogger("smp").removeHandler(handler)
+    with logged(logging.NOTSET) as found, smp.tensor_parallelism(distributes):
+        smp.DistributedModel(nn.Sequential(nn.Linear(16, 16)))
     return [message for message in found if "no module of the Sequential is distributed" in message]
 
 

@@ -95,19 +95,16 @@ def _batch(masked):
 def _check(name, overrides=None, masked=True):
     import logging
 
-    from closeness import close
+    from support.closeness import close
+    from support.logs import logged
 
     import smdistributed.modelparallel.torch as smp
 
-    heard = []
-    listener = logging.Handler()
-    listener.emit = lambda record: heard.append(record.getMessage())
-    logging.getLogger("smp").addHandler(listener)
     original = _original(name)
-    with smp.tensor_parallelism(**(overrides or {})):
-        to_distribute = type(original)(original.config)
-    model = smp.DistributedModel(to_distribute)
-    logging.getLogger("smp").removeHandler(listener)
+    with logged(logging.NOTSET) as said:
+        with smp.tensor_parallelism(**(overrides or {})):
+            to_distribute = type(original)(original.config)
+        model = smp.DistributedModel(to_distribute)
     to_ours, to_theirs = _translations(name)
     model.load_state_dict(to_ours(original.state_dict()))
     back = to_theirs(model.state_dict())
@@ -138,7 +135,7 @@ def _check(name, overrides=None, masked=True):
     for key, parameter in original.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         close(theirs[key], gradient, f"{name}: gradient of {key}")
-    return heard
+    return said
 
 
 def _all(names, overrides=None):

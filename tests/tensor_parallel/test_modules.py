@@ -28,8 +28,8 @@ def _filled(module):
 
 def _compare_on_rank(kind, settings, make_inputs):
     """One rank's part: its module against the reference on the whole batch."""
-    import transformer_reference as reference
-    from closeness import close
+    from support import plain_transformer as reference
+    from support.closeness import close
 
     import smdistributed.modelparallel.torch as smp
     from smp_config import Group

@@ -6,8 +6,8 @@ import contextlib
 
 import pytest
 import torch
-from listening import heard
-from pipeline_training import summing_step
+from support.logs import heard
+from support.pipeline_training import summing_step
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from listening import heard
+from support.logs import heard
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -18,7 +18,7 @@ class Block(nn.Module):
 
     def __init__(self, width, heads=4):
         super().__init__()
-        from transformer_reference import Layer
+        from support.plain_transformer import Layer
 
         self.layer = Layer(
             num_attention_heads=heads, attention_head_size=width // 4, hidden_size=width, intermediate_size=2 * width
@@ -66,7 +66,7 @@ def _register():
 
 
 def _replaced_and_left():
-    from closeness import close
+    from support.closeness import close
 
     from smdistributed.modelparallel.torch.utils import get_distribution_axis
 
@@ -116,7 +116,7 @@ def test_outermost_supported_modules_are_replaced_and_others_left_alone(ranks):
 
 
 def _indivisible():
-    from closeness import close
+    from support.closeness import close
 
     _register()
     torch.manual_seed(0)

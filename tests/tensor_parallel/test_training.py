@@ -6,8 +6,10 @@ import itertools
 
 import pytest
 import torch
+from support.plain_transformer import Layer
+from support.rank_training import training_step, updates
+from support.reference import train_alone
 from torch import nn
-from transformer_reference import Layer
 
 SIZES = {"num_attention_heads": 4, "attention_head_size": 4, "hidden_size": 16, "intermediate_size": 24}
 BATCH, SEQ, VOCABULARY, STEPS = 8, 6, 13, 20
@@ -45,19 +47,22 @@ def _loss(logits, targets):
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def _alone(steps=STEPS):
-    model = _reference_net()
+def _batches(steps):
+    return (_batch(step) for step in range(steps))
+
+
+def _loss_of(model, ids, targets):
+    return _loss(model(ids), targets)
+
+
+def _adamw(parameters):
     # The keys' biases have no gradient but rounding, which a small eps would blow up.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    losses = []
-    for step in range(steps):
-        ids, targets = _batch(step)
-        optimizer.zero_grad()
-        loss = _loss(model(ids), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, model.state_dict()
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+
+
+def _alone(steps=STEPS):
+    alone = train_alone(_reference_net(), _adamw, _batches(steps), _loss_of)
+    return alone.losses, alone.model.state_dict()
 
 
 def _wrapped():
@@ -86,22 +91,9 @@ def _mine(smp):
 def _train(steps=STEPS):
     smp, model = _wrapped()
     torch.manual_seed(smp.rank())
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3))
+    optimizer = smp.DistributedOptimizer(_adamw(model.parameters()))
 
-    @smp.step
-    def train_step(ids, targets):
-        loss = _loss(model(ids), targets)
-        model.backward(loss)
-        return loss
-
-    losses = []
-    for step in range(steps):
-        ids, targets = _batch(step)
-        optimizer.zero_grad()
-        loss = train_step(ids[_mine(smp)], targets[_mine(smp)]).reduce_mean()
-        optimizer.step()
-        losses.append(sum(smp.allgather(float(loss), smp.DP_GROUP)) / smp.dp_size())
-    return losses, model.state_dict()
+    return list(updates(training_step(model, _loss_of), optimizer, _batches(steps))), model.state_dict()
 
 
 def _config(degree, optimize, prescaled, **more):
@@ -157,14 +149,11 @@ def test_with_pipeline_stages(ranks, optimize, prescaled, steps):
 @pytest.mark.full
 @pytest.mark.parametrize(("optimize", "prescaled"), [("memory", False), ("speed", True)])
 def test_with_pipeline_stages_and_replicas(optimize, prescaled):
-    from ranks import RankPool
+    from support.rank_pool import RankPool
 
-    pool = RankPool(8)
-    try:
-        config = _config(2, optimize, prescaled, pipeline_parallel_degree=2, microbatches=2)
+    config = _config(2, optimize, prescaled, pipeline_parallel_degree=2, microbatches=2)
+    with RankPool(8) as pool:
         _equals_one_process(pool.run(_train, 8, config=config, timeout=110))
-    finally:
-        pool.close()
 
 
 def test_with_shared_out_optimizer_state(ranks):

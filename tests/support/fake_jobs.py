@@ -5,18 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 #: Command of a bootstrap that plays the one of ``smp_launch``.
 FAKE_BOOTSTRAP = (sys.executable, str(Path(__file__).with_name("fake_bootstrap.py")))
-
-
-def model_parallel(processes: int = 2, **parameters: Any) -> dict[str, Any]:
-    """A distribution of the model parallel library."""
-    return {
-        "smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}},
-        "mpi": {"enabled": True, "processes_per_host": processes},
-    }
 
 
 def marked(mark: str) -> list[int]:

@@ -12,12 +12,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class RankFailed(AssertionError):
@@ -38,6 +40,7 @@ class RankPool:
         )
         context = multiprocessing.get_context("spawn")
         self._ranks = []
+        self._ready = 0
         self._case = 0
         for index in range(size):
             ours, theirs = context.Pipe()
@@ -66,6 +69,9 @@ class RankPool:
         cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
         task = cloudpickle.dumps((function, args, world_size, config, init, env or {}, self._case))
         members = self._ranks[:world_size]
+        for _, pipe in members[self._ready :]:
+            pipe.recv_bytes()  # it has started, which is not counted in the case's time
+        self._ready = max(self._ready, world_size)
         for _, pipe in members:
             pipe.send_bytes(task)
         deadline = time.monotonic() + timeout
@@ -85,6 +91,12 @@ class RankPool:
                     raise RankFailed(f"rank {rank} of {world_size} raised:\n{value}")
                 results[rank] = value
         return [results[rank] for rank in range(world_size)]
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the processes."""
@@ -108,6 +120,7 @@ def _serve(pipe: Any, rank: int, port: int) -> None:
     torch.set_num_threads(1)
     from smp_runtime.job import session
 
+    pipe.send_bytes(b"ready")
     while True:
         try:
             function, args, world_size, config, init, env, case = cloudpickle.loads(pipe.recv_bytes())

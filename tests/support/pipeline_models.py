@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from models import TiedNet, loss_of, token_batch
 from torch import nn
+
+from support.models import TiedNet, loss_of, token_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 WIDTH = 6
 

@@ -6,8 +6,10 @@ import contextlib
 from typing import Any
 
 import torch
-from models import loss_of, token_batch
 from torch import nn
+
+from support.models import token_batches
+from support.rank_training import training_step, updates
 
 VOCABULARY, HIDDEN, SEQ, BATCH = 12, 8, 5, 16
 
@@ -100,38 +102,21 @@ class Training:
         torch.manual_seed(seed)
         state = Net().state_dict()
         self.smp = smp
-        self.model = model = smp.DistributedModel(Net(divided=smp.tp_size() > 1))
-        model.load_state_dict(state)  # modules that tensor parallelism divides have drawn other numbers
+        self.model = smp.DistributedModel(Net(divided=smp.tp_size() > 1))
+        self.model.load_state_dict(state)  # modules that tensor parallelism divides have drawn other numbers
         self.optimizer = smp.DistributedOptimizer(
             optimizer(groups(self.model), lr=lr), static_loss_scale=None, dynamic_loss_scale=True,
             dynamic_loss_args={"init_scale": 256.0},
         )  # fmt: skip
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (1.0 + 0.1 * step))
-
-        @smp.step
-        def step(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            loss = loss_of(model(ids), targets)
-            model.backward(loss)
-            return loss
-
-        self._step = step
+        self._step = training_step(self.model)
 
     def train(self, first: int, last: int) -> list[float]:
         """Mean losses of the whole batches of the steps ``first`` to ``last``."""
-        smp = self.smp
-        whole_groups = smp.state.cfg.prescaled_batch
-        rank, size = (smp.rdp_rank(), smp.rdp_size()) if whole_groups else (smp.dp_rank(), smp.dp_size())
-        share = BATCH // size
         losses = []
-        for index in range(first, last):
-            ids, targets = token_batch(index, BATCH, SEQ)
-            mine = slice(rank * share, (rank + 1) * share)
-            self.optimizer.zero_grad()
-            loss = float(self._step(ids[mine], targets[mine]).reduce_mean())
-            self.optimizer.step()
+        for loss in updates(self._step, self.optimizer, token_batches(first, last, BATCH)):
             self.scheduler.step()
-            everyone = smp.allgather(loss, smp.RDP_GROUP if whole_groups else smp.DP_GROUP)
-            losses.append(sum(everyone) / len(everyone))
+            losses.append(loss)
         return losses
 
     def save(self, path: str, tag: str, step: int, **options: Any) -> None:
@@ -155,7 +140,7 @@ class Training:
 
 def train_and_save(path: str, tag: str, first: int, last: int) -> list[float]:
     """A job that trains and saves once."""
-    from resuming import Training
+    from support.checkpoint_training import Training
 
     run = Training()
     losses = run.train(first, last)
@@ -165,7 +150,7 @@ def train_and_save(path: str, tag: str, first: int, last: int) -> list[float]:
 
 def resume_train_save(path: str, tag: str | None, first: int, last: int, seed: int = 99) -> list[float]:
     """A job that goes on from a checkpoint, for a while, and leaves one of its own."""
-    from resuming import Training
+    from support.checkpoint_training import Training
 
     run = Training(seed)
     if tag is not None:
@@ -177,7 +162,7 @@ def resume_train_save(path: str, tag: str | None, first: int, last: int, seed: i
 
 def resume_each(path: str, tags: list[str], last: int) -> dict[str, list[float]]:
     """A job that resumes from each checkpoint and goes on; other weights come first."""
-    from resuming import Training
+    from support.checkpoint_training import Training
 
     run = Training(seed=99)
     return {tag: run.train(run.resume(path, tag), last) for tag in tags}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from models import TiedNet, loss_of, token_batch
 from torch import nn
+
+from support.models import TiedNet, loss_of, token_batch
 
 #: Far above any norm: clipping changes nothing.
 UNCLIPPED = 1e9
@@ -104,35 +105,8 @@ def train(make, optimizer, steps: int, batch: int, passes: int = 1, dtype=torch.
     }
 
 
-def reference(make, optimizer, steps: int, batch: int, dtype=torch.float32, half=None, clipping=None) -> dict:
-    """One process in plain PyTorch; half precision with float32 weights by hand."""
-    torch.manual_seed(0)
-    model = make().to(dtype)
-    masters = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
-    if half is not None:
-        model.to(half)
-    stepped = optimizer(list(masters.values()))
-    losses = []
-    for index in range(steps):
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(masters[name])
-        ids, targets = token_batch(index, batch)
-        model.zero_grad()
-        loss = loss_of(model(ids).to(dtype), targets)
-        (loss * SCALE if half is not None else loss).backward()
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                masters[name].grad = parameter.grad.to(dtype) / (SCALE if half is not None else 1.0)
-        if clipping is not None:
-            nn.utils.clip_grad_norm_(masters.values(), clipping)
-        stepped.step()
-        losses.append(float(loss.detach()))
-    return {"losses": losses, "weights": {n: p.detach() for n, p in masters.items()}, "optimizer": stepped.state_dict()}
-
-
 def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-__all__ = ["Block", "Blocks", "TiedNet", "adamw", "check_sharded", "largest_unit", "reference", "settings", "train"]
+__all__ = ["Block", "Blocks", "TiedNet", "adamw", "check_sharded", "largest_unit", "settings", "train"]

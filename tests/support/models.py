@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 VOCABULARY = 11
 HIDDEN = 8
@@ -41,15 +46,17 @@ def token_batch(step: int, batch: int, seq: int = 5) -> tuple[torch.Tensor, torc
     return ids[:, :-1], ids[:, 1:]
 
 
-def train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, batch: int) -> dict[str, list]:
-    """The reference: one process, whole batches; losses and gradients of every step."""
-    losses, gradients = [], []
-    for step in range(steps):
-        ids, targets = token_batch(step, batch)
-        optimizer.zero_grad()
-        loss = loss_of(model(ids), targets)
-        loss.backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return {"losses": losses, "gradients": gradients}
+def token_batches(first: int, last: int, batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The batches of the steps ``first`` to ``last``."""
+    return (token_batch(step, batch) for step in range(first, last))
+
+
+def token_loss(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss of a batch of tokens; logits in half precision are compared in float32."""
+    logits = model(ids)
+    return loss_of(logits.float() if logits.dtype.itemsize == 2 else logits, targets)
+
+
+def part(batch: tuple[torch.Tensor, ...], index: int, count: int) -> tuple[torch.Tensor, ...]:
+    """One of ``count`` equal parts of a batch."""
+    return tuple(tensor.chunk(count)[index] for tensor in batch)

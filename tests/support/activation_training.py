@@ -6,8 +6,10 @@ import contextlib
 
 import torch
 import torch.nn.functional as F
-from models import VOCABULARY, loss_of, token_batch
 from torch import nn
+
+from support.models import VOCABULARY, token_batch
+from support.rank_training import training_step
 
 HIDDEN = 8
 
@@ -78,11 +80,7 @@ def train(make, prepare=None, steps: int = 3, batch: int = 4, before: bool = Fal
     if not before and prepare is not None:
         prepare(model)
 
-    @smp.step
-    def step(ids, targets):
-        loss = loss_of(model(ids), targets)
-        model.backward(loss)
-        return loss
+    step = training_step(model)
 
     result: dict = {"losses": [], "gradients": [], "figures": [], "followed": [], "tapes": []}
     offloader = Activations.here().offloader

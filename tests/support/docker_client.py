@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 IMAGE_VARIABLE = "SMP_TEST_IMAGE"
 REGION = "us-east-1"

@@ -1,24 +1,25 @@
-"""Training the models of :mod:`pipeline_models` in one process, or in the stages of a pipeline, and comparing both."""
+"""Training the models of :mod:`support.pipeline_models` in one process, or in the stages of a pipeline, and comparing both."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from closeness import close
-from pipeline_models import CASES, Pair, built, scattered
+
+from support.closeness import close
+from support.models import part
+from support.pipeline_models import CASES, Pair, built, scattered
+from support.rank_training import training_step
+from support.reference import Alone, divided
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def cast(batch: tuple[torch.Tensor, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """The floating point tensors in another type."""
     return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in batch)
-
-
-def part(batch: tuple[torch.Tensor, ...], index: int, count: int) -> tuple[torch.Tensor, ...]:
-    """One of ``count`` equal parts of a batch."""
-    return tuple(tensor.chunk(count)[index] for tensor in batch)
 
 
 def flat(outputs: Any) -> list[torch.Tensor]:
@@ -30,59 +31,49 @@ def flat(outputs: Any) -> list[torch.Tensor]:
 
 def summing_step(model: Any) -> Any:
     """A step function of a wrapped model that trains on the sum of its output."""
-    import smdistributed.modelparallel.torch as smp
-
-    @smp.step
-    def train(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).sum()
-        model.backward(loss)
-        return loss
-
-    return train
+    return training_step(model, lambda model, x: model(x).sum())
 
 
 @functools.cache
 def alone(
-    name: str,
-    *,
-    steps: int,
-    batch: int,
-    microbatches: int = 1,
-    replicas: int = 1,
-    dtype: torch.dtype = torch.float32,
-    evaluates: bool = False,
+    name: str, *, steps: int, batch: int, dtype: torch.dtype = torch.float32, evaluates: bool = False, **parts: int
 ) -> dict[str, Any]:
     """One process over the same microbatches, in order: the reference.
+
+    Args:
+        parts: numbers of ``microbatches`` and ``replicas``.
 
     Returns:
         ``losses`` and ``evaluations`` by step, ``gradients`` by step and name, ``outputs`` of the last step, and
         ``state`` at the end.
     """
-    case, model = CASES[name], built(name, dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=case.rate)
-    done: dict[str, Any] = {"losses": [], "gradients": [], "evaluations": []}
+    case = CASES[name]
+    trained = Alone(built(name, dtype), lambda parameters: torch.optim.AdamW(parameters, lr=case.rate))
+    model, evaluations = trained.model, []
+    outputs: list[list[torch.Tensor]] = []
+
+    def loss_of_piece(model: torch.nn.Module, *piece: torch.Tensor) -> torch.Tensor:
+        loss, out = case.loss(model, *piece)
+        outputs.append([tensor.detach() for tensor in flat(out)])
+        return loss
+
     for step in range(steps):
-        optimizer.zero_grad()
-        total, outputs = 0.0, []
-        whole = cast(case.batch(step, batch), dtype)
-        parts = [part(part(whole, r, replicas), m, microbatches) for r in range(replicas) for m in range(microbatches)]
-        for piece in parts:
-            loss, out = case.loss(model, *piece)
-            (loss / len(parts)).backward()
-            total += float(loss.detach()) / len(parts)
-            outputs.append([tensor.detach() for tensor in flat(out)])
-        done["losses"].append(total)
-        done["gradients"].append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-        optimizer.step()
-        done["outputs"] = [torch.cat(tensors) for tensors in zip(*outputs, strict=True)]
+        outputs.clear()
+        pieces = divided(cast(case.batch(step, batch), dtype), **parts)
+        trained.step(pieces, loss_of_piece)
         if evaluates and step % 2:
             model.eval()
             with torch.no_grad():
-                losses = [float(case.loss(model, *piece)[0]) for piece in parts]
-            done["evaluations"].append(sum(losses) / len(losses))
+                losses = [float(case.loss(model, *piece)[0]) for piece in pieces]
+            evaluations.append(sum(losses) / len(losses))
             model.train()
-    done["state"] = {key: value.clone() for key, value in model.state_dict().items()}
-    return done
+    return {
+        "losses": trained.losses,
+        "gradients": trained.gradients,
+        "evaluations": evaluations,
+        "outputs": [torch.cat(tensors) for tensors in zip(*outputs, strict=True)],
+        "state": {key: value.clone() for key, value in model.state_dict().items()},
+    }
 
 
 def staged(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, what: str = "", tolerance: float = 1e-5) -> None:
