@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.parameters.optimizer_shards import Piece
+from smp_runtime.parameters.optimizer_shards import OptimizerShard
 from smp_runtime.parameters.precision import Precision
 from smp_runtime.parameters.registry import ParameterRegistry
 
@@ -20,10 +20,10 @@ class SharedState(Protocol):
 
     Attributes:
         sharing: the kind of the group that shares it.
-        pieces: what this rank's optimizer updates of each parameter, or None.
+        optimizer_shards: what this rank's optimizer updates of each parameter, or None.
     """
 
-    pieces: dict[nn.Parameter, Piece | None]
+    optimizer_shards: dict[nn.Parameter, OptimizerShard | None]
 
     @property
     def sharing(self) -> Group: ...
@@ -53,8 +53,8 @@ class SharedParameters(SharedState, Protocol):
     @property
     def clipping(self) -> float: ...
 
-    def counts(self, piece: Piece) -> bool:
-        """Whether this rank is the one that counts a piece in norms."""
+    def counts(self, shard: OptimizerShard) -> bool:
+        """Whether this rank is the one that counts an optimizer shard in norms."""
         ...
 
 
@@ -78,7 +78,7 @@ class TrainedModel(Hashable, Protocol):
         training: its mode.
         registry: names and places of all parameters.
         precision: what it computes in.
-        pieces: what the optimizer updates instead of parameters; None when it updates these.
+        optimizer_shards: what the optimizer updates instead of parameters; None when it updates these.
         sharded_state: how optimizer state is shared out, or None.
         shards: the same with parameters and gradients, or None.
         assignment: which stage has which module; None without a pipeline, or before it is decided.
@@ -89,7 +89,7 @@ class TrainedModel(Hashable, Protocol):
     training: bool
     registry: ParameterRegistry
     precision: Precision
-    pieces: dict[nn.Parameter, Piece | None] | None
+    optimizer_shards: dict[nn.Parameter, OptimizerShard | None] | None
 
     @property
     def sharded_state(self) -> SharedState | None: ...

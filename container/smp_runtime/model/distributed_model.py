@@ -25,7 +25,7 @@ from smp_runtime.model.gradient_window import SteppedModel
 from smp_runtime.model.staged_regions import Placement
 from smp_runtime.optim.clipping_watch import watch_clipping
 from smp_runtime.parameters.deferred_creation import Deferrals, materialize
-from smp_runtime.parameters.optimizer_shards import Piece, bare_piece, whole_piece
+from smp_runtime.parameters.optimizer_shards import OptimizerShard, master_shard, parameter_shard
 from smp_runtime.parameters.precision import Precision, is_rotary
 from smp_runtime.parameters.registry import ParameterRegistry
 from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
@@ -115,7 +115,7 @@ class DistributedModel(SteppedModel):
         self._traces_times = trace_execution_times
         self._traces_memory = trace_memory_usage
         #: What the optimizer updates instead of the parameters; None when it updates the parameters.
-        self.pieces: dict[nn.Parameter, Piece | None] | None = None
+        self.optimizer_shards: dict[nn.Parameter, OptimizerShard | None] | None = None
         self.sharded_state: ShardedState | ShardedParameters | None = None
         self.shards: ShardedParameters | None = None
         self.pipeline: Pipeline | None = None
@@ -169,25 +169,29 @@ class DistributedModel(SteppedModel):
         local = {id(parameter) for parameter in self.local_parameters()}
         here = [record.parameter for record in self.registry if id(record.parameter) in local]
         trained = [parameter for parameter in here if parameter.requires_grad]
-        updates_by_pieces = bool(masters) or divided or (replicated and options.shard_optimizer_state)
-        known = replicated or updates_by_pieces
+        updates_by_shards = bool(masters) or divided or (replicated and options.shard_optimizer_state)
+        known = replicated or updates_by_shards
         self._frozen = [parameter for parameter in here if not parameter.requires_grad] if known else []
         held = sum(parameter.numel() * parameter.element_size() for parameter in trained)
         bucket_bytes = effective_bucket_bytes(held, int(self._bucket_cap_mb * 2**20))
         if replicated and options.shard_optimizer_state:
             self.sharded_state = self._shard_state(trained, masters, bucket_bytes)
-            self.pieces = self.sharded_state.pieces
-            self.registry.place_shards({p: (k.start, k.stop) if k else (0, 0) for p, k in self.pieces.items()})
+            self.optimizer_shards = self.sharded_state.optimizer_shards
+            self.registry.place_shards(
+                {p: (k.start, k.stop) if k else (0, 0) for p, k in self.optimizer_shards.items()}
+            )
         elif self.shards is not None:
             whole = [parameter for parameter in trained if parameter not in in_shards]
-            self.shards.add_whole({p: whole_piece(p, masters[p]) if p in masters else bare_piece(p) for p in whole})
-            self.sharded_state, self.pieces = self.shards, self.shards.pieces
+            self.shards.add_whole(
+                {p: master_shard(p, masters[p]) if p in masters else parameter_shard(p) for p in whole}
+            )
+            self.sharded_state, self.optimizer_shards = self.shards, self.shards.optimizer_shards
             self.registry.place_shards(self.shards.places)
         elif masters:
-            self.pieces = {parameter: whole_piece(parameter, masters[parameter]) for parameter in trained}
+            self.optimizer_shards = {parameter: master_shard(parameter, masters[parameter]) for parameter in trained}
         if len(here) < len(self.registry):  # the optimizer has nothing to do with other stages' parameters
             elsewhere = {r.parameter: None for r in self.registry if id(r.parameter) not in local}
-            self.pieces = {**(self.pieces or {}), **elsewhere}
+            self.optimizer_shards = {**(self.optimizer_shards or {}), **elsewhere}
         if replicated:
             self._watch_backward(trained)
             self._reducer = make_reducer(
@@ -286,7 +290,7 @@ class DistributedModel(SteppedModel):
         if dtype is None:
             return self
         changes = any(p.is_floating_point() and p.dtype is not dtype for p in self.module.parameters())
-        if changes and (self._reducer is not None or self.pieces is not None):
+        if changes and (self._reducer is not None or self.optimizer_shards is not None):
             raise SMPUserError(
                 f"the model cannot become {dtype} after it was wrapped: gradient reduction and the optimizer already know its "
                 'parameters; cast it before smp.DistributedModel, or train with "fp16" or "bf16"'
@@ -342,7 +346,7 @@ class DistributedModel(SteppedModel):
 
     def cuda(self, device: Any = None) -> DistributedModel:
         """Ignored: the model is on this rank's device already, unless :meth:`cpu` has moved it."""
-        if not self._is_away or self.pieces is not None:
+        if not self._is_away or self.optimizer_shards is not None:
             return self
         self._is_away = False
         return super().to(self._ranks.device)

@@ -51,7 +51,7 @@ class ReplicatedModel(WrappedNames):
         if self._is_away:
             goes_on = (
                 "call model.cuda() first"
-                if self.pieces is None
+                if self.optimizer_shards is None
                 else "its weights have left those that the optimizer updates"
             )
             raise SMPUserError(
@@ -86,7 +86,7 @@ class ReplicatedModel(WrappedNames):
         self._replicate([*self.local_parameters(), *self.local_buffers()], members[source])
         self._loads = int(counts.max())
         if mine != source:
-            self._refresh_pieces()
+            self._refresh_masters()
 
     def _follow_loads(self) -> None:
         """Any ``load_state_dict`` inside the model, also of a submodule, reaches master weights and replicas."""
@@ -95,17 +95,17 @@ class ReplicatedModel(WrappedNames):
         def loaded(*_: Any) -> None:
             if (model := weak()) is not None:
                 model._loads += 1
-                model._refresh_pieces()
+                model._refresh_masters()
 
         for part in self.module.modules():
             # Past a ScriptModule, which refuses its own method but calls the hooks.
             nn.Module.register_load_state_dict_post_hook(part, loaded)
 
-    def _refresh_pieces(self) -> None:
+    def _refresh_masters(self) -> None:
         """Master weights follow what was written into the model."""
-        for piece in (self.pieces or {}).values():
-            if piece is not None:
-                piece.refresh()
+        for shard in (self.optimizer_shards or {}).values():
+            if shard is not None:
+                shard.refresh()
 
     def _refresh_buffers(self) -> None:
         if self._broadcasts_buffers and self._reducer is not None:
@@ -189,4 +189,4 @@ class ReplicatedModel(WrappedNames):
         done_last = self._ranks.control.allgather(is_last, members)
         source = members[done_last.index(True)]
         self._replicate([*self.local_parameters(), *self.local_buffers()], source)
-        self._refresh_pieces()
+        self._refresh_masters()

@@ -90,7 +90,7 @@ class SavedModel(StagedModel):
         own = self.module.state_dict(keep_vars=True)
         if state and not own.keys() & state.keys() and all(name.startswith("module.") for name in state):
             state = {name.removeprefix("module."): value for name, value in state.items()}
-        if assign and (self._reducer is not None or self.pieces is not None or not self.partitioned):
+        if assign and (self._reducer is not None or self.optimizer_shards is not None or not self.partitioned):
             raise SMPUserError(
                 "load_state_dict(assign=True) replaces parameters, which gradient reduction and the optimizer already know; "
                 "leave assign at False"
@@ -101,10 +101,10 @@ class SavedModel(StagedModel):
             return torch.nn.modules.module._IncompatibleKeys([], [])
         result = self._load(state, strict, assign, own)
         for record in self.registry:  # masters take a float32 state unrounded
-            piece = (self.pieces or {}).get(record.parameter)
+            shard = (self.optimizer_shards or {}).get(record.parameter)
             value = next((state[name] for name in record.names if name in state), None)
-            if piece is not None and isinstance(value, torch.Tensor):
-                piece.take(part_of(record, value))
+            if shard is not None and isinstance(value, torch.Tensor):
+                shard.take(part_of(record, value))
         return result
 
     def _load(self, state: dict[str, Any], strict: bool, assign: bool, own: Mapping[str, Any]) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.parameters.optimizer_shards import Piece
+from smp_runtime.parameters.optimizer_shards import OptimizerShard
 from smp_runtime.parameters.registry import ParameterRegistry
 
 
@@ -19,7 +19,7 @@ class WrappedNames(nn.Module):
     Attributes:
         module: the user's module.
         registry: its parameters.
-        pieces: what the optimizer updates instead of the parameters; None when it updates the parameters.
+        optimizer_shards: what the optimizer updates instead of the parameters; None when it updates the parameters.
         _stage_of: pipeline stage of a module by its path; None while all of the model is on this rank.
         _stage: of this rank.
     """
@@ -28,7 +28,7 @@ class WrappedNames(nn.Module):
     registry: ParameterRegistry
     _stage_of: Callable[[str], int] | None
     _stage: int
-    pieces: dict[nn.Parameter, Piece | None] | None
+    optimizer_shards: dict[nn.Parameter, OptimizerShard | None] | None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -87,10 +87,10 @@ class WrappedNames(nn.Module):
         for record in self.registry:
             if not self._is_local(record.name.rpartition(".")[0]):
                 continue
-            if self.pieces is None or record.parameter not in self.pieces:
+            if self.optimizer_shards is None or record.parameter not in self.optimizer_shards:
                 yield record.name, record.parameter
-            elif (piece := self.pieces[record.parameter]) is not None:
-                yield record.name, piece.optimized
+            elif (shard := self.optimizer_shards[record.parameter]) is not None:
+                yield record.name, shard.optimized
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters whose gradients are reduced over the ``DP`` group."""

@@ -12,7 +12,7 @@ from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job.session import Session
 from smp_runtime.job.trained import TrainedModel
-from smp_runtime.parameters.optimizer_shards import NUMBER_ATTRIBUTE, Piece
+from smp_runtime.parameters.optimizer_shards import NUMBER_ATTRIBUTE, OptimizerShard
 
 
 class WholeNorms:
@@ -23,15 +23,17 @@ class WholeNorms:
 
     Args:
         session: groups and collectives.
-        model: the one whose pieces are updated; None if the parameters themselves are, and no stage has others.
-        pieces: of the model, what is updated here instead of parameters; may grow.
+        model: the one whose optimizer shards are updated; None if the parameters themselves are, and no stage has others.
+        optimizer_shards: of the model, what is updated here instead of parameters; may grow.
     """
 
-    def __init__(self, session: Session, model: TrainedModel | None, pieces: Sequence[Piece]) -> None:
+    def __init__(
+        self, session: Session, model: TrainedModel | None, optimizer_shards: Sequence[OptimizerShard]
+    ) -> None:
         self._session = session
         self._ranks = session.ranks
         self._model = model
-        self._pieces = pieces
+        self._optimizer_shards = optimizer_shards
         state = model.sharded_state if model is not None else None
         self._sharing: Group | None = None if state is None else state.sharing
 
@@ -49,7 +51,7 @@ class WholeNorms:
         """The norm of the whole gradient.
 
         Args:
-            gradients: pairs of a parameter of the model and this rank's gradient of it, or of this rank's piece of it.
+            gradients: pairs of a parameter of the model and this rank's gradient of it or of its shard.
             split_ids: of this optimizer's parameters, the :meth:`split_parameters`; empty on all ranks or on none.
             norm_type: ``p`` of the p-norm, above 0; infinity for the greatest absolute value.
 
@@ -65,7 +67,9 @@ class WholeNorms:
         device = self._ranks.device
         zero = torch.zeros(1, device=device, dtype=torch.float64)
         # What the sharding does not know is whole on all of its ranks.
-        shared_out = self._model.pieces or {} if self._model is not None and self._sharing is not None else None
+        shared_out = (
+            self._model.optimizer_shards or {} if self._model is not None and self._sharing is not None else None
+        )
         norms: dict[str, list[torch.Tensor]] = {"whole": [zero], "split": [zero], "alone": [zero]}
         for parameter, gradient in gradients:
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -116,14 +120,14 @@ class WholeNorms:
         state = self._model.sharded_state if self._model is not None else None
         # The sharding numbers what it shares out, also that of which nothing is here; all else, whole on every rank of a
         # sharding group, comes behind. So the vector is as long on every rank.
-        shared = len(state.pieces) if state is not None else 0
+        shared = len(state.optimizer_shards) if state is not None else 0
         numbers = {
             id(updated): getattr(updated, NUMBER_ATTRIBUTE) for updated in known if shared and _is_numbered(updated)
         }
         others = [updated for updated in known if id(updated) not in numbers]
         numbers.update({id(updated): shared + at for at, updated in enumerate(others)})
         split_ids = self.split_parameters()
-        split_ids |= {id(piece.optimized) for piece in self._pieces if id(piece.parameter) in split_ids}
+        split_ids |= {id(shard.optimized) for shard in self._optimizer_shards if id(shard.parameter) in split_ids}
         # The parts of split tensors and all others.
         vectors = torch.zeros(2, shared + len(others), device=self._ranks.device)
         if tensors:

@@ -11,7 +11,7 @@ from smp_config import Group
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
-    from smp_runtime.parameters.optimizer_shards import Piece
+    from smp_runtime.parameters.optimizer_shards import OptimizerShard
 
 
 class ShardingAttributes:
@@ -20,7 +20,7 @@ class ShardingAttributes:
     _ranks: Ranks
     _model: Any
     _originals: list[list[nn.Parameter]]
-    _pieces: list[Piece]
+    _optimizer_shards: list[OptimizerShard]
 
     @property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
@@ -32,8 +32,11 @@ class ShardingAttributes:
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
         """By parameter group, a flat copy of what this rank updates of it, in float32."""
         self._require_shards("fp32_partitioned_groups_flat")
-        pieces = {piece.parameter: piece.optimized.detach() for piece in self._pieces}
-        parts = [[pieces[p].reshape(-1).float() for p in group if p in pieces] for group in self._originals]
+        optimizer_shards = {shard.parameter: shard.optimized.detach() for shard in self._optimizer_shards}
+        parts = [
+            [optimizer_shards[p].reshape(-1).float() for p in group if p in optimizer_shards]
+            for group in self._originals
+        ]
         return [torch.cat(found) if found else torch.empty(0, device=self._ranks.device) for found in parts]
 
     @property

@@ -15,7 +15,7 @@ from smp_runtime.job.trained import TrainedModel
 from smp_runtime.optim.gathered_state import HALF_KEY, copied, of_all_stages, own_parts, whole_values
 from smp_runtime.optim.loss_scaling import LossScaler
 from smp_runtime.optim.whole_state import load_state, whole_state
-from smp_runtime.parameters.optimizer_shards import Piece
+from smp_runtime.parameters.optimizer_shards import OptimizerShard
 from smp_runtime.parameters.slices import part_of
 
 PARTIAL_KEY = "_smp_is_partial"
@@ -33,7 +33,7 @@ class SavedOptimizer(torch.optim.Optimizer):
     _ranks: Ranks
     _model: TrainedModel | None
     _originals: list[list[nn.Parameter]]
-    _pieces: list[Piece]
+    _optimizer_shards: list[OptimizerShard]
 
     def original_groups(self) -> list[list[nn.Parameter]]:
         """The model's parameters by parameter group, as the script gave them, of all stages and ranks."""
@@ -98,8 +98,8 @@ class SavedOptimizer(torch.optim.Optimizer):
     def _stage_state(self, *, keep: bool = True) -> dict[str, Any]:
         if self._model is None:
             raise AssertionError("no model is bound")
-        gatherer, pieces = self._model.sharded_state, self._model.pieces or {}
-        return whole_state(self.optimizer, self._originals, pieces, gatherer, keep=keep)
+        gatherer, optimizer_shards = self._model.sharded_state, self._model.optimizer_shards or {}
+        return whole_state(self.optimizer, self._originals, optimizer_shards, gatherer, keep=keep)
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """The state of this rank's stage, marked by the key ``_smp_is_partial``.
@@ -122,7 +122,7 @@ class SavedOptimizer(torch.optim.Optimizer):
         if self._model is None or SHARD_KEY in state_dict:
             self.optimizer.load_state_dict(copied(state, self._ranks.device))
         else:
-            load_state(self.optimizer, self._originals, self._model.pieces or {}, state)
+            load_state(self.optimizer, self._originals, self._model.optimizer_shards or {}, state)
 
     def fp16_states(self) -> dict[str, Any]:
         """Float32 master weights by parameter name, and the state of loss scaling; empty without half precision.
@@ -134,7 +134,7 @@ class SavedOptimizer(torch.optim.Optimizer):
     def _half_states(self, *, keep: bool) -> dict[str, Any]:
         if self._model is None or not self._model.precision.is_half:
             return {}
-        masters = {piece.parameter: piece.optimized.detach() for piece in self._pieces}
+        masters = {shard.parameter: shard.optimized.detach() for shard in self._optimizer_shards}
         if self._model.sharded_state is not None:
             masters = self._model.sharded_state.gather_whole(masters, keep=keep)
         names = {self._model.registry.record_of(parameter).name: value for parameter, value in masters.items()}
@@ -151,13 +151,13 @@ class SavedOptimizer(torch.optim.Optimizer):
             for model in self._session.models:  # in full precision they are the weights
                 model.load_state_dict(states["masters"], strict=False)
             return
-        for piece in self._pieces:
-            record = self._model.registry.record_of(piece.parameter)
+        for shard in self._optimizer_shards:
+            record = self._model.registry.record_of(shard.parameter)
             master = states["masters"].get(record.name)
             if master is None:
                 continue
             master = part_of(record, master)
-            piece.optimized.copy_(master.reshape(-1)[piece.start : piece.stop].view(piece.optimized.shape))
+            shard.optimized.copy_(master.reshape(-1)[shard.start : shard.stop].view(shard.optimized.shape))
 
     def load_loss_scale(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a saved loss scale; it only means something to fp16, and one that the script fixed stays."""

@@ -1,6 +1,6 @@
-"""Pieces: what the inner optimizer really updates of each parameter on this rank.
+"""Optimizer shards: what the inner optimizer really updates of each parameter on this rank.
 
-In plain float32 training that is the parameter itself and there are no pieces. In half precision it is a float32
+In plain float32 training that is the parameter itself and there are no optimizer shards. In half precision it is a float32
 copy. With sharded state it is the part of the parameter that this rank owns, or nothing.
 """
 
@@ -14,7 +14,7 @@ from torch import nn
 
 
 @dataclass(eq=False)
-class Piece:
+class OptimizerShard:
     """The part of a parameter that this rank updates.
 
     Attributes:
@@ -35,7 +35,7 @@ class Piece:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the piece is the whole parameter."""
+        """Whether the optimizer shard is the whole parameter."""
         return self.stop - self.start == self.parameter.numel()
 
     @torch.no_grad()
@@ -46,7 +46,7 @@ class Piece:
 
     @torch.no_grad()
     def take(self, whole: torch.Tensor) -> None:
-        """Take this part of a tensor of the parameter's shape, if the piece has storage of its own."""
+        """Take this part of a tensor of the parameter's shape, if the optimizer shard has storage of its own."""
         if whole.shape == self.parameter.shape and self.optimized.data_ptr() != self.stored.data_ptr():
             self.optimized.copy_(whole.reshape(-1)[self.start : self.stop].view(self.optimized.shape))
 
@@ -57,15 +57,15 @@ class Piece:
             self.optimized.copy_(self.stored)
 
 
-def bare_piece(parameter: nn.Parameter) -> Piece:
-    """A piece that is the parameter itself."""
-    return Piece(parameter, 0, parameter.numel(), parameter, parameter.data, lambda: parameter.grad)
+def parameter_shard(parameter: nn.Parameter) -> OptimizerShard:
+    """A shard that is the parameter itself."""
+    return OptimizerShard(parameter, 0, parameter.numel(), parameter, parameter.data, lambda: parameter.grad)
 
 
-def whole_piece(parameter: nn.Parameter, master: torch.Tensor) -> Piece:
-    """A piece for replicated half precision training: the whole parameter with its float32 master."""
+def master_shard(parameter: nn.Parameter, master: torch.Tensor) -> OptimizerShard:
+    """A shard for replicated half precision training: the whole parameter with its float32 master."""
     optimized = nn.Parameter(master)
-    return Piece(parameter, 0, parameter.numel(), optimized, parameter.data, lambda: parameter.grad)
+    return OptimizerShard(parameter, 0, parameter.numel(), optimized, parameter.data, lambda: parameter.grad)
 
 
 #: Set by the sharding on what is updated: the number of the parameter among all that are sharded together.

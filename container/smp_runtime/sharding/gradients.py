@@ -214,9 +214,9 @@ class ShardedGradients:
         width = max(1, self._bucket_elements // shards)
         works = []
         for begin in range(0, columns, width):
-            piece = filling.buffer if columns <= width else filling.buffer[:, begin : begin + width].contiguous()
-            part = torch.empty(piece.shape[1], dtype=piece.dtype, device=piece.device)
-            work = self._collectives.reduce_scatter(part, piece.view(-1), self._inside)
+            chunk = filling.buffer if columns <= width else filling.buffer[:, begin : begin + width].contiguous()
+            part = torch.empty(chunk.shape[1], dtype=chunk.dtype, device=chunk.device)
+            work = self._collectives.reduce_scatter(part, chunk.view(-1), self._inside)
             if columns > width:  # a bucket at a time, so that no more than one waits
                 work.wait()
             works.append((work if columns <= width else _Done(), part))

@@ -19,7 +19,7 @@ from smp_runtime.comm.broadcasting import broadcast_tensors
 from smp_runtime.comm.collectives import TorchCollectives
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job.ranks import Ranks
-from smp_runtime.parameters.optimizer_shards import NUMBER_ATTRIBUTE, Piece
+from smp_runtime.parameters.optimizer_shards import NUMBER_ATTRIBUTE, OptimizerShard
 from smp_runtime.parameters.precision import Precision
 from smp_runtime.sharding.choose_gather import make_gathering
 from smp_runtime.sharding.deepspeed_names import mark_parameters
@@ -50,7 +50,7 @@ class ShardedParameters:
         units: what is gathered together.
         live: what is gathered now.
         gradients: of this rank's shards.
-        pieces: what the optimizer updates of each trained parameter, small ones included.
+        optimizer_shards: what the optimizer updates of each trained parameter, small ones included.
     """
 
     sharing = Group.SHARD
@@ -108,12 +108,12 @@ class ShardedParameters:
             bucket_elements=self.options.bucket_elements,
             dtype=precision.reduce,
         )
-        self.pieces: dict[nn.Parameter, Piece | None] = {}
+        self.optimizer_shards: dict[nn.Parameter, OptimizerShard | None] = {}
         for unit in self.units:
             for index, parameter in enumerate(unit.parameters):
                 master = self._master(unit, index)
                 if unit.trained:
-                    self.pieces[parameter] = self._piece(unit, index, master)
+                    self.optimizer_shards[parameter] = self._optimizer_shard(unit, index, master)
             self._take_values([p for p in unit.parameters if id(p) not in deferred])
             unit.detach()
         self.uses = ModuleUses(module, self.units, self.live, self.gradients)
@@ -126,7 +126,7 @@ class ShardedParameters:
         self._autocast = AutocastWarning(self.units, ranks.device, speaks=ranks.rank == 0)
         mark_parameters(self.units)
 
-    # -- pieces ----------------------------------------------------------------------------------------------------
+    # -- optimizer shards ------------------------------------------------------------------------------------------
 
     def _take_values(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take parts of present parameters, those of the first replica."""
@@ -149,7 +149,7 @@ class ShardedParameters:
         stored = unit.slice_of(unit.shard, fragment)
         return torch.zeros(stored.shape, dtype=torch.float32, device=stored.device)
 
-    def _piece(self, unit: ShardedUnit, index: int, master: torch.Tensor | None) -> Piece | None:
+    def _optimizer_shard(self, unit: ShardedUnit, index: int, master: torch.Tensor | None) -> OptimizerShard | None:
         fragment = unit.fragment(index)
         if fragment is None:
             return None
@@ -157,7 +157,7 @@ class ShardedParameters:
         optimized = nn.Parameter(stored if master is None else master)
         setattr(optimized, NUMBER_ATTRIBUTE, self._numbers[unit.parameters[index]])
         gradients = self.gradients
-        return Piece(
+        return OptimizerShard(
             unit.parameters[index],
             fragment.start,
             fragment.stop,
@@ -166,20 +166,20 @@ class ShardedParameters:
             lambda: gradients.of(unit, index),
         )
 
-    def add_whole(self, pieces: Mapping[nn.Parameter, Piece]) -> None:
-        """Add the pieces of the small parameters that stay whole on every rank."""
-        for parameter, piece in pieces.items():
-            setattr(piece.optimized, NUMBER_ATTRIBUTE, self._numbers[parameter])
-            self.pieces[parameter] = piece
+    def add_whole(self, optimizer_shards: Mapping[nn.Parameter, OptimizerShard]) -> None:
+        """Add the optimizer shards of the small parameters that stay whole on every rank."""
+        for parameter, shard in optimizer_shards.items():
+            setattr(shard.optimized, NUMBER_ATTRIBUTE, self._numbers[parameter])
+            self.optimizer_shards[parameter] = shard
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Keep this rank's part of a parameter's whole value, in float32 too where there is a master."""
         unit, index = self._where[parameter]
         unit.take(index, value)
-        piece = self.pieces.get(parameter)
-        if piece is not None:
-            piece.take(value)
+        shard = self.optimizer_shards.get(parameter)
+        if shard is not None:
+            shard.take(value)
 
     def receive(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Take the value of a parameter that was created later; small ones take all of it, other stages' nothing."""
@@ -193,9 +193,9 @@ class ShardedParameters:
         """Norm that every update clips its gradients to."""
         return self.options.clipping
 
-    def counts(self, piece: Piece) -> bool:
-        """Whether this rank adds a piece to sums over the sharding group: every element counts once."""
-        return piece.parameter in self._where or self._ranks.rank_in(Group.SHARD) == 0
+    def counts(self, shard: OptimizerShard) -> bool:
+        """Whether this rank adds a shard to sums over the sharding group: every element counts once."""
+        return shard.parameter in self._where or self._ranks.rank_in(Group.SHARD) == 0
 
     @property
     def parameters(self) -> set[nn.Parameter]:
@@ -284,7 +284,7 @@ class ShardedParameters:
 
         A vector with one entry per parameter counts those of whole parameters, which every rank knows, once.
         """
-        if vector.numel() == len(self.pieces) and self._ranks.rank_in(Group.SHARD) != 0:
+        if vector.numel() == len(self.optimizer_shards) and self._ranks.rank_in(Group.SHARD) != 0:
             for parameter in self.whole:
                 if parameter.requires_grad:
                     vector[self._numbers[parameter]] = 0
@@ -321,10 +321,10 @@ class ShardedParameters:
     def gather_whole(
         self, values: Mapping[nn.Parameter, torch.Tensor], *, keep: bool = True
     ) -> dict[nn.Parameter, torch.Tensor]:
-        """Whole tensors from pieces; every rank of the group calls it.
+        """Whole tensors from optimizer shards; every rank of the group calls it.
 
         Args:
-            values: by parameter, a tensor of the shape of this rank's piece; parameters without one are left out.
+            values: by parameter, a tensor of the shape of this rank's shard; parameters without one are left out.
             keep: False on a rank that only takes part; it gets nothing.
 
         Returns:
@@ -361,10 +361,10 @@ class ShardedParameters:
     def whole_values(
         self, values: Mapping[nn.Parameter, torch.Tensor], apart: torch.distributed.ProcessGroup | None = None
     ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Whole tensors from pieces, one unit's at a time; every rank of the group iterates to the end.
+        """Whole tensors from optimizer shards, one unit's at a time; every rank of the group iterates to the end.
 
         Args:
-            values: by parameter, a tensor of the shape of this rank's piece, for trained ones.
+            values: by parameter, a tensor of the shape of this rank's shard, for trained ones.
             apart: a group of the same ranks that nothing else uses, for another thread; the values are on the CPU then.
 
         Returns:
@@ -434,9 +434,9 @@ class ShardedParameters:
             unit.keep_shard()
             unit.detach()
             for parameter in unit.parameters:
-                piece = self.pieces.get(parameter)
-                if piece is not None:
-                    piece.refresh()
+                shard = self.optimizer_shards.get(parameter)
+                if shard is not None:
+                    shard.refresh()
 
     def reading_state(self) -> contextlib.AbstractContextManager[None]:
         """Inside, ``state_dict`` of the module is allowed: :meth:`complete` puts the values into it."""

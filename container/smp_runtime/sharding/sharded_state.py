@@ -14,7 +14,7 @@ from smp_runtime.comm.bucket_transport import Travel
 from smp_runtime.comm.buckets import Bucket
 from smp_runtime.comm.collectives import Collectives, Work
 from smp_runtime.comm.control import ControlPlane
-from smp_runtime.parameters.optimizer_shards import NUMBER_ATTRIBUTE, Piece
+from smp_runtime.parameters.optimizer_shards import NUMBER_ATTRIBUTE, OptimizerShard
 from smp_runtime.sharding.flat_unit import FlatUnit, Fragment, make_units
 
 
@@ -76,14 +76,14 @@ class ShardedState:
         )
         self._shard_gradients: list[torch.Tensor | None] = [None] * len(self.units)
         self._used: list[bool] = [False] * len(parameters)
-        self.pieces: dict[nn.Parameter, Piece | None] = dict.fromkeys(parameters)
+        self.optimizer_shards: dict[nn.Parameter, OptimizerShard | None] = dict.fromkeys(parameters)
         self._where: dict[nn.Parameter, tuple[int, int]] = {}
         for position, unit in enumerate(self.units):
             for index, parameter in enumerate(unit.parameters):
                 self._where[parameter] = (position, index)
             for fragment in unit.fragments(rank):
-                piece = self._piece(position, unit, fragment, masters)
-                self.pieces[piece.parameter] = piece
+                shard = self._optimizer_shard(position, unit, fragment, masters)
+                self.optimizer_shards[shard.parameter] = shard
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -112,9 +112,9 @@ class ShardedState:
         self._shard_gradients = [None] * len(self.units)
         self._used = [False] * len(self._used)
 
-    def _piece(
+    def _optimizer_shard(
         self, position: int, unit: FlatUnit, fragment: Fragment, masters: Mapping[nn.Parameter, torch.Tensor]
-    ) -> Piece:
+    ) -> OptimizerShard:
         parameter = unit.parameters[fragment.index]
         length = fragment.stop - fragment.start
         whole = length == parameter.numel()
@@ -134,7 +134,7 @@ class ShardedState:
                 return None
             return shard[fragment.offset : fragment.offset + length].view(shape)
 
-        return Piece(parameter, fragment.start, fragment.stop, optimized, stored, gradient)
+        return OptimizerShard(parameter, fragment.start, fragment.stop, optimized, stored, gradient)
 
     # -- the update ------------------------------------------------------------------------------------------------
 
@@ -156,10 +156,10 @@ class ShardedState:
     def gather_whole(
         self, values: Mapping[nn.Parameter, torch.Tensor], *, keep: bool = True
     ) -> dict[nn.Parameter, torch.Tensor]:
-        """Whole tensors from pieces; every rank of the group calls it.
+        """Whole tensors from optimizer shards; every rank of the group calls it.
 
         Args:
-            values: by parameter, a tensor of the shape of this rank's piece; parameters without one are left out.
+            values: by parameter, a tensor of the shape of this rank's shard; parameters without one are left out.
             keep: False on a rank that only takes part; it gets nothing.
 
         Returns:
