@@ -26,7 +26,6 @@ from smp_runtime.checkpoint.live_tensors import (
 )
 from smp_runtime.checkpoint.object_files import partial_suffix
 from smp_runtime.job.session import Session
-from smp_runtime.sharding.sharded_state import ShardedState
 
 if TYPE_CHECKING:
     from smp_runtime.model.distributed_model import DistributedModel
@@ -126,11 +125,8 @@ class Share:
 
 def state_parts(session: Session, model: DistributedModel | None) -> int:
     """Among how many neighbours along the reduced data parallel axis optimizer state is shared out."""
-    if model is not None and model.shards is not None:
-        return session.ranks.size(Group.SHARD)
-    if model is not None and isinstance(model.sharded_state, ShardedState):
-        return session.ranks.size(Group.RDP)
-    return 1
+    state = model.sharded_state if model is not None else None
+    return 1 if state is None else session.ranks.size(state.sharing)
 
 
 def contents_of(

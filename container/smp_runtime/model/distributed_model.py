@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,8 +32,7 @@ from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
 from smp_runtime.pipeline.partition.assignment import Assignment
 from smp_runtime.replacement.placing import place
 from smp_runtime.replacement.replacing import distribute
-from smp_runtime.sharding.deferred_shards import create_shards, make_stand_ins
-from smp_runtime.sharding.sharded_parameters import ShardedParameters
+from smp_runtime.sharding.sharded_parameters import ShardedParameters, create_shards, make_stand_ins
 from smp_runtime.sharding.sharded_state import ShardedState
 from smp_runtime.tensor_parallel.group import TensorGroup
 
@@ -175,20 +174,21 @@ class DistributedModel(SteppedModel):
         held = sum(parameter.numel() * parameter.element_size() for parameter in trained)
         bucket_bytes = effective_bucket_bytes(held, int(self._bucket_cap_mb * 2**20))
         if replicated and options.shard_optimizer_state:
-            self.sharded_state = self._shard_state(trained, masters, bucket_bytes)
-            self.optimizer_shards = self.sharded_state.optimizer_shards
-            self.registry.place_shards(
-                {p: (k.start, k.stop) if k else (0, 0) for p, k in self.optimizer_shards.items()}
+            sharing = sharing_group(self._ranks)
+            self.sharded_state = ShardedState(
+                self._ranks, sharing, trained, self.precision, masters=masters, unit_bytes=bucket_bytes
             )
         elif self.shards is not None:
             whole = [parameter for parameter in trained if parameter not in in_shards]
             self.shards.add_whole(
                 {p: master_shard(p, masters[p]) if p in masters else parameter_shard(p) for p in whole}
             )
-            self.sharded_state, self.optimizer_shards = self.shards, self.shards.optimizer_shards
-            self.registry.place_shards(self.shards.places)
+            self.sharded_state = self.shards
         elif masters:
             self.optimizer_shards = {parameter: master_shard(parameter, masters[parameter]) for parameter in trained}
+        if self.sharded_state is not None:
+            self.optimizer_shards = self.sharded_state.optimizer_shards
+            self.registry.place_shards(self.sharded_state.places)
         if len(here) < len(self.registry):  # the optimizer has nothing to do with other stages' parameters
             elsewhere = {r.parameter: None for r in self.registry if id(r.parameter) not in local}
             self.optimizer_shards = {**(self.optimizer_shards or {}), **elsewhere}
@@ -264,23 +264,6 @@ class DistributedModel(SteppedModel):
         if evaluates:
             self.shards.finish_window(reduces=False)
             self._open_window()
-
-    def _shard_state(
-        self, trained: list[nn.Parameter], masters: Mapping[nn.Parameter, torch.Tensor], unit_bytes: int
-    ) -> ShardedState:
-        group = sharing_group(self._ranks)
-        return ShardedState(
-            trained,
-            self._ranks.groups.group(group),
-            self._ranks.members(group),
-            self._ranks.rank_in(group),
-            self._ranks.collectives,
-            self._ranks.control,
-            sharing=group,
-            unit_bytes=unit_bytes,
-            masters=masters,
-            reduce_dtype=self.precision.reduce,
-        )
 
     # -- like any module -------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job.session import Session
 from smp_runtime.job.trained import TrainedModel
-from smp_runtime.parameters.optimizer_shards import NUMBER_ATTRIBUTE, OptimizerShard
+from smp_runtime.parameters.optimizer_shards import OptimizerShard
 
 
 class WholeNorms:
@@ -121,9 +121,8 @@ class WholeNorms:
         # The sharding numbers what it shares out, also that of which nothing is here; all else, whole on every rank of a
         # sharding group, comes behind. So the vector is as long on every rank.
         shared = len(state.optimizer_shards) if state is not None else 0
-        numbers = {
-            id(updated): getattr(updated, NUMBER_ATTRIBUTE) for updated in known if shared and _is_numbered(updated)
-        }
+        numbered = {id(shard.optimized): shard.number for shard in self._optimizer_shards if shard.number is not None}
+        numbers = {id(updated): numbered[id(updated)] for updated in known if id(updated) in numbered} if shared else {}
         others = [updated for updated in known if id(updated) not in numbers]
         numbers.update({id(updated): shared + at for at, updated in enumerate(others)})
         split_ids = self.split_parameters()
@@ -160,7 +159,3 @@ class WholeNorms:
         if self._ranks.size(group) > 1:
             self._ranks.collectives.all_reduce(vector, self._ranks.groups.group(group)).wait()
         return vector
-
-
-def _is_numbered(updated: torch.Tensor) -> bool:
-    return hasattr(updated, NUMBER_ATTRIBUTE)

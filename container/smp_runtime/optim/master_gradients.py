@@ -46,7 +46,7 @@ class MasterGradients:
         Raises:
             SMPUserError: gradients were added, with the loss scale, to ones that were divided by it already.
         """
-        found = [(shard, shard.gradient()) for shard in self._optimizer_shards]
+        found = [(shard, shard.gradient) for shard in self._optimizer_shards]
         news = [(shard, gradient) for shard, gradient in found if self._is_new(shard, gradient)]
         if self._is_ready and not self._any_stage_has(news):
             return None

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.sharding.gather_trace import GatherTrace
-from smp_runtime.sharding.gathers import Gathering
-from smp_runtime.sharding.need_order import NeedOrder
-from smp_runtime.sharding.sharded_unit import ShardedUnit
+from smp_runtime.sharding.all_gather import Gathering
+from smp_runtime.sharding.flat_unit import ShardedUnit
+from smp_runtime.sharding.gather_order import GatherTrace, NeedOrder
 
 #: Units that are fetched ahead of their use.
 LOOKAHEAD = 2

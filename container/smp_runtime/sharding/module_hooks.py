@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp_runtime.sharding.gradients import ShardedGradients
+from smp_runtime.errors import SMPUserError
+from smp_runtime.sharding.flat_unit import ShardedUnit, Use
 from smp_runtime.sharding.live_parameters import LiveParameters
-from smp_runtime.sharding.sharded_unit import ShardedUnit, Use
+from smp_runtime.sharding.sharded_gradients import ShardedGradients
+
+#: Where a module keeps the parameters that it uses but does not hold.
+_REGISTERED = "_smp_registered_parameters"
 
 
 @dataclasses.dataclass
@@ -93,13 +97,10 @@ class ModuleUses:
             self._handles.append(part.register_forward_hook(self._after, always_call=True))
             if self.units_held_by(part) and not isinstance(part._parameters, _WatchedParameters):
                 part._parameters = _WatchedParameters(part._parameters, self)
-
-    def register(self, module: nn.Module, parameter: nn.Parameter) -> None:
-        """From now on ``module`` needs ``parameter`` whenever it is called."""
-        unit = self._unit_of.get(id(parameter))
-        needed = self._registered.get(id(module))
-        if unit is not None and needed is not None and unit not in needed:
-            needed.append(unit)
+            for parameter in part.__dict__.get(_REGISTERED, ()):
+                used = self._unit_of.get(id(parameter))
+                if used is not None and used not in own:
+                    own.append(used)
 
     def close(self) -> None:
         """Take the hooks off the modules."""
@@ -334,6 +335,9 @@ class _Saved:
     tensor: torch.Tensor
 
 
+# Of a read such as ``self.child.weight`` in the parent's forward no hook tells: they tell of calls. A parametrization
+# would, but it renames parameters and changes the module's class, which state dictionaries and scripts see. A function mode
+# would see every operation of the step, on every thread that is in one, and not what a function takes by itself.
 class _WatchedParameters(dict):
     """A module's parameters, which tell when one is read."""
 
@@ -371,3 +375,21 @@ def _tensors(value: Any) -> list[torch.Tensor]:
             seen.add(id(item))
             waiting.extend(vars(item).values())
     return found
+
+
+def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Tell that ``module`` uses a parameter of another module in its ``forward``.
+
+    With sharded data parallelism the parameter then has its values whenever ``module`` is called. Call it while the
+    model is created or any time before ``smp.DistributedModel``; without sharding it changes nothing.
+
+    Raises:
+        SMPUserError: the first argument is no module, or the second no parameter.
+    """
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        raise SMPUserError(
+            f"register_parameter got a {type(module).__name__} and a {type(parameter).__name__}; pass the module that "
+            "uses the parameter, and the parameter: smp.register_parameter(self, self.layer1.weight)"
+        )
+    # Past nn.Module.__setattr__, so that it is no parameter of the module's own.
+    module.__dict__.setdefault(_REGISTERED, []).append(parameter)
