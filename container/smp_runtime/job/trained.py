@@ -42,6 +42,10 @@ class SharedState(Protocol):
 
     def sum_over_shards(self, vector: torch.Tensor) -> torch.Tensor: ...
 
+    def counts(self, shard: OptimizerShard) -> bool:
+        """Whether this rank is the one that counts an optimizer shard in norms."""
+        ...
+
 
 class SharedParameters(SharedState, Protocol):
     """The same with the parameters themselves.
@@ -52,10 +56,6 @@ class SharedParameters(SharedState, Protocol):
 
     @property
     def clipping(self) -> float: ...
-
-    def counts(self, shard: OptimizerShard) -> bool:
-        """Whether this rank is the one that counts an optimizer shard in norms."""
-        ...
 
 
 class Stages(Protocol):

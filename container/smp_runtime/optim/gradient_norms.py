@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
-from smp_runtime.job.session import Session
+from smp_runtime.job.ranks import Ranks
 from smp_runtime.job.trained import TrainedModel
+from smp_runtime.optim.gathered_state import Records
 from smp_runtime.parameters.optimizer_shards import OptimizerShard
 
 
@@ -22,16 +23,21 @@ class WholeNorms:
     parts of most parameters, and stages other parameters. All ranks of these groups call every method together.
 
     Args:
-        session: groups and collectives.
+        ranks: groups and collectives.
         model: the one whose optimizer shards are updated; None if the parameters themselves are, and no stage has others.
         optimizer_shards: of the model, what is updated here instead of parameters; may grow.
+        records: tells of all wrapped models' parameters.
     """
 
     def __init__(
-        self, session: Session, model: TrainedModel | None, optimizer_shards: Sequence[OptimizerShard]
+        self,
+        ranks: Ranks,
+        model: TrainedModel | None,
+        optimizer_shards: Sequence[OptimizerShard],
+        records: Callable[[], Records],
     ) -> None:
-        self._session = session
-        self._ranks = session.ranks
+        self._ranks = ranks
+        self._records = records
         self._model = model
         self._optimizer_shards = optimizer_shards
         state = model.sharded_state if model is not None else None
@@ -41,8 +47,7 @@ class WholeNorms:
         """By ``id``, the parameters of which every tensor parallel rank has another part."""
         if self._ranks.size(Group.TP) == 1:
             return set()
-        records = (record for model in self._session.models for record in model.registry)
-        return {id(record.parameter) for record in records if record.placement.tensor_axis is not None}
+        return {id(p) for p, record in self._records().items() if record.placement.tensor_axis is not None}
 
     @torch.no_grad()
     def total(

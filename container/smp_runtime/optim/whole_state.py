@@ -114,5 +114,4 @@ def _of_shard(value: Any, parameter: nn.Parameter, shard: OptimizerShard | None,
         return value.to(parameter.device, copy=True) if counters_on_device else value.clone()
     if shard is None:
         return value.to(device=parameter.device, copy=True)
-    part = value.reshape(-1)[shard.start : shard.stop].view(shard.optimized.shape)
-    return part.to(device=shard.optimized.device, copy=True)
+    return shard.part_of(value).to(device=shard.optimized.device, copy=True)

@@ -49,6 +49,10 @@ class OptimizerShard:
         """Whether the optimizer shard is the whole parameter."""
         return self.stop - self.start == self.parameter.numel()
 
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """These elements of a tensor of the parameter's shape, shaped like what is updated; a view if possible."""
+        return whole.reshape(-1)[self.start : self.stop].view(self.optimized.shape)
+
     @torch.no_grad()
     def store(self) -> None:
         """Write the updated values into the model."""
@@ -59,7 +63,7 @@ class OptimizerShard:
     def take(self, whole: torch.Tensor) -> None:
         """Take this part of a tensor of the parameter's shape, if the optimizer shard has storage of its own."""
         if whole.shape == self.parameter.shape and self.optimized.data_ptr() != self.stored.data_ptr():
-            self.optimized.copy_(whole.reshape(-1)[self.start : self.stop].view(self.optimized.shape))
+            self.optimized.copy_(self.part_of(whole))
 
     @torch.no_grad()
     def refresh(self) -> None:
