@@ -154,6 +154,7 @@ class ShardedUnit(FlatUnit):
         open_uses: calls whose backward has begun and not ended.
         quiet: backward has passed the calls, but not all gradients have come.
         saves: how often autograd has saved a view of the parameters.
+        forward_uses: calls since backward has last passed all of them.
         came: numbers of the parameters whose gradients have come in this backward pass.
         called: when the unit was first called in this window, in ticks; 0 if it was not.
         uses_per_pass: calls that the last backward pass over the unit reached; 0 before the first one.
@@ -205,6 +206,13 @@ class ShardedUnit(FlatUnit):
     def is_idle(self) -> bool:
         """Whether nothing that runs needs the parameters."""
         return self.calls == 0 and not self.open_uses
+
+    def forget_uses(self) -> None:
+        """Backward has passed all calls that use the unit."""
+        self.open_uses.clear()
+        self.quiet = False
+        self.forward_uses = 0
+        self.came.clear()
 
     def allocate(self) -> torch.Tensor:
         """Give the whole its storage; returns it, with anything in it."""

@@ -82,12 +82,8 @@ class LiveParameters:
         for unit in list(self._gathered.values()):
             self.free(unit)
         for unit in self._units:
-            unit.calls = 0
-            unit.open_uses.clear()
-            unit.quiet = False
-            unit.forward_uses = 0
-            unit.came.clear()
-            unit.called = 0
+            unit.forget_uses()
+            unit.calls = unit.called = 0
 
     # -- inside ----------------------------------------------------------------------------------------------------
 

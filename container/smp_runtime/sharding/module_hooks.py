@@ -1,4 +1,4 @@
-"""When units are used: hooks on modules, on their outputs and inputs, and on what autograd saves for backward."""
+"""When units are used: hooks on modules, their outputs, inputs and gradients, and on what autograd saves for backward."""
 
 from __future__ import annotations
 
@@ -86,15 +86,14 @@ class ModuleUses:
         for unit in units:
             if unit.module is not None:
                 whole.setdefault(id(unit.module), []).append(unit)
-        self._handles = []
         for part in module.modules():
             own = whole.get(id(part), [])
             if not any(True for _ in part.children()):
                 own = own + [u for u in self.units_held_by(part) if u not in own]
             self._registered[id(part)] = own
-            self._handles.append(part.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
+            part.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
             # Also after an error: checkpointing ends a recomputation with one, as soon as it has what it wants.
-            self._handles.append(part.register_forward_hook(self._after, always_call=True))
+            part.register_forward_hook(self._after, always_call=True)
             if self.units_held_by(part) and not isinstance(part._parameters, _WatchedParameters):
                 part._parameters = _WatchedParameters(part._parameters, self)
             for parameter in part.__dict__.get(_REGISTERED, ()):
@@ -102,10 +101,9 @@ class ModuleUses:
                 if used is not None and used not in own:
                     own.append(used)
 
-    def close(self) -> None:
-        """Take the hooks off the modules."""
-        for handle in self._handles:
-            handle.remove()
+        for unit in units:
+            if unit.trained:
+                self._watch_gradients(unit)
 
     def reset(self) -> None:
         """Forget calls that an error has ended."""
@@ -177,6 +175,20 @@ class ModuleUses:
         call.units.append(unit)
 
     # -- backward --------------------------------------------------------------------------------------------------
+
+    def _watch_gradients(self, unit: ShardedUnit) -> None:
+        weak = weakref.ref(self)
+
+        def hook(index: int) -> Callable[[torch.Tensor], None]:
+            def gradient_added(parameter: torch.Tensor) -> None:
+                me = weak()
+                if me is not None and me._gradients.arrived(unit, index, parameter):
+                    me._gradients_complete(unit)
+
+            return gradient_added
+
+        for index, parameter in enumerate(unit.parameters):
+            parameter.register_post_accumulate_grad_hook(hook(index))
 
     def _watch_outputs(self, units: list[ShardedUnit], uses: list[Use], output: Any) -> None:
         tensors = [t for t in _tensors(output) if t.grad_fn is not None]
@@ -270,7 +282,7 @@ class ModuleUses:
         if now.left[id(unit)] > 0:
             return
         if use in unit.open_uses:
-            self.gradients_complete(unit)
+            self._gradients_complete(unit)
         self._gradients.leave(unit)
 
     def _end_pass(self, task: int) -> None:
@@ -282,18 +294,15 @@ class ModuleUses:
             if use in unit.open_uses:
                 unit.open_uses.discard(use)
                 if not unit.open_uses:
-                    self.gradients_complete(unit)
+                    self._gradients_complete(unit)
         for key, unit in now.reached.items():
             unit.uses_per_pass = now.counts[key]
             unit.came.clear()
         self._gradients.end(list(now.reached.values()))
 
-    def gradients_complete(self, unit: ShardedUnit) -> None:
+    def _gradients_complete(self, unit: ShardedUnit) -> None:
         """All gradients of a unit have come, so backward has passed all its uses."""
-        unit.came.clear()
-        unit.open_uses.clear()
-        unit.quiet = False
-        unit.forward_uses = 0
+        unit.forget_uses()
         self._live.done(unit)
 
     # -- what autograd saves ---------------------------------------------------------------------------------------

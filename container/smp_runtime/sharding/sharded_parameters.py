@@ -102,7 +102,6 @@ class ShardedParameters(FlatShards[ShardedUnit]):
             unit.detach()
             unit.mark_parameters()
         self.uses = ModuleUses(module, self.units, self.live, self.gradients)
-        self._watch_gradients()
         self._follow_writes(module)
         self._reads = StateReads(module, self.uses, degree)
         self._autocast = AutocastWarning(self.units, ranks.device, speaks=ranks.rank == 0)
@@ -194,22 +193,6 @@ class ShardedParameters(FlatShards[ShardedUnit]):
     def touched(self) -> bool:
         """Whether backward has added to any gradient in this window."""
         return self.gradients.touched
-
-    def _watch_gradients(self) -> None:
-        weak = weakref.ref(self)
-
-        def hook(unit: ShardedUnit, index: int) -> Callable[[torch.Tensor], None]:
-            def gradient_added(parameter: torch.Tensor) -> None:
-                me = weak()
-                if me is not None and me.gradients.arrived(unit, index, parameter):
-                    me.uses.gradients_complete(unit)
-
-            return gradient_added
-
-        for unit in self.units:
-            if unit.trained:
-                for index, parameter in enumerate(unit.parameters):
-                    parameter.register_post_accumulate_grad_hook(hook(unit, index))
 
     # -- for the optimizer -----------------------------------------------------------------------------------------
 
