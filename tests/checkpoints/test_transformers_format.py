@@ -337,7 +337,7 @@ def test_half_precision_starts_from_the_unrounded_weights(solo, references):
     expected = _original("gpt2").transformer.wpe.weight
     parameter = model.module.transformer.wpe.weight
     assert torch.equal(parameter, expected.bfloat16())
-    assert torch.equal(model.pieces[parameter].optimized, expected)
+    assert torch.equal(model.optimizer_shards[parameter].optimized, expected)
     assert optimizer is not None
 
 

@@ -140,7 +140,7 @@ def test_groups_keep_away_from_nccl_where_gloo_was_chosen(solo, monkeypatch):
 def test_groups_between_hosts_have_the_jobs_deadline(monkeypatch):
     import torch.distributed as dist
 
-    from smp_runtime.sharding import choose_gather as hosts
+    from smp_runtime.sharding import all_gather as hosts
 
     made = []
     monkeypatch.setenv("SMP_TIMEOUT_SECONDS", "77")

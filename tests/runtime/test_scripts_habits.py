@@ -144,13 +144,13 @@ def test_a_saved_half_precision_optimizer_brings_masters_and_scale_along(solo, t
     model.backward(model(torch.ones(1, 4)).sum())
     optimizer.step()
     smp.save(optimizer.local_state_dict(), str(tmp_path / "optimizer"))
-    masters = [p.optimized.detach().clone() for p in optimizer._pieces]
+    masters = [p.optimized.detach().clone() for p in optimizer._optimizer_shards]
     optimizer.loss_scaler.scale = 1.0
-    for piece in optimizer._pieces:
-        piece.optimized.data.zero_()
+    for shard in optimizer._optimizer_shards:
+        shard.optimized.data.zero_()
     optimizer.load_state_dict(smp.load(str(tmp_path / "optimizer")))
     assert optimizer.loss_scale == 2.0**15
-    assert all(torch.equal(p.optimized, m) for p, m in zip(optimizer._pieces, masters, strict=True))
+    assert all(torch.equal(p.optimized, m) for p, m in zip(optimizer._optimizer_shards, masters, strict=True))
     optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
     assert not optimizer.state
 
@@ -221,7 +221,7 @@ def test_what_cannot_follow_is_refused(ranks, config):
             model.load_state_dict(model.state_dict(), assign=True)
         with pytest.raises(SMPUserError, match="cast it before"):
             model.to(torch.float64)
-        if model.pieces is not None:
+        if model.optimizer_shards is not None:
             with pytest.raises(SMPUserError, match="use one optimizer"):
                 smp.DistributedOptimizer(torch.optim.SGD(model.module[1].parameters(), lr=0.1))
         module[0].bias.requires_grad_(True)

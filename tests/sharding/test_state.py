@@ -155,7 +155,7 @@ def test_delayed_creation_gives_the_same_shards_bit_for_bit_and_never_the_model(
                 deferred._view_like = original
                 peak = seen["peak"]
         shards = [unit.shard.clone() for unit in model.shards.units]
-        masters = [p.optimized.detach().clone() for p in model.pieces.values() if p is not None]
+        masters = [p.optimized.detach().clone() for p in model.optimizer_shards.values() if p is not None]
         after = torch.rand(1)
         return model.state_dict(), shards, masters, peak, after
 

@@ -53,7 +53,7 @@ def test_it_trains_the_same_and_gathers_in_phases(ranks):
 
 def _train_and_count(config):
     """Train with small buffers; gives also how many gathers went in two phases outside the backend."""
-    from smp_runtime.sharding import gathers as gathering
+    from smp_runtime.sharding import all_gather as gathering
 
     calls = []
     second = gathering.BackendGathering.second

@@ -85,10 +85,10 @@ def weights(model: DistributedModel) -> Iterator[Holding]:
 
 def masters(model: DistributedModel) -> Iterator[Holding]:
     """The float32 weights that exist beside the model's own."""
-    for piece in (model.pieces or {}).values():
-        if piece is not None and piece.optimized.data_ptr() != piece.stored.data_ptr():
-            record = model.registry.record_of(piece.parameter)
-            yield Holding(record.name, piece.optimized.data, region_of(record, (piece.start, piece.stop)), record)
+    for shard in (model.optimizer_shards or {}).values():
+        if shard is not None and shard.optimized.data_ptr() != shard.stored.data_ptr():
+            record = model.registry.record_of(shard.parameter)
+            yield Holding(record.name, shard.optimized.data, region_of(record, (shard.start, shard.stop)), record)
 
 
 def buffers(model: DistributedModel) -> Iterator[Holding]:
@@ -123,16 +123,16 @@ def updated(model: DistributedModel, optimizer: DistributedOptimizer) -> list[Up
                     f"{len(model.registry)}; a checkpoint names parameters by the model's names: pass optimizer= one that was "
                     "made from model.parameters()"
                 ) from None
-            pieces = model.pieces or {}
-            if optimizer.updates(model) and parameter in pieces:
-                piece = pieces[parameter]
-                flat = (piece.start, piece.stop) if piece is not None else (0, 0)
+            optimizer_shards = model.optimizer_shards or {}
+            if optimizer.updates(model) and parameter in optimizer_shards:
+                shard = optimizer_shards[parameter]
+                flat = (shard.start, shard.stop) if shard is not None else (0, 0)
                 found.append(
                     Updated(
                         record.name,
                         index,
                         parameter,
-                        piece.optimized if piece is not None else None,
+                        shard.optimized if shard is not None else None,
                         region_of(record, flat),
                         record,
                     )

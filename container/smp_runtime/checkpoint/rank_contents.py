@@ -25,7 +25,6 @@ from smp_runtime.checkpoint.live_tensors import (
 )
 from smp_runtime.checkpoint.object_files import partial_suffix
 from smp_runtime.job.session import Session
-from smp_runtime.sharding.sharded_state import ShardedState
 from smp_runtime.tensors.torch_private import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
@@ -126,11 +125,8 @@ class Share:
 
 def state_parts(session: Session, model: DistributedModel | None) -> int:
     """Among how many neighbours along the reduced data parallel axis optimizer state is shared out."""
-    if model is not None and model.shards is not None:
-        return session.ranks.size(Group.SHARD)
-    if model is not None and isinstance(model.sharded_state, ShardedState):
-        return session.ranks.size(Group.RDP)
-    return 1
+    state = model.sharded_state if model is not None else None
+    return 1 if state is None else session.ranks.size(state.sharing)
 
 
 def contents_of(
@@ -421,7 +417,7 @@ def flat_groups(
             made.shapes.append({})
             lengths.append(0)
         split = entry.record.placement.tensor_axis is not None
-        if entry.parameter not in shards.pieces or entry.parameter not in local:
+        if entry.parameter not in shards.optimizer_shards or entry.parameter not in local:
             continue
         if not (split or share.leads_tensors):
             continue
@@ -435,12 +431,12 @@ def flat_groups(
             tensor = _piece(entry.region).tensor
             made.pieces[entry.name] = Piece(tensor, (first, last), (entry.group, lengths[entry.group]))
         lengths[entry.group] += share_elements
-    held = {p: piece.optimized.detach() for p, piece in shards.pieces.items() if piece is not None}
+    held = {p: shard.optimized.detach() for p, shard in shards.optimizer_shards.items() if shard is not None}
     if apart is not None:
         names = {entry.parameter: entry.name for entry in entries}
         held = {p: apart.keep(f"part/{names[p]}", value) for p, value in held.items() if p in names}
     # The same on every rank, also on one that has no part of anything.
-    types = {torch.float32 if model.precision.is_half else p.dtype for p in shards.pieces}
+    types = {torch.float32 if model.precision.is_half else p.dtype for p in shards.optimizer_shards}
     dtype = functools.reduce(torch.promote_types, types, torch.float32)
     buffers: list[torch.Tensor] = []
     made.buffers = buffers

@@ -16,6 +16,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from smp_config import Group, ModelParallelParameters
 from smp_runtime.comm.collectives import Collectives
 from smp_runtime.comm.control import ControlPlane, connect
@@ -25,6 +27,7 @@ from smp_runtime.job.module_manager import ModuleManager
 from smp_runtime.job.progress import ProgressReporter
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE, Ranks
 from smp_runtime.job.trained import TrainedModel, TrainedOptimizer
+from smp_runtime.parameters.registry import ParameterRecord
 
 logger = logging.getLogger("smp")
 
@@ -85,6 +88,11 @@ class Session:
     def models(self) -> list[TrainedModel]:
         """The wrapped models that the script still holds, in the order of wrapping."""
         return [model for reference in self._models if (model := reference()) is not None]
+
+    @property
+    def records(self) -> dict[nn.Parameter, ParameterRecord]:
+        """Names and places of the parameters of all wrapped models; of one that two have, the first model's."""
+        return {record.parameter: record for model in reversed(self.models) for record in model.registry}
 
     @property
     def model(self) -> TrainedModel | None:

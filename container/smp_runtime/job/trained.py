@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.parameters.optimizer_shards import Piece
+from smp_runtime.parameters.optimizer_shards import OptimizerShard
 from smp_runtime.parameters.precision import Precision
 from smp_runtime.parameters.registry import ParameterRegistry
 
@@ -20,10 +20,10 @@ class SharedState(Protocol):
 
     Attributes:
         sharing: the kind of the group that shares it.
-        pieces: what this rank's optimizer updates of each parameter, or None.
+        optimizer_shards: what this rank's optimizer updates of each parameter, or None.
     """
 
-    pieces: dict[nn.Parameter, Piece | None]
+    optimizer_shards: dict[nn.Parameter, OptimizerShard | None]
 
     @property
     def sharing(self) -> Group: ...
@@ -42,6 +42,10 @@ class SharedState(Protocol):
 
     def sum_over_shards(self, vector: torch.Tensor) -> torch.Tensor: ...
 
+    def counts(self, shard: OptimizerShard) -> bool:
+        """Whether this rank is the one that counts an optimizer shard in norms."""
+        ...
+
 
 class SharedParameters(SharedState, Protocol):
     """The same with the parameters themselves.
@@ -52,10 +56,6 @@ class SharedParameters(SharedState, Protocol):
 
     @property
     def clipping(self) -> float: ...
-
-    def counts(self, piece: Piece) -> bool:
-        """Whether this rank is the one that counts a piece in norms."""
-        ...
 
 
 class Stages(Protocol):
@@ -78,7 +78,7 @@ class TrainedModel(Hashable, Protocol):
         training: its mode.
         registry: names and places of all parameters.
         precision: what it computes in.
-        pieces: what the optimizer updates instead of parameters; None when it updates these.
+        optimizer_shards: what the optimizer updates instead of parameters; None when it updates these.
         sharded_state: how optimizer state is shared out, or None.
         shards: the same with parameters and gradients, or None.
         assignment: which stage has which module; None without a pipeline, or before it is decided.
@@ -93,7 +93,7 @@ class TrainedModel(Hashable, Protocol):
     def registry(self) -> ParameterRegistry: ...
 
     @property
-    def pieces(self) -> dict[nn.Parameter, Piece | None] | None: ...
+    def optimizer_shards(self) -> dict[nn.Parameter, OptimizerShard | None] | None: ...
 
     @property
     def sharded_state(self) -> SharedState | None: ...

@@ -29,7 +29,7 @@ from smp_runtime.model.stages import Stages, TracingOptions
 from smp_runtime.model.state_dict import PARTIAL_KEY, ModelState
 from smp_runtime.model.wrapped_module import WrappedModule
 from smp_runtime.optim.clipping_watch import watch_clipping
-from smp_runtime.parameters.optimizer_shards import Piece
+from smp_runtime.parameters.optimizer_shards import OptimizerShard
 from smp_runtime.parameters.precision import Precision
 from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
 from smp_runtime.pipeline.partition.assignment import Assignment
@@ -138,9 +138,9 @@ class DistributedModel(WrappedModule):
     # -- what it is made of ----------------------------------------------------------------------------------------
 
     @property
-    def pieces(self) -> dict[nn.Parameter, Piece | None] | None:
+    def optimizer_shards(self) -> dict[nn.Parameter, OptimizerShard | None] | None:
         """What the optimizer updates instead of the parameters; None when it updates the parameters."""
-        return self._placed.pieces
+        return self._placed.optimizer_shards
 
     @property
     def sharded_state(self) -> ShardedState | ShardedParameters | None:
@@ -344,7 +344,7 @@ class DistributedModel(WrappedModule):
             strict,
             assign,
             partitioned=self.partitioned,
-            known=self._window.reduces or self.pieces is not None,
+            known=self._window.reduces or self.optimizer_shards is not None,
         )
 
     def load_when_partitioned(self, load: Callable[[], Any]) -> None:
@@ -359,7 +359,7 @@ class DistributedModel(WrappedModule):
         if dtype is None:
             return self
         changes = any(p.is_floating_point() and p.dtype is not dtype for p in self.module.parameters())
-        if changes and (self._window.reduces or self.pieces is not None):
+        if changes and (self._window.reduces or self.optimizer_shards is not None):
             raise SMPUserError(
                 f"the model cannot become {dtype} after it was wrapped: gradient reduction and the optimizer already know its "
                 'parameters; cast it before smp.DistributedModel, or train with "fp16" or "bf16"'
@@ -403,7 +403,7 @@ class DistributedModel(WrappedModule):
 
     def cuda(self, device: Any = None) -> DistributedModel:
         """Ignored: the model is on this rank's device already, unless :meth:`cpu` has moved it."""
-        if not self._placed.is_away or self.pieces is not None:
+        if not self._placed.is_away or self.optimizer_shards is not None:
             return self
         self._placed.is_away = False
         return super().to(self._ranks.device)

@@ -11,11 +11,10 @@ from smp_config.buckets import effective_bucket_bytes
 from smp_runtime.activations.marking import carry_over, marks
 from smp_runtime.data_parallel.reducer_set import sharing_group
 from smp_runtime.parameters.deferred_creation import Deferrals, materialize
-from smp_runtime.parameters.optimizer_shards import bare_piece, whole_piece
+from smp_runtime.parameters.optimizer_shards import master_shard, parameter_shard
 from smp_runtime.replacement.replacing import distribute
-from smp_runtime.sharding.deferred_shards import create_shards, make_stand_ins
-from smp_runtime.sharding.sharded_parameters import ShardedParameters
-from smp_runtime.sharding.sharded_state import shared_state
+from smp_runtime.sharding.sharded_parameters import ShardedParameters, create_shards, make_stand_ins
+from smp_runtime.sharding.sharded_state import ShardedState
 from smp_runtime.tensor_parallel.group import TensorGroup
 
 if TYPE_CHECKING:
@@ -72,18 +71,20 @@ def place(
     whole = [parameter for parameter in trained if parameter not in in_shards]
     state = None
     if shards_state:
-        state = shared_state(ranks, sharing_group(ranks), trained, masters, bucket_bytes, precision.reduce)
-        placed.sharded_state, placed.pieces = state, state.pieces
-        part.registry.place_shards({p: (k.start, k.stop) if k else (0, 0) for p, k in state.pieces.items()})
+        sharing = sharing_group(ranks)
+        state = ShardedState(ranks, sharing, trained, precision, masters=masters, unit_bytes=bucket_bytes)
+        placed.sharded_state = state
     elif placed.shards is not None:
-        placed.shards.add_whole({p: whole_piece(p, masters[p]) if p in masters else bare_piece(p) for p in whole})
-        placed.sharded_state, placed.pieces = placed.shards, placed.shards.pieces
-        part.registry.place_shards(placed.shards.places)
+        placed.shards.add_whole({p: master_shard(p, masters[p]) if p in masters else parameter_shard(p) for p in whole})
+        placed.sharded_state = placed.shards
     elif masters:
-        placed.pieces = {parameter: whole_piece(parameter, masters[parameter]) for parameter in trained}
+        placed.optimizer_shards = {parameter: master_shard(parameter, masters[parameter]) for parameter in trained}
+    if placed.sharded_state is not None:
+        placed.optimizer_shards = placed.sharded_state.optimizer_shards
+        part.registry.place_shards(placed.sharded_state.places)
     if len(here) < len(part.registry):  # the optimizer has nothing to do with other stages' parameters
         elsewhere = {r.parameter: None for r in part.registry if id(r.parameter) not in local}
-        placed.pieces = {**(placed.pieces or {}), **elsewhere}
+        placed.optimizer_shards = {**(placed.optimizer_shards or {}), **elsewhere}
     # Gradients: the other ranks hear of backward before anything is sent, so that comes first.
     if replicated:
         window.watch_backward(trained)

@@ -51,11 +51,13 @@ class Replicas:
     def begin_training_pass(self) -> None:
         """What all data parallel ranks do together before a training step."""
         if self._placed.is_away:
-            away = "its weights have left those that the optimizer updates"
+            is_copied = self._placed.optimizer_shards is not None
+            goes_on = (
+                "its weights have left those that the optimizer updates" if is_copied else "call model.cuda() first"
+            )
             raise SMPUserError(
-                f"model.cpu() has moved the model to the CPU, but this rank trains on {self._ranks.device}; "
-                f"{'call model.cuda() first' if self._placed.pieces is None else away}, or save model.state_dict() without moving "
-                "the model"
+                f"model.cpu() has moved the model to the CPU, but this rank trains on {self._ranks.device}; {goes_on}, or save "
+                "model.state_dict() without moving the model"
             )
         for parameter in self._placed.frozen:
             if parameter.requires_grad:

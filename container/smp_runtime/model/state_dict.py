@@ -90,7 +90,7 @@ class ModelState:
                 "load_state_dict(assign=True) replaces parameters, which gradient reduction and the optimizer already know; "
                 "leave assign at False"
             )
-        module, pieces = self._part.module, self._placed.pieces or {}
+        module, optimizer_shards = self._part.module, self._placed.optimizer_shards or {}
         partial = PARTIAL_KEY in state_dict
         state = {name: value for name, value in state_dict.items() if name != PARTIAL_KEY}
         own = module.state_dict(keep_vars=True)
@@ -102,10 +102,10 @@ class ModelState:
             return IncompatibleKeys([], [])
         result = self._load(state, strict, assign, own)
         for record in self._part.registry:  # masters take a float32 state unrounded
-            piece = pieces.get(record.parameter)
+            shard = optimizer_shards.get(record.parameter)
             value = next((state[name] for name in record.names if name in state), None)
-            if piece is not None and isinstance(value, torch.Tensor):
-                piece.take(part_of(record, value))
+            if shard is not None and isinstance(value, torch.Tensor):
+                shard.take(part_of(record, value))
         return result
 
     def _load(self, state: dict[str, Any], strict: bool, assign: bool, own: Mapping[str, Any]) -> Any:

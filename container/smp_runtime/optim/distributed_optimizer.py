@@ -13,12 +13,12 @@ from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.job.trained import TrainedModel
+from smp_runtime.optim.fused import TakesNorms
 from smp_runtime.optim.gradient_norms import WholeNorms
 from smp_runtime.optim.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
 from smp_runtime.optim.master_gradients import MasterGradients
-from smp_runtime.optim.sharding_attributes import ShardingAttributes
 from smp_runtime.optim.state_dict import SavedOptimizer
-from smp_runtime.parameters.optimizer_shards import Piece
+from smp_runtime.parameters.optimizer_shards import OptimizerShard
 
 logger = logging.getLogger("smp")
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("smp")
 _NEED_WHOLE_TENSORS = ("adafactor", "came", "lamb", "lars", "lbfgs", "muon", "novograd", "shampoo", "soap")
 
 
-class DistributedOptimizer(ShardingAttributes, SavedOptimizer):
+class DistributedOptimizer(SavedOptimizer):
     """A ``torch.optim.Optimizer`` that steps ``optimizer``; schedulers and closures work on it.
 
     In half precision training the inner optimizer updates float32 copies of the weights, with sharded state the
@@ -72,10 +72,10 @@ class DistributedOptimizer(ShardingAttributes, SavedOptimizer):
         self.overflow = False
         self._global_grad_norm: float | None = None
         self._model: TrainedModel | None = None
-        self._pieces: list[Piece] = []
+        self._optimizer_shards: list[OptimizerShard] = []
         self._originals: list[list[nn.Parameter]] = []
-        self._masters = MasterGradients(self._ranks, self._pieces)
-        self._norms = WholeNorms(self._session, None, self._pieces)
+        self._masters = MasterGradients(self._ranks, self._optimizer_shards)
+        self._norms = self._norms_for(None)
         # The base class's own constructor would build groups and state of its own; only its hooks are wanted.
         super().__setstate__({})
         for model in self._session.models:
@@ -128,9 +128,9 @@ class DistributedOptimizer(ShardingAttributes, SavedOptimizer):
         mine = {p for group in self.optimizer.param_groups for p in group["params"]}
         all_stages = {record.parameter for record in model.registry}
         is_staged = model.assignment is not None
-        if hasattr(self.optimizer, "use_norms") and self._ranks.size(Group.TP) > 1 and mine & all_stages:
+        if isinstance(self.optimizer, TakesNorms) and self._ranks.size(Group.TP) > 1 and mine & all_stages:
             self.optimizer.use_norms(self._norms)
-        if not mine & (all_stages if is_staged else (model.pieces or {}).keys()):
+        if not mine & (all_stages if is_staged else (model.optimizer_shards or {}).keys()):
             return
         if self._model is not None:
             raise SMPUserError(
@@ -145,17 +145,21 @@ class DistributedOptimizer(ShardingAttributes, SavedOptimizer):
             )
         if model.sharded_state is not None:
             self._check_kind("shard_optimizer_state" if model.shards is None else "sharding")
-        self._norms = WholeNorms(self._session, model, self._pieces)
-        if hasattr(self.optimizer, "use_norms") and (is_staged or model.sharded_state is not None):
+        self._norms = self._norms_for(model)
+        if isinstance(self.optimizer, TakesNorms) and (is_staged or model.sharded_state is not None):
             self.optimizer.use_norms(self._norms)
         self._model = model
         for group in self.optimizer.param_groups:
             self._replace(group)
 
+    def _norms_for(self, model: TrainedModel | None) -> WholeNorms:
+        session = self._session  # and not this object, which the inner optimizer would hold then
+        return WholeNorms(self._ranks, model, self._optimizer_shards, lambda: session.records)
+
     def _check_kind(self, why: str) -> None:
         """Refuse an optimizer that is known to need whole tensors, and warn of one that is not known."""
         kind = type(self.optimizer)
-        if hasattr(self.optimizer, "use_norms"):
+        if isinstance(self.optimizer, TakesNorms):
             return
         if any(word in base.__name__.lower() for base in kind.__mro__ for word in _NEED_WHOLE_TENSORS):
             raise SMPUserError(
@@ -173,34 +177,36 @@ class DistributedOptimizer(ShardingAttributes, SavedOptimizer):
             )
 
     def updates(self, model: TrainedModel) -> bool:
-        """Whether this optimizer updates pieces of ``model``."""
+        """Whether this optimizer updates shards of ``model``."""
         return self._model is model
 
     def drop_gradients_of(self, model: TrainedModel) -> None:
-        """Forget gradients that were brought to the pieces of ``model`` but not used."""
+        """Forget gradients that were brought to the optimizer shards of ``model`` but not used."""
         if self._model is model:
             self._drop_gradients()
 
     def _replace(self, group: dict[str, Any]) -> None:
-        """Put this rank's pieces in place of a group's parameters."""
+        """Put this rank's optimizer shards in place of a group's parameters."""
         if self._model is None:
             return
-        originals, pieces = list(group["params"]), self._model.pieces or {}
+        originals, optimizer_shards = list(group["params"]), self._model.optimizer_shards or {}
         self._originals.append(originals)
         group["params"] = []
         for parameter in originals:
-            if parameter not in pieces:
+            if parameter not in optimizer_shards:
                 group["params"].append(parameter)
                 continue
             former = self.optimizer.state.pop(parameter, None)
-            piece = pieces[parameter]
-            if piece is None:
+            shard = optimizer_shards[parameter]
+            if shard is None:
                 continue
-            self._pieces.append(piece)
-            group["params"].append(piece.optimized)
+            self._optimizer_shards.append(shard)
+            group["params"].append(shard.optimized)
             if former is not None:
-                self.optimizer.state[piece.optimized] = {
-                    key: _part(value, piece) if _is_shaped(value, parameter) else value for key, value in former.items()
+                updated = shard.optimized
+                self.optimizer.state[updated] = {
+                    key: shard.part_of(v).to(updated.dtype, copy=True) if _is_shaped(v, parameter) else v
+                    for key, v in former.items()
                 }
 
     # -- the update ------------------------------------------------------------------------------------------------
@@ -251,8 +257,8 @@ class DistributedOptimizer(ShardingAttributes, SavedOptimizer):
             self.overflow = overflow
 
     def _store(self) -> None:
-        for piece in self._pieces:
-            piece.store()
+        for shard in self._optimizer_shards:
+            shard.store()
         if self._model is not None and self._model.sharded_state is not None:
             self._model.sharded_state.gather_parameters()
 
@@ -291,12 +297,12 @@ class DistributedOptimizer(ShardingAttributes, SavedOptimizer):
         self.update_master_grads()
         if self.overflow:
             return float("inf")
-        shards = self._model.shards if self._model is not None else None
+        state = self._model.sharded_state if self._model is not None else None
         whole = [(p, p.grad) for p in self._updated_themselves() if p.grad is not None]
         parts = [
-            (piece.parameter, piece.optimized.grad)
-            for piece in self._pieces
-            if piece.optimized.grad is not None and (shards is None or shards.counts(piece))
+            (shard.parameter, shard.optimized.grad)
+            for shard in self._optimizer_shards
+            if shard.optimized.grad is not None and (state is None or state.counts(shard))
         ]
         split = self._norms.split_parameters().intersection(map(id, self._parameters()))
         norm = self._norms.total([*whole, *parts], split, norm_type)
@@ -309,9 +315,35 @@ class DistributedOptimizer(ShardingAttributes, SavedOptimizer):
         return norm
 
     def _updated_themselves(self) -> list[nn.Parameter]:
-        """Parameters on this rank that are updated themselves, not through pieces."""
-        pieces = self._model.pieces or {} if self._model is not None else {}
-        return [parameter for parameter in self._parameters() if parameter not in pieces]
+        """Parameters on this rank that are updated themselves, not through optimizer shards."""
+        optimizer_shards = self._model.optimizer_shards or {} if self._model is not None else {}
+        return [parameter for parameter in self._parameters() if parameter not in optimizer_shards]
+
+    # -- what scripts read under sharded data parallelism; without it these attributes do not exist ----------------
+
+    @property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """The model's trained parameters, by parameter group."""
+        self._require_shards("fp16_groups")
+        return self.original_groups()
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """By parameter group, a flat copy of what this rank updates of it, in float32."""
+        self._require_shards("fp32_partitioned_groups_flat")
+        updated = {shard.parameter: shard.optimized.detach() for shard in self._optimizer_shards}
+        parts = [[updated[p].reshape(-1).float() for p in group if p in updated] for group in self._originals]
+        return [torch.cat(found) if found else torch.empty(0, device=self._ranks.device) for found in parts]
+
+    @property
+    def ds_param_shard_group(self) -> torch.distributed.ProcessGroup:
+        """The ranks that share one copy of the parameters."""
+        self._require_shards("ds_param_shard_group")
+        return self._ranks.process_group(Group.SHARD)
+
+    def _require_shards(self, name: str) -> None:
+        if self._model is None or self._model.shards is None:
+            raise AttributeError(f"{name} exists under sharded data parallelism only")
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
@@ -324,8 +356,3 @@ class DistributedOptimizer(ShardingAttributes, SavedOptimizer):
 
 def _is_shaped(value: Any, parameter: nn.Parameter) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape
-
-
-def _part(value: torch.Tensor, piece: Piece) -> torch.Tensor:
-    flat = value.reshape(-1)[piece.start : piece.stop].to(piece.optimized.dtype)
-    return flat.clone().view(piece.optimized.shape)

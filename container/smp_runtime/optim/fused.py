@@ -7,7 +7,7 @@ parameters or of the model, ``use_norms`` gives them the norms over all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -27,6 +27,13 @@ class Norms(Protocol):
     def total_square(self, tensors: Pairs, known: Sequence[torch.Tensor]) -> torch.Tensor:
         """Of all whole tensors together, those of other stages too."""
         ...
+
+
+@runtime_checkable
+class TakesNorms(Protocol):
+    """An optimizer that is right about parts of parameters once it is given the norms of the whole ones."""
+
+    def use_norms(self, norms: Norms) -> None: ...
 
 
 class _NormedOptimizer(torch.optim.Optimizer):

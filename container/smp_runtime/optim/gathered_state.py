@@ -10,6 +10,7 @@ from torch import nn
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
+from smp_runtime.job.ranks import Ranks
 from smp_runtime.job.session import Session
 from smp_runtime.parameters.registry import ParameterRecord
 from smp_runtime.parameters.slices import TensorSlice, part_of
@@ -19,32 +20,25 @@ from smp_runtime.tensors.torch_private import tree_map
 #: Master weights and loss scale inside a state.
 HALF_KEY = "fp16_states"
 
-
-def record_of(session: Session, parameter: nn.Parameter) -> ParameterRecord | None:
-    """The record of a parameter in whichever wrapped model has it."""
-    for model in session.models:
-        try:
-            return model.registry.record_of(parameter)
-        except SMPUserError:
-            continue
-    return None
+#: Names and places of parameters.
+Records = Mapping[nn.Parameter, ParameterRecord]
 
 
 @torch.no_grad()
-def whole_tensor(session: Session, parameter: nn.Parameter, value: Any) -> Any:
+def whole_tensor(ranks: Ranks, record: ParameterRecord | None, value: Any) -> Any:
     """A value of a parameter's state whole; the ranks of a tensor parallel group call it for the same ones together."""
-    record = record_of(session, parameter)
-    if session.ranks.size(Group.TP) == 1 or record is None or not isinstance(value, torch.Tensor):
+    if ranks.size(Group.TP) == 1 or record is None or not isinstance(value, torch.Tensor):
         return value
     axis, bounds = record.placement.tensor_axis, record.placement.tensor_slice
-    if axis is None or bounds is None or value.shape != parameter.shape or value.dim() == 0:
+    if axis is None or bounds is None or value.shape != record.parameter.shape or value.dim() == 0:
         return value
-    longest = -(-record.shape[axis] // session.ranks.size(Group.TP))
-    return gather_whole(value, TensorSlice(record.shape, axis, *bounds, longest), TensorGroup.of(session.ranks))
+    longest = -(-record.shape[axis] // ranks.size(Group.TP))
+    return gather_whole(value, TensorSlice(record.shape, axis, *bounds, longest), TensorGroup.of(ranks))
 
 
 def whole_values(
-    session: Session,
+    ranks: Ranks,
+    records: Records,
     parameters: Sequence[nn.Parameter],
     state: Mapping[int, Mapping[str, Any]],
     *,
@@ -58,24 +52,24 @@ def whole_values(
     whole: dict[int, dict[str, Any]] = {}
     for number, values in sorted(state.items()):
         for key in sorted(values):
-            value = whole_tensor(session, parameters[number], values[key])
+            value = whole_tensor(ranks, records.get(parameters[number]), values[key])
             if not to_first:
                 whole.setdefault(number, {})[key] = value
-            elif session.ranks.rank_in(Group.TP) == 0:
+            elif ranks.rank_in(Group.TP) == 0:
                 whole.setdefault(number, {})[key] = on_cpu(value)
     return whole
 
 
-def of_all_stages(session: Session, values: Mapping[Any, Any], *, to_first: bool) -> dict[Any, Any]:
+def of_all_stages(ranks: Ranks, values: Mapping[Any, Any], *, to_first: bool) -> dict[Any, Any]:
     """What all stages have together, on the CPU; every rank of a replica calls it.
 
     Args:
         to_first: only the first rank of the replica gets it, and ranks without its part of tensors take no part.
     """
-    if to_first and session.ranks.rank_in(Group.TP) != 0:
+    if to_first and ranks.rank_in(Group.TP) != 0:
         return {}
-    exchange = session.ranks.control.gather if to_first else session.ranks.control.allgather
-    parts = exchange(tree_map(on_cpu, dict(values)), session.ranks.members(Group.PP))
+    exchange = ranks.control.gather if to_first else ranks.control.allgather
+    parts = exchange(tree_map(on_cpu, dict(values)), ranks.members(Group.PP))
     return {key: value for part in parts or [] for key, value in part.items()}
 
 
@@ -84,13 +78,13 @@ def on_cpu(leaf: Any) -> Any:
     return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def own_parts(session: Session, parameters: Sequence[nn.Parameter], state: Mapping[str, Any]) -> dict[str, Any]:
+def own_parts(records: Records, parameters: Sequence[nn.Parameter], state: Mapping[str, Any]) -> dict[str, Any]:
     """A full state with this rank's parts of split tensors; values that are parts already stay."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     of = dict(zip(dict.fromkeys(numbers), parameters, strict=False))
 
     def part(number: int, value: Any) -> Any:
-        record = record_of(session, of[number]) if number in of else None
+        record = records.get(of[number]) if number in of else None
         return part_of(record, value) if record is not None and isinstance(value, torch.Tensor) else value
 
     parts = {n: {key: part(n, value) for key, value in values.items()} for n, values in state["state"].items()}
@@ -116,10 +110,7 @@ def names_by_index(session: Session) -> list[dict[int, str]]:
     optimizer = session.optimizer
     if optimizer is None:
         raise SMPUserError("there is no wrapped optimizer; wrap it in smp.DistributedOptimizer first")
-    found: dict[int, str] = {}
-    for group in optimizer.original_groups():
-        for parameter in group:
-            record = record_of(session, parameter)
-            if record is not None:
-                found.setdefault(id(parameter), record.name)
-    return [dict(enumerate(found.values())) for _ in range(session.ranks.size(Group.TP))]
+    parameters = [parameter for group in optimizer.original_groups() for parameter in group]
+    records = session.records
+    names = [records[parameter].name for parameter in dict.fromkeys(parameters) if parameter in records]
+    return [dict(enumerate(names)) for _ in range(session.ranks.size(Group.TP))]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
-from smp_runtime.job.session import Session
+from smp_runtime.job.ranks import Ranks
 from smp_runtime.job.trained import TrainedModel
-from smp_runtime.parameters.optimizer_shards import NUMBER_ATTRIBUTE, Piece
+from smp_runtime.optim.gathered_state import Records
+from smp_runtime.parameters.optimizer_shards import OptimizerShard
 
 
 class WholeNorms:
@@ -22,16 +23,23 @@ class WholeNorms:
     parts of most parameters, and stages other parameters. All ranks of these groups call every method together.
 
     Args:
-        session: groups and collectives.
-        model: the one whose pieces are updated; None if the parameters themselves are, and no stage has others.
-        pieces: of the model, what is updated here instead of parameters; may grow.
+        ranks: groups and collectives.
+        model: the one whose optimizer shards are updated; None if the parameters themselves are, and no stage has others.
+        optimizer_shards: of the model, what is updated here instead of parameters; may grow.
+        records: tells of all wrapped models' parameters.
     """
 
-    def __init__(self, session: Session, model: TrainedModel | None, pieces: Sequence[Piece]) -> None:
-        self._session = session
-        self._ranks = session.ranks
+    def __init__(
+        self,
+        ranks: Ranks,
+        model: TrainedModel | None,
+        optimizer_shards: Sequence[OptimizerShard],
+        records: Callable[[], Records],
+    ) -> None:
+        self._ranks = ranks
+        self._records = records
         self._model = model
-        self._pieces = pieces
+        self._optimizer_shards = optimizer_shards
         state = model.sharded_state if model is not None else None
         self._sharing: Group | None = None if state is None else state.sharing
 
@@ -39,8 +47,7 @@ class WholeNorms:
         """By ``id``, the parameters of which every tensor parallel rank has another part."""
         if self._ranks.size(Group.TP) == 1:
             return set()
-        records = (record for model in self._session.models for record in model.registry)
-        return {id(record.parameter) for record in records if record.placement.tensor_axis is not None}
+        return {id(p) for p, record in self._records().items() if record.placement.tensor_axis is not None}
 
     @torch.no_grad()
     def total(
@@ -49,7 +56,7 @@ class WholeNorms:
         """The norm of the whole gradient.
 
         Args:
-            gradients: pairs of a parameter of the model and this rank's gradient of it, or of this rank's piece of it.
+            gradients: pairs of a parameter of the model and this rank's gradient of it or of its shard.
             split_ids: of this optimizer's parameters, the :meth:`split_parameters`; empty on all ranks or on none.
             norm_type: ``p`` of the p-norm, above 0; infinity for the greatest absolute value.
 
@@ -65,7 +72,9 @@ class WholeNorms:
         device = self._ranks.device
         zero = torch.zeros(1, device=device, dtype=torch.float64)
         # What the sharding does not know is whole on all of its ranks.
-        shared_out = self._model.pieces or {} if self._model is not None and self._sharing is not None else None
+        shared_out = (
+            self._model.optimizer_shards or {} if self._model is not None and self._sharing is not None else None
+        )
         norms: dict[str, list[torch.Tensor]] = {"whole": [zero], "split": [zero], "alone": [zero]}
         for parameter, gradient in gradients:
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -116,14 +125,13 @@ class WholeNorms:
         state = self._model.sharded_state if self._model is not None else None
         # The sharding numbers what it shares out, also that of which nothing is here; all else, whole on every rank of a
         # sharding group, comes behind. So the vector is as long on every rank.
-        shared = len(state.pieces) if state is not None else 0
-        numbers = {
-            id(updated): getattr(updated, NUMBER_ATTRIBUTE) for updated in known if shared and _is_numbered(updated)
-        }
+        shared = len(state.optimizer_shards) if state is not None else 0
+        numbered = {id(shard.optimized): shard.number for shard in self._optimizer_shards if shard.number is not None}
+        numbers = {id(updated): numbered[id(updated)] for updated in known if id(updated) in numbered} if shared else {}
         others = [updated for updated in known if id(updated) not in numbers]
         numbers.update({id(updated): shared + at for at, updated in enumerate(others)})
         split_ids = self.split_parameters()
-        split_ids |= {id(piece.optimized) for piece in self._pieces if id(piece.parameter) in split_ids}
+        split_ids |= {id(shard.optimized) for shard in self._optimizer_shards if id(shard.parameter) in split_ids}
         # The parts of split tensors and all others.
         vectors = torch.zeros(2, shared + len(others), device=self._ranks.device)
         if tensors:
@@ -156,7 +164,3 @@ class WholeNorms:
         if self._ranks.size(group) > 1:
             self._ranks.collectives.all_reduce(vector, self._ranks.groups.group(group)).wait()
         return vector
-
-
-def _is_numbered(updated: torch.Tensor) -> bool:
-    return hasattr(updated, NUMBER_ATTRIBUTE)

@@ -1,4 +1,4 @@
-"""Gradients of pieces: brought from the model to what the optimizer updates, and again if more came after that."""
+"""Gradients of optimizer shards: brought from the model to what the optimizer updates, and again if more came after that."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ import torch
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job.ranks import Ranks
-from smp_runtime.parameters.optimizer_shards import Piece
+from smp_runtime.parameters.optimizer_shards import OptimizerShard
 from smp_runtime.tensors.torch_private import unscale
 
 
 class MasterGradients:
-    """The gradients that the inner optimizer sees of this rank's pieces.
+    """The gradients that the inner optimizer sees of this rank's shards.
 
     They are brought once per update, and what is done to them afterwards stays, unless backward adds to the model's
     gradients meanwhile: then those are brought again, with what :meth:`scale_down` has done to the earlier ones.
 
     Args:
         ranks: who must agree on an overflow.
-        pieces: what the optimizer updates; may grow.
+        optimizer_shards: what the optimizer updates; may grow.
     """
 
-    def __init__(self, ranks: Ranks, pieces: Sequence[Piece]) -> None:
+    def __init__(self, ranks: Ranks, optimizer_shards: Sequence[OptimizerShard]) -> None:
         self._ranks = ranks
-        self._pieces = pieces
+        self._optimizer_shards = optimizer_shards
         self._is_ready = False
         self._overflow = False
         self._step = 0
-        #: By piece, the model's gradient that was brought, held so that nothing else gets its memory, and its version.
-        self._brought: dict[Piece, tuple[torch.Tensor, int]] = {}
+        #: By optimizer shard, the model's gradient that was brought, held so that nothing else gets its memory, and its version.
+        self._brought: dict[OptimizerShard, tuple[torch.Tensor, int]] = {}
 
     @torch.no_grad()
     def bring(self, scale: float | None) -> bool | None:
-        """Give every piece its gradient, in the type of what is updated, divided by ``scale``; every rank calls it.
+        """Give every optimizer shard its gradient, in the type of what is updated, divided by ``scale``; every rank calls it.
 
         Args:
             scale: the loss scale of fp16; None leaves the gradients as they are, and no rank waits for another.
@@ -47,16 +47,16 @@ class MasterGradients:
         Raises:
             SMPUserError: gradients were added, with the loss scale, to ones that were divided by it already.
         """
-        found = [(piece, piece.gradient()) for piece in self._pieces]
-        news = [(piece, gradient) for piece, gradient in found if self._is_new(piece, gradient)]
+        found = [(shard, shard.gradient) for shard in self._optimizer_shards]
+        news = [(shard, gradient) for shard, gradient in found if self._is_new(shard, gradient)]
         if self._is_ready and not self._any_stage_has(news):
             return None
         unscaled = []
-        for piece, gradient in news:
-            former, held = self._brought.get(piece), piece.optimized.grad
+        for shard, gradient in news:
+            former, held = self._brought.get(shard), shard.optimized.grad
             if gradient is None:
-                piece.optimized.grad = None
-                self._brought.pop(piece, None)
+                shard.optimized.grad = None
+                self._brought.pop(shard, None)
                 continue
             is_same = former is not None and held is not None and held.data_ptr() == gradient.data_ptr()
             if is_same and scale is not None:
@@ -66,9 +66,9 @@ class MasterGradients:
                     "last backward pass before optimizer.step()"
                 )
             # Copied in every case but one: float32 gradients of a shard belong to nobody else.
-            piece.optimized.grad = gradient.to(piece.optimized.dtype).view(piece.optimized.shape)
-            self._brought[piece] = (gradient, gradient._version)
-            unscaled.append(piece.optimized.grad)
+            shard.optimized.grad = gradient.to(shard.optimized.dtype).view(shard.optimized.shape)
+            self._brought[shard] = (gradient, gradient._version)
+            unscaled.append(shard.optimized.grad)
         overflow = False if scale is None else self._unscale(unscaled, scale)
         self._overflow = overflow or (self._is_ready and self._overflow)
         self._is_ready, self._step = True, self._ranks.step.count
@@ -78,7 +78,7 @@ class MasterGradients:
     @torch.no_grad()
     def scale_down(self, factor: float) -> None:
         """Multiply the gradients that were brought, and the model's, to which backward may add more."""
-        held = [piece.optimized.grad for piece in self._pieces if piece.optimized.grad is not None]
+        held = [shard.optimized.grad for shard in self._optimizer_shards if shard.optimized.grad is not None]
         places = {gradient.data_ptr() for gradient in held}
         sources = [gradient for gradient, _ in self._brought.values() if gradient.data_ptr() not in places]
         for gradients in (held, sources):
@@ -88,15 +88,15 @@ class MasterGradients:
 
     def drop(self) -> None:
         """Forget the gradients."""
-        for piece in self._pieces:
-            piece.optimized.grad = None
+        for shard in self._optimizer_shards:
+            shard.optimized.grad = None
         self._brought.clear()
         self._is_ready = False
 
-    def _is_new(self, piece: Piece, gradient: torch.Tensor | None) -> bool:
+    def _is_new(self, shard: OptimizerShard, gradient: torch.Tensor | None) -> bool:
         if not self._is_ready:
             return True
-        former = self._brought.get(piece)
+        former = self._brought.get(shard)
         if former is None or gradient is None:
             return (former is None) != (gradient is None)
         brought, version = former
@@ -120,4 +120,4 @@ class MasterGradients:
 
     def _note_versions(self) -> None:
         """What was just done to the model's gradients is known."""
-        self._brought = {piece: (gradient, gradient._version) for piece, (gradient, _) in self._brought.items()}
+        self._brought = {shard: (gradient, gradient._version) for shard, (gradient, _) in self._brought.items()}

@@ -15,7 +15,7 @@ from smp_runtime.job.trained import TrainedModel
 from smp_runtime.optim.gathered_state import HALF_KEY, copied, of_all_stages, own_parts, whole_values
 from smp_runtime.optim.loss_scaling import LossScaler
 from smp_runtime.optim.whole_state import load_state, whole_state
-from smp_runtime.parameters.optimizer_shards import Piece
+from smp_runtime.parameters.optimizer_shards import OptimizerShard
 from smp_runtime.parameters.slices import part_of
 
 PARTIAL_KEY = "_smp_is_partial"
@@ -33,7 +33,7 @@ class SavedOptimizer(torch.optim.Optimizer):
     _ranks: Ranks
     _model: TrainedModel | None
     _originals: list[list[nn.Parameter]]
-    _pieces: list[Piece]
+    _optimizer_shards: list[OptimizerShard]
 
     def original_groups(self) -> list[list[nn.Parameter]]:
         """The model's parameters by parameter group, as the script gave them, of all stages and ranks."""
@@ -51,15 +51,16 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     def _gathered_state(self, *, to_first: bool) -> dict[str, Any]:
         """:meth:`state_dict` on every rank, or on the first rank of the job and nothing of worth elsewhere."""
-        session, keeps = self._session, not to_first or self._ranks.rank_in(Group.RDP) == 0
+        ranks, keeps = self._ranks, not to_first or self._ranks.rank_in(Group.RDP) == 0
         state = self.optimizer.state_dict() if self._model is None else self._stage_state(keep=keeps)
         if not keeps:
             return {}
-        if session.ranks.size(Group.TP) > 1:
-            state = {**state, "state": whole_values(session, self._parameters(), state["state"], to_first=to_first)}
-        if session.ranks.size(Group.PP) == 1 or self._model is None:
+        if ranks.size(Group.TP) > 1:
+            parameters, records = self._parameters(), self._session.records
+            state = {**state, "state": whole_values(ranks, records, parameters, state["state"], to_first=to_first)}
+        if ranks.size(Group.PP) == 1 or self._model is None:
             return state
-        merged = of_all_stages(session, state["state"], to_first=to_first)
+        merged = of_all_stages(ranks, state["state"], to_first=to_first)
         return {**state, "state": {number: state["state"].get(number, merged[number]) for number in sorted(merged)}}
 
     def full_state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:
@@ -70,19 +71,19 @@ class SavedOptimizer(torch.optim.Optimizer):
         Args:
             gather_to_rank0: only the first rank of the job gets it; the others take part, and get ``{}``.
         """
-        session, to_first = self._session, gather_to_rank0
-        first = session.ranks.rank == 0 or not to_first
-        keeps = not to_first or session.ranks.rank_in(Group.RDP) == 0
+        ranks, to_first = self._ranks, gather_to_rank0
+        first = ranks.rank == 0 or not to_first
+        keeps = not to_first or ranks.rank_in(Group.RDP) == 0
         state, half = self._gathered_state(to_first=to_first), self._half_states(keep=keeps)
         if self._model is None or not half or not keeps:
             return state if first else {}
         names = sorted(half["masters"])
-        records = {record.name: record for record in self._model.registry}
+        named = {record.name: record.parameter for record in self._model.registry}
         values = {number: {"master": half["masters"][name]} for number, name in enumerate(names)}
-        whole = whole_values(session, [records[name].parameter for name in names], values, to_first=to_first)
+        whole = whole_values(ranks, self._session.records, [named[name] for name in names], values, to_first=to_first)
         masters = {names[number]: found["master"] for number, found in whole.items()}
-        if session.ranks.size(Group.PP) > 1:
-            masters = of_all_stages(session, masters, to_first=to_first)
+        if ranks.size(Group.PP) > 1:
+            masters = of_all_stages(ranks, masters, to_first=to_first)
         return {**state, HALF_KEY: {**half, "masters": masters}} if first else {}
 
     def _parameters(self) -> list[nn.Parameter]:
@@ -98,8 +99,8 @@ class SavedOptimizer(torch.optim.Optimizer):
     def _stage_state(self, *, keep: bool = True) -> dict[str, Any]:
         if self._model is None:
             raise AssertionError("no model is bound")
-        gatherer, pieces = self._model.sharded_state, self._model.pieces or {}
-        return whole_state(self.optimizer, self._originals, pieces, gatherer, keep=keep)
+        gatherer, optimizer_shards = self._model.sharded_state, self._model.optimizer_shards or {}
+        return whole_state(self.optimizer, self._originals, optimizer_shards, gatherer, keep=keep)
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """The state of this rank's stage, marked by the key ``_smp_is_partial``.
@@ -118,11 +119,11 @@ class SavedOptimizer(torch.optim.Optimizer):
         if HALF_KEY in state_dict:
             self.load_fp16_states(state_dict[HALF_KEY])
         if self._ranks.size(Group.TP) > 1 and SHARD_KEY not in state_dict:
-            state = own_parts(self._session, self._parameters(), state)
+            state = own_parts(self._session.records, self._parameters(), state)
         if self._model is None or SHARD_KEY in state_dict:
             self.optimizer.load_state_dict(copied(state, self._ranks.device))
         else:
-            load_state(self.optimizer, self._originals, self._model.pieces or {}, state)
+            load_state(self.optimizer, self._originals, self._model.optimizer_shards or {}, state)
 
     def fp16_states(self) -> dict[str, Any]:
         """Float32 master weights by parameter name, and the state of loss scaling; empty without half precision.
@@ -134,7 +135,7 @@ class SavedOptimizer(torch.optim.Optimizer):
     def _half_states(self, *, keep: bool) -> dict[str, Any]:
         if self._model is None or not self._model.precision.is_half:
             return {}
-        masters = {piece.parameter: piece.optimized.detach() for piece in self._pieces}
+        masters = {shard.parameter: shard.optimized.detach() for shard in self._optimizer_shards}
         if self._model.sharded_state is not None:
             masters = self._model.sharded_state.gather_whole(masters, keep=keep)
         names = {self._model.registry.record_of(parameter).name: value for parameter, value in masters.items()}
@@ -151,13 +152,12 @@ class SavedOptimizer(torch.optim.Optimizer):
             for model in self._session.models:  # in full precision they are the weights
                 model.load_state_dict(states["masters"], strict=False)
             return
-        for piece in self._pieces:
-            record = self._model.registry.record_of(piece.parameter)
+        for shard in self._optimizer_shards:
+            record = self._model.registry.record_of(shard.parameter)
             master = states["masters"].get(record.name)
             if master is None:
                 continue
-            master = part_of(record, master)
-            piece.optimized.copy_(master.reshape(-1)[piece.start : piece.stop].view(piece.optimized.shape))
+            shard.optimized.copy_(shard.part_of(part_of(record, master)))
 
     def load_loss_scale(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a saved loss scale; it only means something to fp16, and one that the script fixed stays."""

@@ -1,4 +1,4 @@
-"""An optimizer's state between two forms: whole, as in one process, and by the pieces that ranks update."""
+"""An optimizer's state between two forms: whole, as in one process, and by the shards that ranks update."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 
 from smp_runtime.errors import CheckpointError
 from smp_runtime.job.trained import SharedState
-from smp_runtime.parameters.optimizer_shards import Piece
+from smp_runtime.parameters.optimizer_shards import OptimizerShard
 from smp_runtime.tensors.nested import unshared
 
 
 def whole_state(
     optimizer: torch.optim.Optimizer,
     originals: Sequence[Sequence[nn.Parameter]],
-    pieces: Mapping[nn.Parameter, Piece | None],
+    optimizer_shards: Mapping[nn.Parameter, OptimizerShard | None],
     gatherer: SharedState | None,
     *,
     keep: bool = True,
@@ -25,9 +25,9 @@ def whole_state(
     """The ``state_dict`` that the optimizer would have in one process, in float32.
 
     Args:
-        optimizer: its groups hold pieces.
+        optimizer: its groups hold optimizer shards.
         originals: the model's parameters, group by group, as the script gave them.
-        pieces: what is updated of each parameter on this rank.
+        optimizer_shards: what is updated of each parameter on this rank.
         gatherer: with sharded state; then every rank of the group calls this, and tensors are on the CPU.
         keep: False on a rank that only takes part in gathering; it gets no tensors.
     """
@@ -41,8 +41,8 @@ def whole_state(
     tensors: dict[str, dict[nn.Parameter, torch.Tensor]] = {}
     others: dict[str, dict[nn.Parameter, Any]] = {}
     for parameter in numbers:
-        piece = pieces.get(parameter)
-        updated = parameter if parameter not in pieces else piece.optimized if piece is not None else None
+        shard = optimizer_shards.get(parameter)
+        updated = parameter if parameter not in optimizer_shards else shard.optimized if shard is not None else None
         for key, value in (optimizer.state.get(updated, {}) if updated is not None else {}).items():
             shaped = (
                 isinstance(value, torch.Tensor)
@@ -75,10 +75,10 @@ def _all_keys(
 def load_state(
     optimizer: torch.optim.Optimizer,
     originals: Sequence[Sequence[nn.Parameter]],
-    pieces: Mapping[nn.Parameter, Piece | None],
+    optimizer_shards: Mapping[nn.Parameter, OptimizerShard | None],
     state: Mapping[str, Any],
 ) -> None:
-    """Load a whole state into an optimizer that updates pieces.
+    """Load a whole state into an optimizer that updates shards.
 
     Raises:
         CheckpointError: it belongs to other parameters.
@@ -97,22 +97,21 @@ def load_state(
         for parameter, number in zip(parameters, settings["params"], strict=True):
             if number not in state["state"]:
                 continue
-            piece = pieces.get(parameter)
-            if parameter in pieces and piece is None:
+            shard = optimizer_shards.get(parameter)
+            if parameter in optimizer_shards and shard is None:
                 continue  # another rank's
-            updated = parameter if piece is None else piece.optimized
+            updated = parameter if shard is None else shard.optimized
             optimizer.state[updated] = {
-                key: _of_piece(value, parameter, piece, on_device) for key, value in state["state"][number].items()
+                key: _of_shard(value, parameter, shard, on_device) for key, value in state["state"][number].items()
             }
 
 
-def _of_piece(value: Any, parameter: nn.Parameter, piece: Piece | None, counters_on_device: bool) -> Any:
+def _of_shard(value: Any, parameter: nn.Parameter, shard: OptimizerShard | None, counters_on_device: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return unshared(value)
     if value.shape != parameter.shape or value.dim() == 0:
         # A counter, which optimizers keep on the CPU unless their kernel reads it.
         return value.to(parameter.device, copy=True) if counters_on_device else value.clone()
-    if piece is None:
+    if shard is None:
         return value.to(device=parameter.device, copy=True)
-    part = value.reshape(-1)[piece.start : piece.stop].view(piece.optimized.shape)
-    return part.to(device=piece.optimized.device, copy=True)
+    return shard.part_of(value).to(device=shard.optimized.device, copy=True)

@@ -1,12 +1,14 @@
-"""Pieces: what the inner optimizer really updates of each parameter on this rank.
+"""Optimizer shards: what the inner optimizer really updates of each parameter on this rank.
 
-In plain float32 training that is the parameter itself and there are no pieces. In half precision it is a float32
-copy. With sharded state it is the part of the parameter that this rank owns, or nothing.
+In plain float32 training that is the parameter itself and there are none. In half precision it is a float32 copy. With
+sharded state it is the part of the parameter that this rank owns, or nothing.
+
+A gradient goes one way: whoever reduces it leaves it with the parameter, or here where only its owner gets it, and the
+optimizer takes it from here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 
 
 @dataclass(eq=False)
-class Piece:
+class OptimizerShard:
     """The part of a parameter that this rank updates.
 
     Attributes:
@@ -23,7 +25,9 @@ class Piece:
         stop: behind its last element.
         optimized: what the optimizer updates; float32, shaped like the parameter if it is whole, else flat.
         stored: the same elements where the model keeps them; may share storage with ``optimized``.
-        gradient: gives the reduced gradient of these elements, or None.
+        number: of the parameter among all whose state the same ranks share out; None if it is not shared out.
+        is_fragment: whether gradients are reduced to the rank that has these elements, and do not reach the parameter.
+        reduced: of such a shard, the reduced gradient, or None while there is none.
     """
 
     parameter: nn.Parameter
@@ -31,12 +35,23 @@ class Piece:
     stop: int
     optimized: nn.Parameter
     stored: torch.Tensor
-    gradient: Callable[[], torch.Tensor | None]
+    number: int | None = None
+    is_fragment: bool = False
+    reduced: torch.Tensor | None = None
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """The reduced gradient of these elements, or None if no rank used the parameter."""
+        return self.reduced if self.is_fragment else self.parameter.grad
 
     @property
     def is_whole(self) -> bool:
-        """Whether the piece is the whole parameter."""
+        """Whether the optimizer shard is the whole parameter."""
         return self.stop - self.start == self.parameter.numel()
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """These elements of a tensor of the parameter's shape, shaped like what is updated; a view if possible."""
+        return whole.reshape(-1)[self.start : self.stop].view(self.optimized.shape)
 
     @torch.no_grad()
     def store(self) -> None:
@@ -46,9 +61,9 @@ class Piece:
 
     @torch.no_grad()
     def take(self, whole: torch.Tensor) -> None:
-        """Take this part of a tensor of the parameter's shape, if the piece has storage of its own."""
+        """Take this part of a tensor of the parameter's shape, if the optimizer shard has storage of its own."""
         if whole.shape == self.parameter.shape and self.optimized.data_ptr() != self.stored.data_ptr():
-            self.optimized.copy_(whole.reshape(-1)[self.start : self.stop].view(self.optimized.shape))
+            self.optimized.copy_(self.part_of(whole))
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -57,16 +72,12 @@ class Piece:
             self.optimized.copy_(self.stored)
 
 
-def bare_piece(parameter: nn.Parameter) -> Piece:
-    """A piece that is the parameter itself."""
-    return Piece(parameter, 0, parameter.numel(), parameter, parameter.data, lambda: parameter.grad)
+def parameter_shard(parameter: nn.Parameter) -> OptimizerShard:
+    """A shard that is the parameter itself."""
+    return OptimizerShard(parameter, 0, parameter.numel(), parameter, parameter.data)
 
 
-def whole_piece(parameter: nn.Parameter, master: torch.Tensor) -> Piece:
-    """A piece for replicated half precision training: the whole parameter with its float32 master."""
+def master_shard(parameter: nn.Parameter, master: torch.Tensor) -> OptimizerShard:
+    """A shard for replicated half precision training: the whole parameter with its float32 master."""
     optimized = nn.Parameter(master)
-    return Piece(parameter, 0, parameter.numel(), optimized, parameter.data, lambda: parameter.grad)
-
-
-#: Set by the sharding on what is updated: the number of the parameter among all that are sharded together.
-NUMBER_ATTRIBUTE = "smp_parameter_number"
+    return OptimizerShard(parameter, 0, parameter.numel(), optimized, parameter.data)

@@ -1,4 +1,4 @@
-"""Flat units: some parameters in one buffer, of which each rank of a group owns an equal shard."""
+"""Flat units: parameters in one flat buffer, of which each rank of a group owns an equal shard."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from smp_runtime.comm.buckets import Bucket, make_buckets
+from smp_runtime.comm.collectives import Work
+from smp_runtime.tensors.torch_private import storage_key
 
 #: Elements to which shards are rounded up, so that vector instructions and GPU loads stay aligned.
 ALIGNMENT = 8
@@ -32,67 +33,223 @@ class Fragment:
 
 
 class FlatUnit:
-    """Parameters whose storage is one flat buffer, ``[shards * shard_elements]``.
+    """Parameters one after the other in a flat buffer, ``[shards * shard_elements]``.
 
-    The parameters become views of the buffer. Shards have equal length; the last ones end with padding, less than
-    ``shards * ALIGNMENT`` elements in all.
+    Shards have equal length; the last ones end with padding, less than ``shards * ALIGNMENT`` elements in all.
 
     Args:
-        parameters: all trained parameters; the unit holds those of ``bucket``.
-        bucket: which parameters, in which order.
+        parameters: all trained or all frozen.
+        dtype: in which they are stored and computed with.
         shards: ranks that share the unit.
-        rank: this rank's number among them.
+        position: number of this rank's shard.
+        device: where the parameters will be.
+
+    Attributes:
+        shard: this rank's part, ``[shard_elements]``.
+        filled: elements without the padding.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], bucket: Bucket, shards: int, rank: int) -> None:
-        self.bucket = bucket
-        self.parameters = [parameters[index] for index in bucket.indices]
+    shard: torch.Tensor
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, shards: int, position: int, device: torch.device
+    ) -> None:
+        self.parameters = list(parameters)
+        self.dtype = dtype
+        self.device = device
+        self.trained = parameters[0].requires_grad
         self.shards = shards
-        self.rank = rank
-        per_rank = -(-bucket.elements // shards)
+        self.position = position
+        self.shapes = [parameter.shape for parameter in parameters]
+        self.offsets: list[int] = []
+        self.filled = 0
+        for shape in self.shapes:
+            self.offsets.append(self.filled)
+            self.filled += shape.numel()
+        per_rank = -(-self.filled // shards)
         self.shard_elements = -(-per_rank // ALIGNMENT) * ALIGNMENT
-        self.filled = bucket.elements
-        first = self.parameters[0]
-        self.data = torch.zeros(shards * self.shard_elements, dtype=first.dtype, device=first.device)
-        # Gradients travel in buffers of the same layout, so that shards of both match.
-        bucket.elements = self.data.numel()
-        with torch.no_grad():
-            for parameter, offset in zip(self.parameters, bucket.offsets, strict=True):
-                view = self.data[offset : offset + parameter.numel()].view(parameter.shape)
-                view.copy_(parameter)
-                parameter.data = view
+
+    def part_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a buffer of this unit's layout."""
+        return flat[self.position * self.shard_elements : (self.position + 1) * self.shard_elements]
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' shapes in any buffer of this unit's layout."""
+        return [
+            flat[offset : offset + shape.numel()].view(shape)
+            for offset, shape in zip(self.offsets, self.shapes, strict=True)
+        ]
+
+    def fragment(self, index: int) -> Fragment | None:
+        """The part of one parameter that lies in this rank's shard, or None."""
+        begin = self.position * self.shard_elements
+        offset, length = self.offsets[index], self.shapes[index].numel()
+        start, stop = max(begin, offset), min(begin + self.shard_elements, offset + length)
+        return Fragment(index, start - offset, stop - offset, start - begin) if start < stop else None
+
+    def slice_of(self, flat_shard: torch.Tensor, fragment: Fragment) -> torch.Tensor:
+        """A fragment's elements in a buffer of the shard's layout, shaped like the parameter if it is whole."""
+        part = flat_shard[fragment.offset : fragment.offset + fragment.stop - fragment.start]
+        shape = self.shapes[fragment.index]
+        return part.view(shape) if part.numel() == shape.numel() else part
+
+    @torch.no_grad()
+    def take(self, index: int, value: torch.Tensor) -> None:
+        """Keep this rank's part of one parameter's whole value."""
+        fragment = self.fragment(index)
+        if fragment is not None:
+            part = value.detach().reshape(-1)[fragment.start : fragment.stop]
+            self.shard[fragment.offset : fragment.offset + part.numel()].copy_(part)
+
+
+class WholeUnit(FlatUnit):
+    """A flat unit that is whole on every rank: its parameters are views of ``data``, and so is the shard."""
+
+    @torch.no_grad()
+    def __init__(self, parameters: Sequence[nn.Parameter], shards: int, position: int) -> None:
+        super().__init__(parameters, parameters[0].dtype, shards, position, parameters[0].device)
+        self.data = torch.zeros(shards * self.shard_elements, dtype=self.dtype, device=self.device)
+        self.shard = self.part_of(self.data)
+        for parameter, view in zip(self.parameters, self.views_of(self.data), strict=True):
+            view.copy_(parameter)
+            parameter.data = view
+
+
+@dataclass(eq=False)
+class Use:
+    """One call of a module that needs a unit, from its forward to its backward.
+
+    Attributes:
+        saved: whether autograd keeps a view of the unit's parameters for backward; None if nobody watched.
+        inputs: input tensors whose gradients are still to come; 0 once backward has passed.
+        began: whether backward has reached the call.
+        saves_before: the count of the unit's saves when the call began.
+        start: when the call began, in ticks.
+        end: when it ended.
+    """
+
+    saved: bool | None = None
+    inputs: int = 0
+    began: bool = False
+    saves_before: int = 0
+    start: int = 0
+    end: int = 0
+
+
+class ShardedUnit(FlatUnit):
+    """A flat unit of which each rank keeps its shard only, and all ranks the whole while it is used.
+
+    The whole's storage is empty when the unit is not gathered. Tensors that autograd has saved are views of it, so they
+    are valid again when the unit is gathered again. The parameters themselves then show a placeholder of their shape
+    that is full of NaN: reading it is harmless and loud, and it takes no memory.
+
+    Args:
+        name: of the module, for messages.
+        module: whose call uses all parameters, or None.
+        parameters: see :class:`FlatUnit`, as for the rest.
+
+    Attributes:
+        work: the gather under way, or None.
+        ready: whether the parameters hold their values.
+        calls: module calls that are running and use the unit.
+        open_uses: calls whose backward has begun and not ended.
+        quiet: backward has passed the calls, but not all gradients have come.
+        saves: how often autograd has saved a view of the parameters.
+        forward_uses: calls since backward has last passed all of them.
+        came: numbers of the parameters whose gradients have come in this backward pass.
+        called: when the unit was first called in this window, in ticks; 0 if it was not.
+        uses_per_pass: calls that the last backward pass over the unit reached; 0 before the first one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module | None,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        shards: int,
+        position: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(parameters, dtype, shards, position, device)
+        self.name = name
+        self.module = module
+        self.shard = torch.zeros(self.shard_elements, dtype=dtype, device=self.device)
+        self._full = torch.empty(shards * self.shard_elements, dtype=dtype, device=self.device)
+        self._nbytes = self._full.untyped_storage().nbytes()
+        self._views = self.views_of(self._full)
+        self._part = self.part_of(self._full)
+        self._full.untyped_storage().resize_(0)
+        nothing = torch.full((), float("nan"), dtype=dtype, device=self.device)
+        self._placeholders = [nothing.expand(shape) for shape in self.shapes]
+        self.work: Work | None = None
+        self.ready = False
+        self.calls = 0
+        self.open_uses: set[Use] = set()
+        self.quiet = False
+        self.saves = 0
+        self.forward_uses = 0
+        self.came: set[int] = set()
+        self.called = 0
+        self.uses_per_pass = 0
 
     @property
-    def shard(self) -> torch.Tensor:
-        """This rank's part of the buffer, ``[shard_elements]``."""
-        return self.shard_of(self.data, self.rank)
+    def full(self) -> torch.Tensor:
+        """The buffer of the whole; only to be read and written while its storage is there."""
+        return self._full
 
-    def shard_of(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
-        """A rank's part of a buffer of this unit's layout."""
-        return flat[rank * self.shard_elements : (rank + 1) * self.shard_elements]
+    @property
+    def storage_key(self) -> int:
+        """What identifies the storage of the whole, for as long as the unit lives."""
+        return storage_key(self._full)
 
-    def fragments(self, rank: int) -> list[Fragment]:
-        """The parts of parameters that lie in the shard of ``rank``, in the order of the buffer."""
-        begin, end = rank * self.shard_elements, (rank + 1) * self.shard_elements
-        found = []
-        for index, (parameter, offset) in enumerate(zip(self.parameters, self.bucket.offsets, strict=True)):
-            start, stop = max(begin, offset), min(end, offset + parameter.numel())
-            if start < stop:
-                found.append(Fragment(index, start - offset, stop - offset, start - begin))
-        return found
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing that runs needs the parameters."""
+        return self.calls == 0 and not self.open_uses
 
+    def forget_uses(self) -> None:
+        """Backward has passed all calls that use the unit."""
+        self.open_uses.clear()
+        self.quiet = False
+        self.forward_uses = 0
+        self.came.clear()
 
-def make_units(
-    parameters: Sequence[nn.Parameter],
-    *,
-    unit_bytes: int,
-    shards: int,
-    rank: int,
-    reduce_dtype: torch.dtype | None,
-) -> list[FlatUnit]:
-    """Divide parameters into units of about ``unit_bytes``, in the reverse of their order.
+    def allocate(self) -> torch.Tensor:
+        """Give the whole its storage; returns it, with anything in it."""
+        self._full.untyped_storage().resize_(self._nbytes)
+        return self._full
 
-    Backward fills the units roughly in that order, so their gradients can travel while it goes on.
-    """
-    buckets = make_buckets(parameters, list(reversed(range(len(parameters)))), unit_bytes, reduce_dtype=reduce_dtype)
-    return [FlatUnit(parameters, bucket, shards, rank) for bucket in buckets]
+    def attach(self) -> None:
+        """Let the parameters be views of the whole."""
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.data = view
+        self.ready = True
+
+    def detach(self) -> None:
+        """Free the whole; the parameters show the placeholder."""
+        for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
+            parameter.data = placeholder
+        self._full.untyped_storage().resize_(0)
+        self.ready = False
+
+    @torch.no_grad()
+    def fill_from_shard(self) -> None:
+        """Allocate and attach without a collective: this rank's shard is valid, the rest is NaN."""
+        self.allocate().fill_(float("nan"))
+        self._part.copy_(self.shard)
+        self.attach()
+
+    @torch.no_grad()
+    def keep_shard(self) -> None:
+        """Take this rank's shard from the whole, after somebody wrote into the parameters."""
+        self.shard.copy_(self._part)
+
+    def mark_parameters(self) -> None:
+        """Set what scripts for DeepSpeed read: ``ds_shape``, ``ds_numel`` and ``ds_tensor`` (this rank's part, flat)."""
+        for index, parameter in enumerate(self.parameters):
+            fragment = self.fragment(index)
+            part = self.shard[:0] if fragment is None else self.slice_of(self.shard, fragment).view(-1)
+            parameter.ds_shape = self.shapes[index]  # type: ignore[attr-defined]
+            parameter.ds_numel = self.shapes[index].numel()  # type: ignore[attr-defined]
+            parameter.ds_tensor = part  # type: ignore[attr-defined]

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.sharding.gather_trace import GatherTrace
-from smp_runtime.sharding.gathers import Gathering
-from smp_runtime.sharding.need_order import NeedOrder
-from smp_runtime.sharding.sharded_unit import ShardedUnit
+from smp_runtime.sharding.all_gather import Gathering
+from smp_runtime.sharding.flat_unit import ShardedUnit
+from smp_runtime.sharding.gather_order import GatherTrace, NeedOrder
 
 #: Units that are fetched ahead of their use.
 LOOKAHEAD = 2
@@ -83,12 +82,8 @@ class LiveParameters:
         for unit in list(self._gathered.values()):
             self.free(unit)
         for unit in self._units:
-            unit.calls = 0
-            unit.open_uses.clear()
-            unit.quiet = False
-            unit.forward_uses = 0
-            unit.came.clear()
-            unit.called = 0
+            unit.forget_uses()
+            unit.calls = unit.called = 0
 
     # -- inside ----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""When units are used: hooks on modules, on their outputs and inputs, and on what autograd saves for backward."""
+"""When units are used: hooks on modules, their outputs, inputs and gradients, and on what autograd saves for backward."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp_runtime.sharding.gradients import ShardedGradients
+from smp_runtime.errors import SMPUserError
+from smp_runtime.sharding.flat_unit import ShardedUnit, Use
 from smp_runtime.sharding.live_parameters import LiveParameters
-from smp_runtime.sharding.sharded_unit import ShardedUnit, Use
+from smp_runtime.sharding.sharded_gradients import ShardedGradients
 from smp_runtime.tensors.torch_private import at_end_of_backward, backward_pass, saved_tensor_hooks, storage_key
+
+#: Where a module keeps the parameters that it uses but does not hold.
+_REGISTERED = "_smp_registered_parameters"
 
 
 @dataclasses.dataclass
@@ -83,29 +87,24 @@ class ModuleUses:
         for unit in units:
             if unit.module is not None:
                 whole.setdefault(id(unit.module), []).append(unit)
-        self._handles = []
         for part in module.modules():
             own = whole.get(id(part), [])
             if not any(True for _ in part.children()):
                 own = own + [u for u in self.units_held_by(part) if u not in own]
             self._registered[id(part)] = own
-            self._handles.append(part.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
+            part.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
             # Also after an error: checkpointing ends a recomputation with one, as soon as it has what it wants.
-            self._handles.append(part.register_forward_hook(self._after, always_call=True))
+            part.register_forward_hook(self._after, always_call=True)
             if self.units_held_by(part) and not isinstance(part._parameters, _WatchedParameters):
                 part._parameters = _WatchedParameters(part._parameters, self)
+            for parameter in part.__dict__.get(_REGISTERED, ()):
+                used = self._unit_of.get(id(parameter))
+                if used is not None and used not in own:
+                    own.append(used)
 
-    def register(self, module: nn.Module, parameter: nn.Parameter) -> None:
-        """From now on ``module`` needs ``parameter`` whenever it is called."""
-        unit = self._unit_of.get(id(parameter))
-        needed = self._registered.get(id(module))
-        if unit is not None and needed is not None and unit not in needed:
-            needed.append(unit)
-
-    def close(self) -> None:
-        """Take the hooks off the modules."""
-        for handle in self._handles:
-            handle.remove()
+        for unit in units:
+            if unit.trained:
+                self._watch_gradients(unit)
 
     def reset(self) -> None:
         """Forget calls that an error has ended."""
@@ -177,6 +176,20 @@ class ModuleUses:
         call.units.append(unit)
 
     # -- backward --------------------------------------------------------------------------------------------------
+
+    def _watch_gradients(self, unit: ShardedUnit) -> None:
+        weak = weakref.ref(self)
+
+        def hook(index: int) -> Callable[[torch.Tensor], None]:
+            def gradient_added(parameter: torch.Tensor) -> None:
+                me = weak()
+                if me is not None and me._gradients.arrived(unit, index, parameter):
+                    me._gradients_complete(unit)
+
+            return gradient_added
+
+        for index, parameter in enumerate(unit.parameters):
+            parameter.register_post_accumulate_grad_hook(hook(index))
 
     def _watch_outputs(self, units: list[ShardedUnit], uses: list[Use], output: Any) -> None:
         tensors = [t for t in _tensors(output) if t.grad_fn is not None]
@@ -270,7 +283,7 @@ class ModuleUses:
         if now.left[id(unit)] > 0:
             return
         if use in unit.open_uses:
-            self.gradients_complete(unit)
+            self._gradients_complete(unit)
         self._gradients.leave(unit)
 
     def _end_pass(self, task: int) -> None:
@@ -282,18 +295,15 @@ class ModuleUses:
             if use in unit.open_uses:
                 unit.open_uses.discard(use)
                 if not unit.open_uses:
-                    self.gradients_complete(unit)
+                    self._gradients_complete(unit)
         for key, unit in now.reached.items():
             unit.uses_per_pass = now.counts[key]
             unit.came.clear()
         self._gradients.end(list(now.reached.values()))
 
-    def gradients_complete(self, unit: ShardedUnit) -> None:
+    def _gradients_complete(self, unit: ShardedUnit) -> None:
         """All gradients of a unit have come, so backward has passed all its uses."""
-        unit.came.clear()
-        unit.open_uses.clear()
-        unit.quiet = False
-        unit.forward_uses = 0
+        unit.forget_uses()
         self._live.done(unit)
 
     # -- what autograd saves ---------------------------------------------------------------------------------------
@@ -335,6 +345,9 @@ class _Saved:
     tensor: torch.Tensor
 
 
+# Of a read such as ``self.child.weight`` in the parent's forward no hook tells: they tell of calls. A parametrization
+# would, but it renames parameters and changes the module's class, which state dictionaries and scripts see. A function mode
+# would see every operation of the step, on every thread that is in one, and not what a function takes by itself.
 class _WatchedParameters(dict):
     """A module's parameters, which tell when one is read."""
 
@@ -372,3 +385,21 @@ def _tensors(value: Any) -> list[torch.Tensor]:
             seen.add(id(item))
             waiting.extend(vars(item).values())
     return found
+
+
+def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Tell that ``module`` uses a parameter of another module in its ``forward``.
+
+    With sharded data parallelism the parameter then has its values whenever ``module`` is called. Call it while the
+    model is created or any time before ``smp.DistributedModel``; without sharding it changes nothing.
+
+    Raises:
+        SMPUserError: the first argument is no module, or the second no parameter.
+    """
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        raise SMPUserError(
+            f"register_parameter got a {type(module).__name__} and a {type(parameter).__name__}; pass the module that "
+            "uses the parameter, and the parameter: smp.register_parameter(self, self.layer1.weight)"
+        )
+    # Past nn.Module.__setattr__, so that it is no parameter of the module's own.
+    module.__dict__.setdefault(_REGISTERED, []).append(parameter)

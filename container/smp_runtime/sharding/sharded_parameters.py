@@ -19,22 +19,21 @@ from smp_runtime.comm.broadcasting import broadcast_tensors
 from smp_runtime.comm.collectives import TorchCollectives
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job.ranks import Ranks
-from smp_runtime.parameters.optimizer_shards import NUMBER_ATTRIBUTE, Piece
+from smp_runtime.parameters.deferred_creation import Deferrals, StandIn, materialize, stand_ins
+from smp_runtime.parameters.optimizer_shards import OptimizerShard
 from smp_runtime.parameters.precision import Precision
-from smp_runtime.sharding.choose_gather import make_gathering
-from smp_runtime.sharding.deepspeed_names import mark_parameters
-from smp_runtime.sharding.gather_trace import sharing_positions
-from smp_runtime.sharding.gradients import ShardedGradients
+from smp_runtime.sharding.all_gather import make_gathering
+from smp_runtime.sharding.flat_shards import FlatShards
+from smp_runtime.sharding.flat_unit import ShardedUnit
+from smp_runtime.sharding.gather_order import sharing_positions
 from smp_runtime.sharding.live_parameters import LiveParameters
 from smp_runtime.sharding.module_hooks import ModuleUses
-from smp_runtime.sharding.options import ShardingOptions
-from smp_runtime.sharding.registered_parameters import registered_parameters
-from smp_runtime.sharding.sharded_unit import ShardedUnit
+from smp_runtime.sharding.sharded_gradients import ShardedGradients
 from smp_runtime.sharding.state_reads import AutocastWarning, StateReads
-from smp_runtime.sharding.unit_plan import is_sharded, plan_units
+from smp_runtime.sharding.unit_plan import ShardingOptions, is_sharded, plan_units
 
 
-class ShardedParameters:
+class ShardedParameters(FlatShards[ShardedUnit]):
     """The sharded part of a model, and what the optimizer updates of it.
 
     Args:
@@ -50,10 +49,8 @@ class ShardedParameters:
         units: what is gathered together.
         live: what is gathered now.
         gradients: of this rank's shards.
-        pieces: what the optimizer updates of each trained parameter, small ones included.
+        optimizer_shards: what the optimizer updates of each trained parameter, small ones included.
     """
-
-    sharing = Group.SHARD
 
     def __init__(
         self,
@@ -67,15 +64,10 @@ class ShardedParameters:
     ) -> None:
         self._split = split
         self.options = ShardingOptions.of(ranks.cfg)
-        self._ranks = ranks
-        self._precision = precision
-        self._group = ranks.groups.group(Group.SHARD)
-        self._members = ranks.members(Group.SHARD)
-        collectives, degree = ranks.collectives, len(self._members)
         gathering = make_gathering(ranks, hierarchical=self.options.hierarchical)
+        degree = ranks.size(Group.SHARD)
         chosen = [p for p in parameters if is_sharded(p, self.options)]
-        self.whole = [p for p in parameters if not is_sharded(p, self.options)]
-        self.units = [
+        units = [
             ShardedUnit(
                 plan.name,
                 plan.module,
@@ -87,11 +79,7 @@ class ShardedParameters:
             )
             for plan in plan_units(module, chosen, self.options)
         ]
-        self._where = {p: (unit, index) for unit in self.units for index, p in enumerate(unit.parameters)}
-        # Trained ones first: their numbers are those of the vectors that optimizers sum.
-        ordered = sorted(parameters, key=lambda p: not p.requires_grad)
-        self._numbers = {p: number for number, p in enumerate(ordered)}
-        self._shard_of = gathering.shard_of
+        super().__init__(ranks, Group.SHARD, parameters, units, precision, gathering.shard_of)
         self.live = LiveParameters(self.units, gathering, self.options.max_live)
         trained = [unit for unit in self.units if unit.trained]
         self.gradients = ShardedGradients(
@@ -104,29 +92,21 @@ class ShardedParameters:
             gathers=self.live.trace,
             replicas=ranks.size(Group.RDP),
             shard_of=gathering.shard_of,
-            collectives=collectives,
+            collectives=ranks.collectives,
             bucket_elements=self.options.bucket_elements,
             dtype=precision.reduce,
         )
-        self.pieces: dict[nn.Parameter, Piece | None] = {}
         for unit in self.units:
-            for index, parameter in enumerate(unit.parameters):
-                master = self._master(unit, index)
-                if unit.trained:
-                    self.pieces[parameter] = self._piece(unit, index, master)
+            self._share_out(unit)
             self._take_values([p for p in unit.parameters if id(p) not in deferred])
             unit.detach()
+            unit.mark_parameters()
         self.uses = ModuleUses(module, self.units, self.live, self.gradients)
-        for part in module.modules():
-            for parameter in registered_parameters(part):
-                self.uses.register(part, parameter)
-        self._watch_gradients()
         self._follow_writes(module)
         self._reads = StateReads(module, self.uses, degree)
         self._autocast = AutocastWarning(self.units, ranks.device, speaks=ranks.rank == 0)
-        mark_parameters(self.units)
 
-    # -- pieces ----------------------------------------------------------------------------------------------------
+    # -- values ----------------------------------------------------------------------------------------------------
 
     def _take_values(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take parts of present parameters, those of the first replica."""
@@ -141,45 +121,20 @@ class ShardedParameters:
             for parameter, value in zip(members, values, strict=True):
                 self.take(parameter, value)
 
-    def _master(self, unit: ShardedUnit, index: int) -> torch.Tensor | None:
-        """Memory for this rank's float32 part of a parameter, in half precision training."""
-        fragment = unit.fragment(index)
-        if not self._precision.is_half or not unit.trained or fragment is None:
-            return None
-        stored = unit.slice_of(unit.shard, fragment)
-        return torch.zeros(stored.shape, dtype=torch.float32, device=stored.device)
-
-    def _piece(self, unit: ShardedUnit, index: int, master: torch.Tensor | None) -> Piece | None:
-        fragment = unit.fragment(index)
-        if fragment is None:
-            return None
-        stored = unit.slice_of(unit.shard, fragment)
-        optimized = nn.Parameter(stored if master is None else master)
-        setattr(optimized, NUMBER_ATTRIBUTE, self._numbers[unit.parameters[index]])
-        gradients = self.gradients
-        return Piece(
-            unit.parameters[index],
-            fragment.start,
-            fragment.stop,
-            optimized,
-            stored,
-            lambda: gradients.of(unit, index),
-        )
-
-    def add_whole(self, pieces: Mapping[nn.Parameter, Piece]) -> None:
-        """Add the pieces of the small parameters that stay whole on every rank."""
-        for parameter, piece in pieces.items():
-            setattr(piece.optimized, NUMBER_ATTRIBUTE, self._numbers[parameter])
-            self.pieces[parameter] = piece
+    def add_whole(self, optimizer_shards: Mapping[nn.Parameter, OptimizerShard]) -> None:
+        """Add what is updated of the small parameters that stay whole on every rank."""
+        for parameter, shard in optimizer_shards.items():
+            shard.number = self._numbers[parameter]
+            self.optimizer_shards[parameter] = shard
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Keep this rank's part of a parameter's whole value, in float32 too where there is a master."""
         unit, index = self._where[parameter]
         unit.take(index, value)
-        piece = self.pieces.get(parameter)
-        if piece is not None:
-            piece.take(value)
+        shard = self.optimizer_shards.get(parameter)
+        if shard is not None:
+            shard.take(value)
 
     def receive(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Take the value of a parameter that was created later; small ones take all of it, other stages' nothing."""
@@ -193,28 +148,16 @@ class ShardedParameters:
         """Norm that every update clips its gradients to."""
         return self.options.clipping
 
-    def counts(self, piece: Piece) -> bool:
-        """Whether this rank adds a piece to sums over the sharding group: every element counts once."""
-        return piece.parameter in self._where or self._ranks.rank_in(Group.SHARD) == 0
-
     @property
     def parameters(self) -> set[nn.Parameter]:
         """Those that are sharded."""
         return set(self._where)
 
     @property
-    def places(self) -> dict[nn.Parameter, tuple[int, int]]:
-        """First and last element (exclusive) of this rank's part of every sharded parameter; equal if it has none."""
-        found = {}
-        for parameter, (unit, index) in self._where.items():
-            fragment = unit.fragment(index)
-            found[parameter] = (fragment.start, fragment.stop) if fragment else (0, 0)
-        return found
-
-    @property
     def elements(self) -> tuple[int, int]:
         """Elements that are sharded, and that stay whole."""
-        return sum(unit.filled for unit in self.units), sum(p.numel() for p in self.whole)
+        whole = (p.numel() for p in self._numbers if p not in self._where)
+        return sum(unit.filled for unit in self.units), sum(whole)
 
     # -- a window --------------------------------------------------------------------------------------------------
 
@@ -235,6 +178,9 @@ class ShardedParameters:
     def finish_window(self, *, reduces: bool) -> None:
         """It ends: gradients are summed over the group, and over all replicas if ``reduces``."""
         self.gradients.finish_window(reduces=reduces)
+        if reduces:
+            for unit, reduced, used in self.gradients.ready():
+                self._hand_out(unit, reduced, used)
         self.live.order.end()
         self.live.free_all()
         self.gradients.touched = False
@@ -248,22 +194,6 @@ class ShardedParameters:
         """Whether backward has added to any gradient in this window."""
         return self.gradients.touched
 
-    def _watch_gradients(self) -> None:
-        weak = weakref.ref(self)
-
-        def hook(unit: ShardedUnit, index: int) -> Callable[[torch.Tensor], None]:
-            def gradient_added(parameter: torch.Tensor) -> None:
-                me = weak()
-                if me is not None and me.gradients.arrived(unit, index, parameter):
-                    me.uses.gradients_complete(unit)
-
-            return gradient_added
-
-        for unit in self.units:
-            if unit.trained:
-                for index, parameter in enumerate(unit.parameters):
-                    parameter.register_post_accumulate_grad_hook(hook(unit, index))
-
     # -- for the optimizer -----------------------------------------------------------------------------------------
 
     def gather_parameters(self) -> None:
@@ -276,34 +206,11 @@ class ShardedParameters:
             self.live.free(unit)
 
     def clear_gradients(self) -> None:
-        """Forget the gradients of this rank's shards."""
+        """Forget the gradients of this rank's shards, those under way too."""
+        super().clear_gradients()
         self.gradients.clear()
 
-    def sum_over_shards(self, vector: torch.Tensor) -> torch.Tensor:
-        """Sum a vector over the sharding group, in place.
-
-        A vector with one entry per parameter counts those of whole parameters, which every rank knows, once.
-        """
-        if vector.numel() == len(self.pieces) and self._ranks.rank_in(Group.SHARD) != 0:
-            for parameter in self.whole:
-                if parameter.requires_grad:
-                    vector[self._numbers[parameter]] = 0
-        self._ranks.collectives.all_reduce(vector, self._group).wait()
-        return vector
-
     # -- whole tensors ---------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def gathered(self, unit: ShardedUnit) -> Iterator[list[torch.Tensor]]:
-        """A unit's parameters with their values, outside any use; every rank of the group enters it."""
-        was_there = unit.ready
-        if not was_there:
-            self.live.fetch(unit)
-        try:
-            yield list(unit.parameters)
-        finally:
-            if not was_there:
-                self.live.free(unit)
 
     @torch.no_grad()
     def whole_parameters(self, *, keep: bool = True) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
@@ -312,59 +219,24 @@ class ShardedParameters:
         One that does not ``keep`` them only takes part, and gets nothing.
         """
         for unit in self.units:
-            with self.gathered(unit) as parameters:
-                values = [parameter.detach().to("cpu", copy=True) for parameter in parameters if keep]
+            was_there = unit.ready
+            self.live.fetch(unit)
+            try:
+                values = [parameter.detach().to("cpu", copy=True) for parameter in unit.parameters if keep]
+            finally:
+                if not was_there:
+                    self.live.free(unit)
             if keep:
                 yield from zip(unit.parameters, values, strict=True)
-
-    @torch.no_grad()
-    def gather_whole(
-        self, values: Mapping[nn.Parameter, torch.Tensor], *, keep: bool = True
-    ) -> dict[nn.Parameter, torch.Tensor]:
-        """Whole tensors from pieces; every rank of the group calls it.
-
-        Args:
-            values: by parameter, a tensor of the shape of this rank's piece; parameters without one are left out.
-            keep: False on a rank that only takes part; it gets nothing.
-
-        Returns:
-            By parameter, the tensor of the parameter's shape on the CPU, for every parameter that any rank has a value for.
-        """
-        mine = {self._numbers[p]: v.dtype for p, v in values.items() if p in self._where}
-        everyone = self._ranks.control.allgather(mine, self._members)
-        known: dict[int, torch.dtype] = {}
-        for theirs in everyone:
-            known.update(theirs)
-        whole = {p: v.detach().to("cpu", copy=True) for p, v in values.items() if keep and p not in self._where}
-        for unit in self.units:
-            wanted = [index for index, p in enumerate(unit.parameters) if self._numbers[p] in known]
-            if not wanted:
-                continue
-            dtype = known[self._numbers[unit.parameters[wanted[0]]]]
-            shard = torch.zeros(unit.shard_elements, dtype=dtype, device=unit.device)
-            for index in wanted:
-                fragment, value = unit.fragment(index), values.get(unit.parameters[index])
-                if fragment is not None and value is not None:
-                    unit.slice_of(shard, fragment).copy_(value.view(unit.slice_of(shard, fragment).shape))
-            rows = torch.empty(len(self._members), unit.shard_elements, dtype=dtype, device=unit.device)
-            self._ranks.collectives.all_gather(rows.view(-1), shard, self._group).wait()
-            if not keep:
-                continue
-            order = sorted(range(len(self._members)), key=self._shard_of.__getitem__)
-            flat = (rows if order == sorted(order) else rows[order]).view(-1)
-            views = unit.views_of(flat)
-            for index in wanted:
-                whole[unit.parameters[index]] = views[index].to("cpu", copy=True)
-        return whole
 
     @torch.no_grad()
     def whole_values(
         self, values: Mapping[nn.Parameter, torch.Tensor], apart: torch.distributed.ProcessGroup | None = None
     ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Whole tensors from pieces, one unit's at a time; every rank of the group iterates to the end.
+        """Whole tensors from optimizer shards, one unit's at a time; every rank of the group iterates to the end.
 
         Args:
-            values: by parameter, a tensor of the shape of this rank's piece, for trained ones.
+            values: by parameter, a tensor of the shape of this rank's shard, for trained ones.
             apart: a group of the same ranks that nothing else uses, for another thread; the values are on the CPU then.
 
         Returns:
@@ -377,31 +249,8 @@ class ShardedParameters:
             if not unit.trained:
                 continue
             dtype = torch.float32 if self._precision.is_half else unit.dtype
-            shard = torch.zeros(unit.shard_elements, dtype=dtype, device=device)
-            for index, parameter in enumerate(unit.parameters):
-                fragment, value = unit.fragment(index), values.get(parameter)
-                if fragment is not None and value is not None:
-                    shard[fragment.offset : fragment.offset + value.numel()].copy_(value.reshape(-1))
-            rows = torch.empty(len(self._members), unit.shard_elements, dtype=dtype, device=device)
-            collectives.all_gather(rows.view(-1), shard, apart or self._group).wait()
-            order = sorted(range(len(self._members)), key=self._shard_of.__getitem__)
-            flat = (rows if order == sorted(order) else rows[order]).view(-1)
-            yield from zip(unit.parameters, unit.views_of(flat), strict=True)
-
-    def gather_names(self, names: set[str]) -> list[set[str]]:
-        """Every rank's names; every rank of the group calls it."""
-        return self._ranks.control.allgather(names, self._members)
-
-    def gather_objects(self, values: Mapping[nn.Parameter, Any]) -> dict[nn.Parameter, Any]:
-        """One object per parameter, from whichever rank has one; every rank of the group calls it."""
-        by_number = {
-            self._numbers[p]: value.cpu() if isinstance(value, torch.Tensor) else value for p, value in values.items()
-        }
-        merged: dict[int, Any] = {}
-        for theirs in self._ranks.control.allgather(by_number, self._members):
-            for number, value in theirs.items():
-                merged.setdefault(number, value)
-        return {p: merged[number] for p, number in self._numbers.items() if number in merged}
+            views = self._whole_of(unit, values, dtype, device, collectives, apart or self._group)
+            yield from zip(unit.parameters, views, strict=True)
 
     # -- loading ---------------------------------------------------------------------------------------------------
 
@@ -434,9 +283,9 @@ class ShardedParameters:
             unit.keep_shard()
             unit.detach()
             for parameter in unit.parameters:
-                piece = self.pieces.get(parameter)
-                if piece is not None:
-                    piece.refresh()
+                shard = self.optimizer_shards.get(parameter)
+                if shard is not None:
+                    shard.refresh()
 
     def reading_state(self) -> contextlib.AbstractContextManager[None]:
         """Inside, ``state_dict`` of the module is allowed: :meth:`complete` puts the values into it."""
@@ -461,3 +310,27 @@ class ShardedParameters:
             f"the data parallel ranks have loaded {list(loads)} model states, but with sharded data parallelism each "
             "rank keeps its own part of what it loads: call load_state_dict on every rank"
         )
+
+
+def make_stand_ins(ranks: Ranks, module: nn.Module) -> list[StandIn]:
+    """Parameters without values, in place of those whose creation was deferred; small ones have memory already."""
+    options = ShardingOptions.of(ranks.cfg)
+
+    def make(meta: nn.Parameter) -> torch.Tensor:
+        if is_sharded(meta, options):
+            return torch.zeros((), dtype=meta.dtype, device=ranks.device).expand(meta.shape)
+        return torch.empty(meta.shape, dtype=meta.dtype, device=ranks.device)
+
+    return stand_ins(ranks.keep(Deferrals, Deferrals), module, make)
+
+
+def create_shards(ranks: Ranks, module: nn.Module, made: list[StandIn], shards: ShardedParameters) -> None:
+    """Run the creation that was deferred; every rank of a stage draws the numbers of its first one and keeps its part."""
+    materialize(
+        ranks.keep(Deferrals, Deferrals),
+        module,
+        ranks.device,
+        replaced=made,
+        take=shards.receive,
+        agree=lambda state: ranks.control.broadcast(state, ranks.members(Group.DP)),
+    )

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
+from smp_runtime.sharding.flat_unit import ShardedUnit
 from smp_runtime.sharding.module_hooks import ModuleUses
-from smp_runtime.sharding.sharded_unit import ShardedUnit
 
 logger = logging.getLogger("smp")
 

@@ -61,7 +61,7 @@ from smp_runtime.job.session import init, is_initialized, is_tracing, shutdown
 from smp_runtime.model.creation import delay_param_initialization, model_creation, partition, set_partition
 from smp_runtime.replacement.registration import tp_register, tp_register_with_module
 from smp_runtime.replacement.scopes import set_tensor_parallelism, tensor_parallelism
-from smp_runtime.sharding.registered_parameters import register_parameter
+from smp_runtime.sharding.module_hooks import register_parameter
 from smp_runtime.step.output import StepOutput
 from smp_runtime.step.step import step
 

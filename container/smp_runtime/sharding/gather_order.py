@@ -1,16 +1,72 @@
-"""What the ranks of a sharding group gathered, told in a number, so that a difference is noticed."""
+"""The order in which units are gathered: expected from the last window, and compared between ranks as a number."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job.ranks import Ranks
 
+#: How many expected needs may be skipped before the order counts as another one.
+_SKIPS = 8
+
 #: Sums of float32 are exact for integers below this.
 _EXACT = 2**24
+
+
+class NeedOrder:
+    """What was needed one after the other in the last window of a kind, and where the present one stands.
+
+    A *window* is what repeats: a training step with all its microbatches, forward and backward, or an evaluation.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[int]] = {}
+        self._kind: str | None = None
+        self._recorded: list[int] = []
+        self._position = 0
+        self._follows = False
+
+    def begin(self, kind: str) -> None:
+        """A window begins; one that was open is forgotten."""
+        self._kind = kind
+        self._recorded = []
+        self._position = 0
+        self._follows = kind in self._known
+
+    def note(self, number: int) -> None:
+        """A unit is needed."""
+        if self._kind is None:
+            return
+        self._recorded.append(number)
+        if not self._follows:
+            return
+        ahead = self._known[self._kind][self._position : self._position + _SKIPS]
+        if number in ahead:
+            self._position += ahead.index(number) + 1
+        else:
+            self._follows = False
+
+    def end(self) -> None:
+        """The window ends; its order is what the next one of its kind will follow."""
+        if self._kind is not None and self._recorded:
+            self._known[self._kind] = self._recorded
+        self._kind = None
+        self._follows = False
+
+    def upcoming(self, count: int) -> Iterator[int]:
+        """The next units that are expected, at most ``count`` different ones; nothing while the order is unknown."""
+        if not self._follows or self._kind is None:
+            return
+        seen: set[int] = set()
+        for number in self._known[self._kind][self._position :]:
+            if number not in seen:
+                if len(seen) == count:
+                    return
+                seen.add(number)
+                yield number
 
 
 class GatherTrace:

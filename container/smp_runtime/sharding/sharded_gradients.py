@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from smp_runtime.comm.collectives import Collectives, Work
-from smp_runtime.sharding.gather_trace import GatherTrace, refuse_unequal
-from smp_runtime.sharding.sharded_unit import ShardedUnit
+from smp_runtime.sharding.flat_unit import ShardedUnit
+from smp_runtime.sharding.gather_order import GatherTrace, refuse_unequal
 
 #: Below this many elements, units share a collective: latency outweighs what an earlier start wins.
 _SMALLEST = 2**18
@@ -214,9 +214,9 @@ class ShardedGradients:
         width = max(1, self._bucket_elements // shards)
         works = []
         for begin in range(0, columns, width):
-            piece = filling.buffer if columns <= width else filling.buffer[:, begin : begin + width].contiguous()
-            part = torch.empty(piece.shape[1], dtype=piece.dtype, device=piece.device)
-            work = self._collectives.reduce_scatter(part, piece.view(-1), self._inside)
+            chunk = filling.buffer if columns <= width else filling.buffer[:, begin : begin + width].contiguous()
+            part = torch.empty(chunk.shape[1], dtype=chunk.dtype, device=chunk.device)
+            work = self._collectives.reduce_scatter(part, chunk.view(-1), self._inside)
             if columns > width:  # a bucket at a time, so that no more than one waits
                 work.wait()
             works.append((work if columns <= width else _Done(), part))
@@ -312,13 +312,13 @@ class ShardedGradients:
         self._used.zero_()
         self._used_anywhere.zero_()
 
-    def of(self, unit: ShardedUnit, index: int) -> torch.Tensor | None:
-        """The averaged gradient of this rank's part of a parameter, or None if no rank used it."""
-        kind = self._dtype or unit.dtype
-        if kind not in self._ready or not self._used_anywhere[self._first_number[id(unit)] + index]:
-            return None
-        fragment = unit.fragment(index)
-        return None if fragment is None else unit.slice_of(self._part(self._ready[kind], unit), fragment)
+    def ready(self) -> Iterator[tuple[ShardedUnit, torch.Tensor, list[bool]]]:
+        """Of each unit, this rank's shard of the averaged gradients, and which of its parameters any rank used."""
+        for unit in self._units:
+            flat = self._ready.get(self._dtype or unit.dtype)
+            if flat is not None:
+                first = self._first_number[id(unit)]
+                yield unit, self._part(flat, unit), self._used_anywhere[first : first + len(unit.parameters)].tolist()
 
     @property
     def bytes_held(self) -> int:

@@ -1,0 +1,190 @@
+"""State that the ranks of a group share out among them: of each flat unit, every rank has a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smp_config import Group
+from smp_runtime.comm.collectives import Collectives
+from smp_runtime.job.ranks import Ranks
+from smp_runtime.parameters.optimizer_shards import OptimizerShard
+from smp_runtime.parameters.precision import Precision
+from smp_runtime.sharding.flat_unit import FlatUnit
+
+Unit = TypeVar("Unit", bound=FlatUnit)
+
+
+class FlatShards(Generic[Unit]):
+    """Flat units, what this rank's optimizer updates of them, and the ways to get whole tensors out of all ranks' parts.
+
+    The base of two policies: :class:`ShardedState` shares out the optimizer's state, :class:`ShardedParameters` the
+    parameters and gradients too.
+
+    Args:
+        ranks: groups and collectives.
+        sharing: the kind of the group that shares the units.
+        parameters: of this rank, in the same order on every rank; those in no unit are whole everywhere.
+        units: disjoint.
+        precision: in half precision, what is updated are float32 copies.
+        shard_of: by position in the group, the number of that rank's shard.
+
+    Attributes:
+        optimizer_shards: what the optimizer updates of each trained parameter; None where other ranks have all of it.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        sharing: Group,
+        parameters: Iterable[nn.Parameter],
+        units: Sequence[Unit],
+        precision: Precision,
+        shard_of: Sequence[int],
+    ) -> None:
+        self.sharing = sharing
+        self.units = list(units)
+        self._ranks = ranks
+        self._precision = precision
+        self._group = ranks.process_group(sharing)
+        self._members = ranks.members(sharing)
+        # What is gathered comes in the order of the ranks.
+        order = sorted(range(len(shard_of)), key=shard_of.__getitem__)
+        self._order = None if order == sorted(order) else order
+        self._where = {p: (unit, index) for unit in self.units for index, p in enumerate(unit.parameters)}
+        # Trained ones first: their numbers are those of the vectors that optimizers sum.
+        ordered = sorted(parameters, key=lambda p: not p.requires_grad)
+        self._numbers = {p: number for number, p in enumerate(ordered)}
+        trained = (p for p in ordered if p in self._where and p.requires_grad)
+        self.optimizer_shards: dict[nn.Parameter, OptimizerShard | None] = dict.fromkeys(trained)
+
+    def _share_out(self, unit: Unit) -> None:
+        """From now on this rank updates its part of a unit; the values of float32 copies are still to come."""
+        for index, parameter in enumerate(unit.parameters):
+            fragment = unit.fragment(index)
+            if fragment is None or not unit.trained:
+                continue
+            stored = unit.slice_of(unit.shard, fragment)
+            has_master = self._precision.is_half and stored.is_floating_point()
+            self.optimizer_shards[parameter] = OptimizerShard(
+                parameter,
+                fragment.start,
+                fragment.stop,
+                nn.Parameter(torch.zeros_like(stored, dtype=torch.float32) if has_master else stored),
+                stored,
+                number=self._numbers[parameter],
+                is_fragment=True,
+            )
+
+    @property
+    def places(self) -> dict[nn.Parameter, tuple[int, int]]:
+        """First and last element (exclusive) of this rank's part of every sharded parameter; equal if it has none."""
+        found = {}
+        for parameter, (unit, index) in self._where.items():
+            fragment = unit.fragment(index)
+            found[parameter] = (fragment.start, fragment.stop) if fragment else (0, 0)
+        return found
+
+    # -- gradients -------------------------------------------------------------------------------------------------
+
+    def _hand_out(self, unit: Unit, reduced: torch.Tensor, used: Sequence[bool]) -> None:
+        """Bring reduced gradients to where the optimizer takes them from.
+
+        Args:
+            reduced: those of this rank's shard, ``[shard_elements]``.
+            used: for each parameter of the unit, whether any rank used it; others have no gradient.
+        """
+        for index, parameter in enumerate(unit.parameters):
+            shard, fragment = self.optimizer_shards[parameter], unit.fragment(index)
+            if shard is not None and fragment is not None and used[index]:
+                shard.reduced = unit.slice_of(reduced, fragment)
+
+    def clear_gradients(self) -> None:
+        """Forget the gradients of this rank's shards."""
+        for shard in self.optimizer_shards.values():
+            if shard is not None:
+                shard.reduced = None
+
+    def counts(self, shard: OptimizerShard) -> bool:
+        """Whether this rank adds a shard to sums over the group: every element counts once."""
+        return shard.parameter in self._where or self._ranks.rank_in(self.sharing) == 0
+
+    def sum_over_shards(self, vector: torch.Tensor) -> torch.Tensor:
+        """Sum a vector over the group, in place; with one entry per parameter, those that are whole count once."""
+        if vector.numel() == len(self.optimizer_shards) and self._ranks.rank_in(self.sharing) != 0:
+            for parameter, number in self._numbers.items():
+                if parameter.requires_grad and parameter not in self._where:
+                    vector[number] = 0
+        self._ranks.collectives.all_reduce(vector, self._group).wait()
+        return vector
+
+    # -- whole tensors ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gather_whole(
+        self, values: Mapping[nn.Parameter, torch.Tensor], *, keep: bool = True
+    ) -> dict[nn.Parameter, torch.Tensor]:
+        """Whole tensors from all ranks' parts; every rank of the group calls it.
+
+        Args:
+            values: by parameter, a tensor of the shape of this rank's shard; parameters without one are left out.
+            keep: False on a rank that only takes part; it gets nothing.
+
+        Returns:
+            By parameter, the tensor of the parameter's shape on the CPU, for every parameter that any rank has a value for.
+        """
+        mine = {self._numbers[p]: v.dtype for p, v in values.items() if p in self._where}
+        known: dict[int, torch.dtype] = {}
+        for theirs in self._ranks.control.allgather(mine, self._members):
+            known.update(theirs)
+        whole = {p: v.detach().to("cpu", copy=True) for p, v in values.items() if keep and p not in self._where}
+        for unit in self.units:
+            wanted = [index for index, p in enumerate(unit.parameters) if self._numbers[p] in known]
+            if not wanted:
+                continue
+            dtype = known[self._numbers[unit.parameters[wanted[0]]]]
+            views = self._whole_of(unit, values, dtype, unit.device, self._ranks.collectives, self._group)
+            if keep:
+                whole |= {unit.parameters[index]: views[index].to("cpu", copy=True) for index in wanted}
+        return whole
+
+    def _whole_of(
+        self,
+        unit: Unit,
+        values: Mapping[nn.Parameter, torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        collectives: Collectives,
+        group: dist.ProcessGroup,
+    ) -> list[torch.Tensor]:
+        """Whole tensors of a unit's parameters, views of one buffer; zero where no rank has a value."""
+        shard = torch.zeros(unit.shard_elements, dtype=dtype, device=device)
+        for index, parameter in enumerate(unit.parameters):
+            fragment, value = unit.fragment(index), values.get(parameter)
+            if fragment is not None and value is not None:
+                part = unit.slice_of(shard, fragment)
+                part.copy_(value.reshape(part.shape))
+        rows = torch.empty(len(self._members), unit.shard_elements, dtype=dtype, device=device)
+        collectives.all_gather(rows.view(-1), shard, group).wait()
+        flat = rows if self._order is None else rows[self._order]
+        return unit.views_of(flat.view(-1))
+
+    def gather_names(self, names: set[str]) -> list[set[str]]:
+        """Every rank's names; every rank of the group calls it."""
+        return self._ranks.control.allgather(names, self._members)
+
+    def gather_objects(self, values: Mapping[nn.Parameter, Any]) -> dict[nn.Parameter, Any]:
+        """One object per parameter, from whichever rank has one; every rank of the group calls it."""
+        # On the CPU: a device number means another device on another rank.
+        by_number = {
+            self._numbers[p]: value.cpu() if isinstance(value, torch.Tensor) else value for p, value in values.items()
+        }
+        merged: dict[int, Any] = {}
+        for theirs in self._ranks.control.allgather(by_number, self._members):
+            for number, value in theirs.items():
+                merged.setdefault(number, value)
+        return {p: merged[number] for p, number in self._numbers.items() if number in merged}
