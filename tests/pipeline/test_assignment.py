@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import threading
 
 import pytest
 import torch
@@ -155,6 +156,49 @@ def test_a_context_ends_with_an_error_inside():
         raise RuntimeError("stop")
     assert nn.Module.__init__ is before
     assert manual.resolve(nn.Linear(2, 2)).root_stage == 0
+
+
+def test_contexts_of_threads_are_their_own():
+    manual = ManualAssignment(3, default=2)
+    before = nn.Module.__init__, nn.Module.__setstate__
+    entered, leave, made = threading.Event(), threading.Event(), {}
+
+    def elsewhere():
+        made["before"] = nn.Linear(2, 2)
+        with manual.partition(1):
+            made["inside"] = nn.Linear(2, 2)
+            entered.set()
+            leave.wait(60)
+            made["after"] = nn.Linear(2, 2)
+
+    with manual.partition(0):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        assert entered.wait(60)
+        made["here"] = nn.Linear(2, 2)
+    made["outside"] = nn.Linear(2, 2)
+    leave.set()
+    thread.join()
+    assert (nn.Module.__init__, nn.Module.__setstate__) == before
+    stages = {name: manual.resolve(module).root_stage for name, module in made.items()}
+    assert stages == {"before": 2, "inside": 1, "after": 1, "here": 0, "outside": 2}
+
+
+def test_what_other_libraries_put_over_a_context_stays(monkeypatch):
+    manual = ManualAssignment(2)
+    seen = []
+    with manual.partition(1):
+        found = nn.Module.__init__
+
+        def counting(module, *args, **kwargs):
+            seen.append(module)
+            found(module, *args, **kwargs)
+
+        monkeypatch.setattr(nn.Module, "__init__", counting)
+        inside = nn.Linear(2, 2)
+    outside = nn.Linear(2, 2)
+    assert seen == [inside, outside]
+    assert [manual.resolve(module).root_stage for module in (inside, outside)] == [1, 0]
 
 
 def test_set_partition_counts_for_all_inside_but_those_set_themselves():

@@ -15,7 +15,15 @@ from smp_config.in_flight import in_flight_counts
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.partition.best_cuts import best_cuts
 from smp_runtime.pipeline.partition.costs import CostModel, CostSettings, balance
-from smp_runtime.pipeline.partition.module_tree import Flow, ForeignUse, HeldParameter, ModuleNode, Trace, untraced
+from smp_runtime.pipeline.partition.module_tree import (
+    Flow,
+    ForeignUse,
+    HeldParameter,
+    ModuleNode,
+    Trace,
+    together_with_reasons,
+    untraced,
+)
 from smp_runtime.pipeline.partition.partitioner import partition
 from smp_runtime.pipeline.partition.report import describe
 from smp_runtime.pipeline.partition.tracing import trace
@@ -63,7 +71,7 @@ def post_order(node: ModuleNode) -> list[str]:
 def groups_of(found: Trace) -> list[set[str]]:
     """What must be together, overlapping pairs united."""
     groups: list[set[str]] = []
-    for paths in found.together():
+    for paths, _ in together_with_reasons(found):
         united = set(paths).union(*(group for group in groups if group & set(paths)))
         groups = [group for group in groups if not group & united] + [united]
     return groups

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from smp_runtime.pipeline.partition.module_times import RUNS, repeated, settled
+from smp_runtime.pipeline.partition.module_times import RUNS, median_times, run_repeatedly
 from smp_runtime.pipeline.partition.tracing import trace
 
 
@@ -22,7 +22,7 @@ def _runs(lengths, **settings):
         now[0] += length
         return length
 
-    return repeated(run, clock=lambda: now[0], **settings)
+    return run_repeatedly(run, clock=lambda: now[0], **settings)
 
 
 def test_the_first_run_warms_up():
@@ -37,19 +37,19 @@ def test_the_time_for_all_runs_is_bounded():
 def test_the_median_counts_and_equal_modules_share_it():
     rounds = [{"a": 1.0, "b": 5.0, "c": 1.2, "d": 9.0}, {"a": 1.1, "b": 1.0, "c": 1.1, "d": 2.0}]
     rounds.append({"a": 1.0, "b": 1.1, "c": 1.3, "d": 3.0})
-    found = settled(rounds, {"a": "block", "b": "block", "c": "block", "d": "head"})
+    found = median_times(rounds, {"a": "block", "b": "block", "c": "block", "d": "head"})
     assert found == {"a": 1.1, "b": 1.1, "c": 1.1, "d": 3.0}
 
 
 def test_a_module_that_is_clearly_slower_than_its_like_keeps_its_time():
     rounds = [{"a": 1.0, "b": 1.2, "c": 3.0, "d": 3.4}] * 3
-    found = settled(rounds, dict.fromkeys("abcd", "block"))
+    found = median_times(rounds, dict.fromkeys("abcd", "block"))
     assert found["a"] == found["b"] == pytest.approx(1.1)
     assert found["c"] == found["d"] == pytest.approx(3.2)
 
 
 def test_a_module_that_did_not_always_run_is_measured_where_it_did():
-    assert settled([{"a": 1.0}, {}, {"a": 3.0}], {"a": "a"}) == {"a": 2.0}
+    assert median_times([{"a": 1.0}, {}, {"a": 3.0}], {"a": "a"}) == {"a": 2.0}
 
 
 class Late(nn.Module):

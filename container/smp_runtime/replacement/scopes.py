@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +11,7 @@ from torch import nn
 
 from smp_config.errors import suggest
 from smp_runtime.errors import SMPUserError
+from smp_runtime.module_state.construction_marks import marking
 from smp_runtime.replacement.builtin import known_arguments
 
 _MARK = "_smp_tensor_parallelism"
@@ -38,7 +37,6 @@ class Mark:
 
 
 _NO_MARK = Mark()
-_scopes: list[Mark] = []
 
 
 @contextlib.contextmanager
@@ -56,16 +54,8 @@ def tensor_parallelism(enabled: bool = True, **overrides: Any) -> Iterator[None]
     Raises:
         SMPUserError: an unknown keyword, or a switch that is not true or false.
     """
-    mark = Mark(_truth("enabled", enabled), _checked(overrides))
-    if not _scopes:
-        _begin_marking()
-    _scopes.append(mark)
-    try:
+    with marking(_MARK, Mark(_truth("enabled", enabled), _checked(overrides))):
         yield
-    finally:
-        _scopes.pop()
-        if not _scopes:
-            _end_marking()
 
 
 def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **overrides: Any) -> None:
@@ -89,22 +79,6 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **overrides:
 def mark_of(module: nn.Module) -> Mark:
     """What a script asked for ``module``."""
     return module.__dict__.get(_MARK, _NO_MARK)
-
-
-def _begin_marking() -> None:
-    original = nn.Module.__init__
-
-    @functools.wraps(original)
-    def marking(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if _scopes:
-            self.__dict__[_MARK] = _scopes[-1]
-
-    nn.Module.__init__ = marking  # type: ignore[method-assign]
-
-
-def _end_marking() -> None:
-    nn.Module.__init__ = inspect.unwrap(nn.Module.__init__)  # type: ignore[method-assign]
 
 
 def _checked(overrides: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -196,8 +196,8 @@ class Assignment:
         missing = [path for path in known if path not in self._placement]
         unknown = sorted(set(self._placement) - set(known))
         if missing or unknown:
-            lacks = [f"lacks {_some(missing)}"] if missing else []
-            has = [f"has {_some(unknown)}, which the model has not"] if unknown else []
+            lacks = [f"lacks {some(map(repr, missing))}"] if missing else []
+            has = [f"has {some(map(repr, unknown))}, which the model has not"] if unknown else []
             raise SMPUserError(
                 f"the partition does not belong to this model of {len(known)} modules: it {' and '.join(lacks + has)}; "
                 "load the partition of this model, or let it be partitioned anew"
@@ -254,6 +254,7 @@ def _called(path: str) -> str:
     return f"module {path!r}" if path else "the model itself"
 
 
-def _some(paths: list[str]) -> str:
-    shown = ", ".join(repr(path) for path in paths[:3])
-    return shown + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+def some(items: Iterable[str]) -> str:
+    """The first three, and the number of the others."""
+    found = list(items)
+    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")

@@ -9,12 +9,12 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pipeline.partition.assignment import Assignment, check_together
+from smp_runtime.module_state.construction_marks import marking
+from smp_runtime.pipeline.partition.assignment import Assignment, check_together, some
 from smp_runtime.pipeline.partition.module_tree import ModuleNode, ModuleTree, Trace, untraced
 
 logger = logging.getLogger("smp")
@@ -23,9 +23,6 @@ _BUILT_IN = "_smp_partition"
 _SET_TO = "_smp_set_partition"
 #: All calls of :meth:`ManualAssignment.set_partition` for a module, the newest last: the call's name, and the stage.
 _CALLS = "_smp_set_partition_calls"
-
-#: A warning names so many modules.
-_NAMED = 3
 
 
 class ManualAssignment:
@@ -62,22 +59,8 @@ class ManualAssignment:
         """
         self._check(stage, "smp.partition")
         self.used_contexts = True
-        # Each context puts its own functions over those of the one around it, so the innermost is seen last.
-        construct, restore = nn.Module.__init__, nn.Module.__setstate__
-
-        def constructed(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            construct(module, *args, **kwargs)
-            module.__dict__[_BUILT_IN] = stage
-
-        def restored(module: nn.Module, state: Any) -> None:
-            restore(module, state)
-            module.__dict__[_BUILT_IN] = stage
-
-        _replace(constructed, restored)
-        try:
+        with marking(_BUILT_IN, stage, copies=True):
             yield
-        finally:
-            _replace(construct, restore)
 
     def set_partition(self, module: nn.Module, stage: int) -> None:
         """Put a module, and all in it that are not set themselves, on a stage.
@@ -110,7 +93,7 @@ class ManualAssignment:
             logger.warning(
                 "smp.set_partition has no effect for %s: no such module is in the model that was wrapped; call it for modules of "
                 "that model, such as model.module.encoder, and after all that copies or replaces them",
-                _some(foreign),
+                some(foreign),
             )
         moved = [
             f"{node.path or '(model)'} ({', then '.join(f'stage {stage}' for _, stage in calls)})"
@@ -120,7 +103,7 @@ class ManualAssignment:
         if moved and loaded is None:
             logger.warning(
                 "smp.set_partition was called with different stages for %s; the last call counts: remove the others",
-                _some(moved),
+                some(moved),
             )
         apart = [
             f"{node.path or '(model)'} (stage {calls[-1][1]}, but {loaded.stage_of(node.path)} in the file)"
@@ -131,7 +114,7 @@ class ManualAssignment:
             logger.warning(
                 "smp.set_partition has no effect for %s: load_partition is true, so the stages are those of partition_file; set "
                 "load_partition to false to place modules",
-                _some(apart),
+                some(apart),
             )
 
     def pins(self, model: nn.Module) -> dict[str, int]:
@@ -187,13 +170,3 @@ def hand_on_stage(original: nn.Module, made: nn.Module) -> None:
     for key in (_SET_TO, _CALLS):
         if key in vars(original):
             vars(made)[key] = vars(original)[key]
-
-
-def _some(items: list[str]) -> str:
-    more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
-    return ", ".join(items[:_NAMED]) + more
-
-
-def _replace(construct: Any, restore: Any) -> None:
-    setattr(nn.Module, "__init__", construct)  # noqa: B010 - mypy knows no assignment to a method
-    setattr(nn.Module, "__setstate__", restore)  # noqa: B010

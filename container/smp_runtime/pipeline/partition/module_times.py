@@ -26,7 +26,7 @@ APART_SECONDS = 1e-4
 _Round = TypeVar("_Round")
 
 
-def repeated(
+def run_repeatedly(
     run: Callable[[], _Round],
     *,
     runs: int = RUNS,
@@ -50,7 +50,7 @@ def repeated(
     return rounds[1:] or rounds
 
 
-def settled(rounds: Sequence[Mapping[str, float]], kinds: Mapping[str, Hashable]) -> dict[str, float]:
+def median_times(rounds: Sequence[Mapping[str, float]], kinds: Mapping[str, Hashable]) -> dict[str, float]:
     """What each module takes.
 
     Args:

@@ -149,10 +149,6 @@ class Trace:
         """All nodes by path."""
         return {node.path: node for node in self.root.walk()}
 
-    def together(self) -> list[tuple[str, ...]]:
-        """Paths of modules that must be on one stage: they hold or use the same parameter, buffer or attribute."""
-        return [paths for paths, _ in together_with_reasons(self)]
-
 
 def together_with_reasons(trace: Trace) -> list[tuple[tuple[str, ...], str]]:
     """Groups of modules that must be on one stage, each with what binds it, such as ``parameter head.weight``."""

@@ -29,7 +29,7 @@ class Unit:
 
 
 @dataclass
-class Group:
+class BoundUnits:
     """Units that must be on one stage, and are not next to each other.
 
     Attributes:
@@ -68,10 +68,10 @@ class Parts:
         alone = [number for number in range(len(units)) if number not in group_of]
         position_of = {number: position for position, number in enumerate(alone)}
         self.sequence = [units[number] for number in alone]
-        self.groups: list[Group] = []
+        self.groups: list[BoundUnits] = []
         for numbers, stage in members:
             gaps = tuple(sum(other < number for other in alone) for number in numbers)
-            self.groups.append(Group(sum((units[number].need for number in numbers), Need()), gaps, stage))
+            self.groups.append(BoundUnits(sum((units[number].need for number in numbers), Need()), gaps, stage))
         self.place_of: dict[str, tuple[int | None, int | None]] = {}
         for number, unit in enumerate(units):
             for path in unit.paths:

@@ -25,7 +25,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.module_state.attribute_watch import AttributeWatch
 from smp_runtime.module_state.entries import Slot, Taken
 from smp_runtime.module_state.snapshot import Snapshot, restored
-from smp_runtime.pipeline.partition.module_times import repeated, settled
+from smp_runtime.pipeline.partition.module_times import median_times, run_repeatedly
 from smp_runtime.pipeline.partition.module_tree import Flow, ForeignUse, ModuleNode, ModuleTree, Trace, order_by_call
 from smp_runtime.tensors.nested import argument_tensors, storage_of, tensor_bytes, tensors_in, total_bytes
 from smp_runtime.tensors.torch_private import TorchDispatchMode, is_operator
@@ -118,13 +118,13 @@ def _measure_times(model: nn.Module, tree: ModuleTree, run: Callable[[], object]
             run()
         return watch
 
-    watches = repeated(once)
+    watches = run_repeatedly(once)
     kinds = {}
     for identity, node in tree.nodes():
         module, calls = tree.modules[identity], tuple(watches[0].calls[node.path])
         parameters = tuple((p.shape, p.dtype) for p in module.parameters(recurse=False))
         kinds[node.path] = (type(module), parameters, calls, node.flops)
-    seconds = settled([watch.seconds for watch in watches], kinds)
+    seconds = median_times([watch.seconds for watch in watches], kinds)
     for _, node in tree.nodes():
         node.seconds = seconds.get(node.path, 0.0)
 
