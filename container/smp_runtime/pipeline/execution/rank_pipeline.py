@@ -112,18 +112,18 @@ class Pipeline:
         conductor = Conductor(lock, stage, settings.policy, device, attributes, settings.watch)
         messenger = Messenger(lock)
         self.context = context = StageContext(
-            list(ranks),
-            stage,
-            device,
-            lock,
-            messenger.send,
-            modules,
-            stage_of,
-            conductor,
-            attributes,
-            settings.replica,
-            settings.predicts,
-            settings.watch,
+            ranks=list(ranks),
+            stage=stage,
+            device=device,
+            lock=lock,
+            send=messenger.send,
+            modules=modules,
+            stage_of=stage_of,
+            conductor=conductor,
+            attributes=attributes,
+            replica=settings.replica,
+            predicts=settings.predicts,
+            watch=settings.watch,
         )
         self._alarm = Alarm(stage, context.ranks, conductor, context.changed, messenger.is_open, messenger.send)
         self._messenger = messenger
@@ -142,7 +142,20 @@ class Pipeline:
             finished=completion.code_ended,
             idle=messenger.tell_now,
         )
-        handlers: dict[type, Handler] = {
+        # Last of all, since messages may come from now on.
+        messenger.connect(
+            *(control, ranks, device, self._handlers(completion), self._alarm),
+            delay=settings.delay,
+            make_group=settings.make_group,
+        )
+        for path, part in modules.items():
+            if stage_of(path) != stage:
+                module_calls.answer(part, RemoteEntry(self.caller, path))
+
+    def _handlers(self, completion: Completion) -> dict[type, Handler]:
+        """Who takes which message."""
+        context, server, running_step = self.context, self.server, self._running_step
+        return {
             Call: server.accept_call,
             Back: server.accept_back,
             Reply: lambda sender, reply, tensors: context.replied(reply),
@@ -156,13 +169,6 @@ class Pipeline:
             Record: lambda sender, record, tensors: running_step.recorded(sender, record),
             Fail: lambda sender, fail, tensors: self._alarm.heard(fail),
         }
-        # Last of all, since messages may come from now on.
-        messenger.connect(
-            *(control, ranks, device, handlers, self._alarm), delay=settings.delay, make_group=settings.make_group
-        )
-        for path, part in modules.items():
-            if stage_of(path) != stage:
-                module_calls.answer(part, RemoteEntry(self.caller, path))
 
     @property
     def transport(self) -> Transport:
