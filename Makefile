@@ -24,7 +24,7 @@ help:
 	@echo "make quickstart   train a small GPT with SMPEstimator.fit(): two processes, no cloud account"
 	@echo "make test         the tests (big matrices as a sample), with the newest SDK and the notebook side with the oldest"
 	@echo "make test-full    the tests, with the big matrices whole"
-	@echo "make test-torch   the runtime's tests with another PyTorch: TORCH=2.8.0"
+	@echo "make test-torch   the runtime's tests with another PyTorch, what it keeps private first: TORCH=2.8.0"
 	@echo "make image        the training image; BASE_IMAGE=… for the cloud; make push prints how to publish it"
 	@echo "make test-docker  SageMaker local mode with that image, one and two hosts"
 	@echo "make lint type    ruff and mypy"
@@ -56,14 +56,15 @@ $(FLOOR)/.installed: setup.cfg setup.py constraints-cpu.txt
 test-sdk-floor: $(FLOOR)/.installed
 	$(FLOOR)/bin/python -m pytest tests/estimator -m "not job and not full" -n $(WORKERS) --dist loadfile
 
-# The index has no CPU build of other versions: several GB are fetched the first time.
+# The index has no CPU build of other versions: several GB are fetched the first time. Some PyTorchs want their own sympy.
 $(OTHER)/.installed: setup.cfg setup.py constraints-cpu.txt
 	$(PYTHON) -m venv $(OTHER)
-	grep -v '^torch==' constraints-cpu.txt > $(OTHER)/constraints.txt
+	grep -v '^torch==\|^sympy==' constraints-cpu.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt -e ".[local,test]" torch==$(TORCH)
 	@touch $@
 
 test-torch: $(OTHER)/.installed
+	$(OTHER)/bin/python -m pytest tests/runtime/test_torch_private.py
 	$(OTHER)/bin/python -m pytest tests -m "not full" -n $(WORKERS) --dist loadfile --ignore=tests/estimator --ignore=tests/planning \
 		--ignore=tests/docker --ignore=tests/launch
 

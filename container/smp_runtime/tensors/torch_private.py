@@ -94,7 +94,7 @@ run_backward: Callable[..., tuple[torch.Tensor | None, ...]] = _private(
 
 
 def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The innermost hooks of the calling thread for what autograd saves; None also where that cannot be asked."""
+    """The innermost hooks of the calling thread for what autograd saves; None also where PyTorch cannot tell, as 2.4."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None if top is None else top(True)
     return hooks
@@ -214,7 +214,7 @@ default_store: Callable[[], dist.Store] = _private(
     "agrees on checkpoints that are written in the background", "distributed.distributed_c10d._get_default_store"
 )
 
-#: End collectives that are under way, and all groups; no rank need take part.
+#: End collectives that are under way, and all groups; no rank need take part. PyTorch has it since 2.6.
 abort_process_groups: Callable[[], None] = _private(
     "leaves collectives that other ranks do not come to", "distributed.distributed_c10d._abort_process_group"
 )
@@ -232,14 +232,22 @@ all_gather_single_coalesced: Any = _private(
 )
 
 
+_set_default_backend: Callable[[Any, Any], None] = _private(
+    'serves the backend "smddp"', "distributed.ProcessGroup._set_default_backend"
+)
+
+
 def give_backends(group: Any, backends: Mapping[str, tuple[Any, Any]], default: Any) -> None:
     """Let a process group without backends have some.
 
     Args:
         backends: by kind of device, the type of the backend and itself.
         default: type of the one that it uses where no tensor tells a device.
+
+    Raises:
+        SMPRuntimeError: groups of this PyTorch, one before 2.6, cannot be told.
     """
-    group._set_default_backend(default)
+    _set_default_backend(group, default)
     for device, (kind, backend) in backends.items():
         group._register_backend(torch.device(device), kind, backend)
 
