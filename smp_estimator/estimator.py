@@ -44,7 +44,7 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
         ConfigError: a setting that cannot work, from the constructor and again from :meth:`fit`; a ``ValueError``.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the SDK's arguments, by position
         self,
         entry_point: Any = None,
         framework_version: str | None = None,
@@ -99,7 +99,7 @@ class SMPHuggingFace(TrainsWithSMP, HuggingFace):
         ConfigError: a setting that cannot work, from the constructor and again from :meth:`fit`; a ``ValueError``.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the SDK's arguments, by position
         self,
         py_version: str | None = None,
         entry_point: Any = None,

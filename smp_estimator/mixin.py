@@ -353,7 +353,7 @@ class TrainsWithSMP(Planned, _SDK):
         model: Any = super().create_model(*args, **kwargs)  # type: ignore[safe-super]
         if hasattr(model, "_is_mms_version") and model.framework_version is None:
             # Every PyTorch that the runtime works with is served from a repacked archive; the SDK asks the version.
-            model._is_mms_version = lambda: True
+            model._is_mms_version = lambda: True  # noqa: SLF001 - the SDK asks nowhere else
         return model
 
     def deploy(self, *args: Any, **kwargs: Any) -> Any:

@@ -80,7 +80,7 @@ def abort(code: int, failed: BaseException) -> NoReturn:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, _LAST_RESORT_SECONDS)
         flush_files()  # first, as a handler may hang; and again, as handlers write
-        atexit._run_exitfuncs()
+        atexit._run_exitfuncs()  # noqa: SLF001 - os._exit() runs none
         flush_files()
         _flush_streams()
         _wait_until_read(2)

@@ -9,7 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 #: The two things that it does; a failure's report begins with one of them and a line break.
 DOWNLOAD = "download"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import math
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.markup import escape
@@ -20,6 +19,9 @@ from smp_estimator.cli.checkpoint import checkpoint
 from smp_estimator.cli.console import console
 from smp_estimator.cli.timeline import timeline
 from smp_estimator.local.uris import address_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 LOCAL_TYPES = ("local", "local_gpu")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smp_config.progress import PROGRESS_PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 #: Fields of a progress record that the service records as metrics of the same name.
 METRICS = ("loss", "eval_loss", "samples_per_second", "step")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from botocore.config import Config
@@ -13,6 +12,8 @@ from botocore.exceptions import ClientError
 from smp_config.progress import parse_progress
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from smp_estimator.progress import Event
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"

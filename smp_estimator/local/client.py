@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,6 +18,8 @@ from smp_estimator.local.uris import is_file_uri, path_of, require_address
 from smp_estimator.sdk import LocalSagemakerClient, LocalSession
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from smp_estimator.local.code import CodeSource
 
 logger = logging.getLogger(__name__)
@@ -133,15 +134,15 @@ class ProcessClient(LocalSagemakerClient):
         self._jobs[name] = job
         return {"TrainingJobArn": job.describe()["TrainingJobArn"]}
 
-    def describe_training_job(self, TrainingJobName: str) -> dict[str, Any]:
+    def describe_training_job(self, TrainingJobName: str) -> dict[str, Any]:  # noqa: N803 - boto's name
         """Where the job stands, in the service's words."""
         return self.job(TrainingJobName, "DescribeTrainingJob").describe()
 
-    def stop_training_job(self, TrainingJobName: str) -> None:
+    def stop_training_job(self, TrainingJobName: str) -> None:  # noqa: N803 - boto's name
         """Ask the job to stop: SIGTERM, and SIGKILL after the platform's 120 seconds."""
         self.job(TrainingJobName, "StopTrainingJob").stop()
 
-    def list_tags(self, ResourceArn: str, **_: Any) -> dict[str, Any]:
+    def list_tags(self, ResourceArn: str, **_: Any) -> dict[str, Any]:  # noqa: N803 - boto's name
         """The tags of a job."""
         job = self._jobs.get(ResourceArn.rpartition("/")[2])
         return {"Tags": list((job.request.get("Tags") if job else None) or [])}

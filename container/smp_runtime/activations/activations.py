@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from smp_runtime.activations.offloading import Offloader
 from smp_runtime.job import session as sessions
-from smp_runtime.job.ranks import Ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from smp_runtime.job.ranks import Ranks
 
 logger = logging.getLogger("smp")
 

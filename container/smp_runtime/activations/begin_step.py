@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import TYPE_CHECKING
 
 from smp_runtime.activations.activations import Activations, StagedRegions
 from smp_runtime.activations.marking import has_marks
 from smp_runtime.activations.taking_over import take_over
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def begin_step(module: nn.Module, placement: StagedRegions | None) -> None:

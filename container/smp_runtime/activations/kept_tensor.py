@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from smp_runtime.errors import SMPUserError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Stored:

@@ -6,8 +6,10 @@ entry of it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Sequence
 
 Place = tuple[int | None, tuple[int, ...]]
 

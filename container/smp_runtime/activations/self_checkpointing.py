@@ -7,10 +7,12 @@ checkpointed where it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 

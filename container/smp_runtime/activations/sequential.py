@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from smp_runtime.activations.activations import Activations
 from smp_runtime.activations.regions import is_off, run_region
 from smp_runtime.activations.strategies import Strategy, grouped
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
 
 
 def run_sequential(module: nn.Sequential, value: Any, strategy: Strategy, preserve_rng_state: bool) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from smp_runtime.checkpoint.files.manifest import (
     NEWEST,
@@ -18,7 +18,11 @@ from smp_runtime.checkpoint.files.manifest import (
 )
 from smp_runtime.comm.control import host_name
 from smp_runtime.errors import CheckpointError
-from smp_runtime.job.session import Session
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from smp_runtime.job.session import Session
 
 logger = logging.getLogger("smp")
 

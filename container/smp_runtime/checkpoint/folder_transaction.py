@@ -7,8 +7,7 @@ import logging
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from smp_runtime.checkpoint.files.manifest import (
     MANIFEST,
@@ -20,10 +19,15 @@ from smp_runtime.checkpoint.files.manifest import (
     newest_name,
 )
 from smp_runtime.checkpoint.files.whole_file import write_text
-from smp_runtime.checkpoint.rank_agreement import Exchange
 from smp_runtime.comm.control import host_name
 from smp_runtime.errors import CheckpointError
-from smp_runtime.job.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from smp_runtime.checkpoint.rank_agreement import Exchange
+    from smp_runtime.job.session import Session
 
 logger = logging.getLogger("smp")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_runtime.checkpoint.files import user_content as user_contents
@@ -15,9 +13,12 @@ from smp_runtime.checkpoint.folder_transaction import refuse_if_any_failed
 from smp_runtime.checkpoint.full_optimizer import load_full_state, read_full_state
 from smp_runtime.checkpoint.full_weights import plan_weights, write_weights
 from smp_runtime.errors import CheckpointError, SMPUserError
-from smp_runtime.job.session import Session
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from smp_runtime.job.session import Session
     from smp_runtime.model.distributed_model import DistributedModel
     from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,9 +23,11 @@ from smp_runtime.checkpoint.files.transformers_format import (
 )
 from smp_runtime.checkpoint.files.whole_file import write_tensors
 from smp_runtime.checkpoint.load_partial import Loading
-from smp_runtime.job.session import Session
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from smp_runtime.job.session import Session
     from smp_runtime.model.distributed_model import DistributedModel
 
 logger = logging.getLogger("smp")

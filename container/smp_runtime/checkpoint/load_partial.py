@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,14 +12,16 @@ from smp_runtime.checkpoint import random_states
 from smp_runtime.checkpoint.files.manifest import EXTRA, MODULE, PARTITION, FoundCheckpoint, Manifest
 from smp_runtime.checkpoint.files.name_translation import Names, Traced, read_into
 from smp_runtime.checkpoint.files.reader import CheckpointReader
-from smp_runtime.checkpoint.files.tensor_regions import Region
 from smp_runtime.checkpoint.live_tensors import Updated, buffers, extras, masters, updated, weights
 from smp_runtime.errors import CheckpointError, SMPUserError
-from smp_runtime.job.session import Session
 from smp_runtime.pipeline.partition.assignment import Assignment
 from smp_runtime.tensors.nested import unshared
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from smp_runtime.checkpoint.files.tensor_regions import Region
+    from smp_runtime.job.session import Session
     from smp_runtime.model.distributed_model import DistributedModel
     from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.serialization import default_restore_location
@@ -14,7 +12,12 @@ from torch.serialization import default_restore_location
 from smp_config import Group
 from smp_runtime.checkpoint.files.whole_file import read_tensors, whole_file
 from smp_runtime.errors import SMPUserError
-from smp_runtime.job.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+    from smp_runtime.job.session import Session
 
 
 def partial_suffix(session: Session, *, v3: bool = False) -> str:

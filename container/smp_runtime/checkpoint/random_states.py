@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_runtime.job.session import Session
 from smp_runtime.tensor_parallel.random_tracker import tracker_state
+
+if TYPE_CHECKING:
+    from smp_runtime.job.session import Session
 
 logger = logging.getLogger("smp")
 

@@ -12,7 +12,6 @@ import torch
 
 from smp_config import Group
 from smp_runtime.checkpoint.files.manifest import EXTRA, MASTER, MODULE, OptimizerRecord, Piece, TensorRecord
-from smp_runtime.checkpoint.files.tensor_regions import Region
 from smp_runtime.checkpoint.live_tensors import (
     Updated,
     buffers,
@@ -24,10 +23,11 @@ from smp_runtime.checkpoint.live_tensors import (
     weights,
 )
 from smp_runtime.checkpoint.object_files import partial_suffix
-from smp_runtime.job.session import Session
 from smp_runtime.tensors.torch_private import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
+    from smp_runtime.checkpoint.files.tensor_regions import Region
+    from smp_runtime.job.session import Session
     from smp_runtime.model.distributed_model import DistributedModel
     from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 

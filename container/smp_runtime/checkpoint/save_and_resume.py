@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smp_config import Group
 from smp_runtime.checkpoint import full_checkpoint as full
@@ -18,9 +17,13 @@ from smp_runtime.checkpoint.find_checkpoint import find_checkpoint
 from smp_runtime.checkpoint.load_partial import Loading
 from smp_runtime.checkpoint.save_partial import Saver, check_tag
 from smp_runtime.errors import CheckpointError, SMPUserError
-from smp_runtime.job.session import Session
 from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from smp_runtime.job.session import Session
 
 logger = logging.getLogger("smp")
 

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,9 +37,11 @@ from smp_runtime.checkpoint.rank_agreement import ControlExchange, Exchange, bac
 from smp_runtime.checkpoint.rank_contents import Apart, Contents, Share, contents_of, optimizer_record
 from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.errors import CheckpointError, DeadlineError, SMPUserError
-from smp_runtime.job.session import Session
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from smp_runtime.job.session import Session
     from smp_runtime.model.distributed_model import DistributedModel
     from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 

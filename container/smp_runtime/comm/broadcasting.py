@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from smp_runtime.comm.collectives import Collectives
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from smp_runtime.comm.collectives import Collectives
 
 
 @torch.no_grad()

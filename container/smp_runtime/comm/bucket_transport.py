@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-from smp_runtime.comm.buckets import Bucket
+    import torch
+
+    from smp_runtime.comm.buckets import Bucket
 
 
 class Travel(Protocol):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 
-from smp_runtime.comm.collectives import Collectives, Work
+if TYPE_CHECKING:
+    from smp_runtime.comm.collectives import Collectives, Work
 
 
 class BackwardAgreement:

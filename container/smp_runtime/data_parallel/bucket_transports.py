@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
-from smp_runtime.comm.bucket_transport import Travel
-from smp_runtime.comm.buckets import Bucket
-from smp_runtime.comm.collectives import Collectives
+    import torch
+    import torch.distributed as dist
+
+    from smp_runtime.comm.bucket_transport import Travel
+    from smp_runtime.comm.buckets import Bucket
+    from smp_runtime.comm.collectives import Collectives
 
 
 class _Reduced:

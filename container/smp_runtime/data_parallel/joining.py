@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 
 class Replica(Protocol):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from smp_config import Group
-from smp_runtime.comm.bucket_transport import Transport
 from smp_runtime.data_parallel.reducer import GradientReducer
 from smp_runtime.errors import SMPUserError
-from smp_runtime.job.ranks import Ranks
-from smp_runtime.parameters.registry import ParameterRegistry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from smp_runtime.comm.bucket_transport import Transport
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.parameters.registry import ParameterRegistry
 
 
 class ReducerSet:

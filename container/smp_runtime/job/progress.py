@@ -6,12 +6,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from smp_config.progress import ProgressRecord, format_progress
 from smp_runtime.comm.devices import peak_memory_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 #: Hyperparameters by which scripts commonly name the number of optimizer steps.
 TOTAL_STEPS_NAMES = (

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from smp_config import ConfigError, Group, ModelParallelParameters, Topology
-from smp_runtime.comm.collectives import Collectives
 from smp_runtime.comm.control import ControlPlane, host_name
 from smp_runtime.comm.devices import assign_gpus, choose_backend, sharing_warning, use_device, visible_gpus
 from smp_runtime.comm.groups import ProcessGroups
 from smp_runtime.job.step_state import StepState
 from smp_runtime.smddp.collectives import collectives_of
 from smp_runtime.smddp.registration import BACKEND, register
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    import torch.distributed as dist
+
+    from smp_runtime.comm.collectives import Collectives
 
 #: Where the launcher and the training toolkit leave ``mp_parameters``.
 PARAMETERS_VARIABLE = "SM_HP_MP_PARAMETERS"
@@ -118,7 +121,7 @@ class Ranks:
         """What a room keeps once per job; made when it is asked for first."""
         if kind not in self._kept:
             self._kept[kind] = make()
-        return cast(T, self._kept[kind])
+        return cast("T", self._kept[kind])
 
     def kept(self, kind: type[T]) -> T | None:
         """What :meth:`keep` has made, if it has."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import nn
+if TYPE_CHECKING:
+    import functools
 
-from smp_config import Group
-from smp_runtime.parameters.optimizer_shards import OptimizerShard
-from smp_runtime.parameters.precision import Precision
-from smp_runtime.parameters.registry import ParameterRegistry
+    import torch
+    from torch import nn
+
+    from smp_config import Group
+    from smp_runtime.parameters.optimizer_shards import OptimizerShard
+    from smp_runtime.parameters.precision import Precision
+    from smp_runtime.parameters.registry import ParameterRegistry
 
 
 class SharedState(Protocol):

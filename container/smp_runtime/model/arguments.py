@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def check_arguments(

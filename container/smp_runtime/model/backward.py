@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from smp_runtime.data_parallel.gradient_scaling import AccumulationScale
 from smp_runtime.errors import SMPUserError
-from smp_runtime.job.ranks import Ranks
-from smp_runtime.model.stages import Stages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.model.stages import Stages
 
 #: How PyTorch's error about a graph that was freed begins.
 _SECOND_BACKWARD = "Trying to backward through the graph a second time"

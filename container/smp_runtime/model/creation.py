@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
-from smp_runtime.job.session import Session
 from smp_runtime.parameters.deferred_creation import Deferrals, deferring
 from smp_runtime.pipeline.partition.manual_stages import ManualAssignment
 from smp_runtime.replacement import scopes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from smp_runtime.job.session import Session
 
 
 @contextlib.contextmanager

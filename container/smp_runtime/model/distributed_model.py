@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,13 +26,19 @@ from smp_runtime.model.stages import Stages, TracingOptions
 from smp_runtime.model.state_dict import PARTIAL_KEY, ModelState
 from smp_runtime.model.wrapped_module import WrappedModule
 from smp_runtime.optim.clipping_watch import watch_clipping
-from smp_runtime.parameters.optimizer_shards import OptimizerShard
 from smp_runtime.parameters.precision import Precision
-from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
-from smp_runtime.pipeline.partition.assignment import Assignment
-from smp_runtime.sharding.sharded_parameters import ShardedParameters
-from smp_runtime.sharding.sharded_state import ShardedState
 from smp_runtime.tensors.torch_private import dtype_asked_for
+
+if TYPE_CHECKING:
+    import contextlib
+    import functools
+    from collections.abc import Callable, Mapping
+
+    from smp_runtime.parameters.optimizer_shards import OptimizerShard
+    from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
+    from smp_runtime.pipeline.partition.assignment import Assignment
+    from smp_runtime.sharding.sharded_parameters import ShardedParameters
+    from smp_runtime.sharding.sharded_state import ShardedState
 
 logger = logging.getLogger("smp")
 

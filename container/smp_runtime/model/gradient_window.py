@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypedDict
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from smp_config import Group
 from smp_runtime.data_parallel.backward_agreement import BackwardAgreement
 from smp_runtime.data_parallel.bucket_transports import HookTransport
 from smp_runtime.data_parallel.reducer_set import Reducer, make_reducer
 from smp_runtime.errors import SMPUserError
-from smp_runtime.job.ranks import Ranks
-from smp_runtime.parameters.registry import ParameterRegistry
-from smp_runtime.sharding.sharded_parameters import ShardedParameters
-from smp_runtime.sharding.sharded_state import ShardedState
 from smp_runtime.tensors.torch_private import at_end_of_backward
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import torch
+    from torch import nn
+
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.parameters.registry import ParameterRegistry
+    from smp_runtime.sharding.sharded_parameters import ShardedParameters
+    from smp_runtime.sharding.sharded_state import ShardedState
 
 
 class ReducerOptions(TypedDict):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from torch import nn
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
-from smp_runtime.model.local_part import LocalPart
-from smp_runtime.parameters.optimizer_shards import OptimizerShard
-from smp_runtime.sharding.sharded_parameters import ShardedParameters
-from smp_runtime.sharding.sharded_state import ShardedState
+    from torch import nn
+
+    from smp_runtime.model.local_part import LocalPart
+    from smp_runtime.parameters.optimizer_shards import OptimizerShard
+    from smp_runtime.sharding.sharded_parameters import ShardedParameters
+    from smp_runtime.sharding.sharded_state import ShardedState
 
 
 @dataclass

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from smp_config import Group
 from smp_config.buckets import effective_bucket_bytes
 from smp_runtime.activations.marking import carry_over, marks
@@ -18,6 +16,8 @@ from smp_runtime.sharding.sharded_state import ShardedState
 from smp_runtime.tensor_parallel.group import TensorGroup
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.model.backward import Backward
     from smp_runtime.model.gradient_window import GradientWindow

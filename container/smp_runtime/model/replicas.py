@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,10 +14,14 @@ from smp_config import Group
 from smp_runtime.comm.broadcasting import broadcast_tensors
 from smp_runtime.data_parallel.joining import JoinedModel
 from smp_runtime.errors import SMPUserError
-from smp_runtime.job.ranks import Ranks
-from smp_runtime.model.gradient_window import GradientWindow
-from smp_runtime.model.local_part import LocalPart
-from smp_runtime.model.placed import Placed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.model.gradient_window import GradientWindow
+    from smp_runtime.model.local_part import LocalPart
+    from smp_runtime.model.placed import Placed
 
 
 class Replicas:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -18,9 +17,13 @@ from smp_runtime.activations.activations import Activations
 from smp_runtime.activations.marking import marked_parts
 from smp_runtime.activations.regions import run_region
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
 from smp_runtime.pipeline.transport.messages import GroupCall
 from smp_runtime.tensors.random_state import RandomState, task_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
 
 logger = logging.getLogger("smp")
 

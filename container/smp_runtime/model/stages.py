@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,10 +15,7 @@ from smp_config import Group
 from smp_runtime.activations.marking import recomputed_parts
 from smp_runtime.comm.devices import channel_backend, release_cached_memory
 from smp_runtime.errors import SMPUserError
-from smp_runtime.job.session import Session
-from smp_runtime.job.trained import TrainedOptimizer
 from smp_runtime.model.creation import manual_of
-from smp_runtime.model.local_part import LocalPart
 from smp_runtime.model.staged_regions import Placement
 from smp_runtime.module_state.absent_tensors import (
     AbsentAttributes,
@@ -27,16 +23,23 @@ from smp_runtime.module_state.absent_tensors import (
     absent_parameter,
     make_absent_in_place,
 )
-from smp_runtime.parameters.precision import Precision
-from smp_runtime.parameters.registry import ParameterRecord
 from smp_runtime.pipeline.execution.rank_pipeline import Pipeline, PipelineSettings
 from smp_runtime.pipeline.observe.task_timeline import timeline_of_job
-from smp_runtime.pipeline.partition.assignment import Assignment
 from smp_runtime.pipeline.partition.decision import Tracing, decide
 from smp_runtime.pipeline.schedule.policies import policy_named
 from smp_runtime.pipeline.transport.tensor_channels import directed_groups
 from smp_runtime.tensors.swapping import swap_contents
 from smp_runtime.tensors.torch_private import tree_map
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from smp_runtime.job.session import Session
+    from smp_runtime.job.trained import TrainedOptimizer
+    from smp_runtime.model.local_part import LocalPart
+    from smp_runtime.parameters.precision import Precision
+    from smp_runtime.parameters.registry import ParameterRecord
+    from smp_runtime.pipeline.partition.assignment import Assignment
 
 
 @dataclass(frozen=True)

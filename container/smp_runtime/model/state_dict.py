@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
-from smp_runtime.job.ranks import Ranks
-from smp_runtime.model.local_part import LocalPart
-from smp_runtime.model.placed import Placed
 from smp_runtime.parameters.slices import part_of
 from smp_runtime.replacement.placing import whole_state
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensors.torch_private import IncompatibleKeys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.model.local_part import LocalPart
+    from smp_runtime.model.placed import Placed
 
 PARTIAL_KEY = "_smp_is_partial"
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.model.local_part import LocalPart
-from smp_runtime.model.placed import Placed
-from smp_runtime.parameters.registry import ParameterRegistry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from smp_runtime.model.local_part import LocalPart
+    from smp_runtime.model.placed import Placed
+    from smp_runtime.parameters.registry import ParameterRegistry
 
 
 class WrappedModule(nn.Module):

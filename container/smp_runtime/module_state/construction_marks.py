@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 #: Guards the two below. ``nn.Module`` is patched while a context of any thread is open, and acts for that thread only.
 _lock = threading.Lock()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.attention_scores import Scoring, alibi_slopes, attend, rotate
@@ -12,6 +10,9 @@ from smp_runtime.nn.half_block import HalfBlock
 from smp_runtime.nn.projections import ColumnProjection, RowProjection
 from smp_runtime.nn.settings import LayerSettings
 from smp_runtime.tensor_parallel.activation_layout import split_dropout
+
+if TYPE_CHECKING:
+    import torch
 
 
 class DistributedAttentionLayer(HalfBlock):

@@ -6,8 +6,7 @@ import contextlib
 import copyreg
 import inspect
 import threading
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +18,9 @@ from smp_runtime.parameters.slices import TensorSlice
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.initialisation import Fill, make_parameter, weight_stream
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def current_group() -> TensorGroup:

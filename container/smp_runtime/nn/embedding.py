@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smp_config import Group
 from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError
 from smp_runtime.tensor_parallel.collectives import exchanged, gathered, scatter_summed, summed
-from smp_runtime.tensor_parallel.initialisation import Fill
 from smp_runtime.tensor_parallel.masks import agree_on_shape
+
+if TYPE_CHECKING:
+    from smp_config import Group
+    from smp_runtime.tensor_parallel.initialisation import Fill
 
 
 class DistributedEmbedding(DistributedModule):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from smp_config import Group
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.nn.norm import RowNorm
-from smp_runtime.nn.settings import LayerSettings
 from smp_runtime.tensor_parallel.activation_layout import choose_flow
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from smp_runtime.nn.settings import LayerSettings
 
 
 class HalfBlock(DistributedModule):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from smp_runtime.nn.attention import DistributedAttentionLayer
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.nn.feed_forward import DistributedTransformerOutputLayer
 from smp_runtime.nn.settings import LayerSettings
 from smp_runtime.tensor_parallel.activation_layout import Flow, choose_flow
+
+if TYPE_CHECKING:
+    import torch
 
 
 class DistributedTransformerLayer(DistributedModule):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +19,9 @@ from smp_runtime.tensor_parallel.cross_entropy import split_cross_entropy
 from smp_runtime.tensor_parallel.initialisation import constant, normal
 from smp_runtime.tensor_parallel.masks import agree_on_shape
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 #: Targets that do not count.
 IGNORED = -100

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import TYPE_CHECKING
 
 from smp_config import Group
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensor_parallel.initialisation import constant, normal, uniform_for
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class _Projection(DistributedModule):

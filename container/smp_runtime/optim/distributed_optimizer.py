@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,13 +11,17 @@ from torch import nn
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
-from smp_runtime.job.trained import TrainedModel
 from smp_runtime.optim.fused import TakesNorms
 from smp_runtime.optim.gradient_norms import WholeNorms
 from smp_runtime.optim.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
 from smp_runtime.optim.master_gradients import MasterGradients
 from smp_runtime.optim.state_dict import SavedOptimizer
-from smp_runtime.parameters.optimizer_shards import OptimizerShard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from smp_runtime.job.trained import TrainedModel
+    from smp_runtime.parameters.optimizer_shards import OptimizerShard
 
 logger = logging.getLogger("smp")
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
-from smp_runtime.job.ranks import Ranks
-from smp_runtime.job.session import Session
 from smp_runtime.parameters.registry import ParameterRecord
 from smp_runtime.parameters.slices import TensorSlice, part_of
 from smp_runtime.tensor_parallel.group import TensorGroup, gather_whole
 from smp_runtime.tensors.torch_private import tree_map
+
+if TYPE_CHECKING:
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.job.session import Session
 
 #: Master weights and loss scale inside a state.
 HALF_KEY = "fp16_states"

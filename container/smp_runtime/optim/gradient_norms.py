@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
-from smp_runtime.job.ranks import Ranks
-from smp_runtime.job.trained import TrainedModel
-from smp_runtime.optim.gathered_state import Records
-from smp_runtime.parameters.optimizer_shards import OptimizerShard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.job.trained import TrainedModel
+    from smp_runtime.optim.gathered_state import Records
+    from smp_runtime.parameters.optimizer_shards import OptimizerShard
 
 
 class WholeNorms:

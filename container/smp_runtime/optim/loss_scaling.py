@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_runtime.errors import SMPUserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 #: Arguments of dynamic loss scaling, with their documented defaults.
 DYNAMIC_DEFAULTS: dict[str, float | int | bool] = {

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
-from smp_runtime.job.ranks import Ranks
-from smp_runtime.parameters.optimizer_shards import OptimizerShard
 from smp_runtime.tensors.torch_private import unscale
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.parameters.optimizer_shards import OptimizerShard
 
 
 class MasterGradients:

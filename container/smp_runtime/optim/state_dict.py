@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.job.ranks import Ranks
-from smp_runtime.job.session import Session
-from smp_runtime.job.trained import TrainedModel
 from smp_runtime.optim.gathered_state import HALF_KEY, copied, of_all_stages, own_parts, whole_values
-from smp_runtime.optim.loss_scaling import LossScaler
 from smp_runtime.optim.whole_state import load_state, whole_state
-from smp_runtime.parameters.optimizer_shards import OptimizerShard
 from smp_runtime.parameters.slices import part_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.job.session import Session
+    from smp_runtime.job.trained import TrainedModel
+    from smp_runtime.optim.loss_scaling import LossScaler
+    from smp_runtime.parameters.optimizer_shards import OptimizerShard
 
 PARTIAL_KEY = "_smp_is_partial"
 #: Marks a state that holds this rank's shard only.

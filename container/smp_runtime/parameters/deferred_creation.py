@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +26,9 @@ from smp_runtime.tensors.torch_private import (
     tree_map,
     without_modes,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
 
 _META = torch.device("meta")
 

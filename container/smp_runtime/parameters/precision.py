@@ -6,12 +6,13 @@ import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from smp_config import ModelParallelParameters
+if TYPE_CHECKING:
+    from smp_config import ModelParallelParameters
 
 #: How Transformers' models call the frequencies of rotary embeddings, with or without the kind of layer before it.
 _ROTARY = "inv_freq"

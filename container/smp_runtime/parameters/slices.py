@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from smp_runtime.parameters.registry import ParameterRecord
+    from smp_runtime.parameters.registry import ParameterRecord
 
 
 @dataclass(frozen=True)

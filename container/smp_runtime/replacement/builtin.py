@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from smp_runtime.nn.embedding import DistributedEmbedding
 from smp_runtime.nn.linear import DistributedLinear
@@ -18,6 +17,9 @@ from smp_runtime.replacement.registration import (
     register,
     register_later,
 )
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _MODELS = "transformers.models"
 _ROOM = "smp_runtime.replacement.huggingface"

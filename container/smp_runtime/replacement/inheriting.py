@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from smp_config import ModelParallelParameters
 from smp_runtime.activations.marking import is_marked
 from smp_runtime.nn.transformer import DistributedTransformer
 from smp_runtime.parameters.precision import Precision
+
+if TYPE_CHECKING:
+    from smp_config import ModelParallelParameters
 
 logger = logging.getLogger("smp")
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,10 +11,14 @@ from torch import nn
 from smp_config import Group
 from smp_runtime.job import session as sessions
 from smp_runtime.nn.distributed_module import DistributedModule
-from smp_runtime.parameters.registry import ParameterRegistry
-from smp_runtime.parameters.slices import TensorSlice
 from smp_runtime.replacement.same_batch import SameBatch
 from smp_runtime.tensor_parallel.group import TensorGroup, gather_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from smp_runtime.parameters.registry import ParameterRegistry
+    from smp_runtime.parameters.slices import TensorSlice
 
 
 def place(module: nn.Module, registry: ParameterRegistry) -> None:

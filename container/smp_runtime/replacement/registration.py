@@ -7,12 +7,14 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.job.module_manager import Translate
+
+if TYPE_CHECKING:
+    from smp_runtime.job.module_manager import Translate
 
 #: Arguments of a call: positional ones, and keywords.
 Arguments = tuple[Any, Mapping[str, Any]]

@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from smp_config import Group
 from smp_runtime.job.module_manager import ModuleManager
@@ -19,8 +16,14 @@ from smp_runtime.replacement import builtin
 from smp_runtime.replacement.inheriting import inherit, parameter_type, set_parameter_type
 from smp_runtime.replacement.registration import Registration, registration_of, was_noted
 from smp_runtime.replacement.scopes import Mark, mark_of
-from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.initialisation import weight_stream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import nn
+
+    from smp_runtime.tensor_parallel.group import TensorGroup
 
 logger = logging.getLogger("smp")
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
-from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensors.handles import Handle
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from smp_runtime.tensor_parallel.group import TensorGroup
 
 #: Forward passes of the wrapped module that are looked at.
 _PASSES = 3

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
 from smp_config import Group
-from smp_runtime.comm.collectives import Collectives, Work
 from smp_runtime.comm.control import host_name, timeout_seconds
 from smp_runtime.comm.devices import plain_backend
-from smp_runtime.job.ranks import Ranks
 from smp_runtime.smddp.process_group import SmddpProcessGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from smp_runtime.comm.collectives import Collectives, Work
+    from smp_runtime.job.ranks import Ranks
 
 
 class Gathering(Protocol):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp_config import Group
-from smp_runtime.comm.collectives import Collectives
-from smp_runtime.job.ranks import Ranks
 from smp_runtime.parameters.optimizer_shards import OptimizerShard
-from smp_runtime.parameters.precision import Precision
 from smp_runtime.sharding.flat_unit import FlatUnit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from smp_config import Group
+    from smp_runtime.comm.collectives import Collectives
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.parameters.precision import Precision
 
 Unit = TypeVar("Unit", bound=FlatUnit)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from smp_runtime.comm.collectives import Work
 from smp_runtime.tensors.torch_private import storage_key
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from smp_runtime.comm.collectives import Work
 
 #: Elements to which shards are rounded up, so that vector instructions and GPU loads stay aligned.
 ALIGNMENT = 8

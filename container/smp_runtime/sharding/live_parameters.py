@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.sharding.all_gather import Gathering
-from smp_runtime.sharding.flat_unit import ShardedUnit
 from smp_runtime.sharding.gather_order import GatherTrace, NeedOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from smp_runtime.sharding.all_gather import Gathering
+    from smp_runtime.sharding.flat_unit import ShardedUnit
 
 #: Units that are fetched ahead of their use.
 LOOKAHEAD = 2

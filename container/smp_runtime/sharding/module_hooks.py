@@ -7,16 +7,18 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.sharding.flat_unit import ShardedUnit, Use
-from smp_runtime.sharding.live_parameters import LiveParameters
-from smp_runtime.sharding.sharded_gradients import ShardedGradients
 from smp_runtime.tensors.torch_private import at_end_of_backward, backward_pass, saved_tensor_hooks, storage_key
+
+if TYPE_CHECKING:
+    from smp_runtime.sharding.live_parameters import LiveParameters
+    from smp_runtime.sharding.sharded_gradients import ShardedGradients
 
 #: Where a module keeps the parameters that it uses but does not hold.
 _REGISTERED = "_smp_registered_parameters"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from smp_runtime.comm.collectives import Collectives, Work
-from smp_runtime.sharding.flat_unit import ShardedUnit
 from smp_runtime.sharding.gather_order import GatherTrace, refuse_unequal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from smp_runtime.comm.collectives import Collectives, Work
+    from smp_runtime.sharding.flat_unit import ShardedUnit
 
 #: Below this many elements, units share a collective: latency outweighs what an earlier start wins.
 _SMALLEST = 2**18

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,10 +17,7 @@ from smp_config import Group
 from smp_runtime.comm.broadcasting import broadcast_tensors
 from smp_runtime.comm.collectives import TorchCollectives
 from smp_runtime.errors import SMPUserError
-from smp_runtime.job.ranks import Ranks
 from smp_runtime.parameters.deferred_creation import Deferrals, StandIn, materialize, stand_ins
-from smp_runtime.parameters.optimizer_shards import OptimizerShard
-from smp_runtime.parameters.precision import Precision
 from smp_runtime.sharding.all_gather import make_gathering
 from smp_runtime.sharding.flat_shards import FlatShards
 from smp_runtime.sharding.flat_unit import ShardedUnit
@@ -31,6 +27,13 @@ from smp_runtime.sharding.module_hooks import ModuleUses
 from smp_runtime.sharding.sharded_gradients import ShardedGradients
 from smp_runtime.sharding.state_reads import AutocastWarning, StateReads
 from smp_runtime.sharding.unit_plan import ShardingOptions, is_sharded, plan_units
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.parameters.optimizer_shards import OptimizerShard
+    from smp_runtime.parameters.precision import Precision
 
 
 class ShardedParameters(FlatShards[ShardedUnit]):

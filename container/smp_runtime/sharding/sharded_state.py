@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from smp_config import Group
-from smp_runtime.comm.bucket_transport import Travel
 from smp_runtime.comm.buckets import Bucket, make_buckets
-from smp_runtime.comm.collectives import Work
-from smp_runtime.job.ranks import Ranks
-from smp_runtime.parameters.precision import Precision
 from smp_runtime.sharding.flat_shards import FlatShards
 from smp_runtime.sharding.flat_unit import WholeUnit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from smp_config import Group
+    from smp_runtime.comm.bucket_transport import Travel
+    from smp_runtime.comm.collectives import Work
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.parameters.precision import Precision
 
 
 class _Scattered:

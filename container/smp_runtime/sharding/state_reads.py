@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.sharding.flat_unit import ShardedUnit
-from smp_runtime.sharding.module_hooks import ModuleUses
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from smp_runtime.sharding.flat_unit import ShardedUnit
+    from smp_runtime.sharding.module_hooks import ModuleUses
 
 logger = logging.getLogger("smp")
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from smp_config import ModelParallelParameters
 from smp_runtime.errors import SMPUserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from smp_config import ModelParallelParameters
 
 #: Modules that only hold others and are never called themselves.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

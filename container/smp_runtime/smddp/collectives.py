@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from smp_config.smddp import BACKEND
 from smp_runtime.comm.collectives import Collectives, TorchCollectives, Work
 from smp_runtime.smddp.process_group import SmddpProcessGroup
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 
 class SmddpCollectives(TorchCollectives):

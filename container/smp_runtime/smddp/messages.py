@@ -5,17 +5,20 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_config.buffers import BufferSizes
 from smp_runtime.smddp.buffers import Piece, RingBuffer
-from smp_runtime.smddp.items import Item
-from smp_runtime.smddp.layout import HostGrid
 from smp_runtime.smddp.work import MessageWork
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from smp_config.buffers import BufferSizes
+    from smp_runtime.smddp.items import Item
+    from smp_runtime.smddp.layout import HostGrid
 
 #: Far above the tags that scripts choose.
 _FIRST_TAG = 2**30

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from smp_config.buffers import BufferSizes
 from smp_config.smddp import BACKEND
 from smp_runtime.smddp.items import Item, resolved
 from smp_runtime.smddp.layout import HostGrid, agree
 from smp_runtime.smddp.messages import MessageGather
 from smp_runtime.smddp.streams import StreamGather
-from smp_runtime.smddp.work import MessageWork, StreamWork
 from smp_runtime.tensors.torch_private import (
     all_gather_single,
     all_gather_single_coalesced,
@@ -25,6 +21,13 @@ from smp_runtime.tensors.torch_private import (
     name_group,
     set_timeout,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from datetime import timedelta
+
+    from smp_config.buffers import BufferSizes
+    from smp_runtime.smddp.work import MessageWork, StreamWork
 
 logger = logging.getLogger("smp")
 

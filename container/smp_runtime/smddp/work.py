@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.distributed_c10d import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 #: Seconds between two looks at a stream by a wait that has a limit.
 _LOOK = 0.001

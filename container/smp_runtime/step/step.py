@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -13,13 +13,15 @@ from smp_config import Group
 from smp_runtime.comm.devices import in_order_with_script
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
-from smp_runtime.job.session import Session
-from smp_runtime.job.trained import TrainedModel
 from smp_runtime.pipeline.transport.messages import StepKind
 from smp_runtime.step.output import StepOutput, merge_outputs
 from smp_runtime.step.splitting import batch_samples, shapes_in, split_argument
 from smp_runtime.step.step_call import StepCall, probe
 from smp_runtime.tensors.torch_private import tree_map
+
+if TYPE_CHECKING:
+    from smp_runtime.job.session import Session
+    from smp_runtime.job.trained import TrainedModel
 
 #: How many calls of a step are looked at, to see whether the ranks of a pipeline have read the same batch.
 _PROBED_CALLS = 2

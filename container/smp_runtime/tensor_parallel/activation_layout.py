@@ -9,17 +9,20 @@ sequence, padded if the number of ranks does not divide it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from smp_runtime.tensor_parallel import collectives
-from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.linear_functions import columns, rows
 from smp_runtime.tensor_parallel.masks import additive, agree_on_mask, agree_on_shape
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from smp_runtime.tensor_parallel.group import TensorGroup
 
 
 class Flow(Protocol):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_runtime.tensor_parallel.group import TensorGroup
+if TYPE_CHECKING:
+    from smp_runtime.tensor_parallel.group import TensorGroup
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

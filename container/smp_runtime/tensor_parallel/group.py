@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from smp_config import Group
-from smp_runtime.comm.collectives import Collectives, Work
-from smp_runtime.job.ranks import Ranks
-from smp_runtime.parameters.slices import TensorSlice
 from smp_runtime.tensor_parallel.collective_throttle import Throttle
+
+if TYPE_CHECKING:
+    from smp_runtime.comm.collectives import Collectives, Work
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.parameters.slices import TensorSlice
 
 
 class TensorGroup:

@@ -10,15 +10,18 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from smp_runtime.parameters.deferred_creation import Deferral
-from smp_runtime.parameters.slices import TensorSlice
-from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.random_tracker import draw_seed, mixed
 from smp_runtime.tensors.torch_private import without_modes
+
+if TYPE_CHECKING:
+    from smp_runtime.parameters.slices import TensorSlice
+    from smp_runtime.tensor_parallel.group import TensorGroup
 
 #: Writes a whole weight in place, with random numbers from the generator.
 Fill = Callable[[torch.Tensor, torch.Generator], object]

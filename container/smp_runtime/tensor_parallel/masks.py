@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
-from smp_runtime.tensor_parallel.group import TensorGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from smp_runtime.tensor_parallel.group import TensorGroup
 
 
 def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from smp_config import Group
-from smp_runtime.job.ranks import Ranks
 from smp_runtime.parameters.deferred_creation import Deferral
-from smp_runtime.tensor_parallel.group import TensorGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.tensor_parallel.group import TensorGroup
 
 #: Marks kept for recomputation; one per dropout of a training step.
 _REMEMBERED = 2**16

@@ -9,10 +9,12 @@ keeps only its inputs. Where both want a module, the other stage answers: it che
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import nn
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
 
 
 class Answer(Protocol):

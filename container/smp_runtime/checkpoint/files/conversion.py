@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +23,9 @@ from smp_runtime.checkpoint.files.transformers_format import (
 )
 from smp_runtime.checkpoint.files.whole_file import write_tensors
 from smp_runtime.errors import SMPUserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 #: The name of each kind of model that can be distributed, by Transformers' ``model_type``.
 _FAMILIES = {

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from smp_runtime.checkpoint.files.manifest import MASTER, MODULE, Manifest, Piece, TensorRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
 
 Range = tuple[int, int]
 

@@ -11,15 +11,17 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_runtime.checkpoint.files.manifest import Manifest, TensorRecord
-from smp_runtime.checkpoint.files.reader import CheckpointReader
-from smp_runtime.checkpoint.files.tensor_regions import Region
 from smp_runtime.errors import CheckpointError
 from smp_runtime.tensors.torch_private import tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from smp_runtime.checkpoint.files.manifest import Manifest, TensorRecord
+    from smp_runtime.checkpoint.files.reader import CheckpointReader
+    from smp_runtime.checkpoint.files.tensor_regions import Region
 
 Translate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 

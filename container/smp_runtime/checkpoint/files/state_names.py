@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from smp_runtime.checkpoint.files.manifest import TensorRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 #: Causal masks and the like that older versions of Transformers saved and newer ones compute.
 _COMPUTED = re.compile(

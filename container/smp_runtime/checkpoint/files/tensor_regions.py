@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from smp_runtime.checkpoint.files.manifest import Piece, TensorRecord
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from smp_runtime.checkpoint.files.manifest import Piece, TensorRecord
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,17 @@ import os
 import pickle
 import socket
 import zipfile
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from smp_runtime.checkpoint.files.manifest import FileRecord
 from smp_runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 #: What reading a damaged file may raise.
 UNREADABLE = (

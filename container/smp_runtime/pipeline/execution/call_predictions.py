@@ -7,13 +7,16 @@ arguments (structure, shapes, types, modes) have given the same structure at lea
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from smp_runtime.pipeline.execution.value_store import child_of
 from smp_runtime.pipeline.transport.messages import Reply, Slot
 from smp_runtime.pipeline.transport.packing import unpack
-from smp_runtime.tensors.handles import Meta, Name, Path
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from smp_runtime.tensors.handles import Meta, Name, Path
 
 #: Equal results before calls return without waiting.
 SIGHTINGS = 2
@@ -106,7 +109,7 @@ def _shown(head: bytes, metas: Sequence[Meta | None]) -> str:
     """A result as text, with the values that are no tensors."""
     try:
         texts = [_Text("none" if meta is None else _text(meta)) for meta in metas]
-        result, changed = unpack(head, texts, module_of=cast(Any, _Text))
+        result, changed = unpack(head, texts, module_of=cast("Any", _Text))
         return repr(result) if changed is None else f"{result!r} with the arguments {changed!r}"
     except Exception as error:  # an error in someone's __repr__ must not hide the message
         return f"(something that cannot be shown: {type(error).__name__})"

@@ -15,17 +15,20 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.errors import DeadlineError
-from smp_runtime.module_state.attributes import Attributes
 from smp_runtime.pipeline.execution.task import Abandoned, Order, Task, Watch
 from smp_runtime.pipeline.schedule.actions import Action, Event, Segment, TaskKind
-from smp_runtime.pipeline.schedule.policies import Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from smp_runtime.module_state.attributes import Attributes
+    from smp_runtime.pipeline.schedule.policies import Policy
 
 #: Seconds that worker threads get to end.
 CLOSE_SECONDS = 10.0

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from smp_config.failure import FailureRecord
 from smp_runtime.errors import SMPRuntimeError
-from smp_runtime.pipeline.execution.conductor import Conductor
-from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.transport.messages import Fail
 from smp_runtime.pipeline.transport.transport import StageFailed
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Collection, Sequence
+
+    import torch
+
+    from smp_runtime.pipeline.execution.conductor import Conductor
+    from smp_runtime.pipeline.execution.task import Task
 
 #: Place of an error in the script's own code.
 STEP_FUNCTION = "the step function"

@@ -6,16 +6,19 @@ requests of the next step early would add gradients that its script has not clea
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_runtime.comm.control import ControlPlane
-from smp_runtime.pipeline.execution.failures import Alarm
 from smp_runtime.pipeline.transport.messages import Begin, Done, Fail, Release, Stamped, named, plain
 from smp_runtime.pipeline.transport.transport import Transport
+
+if TYPE_CHECKING:
+    import threading
+
+    from smp_runtime.comm.control import ControlPlane
+    from smp_runtime.pipeline.execution.failures import Alarm
 
 _Waiting = tuple[int, Stamped, list[torch.Tensor]]
 
@@ -98,7 +101,8 @@ class Messenger:
 
     def tell_later(self, stage: int, news: Done | Release) -> None:
         """With the lock held: a stage is to hear that something has ended, with the next message or when there is nothing
-        to do."""
+        to do.
+        """
         self._news.setdefault(stage, []).append(news)
 
     def tell_now(self) -> None:

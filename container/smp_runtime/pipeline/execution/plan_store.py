@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment, smooth
 from smp_runtime.pipeline.schedule.planner import plan as make_plan
-from smp_runtime.pipeline.schedule.policies import Policy
 from smp_runtime.pipeline.schedule.simulation import simulate
-from smp_runtime.pipeline.transport.messages import Begin, Record, StepKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+
+    from smp_runtime.pipeline.schedule.policies import Policy
+    from smp_runtime.pipeline.transport.messages import Begin, Record, StepKind
 
 logger = logging.getLogger("smp")
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from smp_runtime.comm.control import ControlPlane
 from smp_runtime.module_state.attributes import Attributes
 from smp_runtime.pipeline.execution.completion import Completion
 from smp_runtime.pipeline.execution.conductor import Conductor
@@ -24,7 +21,6 @@ from smp_runtime.pipeline.execution.remote_calls import RemoteCaller, RemoteEntr
 from smp_runtime.pipeline.execution.root_stage import RootStage
 from smp_runtime.pipeline.execution.running_step import RunningStep
 from smp_runtime.pipeline.execution.stage_context import StageContext
-from smp_runtime.pipeline.execution.task import Watch
 from smp_runtime.pipeline.schedule.policies import POLICIES, Policy
 from smp_runtime.pipeline.transport.messages import (
     Back,
@@ -43,9 +39,16 @@ from smp_runtime.pipeline.transport.messages import (
     Value,
 )
 from smp_runtime.pipeline.transport.packing import unpack
-from smp_runtime.pipeline.transport.transport import Transport
 from smp_runtime.tensors import module_calls
 from smp_runtime.tensors.random_state import OtherGenerators, RandomState
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Callable, Sequence
+
+    from smp_runtime.comm.control import ControlPlane
+    from smp_runtime.pipeline.execution.task import Watch
+    from smp_runtime.pipeline.transport.transport import Transport
 
 logger = logging.getLogger("smp")
 
@@ -239,7 +242,7 @@ class Pipeline:
         step.enter(call)
         self._messenger.pass_early()
         step.wait(lambda: step.end is not None, "the root stage to finish the step", lambda: (root,))
-        end, tensors = cast(tuple[End, list[torch.Tensor]], step.end)
+        end, tensors = cast("tuple[End, list[torch.Tensor]]", step.end)
         context.switches.final = end.training
         if end.wants_record:
             context.send(root, step.own_record(), [])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -12,11 +11,15 @@ from torch.autograd.graph import get_gradient_edge
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.pipeline.execution.call_predictions import Learned, Outcome, Prediction, Predictions, outcome_of
 from smp_runtime.pipeline.execution.stage_context import StageContext, current_modes
-from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.transport.messages import Back, Call, GroupCall, Modes, Reply, Slot
 from smp_runtime.pipeline.transport.packing import Packed, pack, restore_into, unpack
 from smp_runtime.tensors.handles import Handle, Meta, Name, Path
 from smp_runtime.tensors.torch_private import backward_pass, will_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from smp_runtime.pipeline.execution.task import Task
 
 
 class RemoteCaller:

@@ -6,20 +6,23 @@ import contextlib
 import contextvars
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from smp_runtime.pipeline.execution.failures import STEP_FUNCTION
-from smp_runtime.pipeline.execution.plan_store import PlanStore
-from smp_runtime.pipeline.execution.running_step import RunningStep
 from smp_runtime.pipeline.execution.stage_context import StageContext, current_modes, in_modes, keeps_otherwise
 from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.schedule.actions import TaskKind
 from smp_runtime.pipeline.transport.messages import Begin, End, StepCall, StepKind
 from smp_runtime.pipeline.transport.packing import pack, unpack
 from smp_runtime.tensors.handles import Handle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from smp_runtime.pipeline.execution.plan_store import PlanStore
+    from smp_runtime.pipeline.execution.running_step import RunningStep
 
 logger = logging.getLogger("smp")
 

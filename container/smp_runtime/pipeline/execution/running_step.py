@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.errors import DeadlineError, SMPUserError
 from smp_runtime.pipeline.execution.failures import STEP_FUNCTION, Alarm
-from smp_runtime.pipeline.execution.messenger import Messenger
-from smp_runtime.pipeline.execution.plan_store import PlanStore
-from smp_runtime.pipeline.execution.stage_context import StageContext
-from smp_runtime.pipeline.execution.task import Task
-from smp_runtime.pipeline.schedule.actions import Event
-from smp_runtime.pipeline.schedule.policies import Policy
 from smp_runtime.pipeline.transport.messages import Begin, Diverged, End, Record, StepCall
 from smp_runtime.tensors.random_state import seed_other_generators, task_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    import torch
+
+    from smp_runtime.pipeline.execution.messenger import Messenger
+    from smp_runtime.pipeline.execution.plan_store import PlanStore
+    from smp_runtime.pipeline.execution.stage_context import StageContext
+    from smp_runtime.pipeline.execution.task import Task
+    from smp_runtime.pipeline.schedule.actions import Event
+    from smp_runtime.pipeline.schedule.policies import Policy
 
 logger = logging.getLogger("smp")
 

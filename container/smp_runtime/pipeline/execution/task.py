@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import contextvars
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_runtime.pipeline.schedule.actions import Action, Event, TaskKind
-from smp_runtime.tensors.random_state import RandomState
+
+if TYPE_CHECKING:
+    import contextvars
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from smp_runtime.tensors.random_state import RandomState
 
 
 class Abandoned(BaseException):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
-from smp_runtime.pipeline.execution.conductor import Conductor
-from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.transport.messages import Deliver, Value
-from smp_runtime.tensors.handles import Name, Path
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from smp_runtime.pipeline.execution.conductor import Conductor
+    from smp_runtime.pipeline.execution.task import Task
+    from smp_runtime.tensors.handles import Name, Path
 
 
 class ValueStore:

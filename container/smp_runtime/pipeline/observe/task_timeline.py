@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
-from smp_runtime.comm.control import ControlPlane
-from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.observe.recorder import Recorder, recorder_of_job
 from smp_runtime.pipeline.schedule.actions import TaskKind
+
+if TYPE_CHECKING:
+    from smp_runtime.comm.control import ControlPlane
+    from smp_runtime.pipeline.execution.task import Task
 
 
 class TaskTimeline:

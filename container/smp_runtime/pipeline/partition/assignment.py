@@ -6,13 +6,14 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from smp_config.errors import suggest
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.partition.module_tree import ModuleTree, Trace, together_with_reasons
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _FORMAT = 1
 

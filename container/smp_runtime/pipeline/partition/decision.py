@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from smp_config import ModelParallelParameters
 from smp_config.in_flight import in_flight_counts
-from smp_runtime.comm.control import ControlPlane
 from smp_runtime.errors import SMPError, SMPRuntimeError, SMPUserError
 from smp_runtime.pipeline.partition.assignment import Assignment, idle_stages
 from smp_runtime.pipeline.partition.costs import CostSettings
-from smp_runtime.pipeline.partition.manual_stages import ManualAssignment
 from smp_runtime.pipeline.partition.module_tree import Trace, note_recomputed, untraced
 from smp_runtime.pipeline.partition.partitioner import partition
 from smp_runtime.pipeline.partition.report import describe
 from smp_runtime.pipeline.partition.tracing import trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from smp_config import ModelParallelParameters
+    from smp_runtime.comm.control import ControlPlane
+    from smp_runtime.pipeline.partition.manual_stages import ManualAssignment
 
 logger = logging.getLogger("smp")
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,8 +19,12 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.partition.assignment import Assignment, idle_stages
 from smp_runtime.pipeline.partition.best_cuts import Crossing, Matrix, best_cuts, crossing_costs
 from smp_runtime.pipeline.partition.costs import CostModel, CostSettings, Need
-from smp_runtime.pipeline.partition.module_tree import Trace
 from smp_runtime.pipeline.partition.placeable_parts import Parts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from smp_runtime.pipeline.partition.module_tree import Trace
 
 logger = logging.getLogger("smp")
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from smp_runtime.pipeline.partition.assignment import Assignment
 from smp_runtime.pipeline.partition.costs import CostModel, CostSettings, StageCost, balance, callees
 from smp_runtime.pipeline.partition.module_tree import ModuleNode, Trace, together_with_reasons
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from smp_runtime.pipeline.partition.assignment import Assignment
 
 #: Shares that are not shown as 0.0%.
 _VISIBLE = 0.0005

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from smp_runtime.pipeline.schedule.actions import Action, Event, Orders, ScheduleError, Segment, TaskKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
 
 _NANOSECONDS = 1_000_000_000
 

@@ -12,12 +12,15 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from smp_runtime.comm.control import ControlPlane
 from smp_runtime.errors import DeadlineError, SMPRuntimeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from smp_runtime.comm.control import ControlPlane
 
 _TOKEN_BYTES = 32
 #: Token of the group, then the caller's position in it.
@@ -172,7 +175,7 @@ def _answer(
                     _close(accepted.values())
                     raise _late(missing, ranks)
                 for key, _ in events:
-                    caller = cast(socket.socket, key.fileobj)
+                    caller = cast("socket.socket", key.fileobj)
                     if caller in listeners:
                         with contextlib.suppress(OSError):  # the caller may have gone again
                             caller, _ = caller.accept()

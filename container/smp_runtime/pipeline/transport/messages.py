@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
-
-from smp_config.failure import FailureRecord
 from smp_runtime.tensors.handles import Meta, Name, Path
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    import torch
+
+    from smp_config.failure import FailureRecord
 
 
 class Slot(NamedTuple):

@@ -7,11 +7,14 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from smp_runtime.pipeline.transport.tensor_channels import TensorChannel
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from smp_runtime.pipeline.transport.tensor_channels import TensorChannel
 
 _READ_AHEAD_BYTES = 2**16
 #: The system takes at most 1,024 pieces in one call.

@@ -11,11 +11,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from smp_runtime.comm.control import ControlPlane, timeout_seconds
 from smp_runtime.errors import DeadlineError, SMPRuntimeError
@@ -33,6 +29,12 @@ from smp_runtime.pipeline.transport.tensor_channels import (
     meet,
     use_device,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    import torch.distributed as dist
 
 logger = logging.getLogger("smp")
 

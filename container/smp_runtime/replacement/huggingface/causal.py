@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.distributed_module import NotDistributableError
 from smp_runtime.nn.lm_head import DistributedTransformerLMHead, additive_mask
-from smp_runtime.replacement.huggingface.translation import CausalNames
 from smp_runtime.replacement.registration import Arguments, Registration, register
 from smp_runtime.tensor_parallel.masks import additive
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from smp_runtime.replacement.huggingface.translation import CausalNames
 
 #: Arguments of ``forward`` that ask for what a distributed model does not have.
 _REFUSED = ("past_key_values", "layer_past", "inputs_embeds", "head_mask", "output_attentions", "output_hidden_states")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.distributed_module import NotDistributableError
@@ -12,6 +10,9 @@ from smp_runtime.nn.transformer import DistributedTransformer
 from smp_runtime.replacement.huggingface.causal import activation
 from smp_runtime.replacement.huggingface.translation import EncoderNames, LayerNames
 from smp_runtime.replacement.registration import Arguments, Registration, register
+
+if TYPE_CHECKING:
+    import torch
 
 NAMES = EncoderNames(
     LayerNames(

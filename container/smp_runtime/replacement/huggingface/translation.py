@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from smp_runtime.job import session as sessions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 #: Causal masks and frequencies that older versions of Transformers saved and the distributed layers compute.
 _COMPUTED = re.compile(r"(^|\.)(attn|attn\.attention|attention|self_attn)\.(masked_)?bias$|(^|\.)rotary_emb\.inv_freq$")
