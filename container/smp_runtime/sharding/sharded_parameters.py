@@ -32,6 +32,7 @@ from smp_runtime.sharding.registered_parameters import registered_parameters
 from smp_runtime.sharding.sharded_unit import ShardedUnit
 from smp_runtime.sharding.state_reads import AutocastWarning, StateReads
 from smp_runtime.sharding.unit_plan import is_sharded, plan_units
+from smp_runtime.tensors.torch_private import before_loading
 
 
 class ShardedParameters:
@@ -424,7 +425,7 @@ class ShardedParameters:
                 if (me := weak()) is not None:
                     me._keep(units)
 
-            part.register_load_state_dict_pre_hook(before)
+            before_loading(part, before)
             part.register_load_state_dict_post_hook(after)
 
     def _keep(self, units: Sequence[ShardedUnit]) -> None:

@@ -194,6 +194,15 @@ NORMS_WITH_STATISTICS: type | tuple[type, ...] = getattr(nn.modules.batchnorm, "
 #: What ``load_state_dict`` returns, from the missing and the unexpected names.
 IncompatibleKeys: Callable[[list[str], list[str]], Any] = type(nn.Module().load_state_dict({}))
 
+
+def before_loading(module: nn.Module, hook: Callable[..., None]) -> None:
+    """Call ``hook(module, state_dict, prefix, …)`` before a module takes its part of a state."""
+    if hasattr(nn.Module, "register_load_state_dict_pre_hook"):  # since PyTorch 2.5
+        module.register_load_state_dict_pre_hook(hook)
+    else:
+        module._register_load_state_dict_pre_hook(hook, with_module=True)
+
+
 _parse_to: Callable[..., Any] = _private("reads the arguments of DistributedModel.to", "_C._nn._parse_to")
 
 
@@ -286,6 +295,7 @@ __all__ = [
     "all_gather_single_coalesced",
     "at_end_of_backward",
     "backward_pass",
+    "before_loading",
     "call_with_hooks",
     "count_collectives",
     "default_device",
