@@ -314,7 +314,7 @@ def _(request):
 def _(request):
     request.getfixturevalue("group")
     door.abort_process_groups()
-    assert not dist.is_initialized()
+    assert not dist.is_initialized() or RELEASE < (2, 8)  # the first releases that have it abort NCCL alone
 
 
 @of("give_backends", "name_group", "count_collectives", "all_gather_single", "all_gather_single_coalesced")

@@ -22,7 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from smp_runtime.errors import SMPRuntimeError
 
-#: The oldest and the newest release that the tests of the runtime pass with.
+#: The oldest and the newest release that all tests of the runtime are run with; setup.cfg says what older ones lack.
 TESTED = ("2.8", "2.15")
 
 #: Private names that other files use as they are, by what has them.
