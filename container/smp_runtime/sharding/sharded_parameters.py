@@ -27,6 +27,7 @@ from smp_runtime.sharding.module_hooks import ModuleUses
 from smp_runtime.sharding.sharded_gradients import ShardedGradients
 from smp_runtime.sharding.state_reads import AutocastWarning, StateReads
 from smp_runtime.sharding.unit_plan import ShardingOptions, is_sharded, plan_units
+from smp_runtime.tensors.torch_private import before_loading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -276,7 +277,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
                 if (me := weak()) is not None:
                     me._keep(units)
 
-            part.register_load_state_dict_pre_hook(before)
+            before_loading(part, before)
             part.register_load_state_dict_post_hook(after)
 
     def _keep(self, units: Sequence[ShardedUnit]) -> None:
