@@ -61,6 +61,7 @@ class UnitPlan:
 
     @property
     def elements(self) -> int:
+        """Of all parameters together."""
         return sum(parameter.numel() for parameter in self.parameters)
 
 
