@@ -33,7 +33,9 @@ class Norms(Protocol):
 class TakesNorms(Protocol):
     """An optimizer that is right about parts of parameters once it is given the norms of the whole ones."""
 
-    def use_norms(self, norms: Norms) -> None: ...
+    def use_norms(self, norms: Norms) -> None:
+        """From now on parameters may be parts, and other ranks have the rest."""
+        ...
 
 
 class _NormedOptimizer(torch.optim.Optimizer):

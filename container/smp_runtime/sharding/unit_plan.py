@@ -65,6 +65,7 @@ class UnitPlan:
 
     @property
     def elements(self) -> int:
+        """Of all parameters together."""
         return sum(parameter.numel() for parameter in self.parameters)
 
 
