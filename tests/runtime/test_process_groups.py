@@ -93,7 +93,6 @@ def test_an_uncaught_exception_aborts_the_calls_of_a_gpu(on_nccl):
 
 
 def test_an_abort_that_does_not_end_leaves_the_process_to_the_system(on_nccl, monkeypatch):
-    import torch.distributed as dist
 
     session, done = on_nccl
     ends = threading.Event()
