@@ -93,9 +93,8 @@ class GradientWindow:
         def gradient_comes(_: torch.Tensor) -> None:
             if ranks.step.microbatch is not None:
                 agreement.tell()
-            elif (window := weak()) is not None and not window._closing_is_queued:
-                window._closing_is_queued = True
-                at_end_of_backward(window._close)
+            elif (window := weak()) is not None:
+                window.close_after_backward()
 
         if self.shards is not None:  # gathers parameters before the first gradient comes
             self.shards.uses.backward_begins = agreement.tell
@@ -231,6 +230,12 @@ class GradientWindow:
 
     def _completes(self, passes: int) -> bool:
         return passes % self._passes_per_reduction == 0
+
+    def close_after_backward(self) -> None:
+        """A gradient has come outside a step: the backward pass that runs is a window of its own."""
+        if not self._closing_is_queued:
+            self._closing_is_queued = True
+            at_end_of_backward(self._close)
 
     def _close(self) -> None:
         """A backward pass outside a step has ended."""

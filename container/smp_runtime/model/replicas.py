@@ -99,12 +99,16 @@ class Replicas:
 
         def loaded(*_: Any) -> None:
             if (replicas := weak()) is not None:
-                replicas.loads += 1
-                replicas._placed.refresh()
+                replicas.note_load()
 
         for part in self._part.module.modules():
             # Past a ScriptModule, which refuses its own method but calls the hooks.
             nn.Module.register_load_state_dict_post_hook(part, loaded)
+
+    def note_load(self) -> None:
+        """A state was loaded on this rank."""
+        self.loads += 1
+        self._placed.refresh()
 
     def _refresh_buffers(self) -> None:
         if self._broadcasts_buffers and self._window.reduces:

@@ -242,7 +242,7 @@ class Stages:
             return tensor if tensor.is_meta and id(tensor) not in own else tensor.to(device)
 
         # As module.to() does, with what modules do themselves when they move; other stages' parameters have no memory.
-        part.module._apply(moved)
+        part.module._apply(moved)  # noqa: SLF001 - what module.to() itself calls
 
 
 def _state_bytes(optimizer: TrainedOptimizer | None) -> float:

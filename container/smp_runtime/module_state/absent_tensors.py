@@ -111,20 +111,13 @@ class AbsentAttribute:
     def __repr__(self) -> str:
         return f"<attribute {self._name!r} of module {self._path!r} on pipeline stage {self._stage}>"
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise SMPUserError(
-            f"attribute {self._name!r} of module {self._path!r} is used here, but the module sets it while it runs, and it runs "
-            f"on pipeline stage {self._stage}, another one; return the value from its forward instead, or put both modules on one "
-            "stage with smp.set_partition"
-        )
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copying, pickling and printing look for these
             raise AttributeError(name)
-        self._refuse()
+        _refuse_use(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._refuse()
+        _refuse_use(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -133,7 +126,7 @@ class AbsentAttribute:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for each in leaves_of((args, kwargs)):
             if isinstance(each, AbsentAttribute):
-                each._refuse()
+                _refuse_use(each)
         raise SMPUserError(
             "a torch function got an attribute of a module on another pipeline stage, which is set there alone; "
             "return the value from the module's forward instead"
@@ -141,22 +134,30 @@ class AbsentAttribute:
 
     def __format__(self, format_spec: str) -> str:
         if format_spec:
-            self._refuse()
+            _refuse_use(self)
         return repr(self)
 
     __hash__ = object.__hash__
+
+
+def _refuse_use(attribute: AbsentAttribute, *args: Any, **kwargs: Any) -> NoReturn:
+    name, path, stage = (vars(attribute)[key] for key in ("_name", "_path", "_stage"))
+    raise SMPUserError(
+        f"attribute {name!r} of module {path!r} is used here, but the module sets it while it runs, and it runs on pipeline stage "
+        f"{stage}, another one; return the value from its forward instead, or put both modules on one stage with smp.set_partition"
+    )
 
 
 for _operator in (
     "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or".split()  # a, b = both sides, in place
 ):
     for _side in ("__{}__", "__r{}__", "__i{}__"):
-        setattr(AbsentAttribute, _side.format(_operator), AbsentAttribute._refuse)
+        setattr(AbsentAttribute, _side.format(_operator), _refuse_use)
 for _operator in (
     "lt le eq ne gt ge neg pos abs invert bool float int index complex len iter next contains getitem setitem delitem "
     "array round enter exit"
 ).split():
-    setattr(AbsentAttribute, f"__{_operator}__", AbsentAttribute._refuse)
+    setattr(AbsentAttribute, f"__{_operator}__", _refuse_use)
 
 
 class AbsentAttributes:

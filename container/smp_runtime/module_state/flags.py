@@ -204,10 +204,12 @@ class TaskState(RandomState):
         self._training: bytes | None = None
 
     def restore(self) -> None:
+        """Put random numbers and flags back."""
         super().restore()
         self._flags.apply(self._path, self._training)
 
     def capture(self) -> None:
+        """Take random numbers and flags."""
         super().capture()
         self._training = self._flags.seen_by(self._path)
 

@@ -100,9 +100,7 @@ class Messenger:
         return self.step, None if message is None else plain(message), news
 
     def tell_later(self, stage: int, news: Done | Release) -> None:
-        """With the lock held: a stage is to hear that something has ended, with the next message or when there is nothing
-        to do.
-        """
+        """With the lock held: a stage is to hear of an end with the next message, or when there is nothing to do."""
         self._news.setdefault(stage, []).append(news)
 
     def tell_now(self) -> None:

@@ -48,6 +48,7 @@ class KindPlan:
 
     @property
     def replays(self) -> bool:
+        """Whether the next step follows an order."""
         return self.orders is not None
 
     @property

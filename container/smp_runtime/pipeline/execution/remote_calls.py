@@ -348,6 +348,7 @@ class RemoteEntry:
         return self._caller.call(self._path, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
+        """Nothing that could be called: parameters of a copy are nowhere."""
         return _NotHere(self._path)
 
     def __reduce__(self) -> Any:
