@@ -62,7 +62,6 @@ class Activations:
 
     Attributes:
         offloader: brings kept activations to CPU memory and back; None without ``offload_activations``.
-        device: where this rank computes.
         regions: how many have run.
     """
 

@@ -26,8 +26,6 @@ class Backward:
     """Runs the backward passes of a model.
 
     Args:
-        ranks: the job's; knows the microbatch that runs.
-        stages: of the model.
         loss_scale: gives the loss scale of the optimizer that updates the model; 1 without fp16.
         averages_microbatches: whether gradients are averaged over the microbatches of a step, not summed.
     """
@@ -126,11 +124,7 @@ def _asks(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _advising(splits: bool) -> Iterator[None]:
-    """PyTorch's error about a second backward pass, with advice that holds here.
-
-    Args:
-        splits: whether the model is split over stages, where a graph cannot be kept.
-    """
+    """PyTorch's error about a second backward pass, with advice; where a model splits over stages no graph is kept."""
     try:
         yield
     except RuntimeError as error:

@@ -28,10 +28,6 @@ class Replicas:
     """The data parallel ranks of a model, seen from one of them.
 
     Args:
-        part: of the model on this rank.
-        placed: what the recipe has made of it.
-        ranks: groups and collectives.
-        window: whose gradients are reduced over the replicas.
         broadcasts_buffers: whether buffers are copied from the first replica at every training step.
     """
 

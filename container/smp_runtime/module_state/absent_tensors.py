@@ -97,13 +97,7 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
 
 
 class AbsentAttribute:
-    """Stands for an attribute that a module on another stage sets while it runs; any use of it raises.
-
-    Args:
-        path: of the module.
-        name: of the attribute.
-        stage: that has the module.
-    """
+    """Stands for an attribute that a module on another stage sets while it runs; any use of it raises."""
 
     def __init__(self, path: str, name: str, stage: int) -> None:
         vars(self).update(_path=path, _name=name, _stage=stage)
@@ -161,14 +155,7 @@ for _operator in (
 
 
 class AbsentAttributes:
-    """The stand-ins for attributes that modules of other stages set while they run.
-
-    Args:
-        modules: by path.
-        attributes: paths and names.
-        stage_of: by path.
-        is_local: whether this rank has the module with that path.
-    """
+    """The stand-ins for attributes, by path and name, that modules of other stages set while they run."""
 
     def __init__(
         self,
@@ -248,11 +235,9 @@ def _on_meta(value: Any) -> Any:
 
 def _changes_itself(name: str) -> bool:
     """Whether an operation writes into its first argument."""
-    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__") or _is_augmented(name)
-
-
-def _is_augmented(name: str) -> bool:
-    return name.startswith("__i") and name.endswith("__") and name not in _NOT_AUGMENTED
+    if name.startswith("__i") and name.endswith("__"):  # a += b
+        return name not in _NOT_AUGMENTED
+    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
 
 
 def _are_scalars(present: list[torch.Tensor], absent: list[AbsentTensor]) -> bool:

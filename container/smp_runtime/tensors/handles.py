@@ -195,9 +195,7 @@ _NEEDS_NO_ELEMENTS = {
     *_getters(
         "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_cpu", "is_mps", "is_xla", "output_nr"
     ),
-    *_getters(
-        "_version",  # of the handle; what a module changes in place is the plain tensor
-    ),
+    *_getters("_version"),  # of the handle; what a module changes in place is the plain tensor
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.ndimension,
@@ -224,7 +222,7 @@ _OF_ITS_PLACE = {
     torch.Tensor.requires_grad_,
     *_getters("retains_grad", "grad"),
     *(getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "grad")),
-    *(getattr(torch.Tensor, name).__delete__ for name in ("grad",)),
+    torch.Tensor.grad.__delete__,  # type: ignore[union-attr]
 }
 
 #: With the place of the tensors among the arguments whose gradients are asked for.

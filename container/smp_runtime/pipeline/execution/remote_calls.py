@@ -345,10 +345,10 @@ class RemoteEntry:
         self._path = path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See :meth:`RemoteCaller.call`."""
         return self._caller.call(self._path, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Nothing that could be called: parameters of a copy are nowhere."""
         return _NotHere(self._path)
 
     def __reduce__(self) -> Any:

@@ -157,12 +157,21 @@ class InlineChannel(TensorChannel):
         """See :class:`TensorChannel`."""
         return tensor.detach().cpu() if self._staged else tensor
 
+    def post(self, tensor: torch.Tensor) -> None:
+        """Not called, since all is inline."""
+
     def receive(self, announced: Announcement, read: Reader) -> torch.Tensor:
         """See :class:`TensorChannel`."""
         tensor = announced.allocate(_CPU)
         if size := announced.nbytes:
             read(bytes_of(tensor, size, writable=True))
         return tensor.to(self._device) if self._staged else tensor
+
+    def flush(self, deadline: float) -> None:
+        """Nothing waits."""
+
+    def prune(self) -> None:
+        """Nothing is kept."""
 
 
 class CollectiveChannel(TensorChannel):
