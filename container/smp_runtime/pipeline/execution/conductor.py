@@ -41,11 +41,8 @@ class Conductor:
 
     Args:
         lock: of the rank's pipeline.
-        stage: this rank's, for the record.
         policy: who goes first where no order is planned.
-        device: where worker threads compute.
         attributes: of this stage's modules; they change with the microbatch that runs.
-        watch: of the timeline, if there is one.
     """
 
     _is_admitted: Callable[[Task], bool]

@@ -33,9 +33,6 @@ class Messenger:
     long would keep all tasks from going on. One thread receives from each stage, so that the messages of one stage are
     handled in the order in which they were sent.
 
-    Args:
-        lock: of the rank's pipeline.
-
     Attributes:
         step: number of the step that runs, or ran last.
     """
@@ -60,13 +57,7 @@ class Messenger:
         alarm: Alarm,
         **options: Any,
     ) -> None:
-        """Connect with the other stages; every rank of the pipeline calls it. From now on messages come.
-
-        Args:
-            control, ranks, device, options: of the :class:`Transport`.
-            handlers: who takes a message, by its type.
-            alarm: hears of what fails.
-        """
+        """Connect with the other stages, as :class:`Transport`; every rank of the pipeline calls it. From now on messages come."""
         self._handlers, self._alarm = handlers, alarm
         self.transport = Transport(
             control,

@@ -24,11 +24,8 @@ class Task:
     """Work of one microbatch on this stage.
 
     Args:
-        kind: step function, forward or backward.
-        microbatch: its number.
         path: its call numbers.
         label: module path, for messages and pictures.
-        work: what it does.
         random: the state of its random numbers; None leaves the generators alone.
         context: variables (``contextvars``) of the script, for the step function.
         caller: stage that has asked for it; None for the step function.
