@@ -49,7 +49,8 @@ class RemoteCaller:
             raise SMPUserError(
                 f"module {label!r} lies on pipeline stage {context.stage_of_call(module)} and was called again on stage "
                 f"{context.stage} in backward, by a checkpointed region around it; checkpoint with "
-                "smp.set_activation_checkpointing, which runs modules again on their own stage, or checkpoint only what lies on one stage"
+                "smp.set_activation_checkpointing, which runs modules again on their own stage, or checkpoint only what lies on "
+                "one stage"
             )
         packed = pack((args, kwargs), modules=context.paths)
         tensors = [t.unchanged() if isinstance(t, Handle) else t for t in packed.tensors]
