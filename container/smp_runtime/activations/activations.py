@@ -24,40 +24,34 @@ class StagedRegions(Protocol):
     """How the regions of a model lie on the stages of a pipeline; the pipeline's side keeps it.
 
     Attributes:
-        stage: this rank's.
         groups: requests to groups of modules on other stages.
     """
 
     groups: int
 
     @property
-    def stage(self) -> int: ...
+    def stage(self) -> int:
+        """This rank's."""
 
     def stage_of(self, module: nn.Module) -> int | None:
         """The stage of a module with all that is in it, or None if it is on several; this rank's for a foreign one."""
-        ...
 
     def check(self, model: nn.Module) -> None:
         """Look for checkpointed modules that the partition has split."""
-        ...
 
     def tell_split(self, module: nn.Module) -> None:
         """Say once that a module is not checkpointed because it is on several stages."""
-        ...
 
     def call(
         self, members: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool
     ) -> Any:
         """Call modules of another stage one after the other, as one region there."""
-        ...
 
     def remote_calls(self) -> int:
         """Modules of other stages that the running task has called so far."""
-        ...
 
     def where(self) -> tuple[Any, Any, Any] | None:
         """Place and action of the running task, and the planned order; None outside tasks."""
-        ...
 
 
 class Activations:
@@ -68,8 +62,6 @@ class Activations:
 
     Attributes:
         offloader: brings kept activations to CPU memory and back; None without ``offload_activations``.
-        placement: of the regions on a pipeline's stages; None without pipeline parallelism.
-        device: where this rank computes.
         regions: how many have run.
     """
 
@@ -95,7 +87,7 @@ class Activations:
 
     @property
     def placement(self) -> StagedRegions | None:
-        """See the attributes."""
+        """Of the regions on a pipeline's stages; None without pipeline parallelism."""
         return None if self._placement is None else self._placement()
 
     @placement.setter

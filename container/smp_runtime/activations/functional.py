@@ -23,9 +23,7 @@ def checkpoint(module: Callable[..., Any], *args: Any, preserve_rng_state: bool 
     Args:
         module: a module, or any function that calls no module of another pipeline stage. A module that lies on another
             stage is checkpointed there; one that is split over stages runs without checkpointing.
-        args: its arguments, of any structure.
         preserve_rng_state: whether the second call draws the random numbers of the first.
-        kwargs: its keyword arguments.
 
     Raises:
         SMPUserError: nothing that can be called, or a module that is split over stages that were set by hand.

@@ -34,11 +34,7 @@ class Entry(NamedTuple):
 
 
 class Tape:
-    """Follows a step, and says what comes within the horizon.
-
-    Args:
-        horizon: tasks to look ahead.
-    """
+    """Follows a step, and says what comes within the horizon, a number of tasks."""
 
     def __init__(self, horizon: int) -> None:
         self._horizon = horizon

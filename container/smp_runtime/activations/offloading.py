@@ -53,12 +53,10 @@ class Offloader:
 
     Args:
         horizon: tasks before its use at which an activation is loaded.
-        device: where this rank computes.
         where: gives the place of the running task, its action and the planned order of actions, if there is one.
 
     Attributes:
         figures: what was moved; reset by the caller at will.
-        tape: the order of uses.
     """
 
     def __init__(self, horizon: int, device: torch.device, where: Callable[[], tuple[Any, Any, Any]]) -> None:

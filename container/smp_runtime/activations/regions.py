@@ -53,9 +53,8 @@ def run_region(
     """``function(*args, **kwargs)``, of which only the arguments are kept; backward runs it again.
 
     Args:
-        activations: of this rank.
         preserve_rng_state: whether the second run draws the random numbers of the first.
-        label: of the region, for messages.
+        label: for messages.
 
     Raises:
         SMPUserError: a module of another pipeline stage was called inside.

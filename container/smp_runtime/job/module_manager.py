@@ -33,7 +33,6 @@ class ModuleManager:
         """A full state under Hugging Face's names; what is not of a distributed Hugging Face model stays as it is.
 
         Args:
-            state: of ``module``, whole.
             module: what was wrapped. Distributed Hugging Face models in it have ``state_names``.
 
         Raises:

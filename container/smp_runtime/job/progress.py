@@ -17,15 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 #: Hyperparameters by which scripts commonly name the number of optimizer steps.
-TOTAL_STEPS_NAMES = (
-    "max_steps",
-    "steps",
-    "num_steps",
-    "total_steps",
-    "train_steps",
-    "num_train_steps",
-    "max_train_steps",
-)
+TOTAL_STEPS_NAMES = "max_steps steps num_steps total_steps train_steps num_train_steps max_train_steps".split()
 
 _SECONDS_BETWEEN_LINES = 1.0
 

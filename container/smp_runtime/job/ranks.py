@@ -70,8 +70,6 @@ class Ranks:
         """Agree with the other ranks and build every group; all ranks call it.
 
         Args:
-            parameters: the typed configuration.
-            control: this rank's connection to the others.
             collectives: what the strategies communicate through; None for those of the backend.
 
         Returns:

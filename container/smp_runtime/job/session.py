@@ -51,14 +51,10 @@ class Session:
     Scripts read it, and through it :class:`~smp_runtime.job.ranks.Ranks` and the running step, as ``smp.state``.
 
     Args:
-        parameters: the typed configuration.
-        control: this rank's connection to the others.
         collectives: what the strategies communicate through; None for those of the backend.
 
     Attributes:
-        ranks: what strategies take of the job.
         messages: the public object messages.
-        progress: tells the launcher how far training is.
         module_manager: what clients ask about distributed modules.
         has_failed: whether an exception that nobody caught ends this process.
         at_close: run when the session closes, before anything is released: what must be brought to its end.

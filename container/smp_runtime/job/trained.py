@@ -21,55 +21,59 @@ class SharedState(Protocol):
     """Optimizer state that replicas share out among them; all of them call its methods together.
 
     Attributes:
-        sharing: the kind of the group that shares it.
         optimizer_shards: what this rank's optimizer updates of each parameter, or None.
     """
 
     optimizer_shards: dict[nn.Parameter, OptimizerShard | None]
 
     @property
-    def sharing(self) -> Group: ...
+    def sharing(self) -> Group:
+        """The kind of the group that shares it."""
 
-    def clear_gradients(self) -> None: ...
+    def clear_gradients(self) -> None:
+        """Forget gradients that were reduced to their owner."""
 
-    def gather_parameters(self) -> None: ...
+    def gather_parameters(self) -> None:
+        """After an update: every rank gets the parameters that the others have updated."""
 
     def gather_whole(
         self, values: Mapping[nn.Parameter, torch.Tensor], *, keep: bool = True
-    ) -> dict[nn.Parameter, torch.Tensor]: ...
+    ) -> dict[nn.Parameter, torch.Tensor]:
+        """Whole tensors of the parameters' shapes from those of the shards; nothing on ranks that do not ``keep`` them."""
 
-    def gather_objects(self, values: Mapping[nn.Parameter, Any]) -> dict[nn.Parameter, Any]: ...
+    def gather_objects(self, values: Mapping[nn.Parameter, Any]) -> dict[nn.Parameter, Any]:
+        """What the owners have of each parameter that is no tensor, from all ranks."""
 
-    def gather_names(self, names: set[str]) -> list[set[str]]: ...
+    def gather_names(self, names: set[str]) -> list[set[str]]:
+        """The names of all ranks."""
 
-    def sum_over_shards(self, vector: torch.Tensor) -> torch.Tensor: ...
+    def sum_over_shards(self, vector: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' vectors."""
 
     def counts(self, shard: OptimizerShard) -> bool:
         """Whether this rank is the one that counts an optimizer shard in norms."""
-        ...
 
 
 class SharedParameters(SharedState, Protocol):
-    """The same with the parameters themselves.
-
-    Attributes:
-        clipping: norm that every update clips its gradients to.
-    """
+    """The same with the parameters themselves."""
 
     @property
-    def clipping(self) -> float: ...
+    def clipping(self) -> float:
+        """The norm that every update clips its gradients to."""
 
 
 class Stages(Protocol):
     """On which stage of a pipeline each module lies."""
 
-    def stage_of(self, path: str) -> int: ...
+    def stage_of(self, path: str) -> int:
+        """The stage of a module, by any of its paths."""
 
 
 class StepRunner(Protocol):
     """Runs the microbatches of a step through the stages of a pipeline."""
 
-    def run_step(self, kind: Any, microbatches: Sequence[functools.partial[Any]], call: Any) -> list[Any]: ...
+    def run_step(self, kind: Any, microbatches: Sequence[functools.partial[Any]], call: Any) -> list[Any]:
+        """Run one step; returns what each microbatch has returned."""
 
 
 class TrainedModel(Hashable, Protocol):
@@ -78,13 +82,7 @@ class TrainedModel(Hashable, Protocol):
     Attributes:
         module: the script's.
         training: its mode.
-        registry: names and places of all parameters.
         precision: what it computes in.
-        optimizer_shards: what the optimizer updates instead of parameters; None when it updates these.
-        sharded_state: how optimizer state is shared out, or None.
-        shards: the same with parameters and gradients, or None.
-        assignment: which stage has which module; None without a pipeline, or before it is decided.
-        pipeline: runs its steps, or None.
     """
 
     module: nn.Module
@@ -92,51 +90,70 @@ class TrainedModel(Hashable, Protocol):
     precision: Precision
 
     @property
-    def registry(self) -> ParameterRegistry: ...
+    def registry(self) -> ParameterRegistry:
+        """Names and places of all parameters."""
 
     @property
-    def optimizer_shards(self) -> dict[nn.Parameter, OptimizerShard | None] | None: ...
+    def optimizer_shards(self) -> dict[nn.Parameter, OptimizerShard | None] | None:
+        """What the optimizer updates instead of parameters; None when it updates these."""
 
     @property
-    def sharded_state(self) -> SharedState | None: ...
+    def sharded_state(self) -> SharedState | None:
+        """How optimizer state is shared out, or None."""
 
     @property
-    def shards(self) -> SharedParameters | None: ...
+    def shards(self) -> SharedParameters | None:
+        """The same with parameters and gradients, or None."""
 
     @property
-    def assignment(self) -> Stages | None: ...
+    def assignment(self) -> Stages | None:
+        """Which stage has which module; None without a pipeline, or before it is decided."""
 
     @property
-    def pipeline(self) -> StepRunner | None: ...
+    def pipeline(self) -> StepRunner | None:
+        """Runs its steps, or None."""
 
-    def partition(self, microbatch: functools.partial[Any]) -> None: ...
+    def partition(self, microbatch: functools.partial[Any]) -> None:
+        """Decide which stage gets which module, if that has not been done."""
 
-    def begin_step(self) -> None: ...
+    def begin_step(self) -> None:
+        """A step-decorated function begins."""
 
-    def finish_step(self) -> bool: ...
+    def finish_step(self) -> bool:
+        """All microbatches are done; returns whether backward ran."""
 
-    def abandon_step(self) -> None: ...
+    def abandon_step(self) -> None:
+        """A microbatch raised."""
 
-    def leave(self) -> None: ...
+    def leave(self) -> None:
+        """The rank leaves the job."""
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """All parameters."""
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any: ...
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load a full or partial state."""
 
 
 class TrainedOptimizer(Protocol):
     """A wrapped optimizer."""
 
     @property
-    def loss_scale(self) -> float: ...
+    def loss_scale(self) -> float:
+        """What losses are multiplied with; 1 without fp16."""
 
     @property
-    def defaults(self) -> dict[str, Any]: ...
+    def defaults(self) -> dict[str, Any]:
+        """The settings of parameters that have none of their own."""
 
-    def bind(self, model: TrainedModel) -> None: ...
+    def bind(self, model: TrainedModel) -> None:
+        """A model has been wrapped or partitioned: update what it wants to be updated."""
 
-    def updates(self, model: TrainedModel) -> bool: ...
+    def updates(self, model: TrainedModel) -> bool:
+        """Whether it updates parameters of a model."""
 
-    def drop_gradients_of(self, model: TrainedModel) -> None: ...
+    def drop_gradients_of(self, model: TrainedModel) -> None:
+        """Forget the gradients of a model's parameters."""
 
-    def original_groups(self) -> list[list[nn.Parameter]]: ...
+    def original_groups(self) -> list[list[nn.Parameter]]:
+        """The parameters of each group as the script has given them."""

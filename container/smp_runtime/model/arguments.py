@@ -43,7 +43,6 @@ def refuse_if_partial(rank: int, reasons: Mapping[str, bool]) -> None:
     """Refuse to move a model to the CPU of which a rank has a part.
 
     Args:
-        rank: this one.
         reasons: by kind of parallelism, whether it leaves a part of the model on this rank only.
 
     Raises:

@@ -26,8 +26,6 @@ class Backward:
     """Runs the backward passes of a model.
 
     Args:
-        ranks: the job's; knows the microbatch that runs.
-        stages: of the model.
         loss_scale: gives the loss scale of the optimizer that updates the model; 1 without fp16.
         averages_microbatches: whether gradients are averaged over the microbatches of a step, not summed.
     """
@@ -70,7 +68,7 @@ class Backward:
     def scale_foreign_gradients(self, trained: Sequence[nn.Parameter]) -> None:
         """``loss.backward()`` inside a step, or another model's, averages over microbatches like :meth:`run`."""
         weak = weakref.ref(self)
-        self._accumulation = AccumulationScale(trained, lambda: 1.0 if (me := weak()) is None else me._scale_left())
+        self._accumulation = AccumulationScale(trained, lambda: 1.0 if (me := weak()) is None else me.scale_left())
 
     def begin_step(self) -> None:
         """A step begins."""
@@ -82,7 +80,7 @@ class Backward:
         scale, inside = self._loss_scale(), self._ranks.step.microbatch is not None
         return scale / self._ranks.cfg.microbatches if inside and self._averages_microbatches else scale
 
-    def _scale_left(self) -> float:
+    def scale_left(self) -> float:
         """What a gradient that comes now must still be multiplied with: nothing in this model's own :meth:`run`."""
         pipeline = self._stages.pipeline
         if self._runs or (pipeline is not None and pipeline.is_in_model_backward):
@@ -126,11 +124,7 @@ def _asks(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _advising(splits: bool) -> Iterator[None]:
-    """PyTorch's error about a second backward pass, with advice that holds here.
-
-    Args:
-        splits: whether the model is split over stages, where a graph cannot be kept.
-    """
+    """PyTorch's error about a second backward pass, with advice; where a model splits over stages no graph is kept."""
     try:
         yield
     except RuntimeError as error:

@@ -68,7 +68,7 @@ class DistributedModel(WrappedModule):
         SMPUserError: (a ``ValueError``) an argument out of its range.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the arguments that scripts pass
         self,
         module: nn.Module,
         trace_device: str = "gpu",
@@ -99,21 +99,15 @@ class DistributedModel(WrappedModule):
         self.precision = Precision.of(ranks.cfg)
         self.module = recipe.replaced(module, ranks)
         self._alias_module()
-        weak = weakref.ref(self)  # a part must not keep the wrapper alive
-
-        def trains() -> bool:
-            return (model := weak()) is not None and model._trains
-
-        def loss_scale() -> float:
-            return 1.0 if (model := weak()) is None else model._loss_scale()
-
+        # Weak, since a part must not keep the wrapper alive.
+        trains, loss_scale = weakref.WeakMethod(self._trains), weakref.WeakMethod(self._loss_scale)
         self._part = part = LocalPart(self.module, ranks.rank_in(Group.PP))
         self._placed = placed = Placed()
         tracing = TracingOptions(trace_device, trace_execution_times, trace_memory_usage)
         self._stages = Stages(part, session, self.precision, tracing)
         self._window = GradientWindow(
             ranks,
-            trains,
+            lambda: (ask := trains()) is not None and ask(),
             passes_per_reduction=backward_passes_per_step,
             bucket_bytes=int(bucket_cap_mb * 2**20),
             reducer_options={
@@ -123,7 +117,10 @@ class DistributedModel(WrappedModule):
         )
         self._replicas = Replicas(part, placed, ranks, self._window, broadcasts_buffers=broadcast_buffers)
         self._backward = Backward(
-            ranks, self._stages, loss_scale, averages_microbatches=average_grads_across_microbatches
+            ranks,
+            self._stages,
+            lambda: 1.0 if (ask := loss_scale()) is None else ask(),
+            averages_microbatches=average_grads_across_microbatches,
         )
         self._state = ModelState(part, placed, ranks)
         if self.partitioned:
@@ -223,11 +220,11 @@ class DistributedModel(WrappedModule):
                 "the model was called outside a step, but with pipeline parallelism its modules are on several ranks, which only "
                 "work together inside a step; call it in a function decorated with smp.step, also for evaluation"
             )
-        if is_outside and self._trains:
+        if is_outside and self._trains():
             self._window.open_after_failure()
             begin_step(self.module, None)
             self._replicas.begin_training_pass()
-        with self._window.forward(evaluates=is_outside and not self._trains):
+        with self._window.forward(evaluates=is_outside and not self._trains()):
             return self.precision.leave(self.module(*self.precision.enter(args), **self.precision.enter(kwargs)))
 
     def backward(
@@ -259,13 +256,13 @@ class DistributedModel(WrappedModule):
     def begin_step(self) -> None:
         """A step-decorated function begins."""
         begin_step(self.module, self._stages.regions)
-        if self._trains:
+        if self._trains():
             self._replicas.begin_training_pass()
         elif not self._replicas.are_joined and self._ranks.step.count == 0:
             # Later evaluation steps must not wait for other replicas: some ranks may have fewer, or evaluate alone.
             self._replicas.share_loaded_state()
         self._backward.begin_step()
-        self._window.begin_step(agrees=self._trains and not self._replicas.are_joined)
+        self._window.begin_step(agrees=self._trains() and not self._replicas.are_joined)
 
     def finish_step(self) -> bool:
         """All microbatches are done: reduce gradients, run the hooks; returns whether backward ran."""
@@ -278,7 +275,6 @@ class DistributedModel(WrappedModule):
         """A microbatch raised: its gradients are not reduced."""
         self._window.abandon_step()
 
-    @property
     def _trains(self) -> bool:
         return self.training and torch.is_grad_enabled()
 

@@ -36,11 +36,8 @@ class GradientWindow:
     """Says when gradients of a model are reduced, and who takes part.
 
     Args:
-        ranks: groups and collectives.
         trains: whether the model is in training mode, with gradients.
         passes_per_reduction: backward passes whose gradients accumulate before one reduction.
-        bucket_bytes: size of a gradient bucket.
-        reducer_options: more of a reducer.
 
     Attributes:
         shards: the sharded part of the model, whose gradients are reduced in the same windows; or None.
@@ -93,9 +90,8 @@ class GradientWindow:
         def gradient_comes(_: torch.Tensor) -> None:
             if ranks.step.microbatch is not None:
                 agreement.tell()
-            elif (window := weak()) is not None and not window._closing_is_queued:
-                window._closing_is_queued = True
-                at_end_of_backward(window._close)
+            elif (window := weak()) is not None:
+                window.close_after_backward()
 
         if self.shards is not None:  # gathers parameters before the first gradient comes
             self.shards.uses.backward_begins = agreement.tell
@@ -115,7 +111,6 @@ class GradientWindow:
         Args:
             registry: says over which ranks each is averaged.
             trained: parameters that are whole on this rank.
-            bucket_bytes: size of a bucket.
             dtype: in which gradients are summed; None means in their own type.
             state: shares out optimizer state, so that gradients go to their owners only; or None.
         """
@@ -160,11 +155,7 @@ class GradientWindow:
             self.open()
 
     def begin_step(self, *, agrees: bool) -> None:
-        """A step begins.
-
-        Args:
-            agrees: whether the ranks find out together if any of them runs backward in it.
-        """
+        """A step begins; ``agrees``: the ranks find out together if any of them runs backward in it."""
         if self._agreement is not None and agrees:
             self._agreement.open()
         self.open()
@@ -195,11 +186,7 @@ class GradientWindow:
 
     @contextlib.contextmanager
     def forward(self, *, evaluates: bool) -> Iterator[None]:
-        """Around a model's forward pass: sharded parameters are gathered as they are used.
-
-        Args:
-            evaluates: whether it is a window of its own, which nothing is reduced in.
-        """
+        """Around a forward pass, with ``evaluates`` a window of its own: sharded parameters are gathered as they are used."""
         shards = self.shards
         if shards is None:
             yield
@@ -231,6 +218,12 @@ class GradientWindow:
 
     def _completes(self, passes: int) -> bool:
         return passes % self._passes_per_reduction == 0
+
+    def close_after_backward(self) -> None:
+        """A gradient has come outside a step: the backward pass that runs is a window of its own."""
+        if not self._closing_is_queued:
+            self._closing_is_queued = True
+            at_end_of_backward(self._close)
 
     def _close(self) -> None:
         """A backward pass outside a step has ended."""

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 class LocalPart:
     """A model as this rank has it: all of it without pipeline parallelism, else the modules of one stage.
 
-    Args:
-        module: the whole model.
-        stage: of this rank.
-
     Attributes:
         registry: names and places of all parameters of the model.
         stage_of: pipeline stage of a module by its path; None while all of the model is on this rank.

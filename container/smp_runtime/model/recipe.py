@@ -39,23 +39,10 @@ def place(
 ) -> None:
     """Give this rank's part of the model its place: create, shard, move, agree, cast, share out state, reduce."""
     part, cfg, precision = stages.part, ranks.cfg, stages.precision
-    shards_weights, replicated = cfg.sharded_data_parallel_degree > 1, cfg.ddp and ranks.size(Group.DP) > 1
+    replicated = cfg.ddp and ranks.size(Group.DP) > 1
     shards_state = replicated and cfg.shard_optimizer_state
-    # Late creation: whole weights at once, or stand-ins whose values go straight into shards.
-    created_later = make_stand_ins(ranks, part.module) if shards_weights else []
-    if not shards_weights:
-        materialize(ranks.keep(Deferrals, Deferrals), part.module, ranks.device, take=stages.created())
-    part.register()
-    stages.drop_others()
     # The order matters: replicas agree in full precision, then weights are cast, then their storage is flattened.
-    if shards_weights:
-        later = frozenset(id(parameter) for _, parameter in created_later)
-        split = frozenset(id(r.parameter) for r in part.registry if r.placement.tensor_axis is not None)
-        placed.shards = ShardedParameters(
-            part.module, list(part.parameters()), ranks, precision, deferred=later, split=split
-        )
-        create_shards(ranks, part.module, created_later, placed.shards)
-        window.shards = placed.shards
+    window.shards = placed.shards = _created(ranks, stages)
     in_shards = placed.shards.parameters if placed.shards else set()
     stages.move(ranks.device)
     if replicated:
@@ -65,7 +52,7 @@ def place(
     local = {id(parameter) for parameter in part.parameters()}
     here = [record.parameter for record in part.registry if id(record.parameter) in local]
     trained = [parameter for parameter in here if parameter.requires_grad]
-    if replicated or masters or shards_weights:
+    if replicated or masters or placed.shards is not None:
         placed.frozen = [parameter for parameter in here if not parameter.requires_grad]
     bucket_bytes = effective_bucket_bytes(sum(p.numel() * p.element_size() for p in trained), window.bucket_bytes)
     whole = [parameter for parameter in trained if parameter not in in_shards]
@@ -91,3 +78,22 @@ def place(
         window.reduce(part.registry, whole, bucket_bytes, precision.reduce, state)
     if cfg.fp16 or cfg.microbatches > 1:
         backward.scale_foreign_gradients(trained)
+
+
+def _created(ranks: Ranks, stages: Stages) -> ShardedParameters | None:
+    """Create late parameters: whole weights at once, or stand-ins whose values go straight into shards."""
+    part = stages.part
+    if ranks.cfg.sharded_data_parallel_degree == 1:
+        materialize(ranks.keep(Deferrals, Deferrals), part.module, ranks.device, take=stages.created())
+        part.register()
+        stages.drop_others()
+        return None
+    created_later = make_stand_ins(ranks, part.module)
+    part.register()
+    stages.drop_others()
+    later = frozenset(id(parameter) for _, parameter in created_later)
+    split = frozenset(id(r.parameter) for r in part.registry if r.placement.tensor_axis is not None)
+    parameters = list(part.parameters())
+    shards = ShardedParameters(part.module, parameters, ranks, stages.precision, deferred=later, split=split)
+    create_shards(ranks, part.module, created_later, shards)
+    return shards

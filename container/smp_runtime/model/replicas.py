@@ -28,10 +28,6 @@ class Replicas:
     """The data parallel ranks of a model, seen from one of them.
 
     Args:
-        part: of the model on this rank.
-        placed: what the recipe has made of it.
-        ranks: groups and collectives.
-        window: whose gradients are reduced over the replicas.
         broadcasts_buffers: whether buffers are copied from the first replica at every training step.
     """
 
@@ -99,12 +95,16 @@ class Replicas:
 
         def loaded(*_: Any) -> None:
             if (replicas := weak()) is not None:
-                replicas.loads += 1
-                replicas._placed.refresh()
+                replicas.note_load()
 
         for part in self._part.module.modules():
             # Past a ScriptModule, which refuses its own method but calls the hooks.
             nn.Module.register_load_state_dict_post_hook(part, loaded)
+
+    def note_load(self) -> None:
+        """A state was loaded on this rank."""
+        self.loads += 1
+        self._placed.refresh()
 
     def _refresh_buffers(self) -> None:
         if self._broadcasts_buffers and self._window.reduces:

@@ -32,7 +32,6 @@ class Placement:
     """Where the regions of a model lie.
 
     Args:
-        pipeline: of this rank.
         is_manual: whether the script has chosen the stages; a region that they split is an error then.
 
     Attributes:

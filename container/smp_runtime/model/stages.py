@@ -44,27 +44,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TracingOptions:
-    """How a script wants its model to be traced.
+    """How a script wants its model to be traced: where, and whether module times and memory are measured."""
 
-    Attributes:
-        device: ``"gpu"`` or ``"cpu"``.
-        times: whether module times are measured.
-        memory: whether memory is measured.
-    """
-
-    device: str
+    device: str  # "gpu" or "cpu"
     times: bool
     memory: bool
 
 
 class Stages:
     """How a model lies on pipeline stages: decided at its first step, then each rank keeps its part.
-
-    Args:
-        part: of the model on this rank.
-        session: the job's.
-        precision: what the model computes in.
-        tracing: how the model is traced.
 
     Attributes:
         partitioned: whether every rank knows its part; without pipeline parallelism from the beginning.
@@ -86,11 +74,7 @@ class Stages:
         self._absent_attributes: AbsentAttributes | None = None
 
     def decide(self, microbatch: functools.partial[Any]) -> Assignment:
-        """Decide which stage gets which module; every rank calls it in its first step.
-
-        Args:
-            microbatch: runs the step function on the first microbatch, to trace it.
-        """
+        """Decide which stage gets which module, tracing the microbatch; every rank calls it in its first step."""
         ranks, module = self._ranks, self.part.module
         device = ranks.device if self._tracing.device == "gpu" else torch.device("cpu")
         is_meta = any(parameter.is_meta for parameter in module.parameters())
@@ -160,7 +144,7 @@ class Stages:
                 replica=ranks.rank_in(Group.DP),
                 predicts=ranks.cfg.fast_mode,
                 begins=self._task_begins,
-                share=self._shared if self._must_agree_on_order else None,
+                share=self._sharing(),
                 make_group=groups,
                 watch=timeline_of_job(self.part.stage, ranks.control, replica=ranks.members(Group.PP)[0]),
             ),
@@ -168,22 +152,17 @@ class Stages:
         self.regions = Placement(self.pipeline, is_manual=not ranks.cfg.auto_partition)
         self.partitioned = True
 
-    @property
-    def _must_agree_on_order(self) -> bool:
-        """Whether other pipelines must run their work in the same order: tensor parallel peers, or all on request.
+    def _sharing(self) -> Callable[[Any], list[Any]] | None:
+        """Gives the values of all pipelines that must run their work in one order; every root rank calls it at the same step.
 
-        All must that gather each other's parameters as they run.
+        Tensor parallel peers must, and all that gather each other's parameters as they run, or on request; None: no other.
         """
-        return self._ranks.size(Group.TP) > 1 or self._all_agree_on_order
-
-    @property
-    def _all_agree_on_order(self) -> bool:
-        return self._ranks.cfg.deterministic_server or self._ranks.cfg.sharded_data_parallel_degree > 1
-
-    def _shared(self, value: Any) -> list[Any]:
-        """The values of all pipelines that must agree; every root rank calls it at the same step."""
-        group = Group.DP if self._all_agree_on_order else Group.TP
-        return self._ranks.control.allgather(value, self._ranks.members(group))
+        ranks = self._ranks
+        all_agree = ranks.cfg.deterministic_server or ranks.cfg.sharded_data_parallel_degree > 1
+        if not all_agree and ranks.size(Group.TP) == 1:
+            return None
+        members = ranks.members(Group.DP if all_agree else Group.TP)
+        return lambda value: ranks.control.allgather(value, members)
 
     def _task_begins(self, microbatch: int | None) -> None:
         self._ranks.step.microbatch = microbatch
@@ -242,7 +221,7 @@ class Stages:
             return tensor if tensor.is_meta and id(tensor) not in own else tensor.to(device)
 
         # As module.to() does, with what modules do themselves when they move; other stages' parameters have no memory.
-        part.module._apply(moved)
+        part.module._apply(moved)  # noqa: SLF001 - what module.to() itself calls
 
 
 def _state_bytes(optimizer: TrainedOptimizer | None) -> float:

@@ -25,13 +25,7 @@ PARTIAL_KEY = "_smp_is_partial"
 
 
 class ModelState:
-    """Gathers the ``state_dict`` of a module wherever its parts are, and loads one.
-
-    Args:
-        part: of the model on this rank.
-        placed: what the recipe has made of it.
-        ranks: groups of this rank.
-    """
+    """Gathers the ``state_dict`` of a module wherever its parts are, and loads one."""
 
     def __init__(self, part: LocalPart, placed: Placed, ranks: Ranks) -> None:
         self._part = part
@@ -58,10 +52,7 @@ class ModelState:
         return state
 
     def to_save(self) -> dict[str, Any]:
-        """The full state on the first rank of the job, what had to be gathered on the CPU; every rank calls it.
-
-        The others get ``{}``: they only take part, with one flat unit at a time.
-        """
+        """See :meth:`.DistributedModel.state_to_save`."""
         keeps = self._ranks.rank_in(Group.RDP) == 0
         local = self.local(keep=keeps)
         return self.gathered(local, to_first=True) if keeps else {}
@@ -82,9 +73,6 @@ class ModelState:
         """See :meth:`.DistributedModel.load_state_dict`.
 
         Args:
-            state_dict: full, or of this stage.
-            strict: names must agree.
-            assign: the module takes the tensors themselves.
             partitioned: whether the parameters have a place.
             known: whether gradient reduction or the optimizer know the parameters.
         """

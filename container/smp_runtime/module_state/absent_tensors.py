@@ -97,13 +97,7 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
 
 
 class AbsentAttribute:
-    """Stands for an attribute that a module on another stage sets while it runs; any use of it raises.
-
-    Args:
-        path: of the module.
-        name: of the attribute.
-        stage: that has the module.
-    """
+    """Stands for an attribute that a module on another stage sets while it runs; any use of it raises."""
 
     def __init__(self, path: str, name: str, stage: int) -> None:
         vars(self).update(_path=path, _name=name, _stage=stage)
@@ -111,20 +105,13 @@ class AbsentAttribute:
     def __repr__(self) -> str:
         return f"<attribute {self._name!r} of module {self._path!r} on pipeline stage {self._stage}>"
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise SMPUserError(
-            f"attribute {self._name!r} of module {self._path!r} is used here, but the module sets it while it runs, and it runs "
-            f"on pipeline stage {self._stage}, another one; return the value from its forward instead, or put both modules on one "
-            "stage with smp.set_partition"
-        )
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copying, pickling and printing look for these
             raise AttributeError(name)
-        self._refuse()
+        _refuse_use(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._refuse()
+        _refuse_use(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -133,7 +120,7 @@ class AbsentAttribute:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for each in leaves_of((args, kwargs)):
             if isinstance(each, AbsentAttribute):
-                each._refuse()
+                _refuse_use(each)
         raise SMPUserError(
             "a torch function got an attribute of a module on another pipeline stage, which is set there alone; "
             "return the value from the module's forward instead"
@@ -141,33 +128,34 @@ class AbsentAttribute:
 
     def __format__(self, format_spec: str) -> str:
         if format_spec:
-            self._refuse()
+            _refuse_use(self)
         return repr(self)
 
     __hash__ = object.__hash__
+
+
+def _refuse_use(attribute: AbsentAttribute, *args: Any, **kwargs: Any) -> NoReturn:
+    name, path, stage = (vars(attribute)[key] for key in ("_name", "_path", "_stage"))
+    raise SMPUserError(
+        f"attribute {name!r} of module {path!r} is used here, but the module sets it while it runs, and it runs on pipeline stage "
+        f"{stage}, another one; return the value from its forward instead, or put both modules on one stage with smp.set_partition"
+    )
 
 
 for _operator in (
     "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or".split()  # a, b = both sides, in place
 ):
     for _side in ("__{}__", "__r{}__", "__i{}__"):
-        setattr(AbsentAttribute, _side.format(_operator), AbsentAttribute._refuse)
+        setattr(AbsentAttribute, _side.format(_operator), _refuse_use)
 for _operator in (
     "lt le eq ne gt ge neg pos abs invert bool float int index complex len iter next contains getitem setitem delitem "
     "array round enter exit"
 ).split():
-    setattr(AbsentAttribute, f"__{_operator}__", AbsentAttribute._refuse)
+    setattr(AbsentAttribute, f"__{_operator}__", _refuse_use)
 
 
 class AbsentAttributes:
-    """The stand-ins for attributes that modules of other stages set while they run.
-
-    Args:
-        modules: by path.
-        attributes: paths and names.
-        stage_of: by path.
-        is_local: whether this rank has the module with that path.
-    """
+    """The stand-ins for attributes, by path and name, that modules of other stages set while they run."""
 
     def __init__(
         self,
@@ -247,11 +235,9 @@ def _on_meta(value: Any) -> Any:
 
 def _changes_itself(name: str) -> bool:
     """Whether an operation writes into its first argument."""
-    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__") or _is_augmented(name)
-
-
-def _is_augmented(name: str) -> bool:
-    return name.startswith("__i") and name.endswith("__") and name not in _NOT_AUGMENTED
+    if name.startswith("__i") and name.endswith("__"):  # a += b
+        return name not in _NOT_AUGMENTED
+    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
 
 
 def _are_scalars(present: list[torch.Tensor], absent: list[AbsentTensor]) -> bool:

@@ -58,23 +58,23 @@ class AttributeWatch:
         self.end()
 
     def _class_of(self, kind: Any) -> type:
-        def __getattribute__(module: nn.Module, name: str) -> Any:
+        def read(module: nn.Module, name: str) -> Any:
             if self._is_watched():
                 self._read(module, name)
             return kind.__getattribute__(module, name)
 
-        def __setattr__(module: nn.Module, name: str, value: Any) -> None:
+        def write(module: nn.Module, name: str, value: Any) -> None:
             if self._is_watched():
                 self._written(module, name)
             kind.__setattr__(module, name, value)
 
-        def __reduce_ex__(module: nn.Module, protocol: Any) -> Any:
+        def reduce(module: nn.Module, protocol: Any) -> Any:
             make, arguments, *state = kind.__reduce_ex__(module, protocol)
             watched = type(module)  # copies are not
             return make, tuple(kind if each is watched else each for each in arguments), *state
 
         entries = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-        entries |= {each.__name__: each for each in (__getattribute__, __setattr__, __reduce_ex__)}
+        entries |= {"__getattribute__": read, "__setattr__": write, "__reduce_ex__": reduce}
         # Who asks for the class gets that of the script, as super(self.__class__, self) must.
         entries["__class__"] = property(lambda module: kind)
         # Past a metaclass, which may keep a list of its classes.

@@ -56,7 +56,6 @@ class Attributes:
     Guarded by the pipeline's lock; values change only in the hands of the task that has the baton.
 
     Args:
-        modules: those of this stage.
         in_task: whether the calling thread runs a task of the step.
     """
 

@@ -31,10 +31,7 @@ _open = _Open()
 def marking(name: str, mark: Any, *, copies: bool = False) -> Iterator[None]:
     """Modules that this thread constructs inside get the entry ``name``; of contexts in each other the innermost counts.
 
-    Args:
-        name: of the entry.
-        mark: its value.
-        copies: whether modules that are copied or unpickled inside get it too.
+    With ``copies``, modules that are copied or unpickled inside get it too.
     """
     global _contexts
     with _lock:

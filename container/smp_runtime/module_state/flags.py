@@ -39,8 +39,6 @@ class ModuleFlags:
 
     Args:
         modules: by path, in one order on all ranks.
-        stage_of: stage of a module by path.
-        stage: this rank's.
         find: a module by its path, or several that are called together.
 
     Attributes:
@@ -188,14 +186,7 @@ class ModuleFlags:
 
 
 class TaskState(RandomState):
-    """The random numbers of a task, and the flags of the modules that it runs, between its segments.
-
-    Args:
-        seed: where the task's random numbers begin.
-        device: of this rank.
-        flags: of this rank.
-        path: of the module that the task runs; the whole model for the step function.
-    """
+    """The random numbers of a task, and the flags of the module that it runs (by path), between its segments."""
 
     def __init__(self, seed: int, device: torch.device, flags: ModuleFlags, path: str) -> None:
         super().__init__(seed, device)
@@ -204,10 +195,12 @@ class TaskState(RandomState):
         self._training: bytes | None = None
 
     def restore(self) -> None:
+        """Put random numbers and flags back."""
         super().restore()
         self._flags.apply(self._path, self._training)
 
     def capture(self) -> None:
+        """Take random numbers and flags."""
         super().capture()
         self._training = self._flags.seen_by(self._path)
 

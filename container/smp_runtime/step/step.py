@@ -34,7 +34,6 @@ class StepFunction:
         function: what runs for one microbatch.
         non_split_inputs: names of arguments that go whole to every microbatch.
         input_split_axes: batch axis of arguments by name, where it is not 0.
-        detach_outputs: whether returned tensors lose their graph.
 
     Raises:
         SMPUserError: a name that the function has no argument for.

@@ -35,13 +35,15 @@ class Meta(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Meta:
+        """What a tensor is without its elements."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad)
 
 
 class Fetcher(Protocol):
     """Gets the elements of a value."""
 
-    def fetch(self, name: Name, owner: int) -> torch.Tensor: ...
+    def fetch(self, name: Name, owner: int) -> torch.Tensor:
+        """The value that stage ``owner`` has under a name; waited for if need be."""
 
 
 class Handle(torch.Tensor):
@@ -65,6 +67,7 @@ class Handle(torch.Tensor):
 
     @staticmethod
     def __new__(cls, fetcher: Fetcher, name: Name, owner: int, meta: Meta, device: torch.device) -> Handle:
+        """A handle that is a tensor of ``meta``'s shape and type."""
         where = device if meta.device == device.type else torch.device(meta.device)
         handle: Handle = make_without_elements(cls, meta.shape, dtype=meta.dtype, device=where)
         handle.value_name = name
@@ -105,7 +108,7 @@ class Handle(torch.Tensor):
     def _is_changed(self) -> bool:
         return self._plain is not None and self._plain._version != self._plain_version
 
-    def _in_graph(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def in_graph(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Hooks, gradients and flags belong to the handle, where gradients of all its uses come together.
 
         Once its plain tensor was changed in place, they belong to that, as in one process.
@@ -128,7 +131,7 @@ class Handle(torch.Tensor):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _OF_ITS_PLACE and isinstance(args[0], Handle):
-            return args[0]._in_graph(func, args[1:], kwargs)
+            return args[0].in_graph(func, args[1:], kwargs)
         if func in _GRADIENTS_OF:
             return _gradients(func, args, kwargs)
         if func in _LIKE and isinstance(args[0], Handle):
@@ -192,9 +195,7 @@ _NEEDS_NO_ELEMENTS = {
     *_getters(
         "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_cpu", "is_mps", "is_xla", "output_nr"
     ),
-    *_getters(
-        "_version",  # of the handle; what a module changes in place is the plain tensor
-    ),
+    *_getters("_version"),  # of the handle; what a module changes in place is the plain tensor
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.ndimension,
@@ -221,7 +222,7 @@ _OF_ITS_PLACE = {
     torch.Tensor.requires_grad_,
     *_getters("retains_grad", "grad"),
     *(getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "grad")),
-    *(getattr(torch.Tensor, name).__delete__ for name in ("grad",)),
+    torch.Tensor.grad.__delete__,  # type: ignore[union-attr]
 }
 
 #: With the place of the tensors among the arguments whose gradients are asked for.

@@ -51,7 +51,4 @@ def answer_of(module: nn.Module) -> Any:
 
 def own_call(module: nn.Module) -> Callable[..., Any]:
     """The module's own call, hooks and all, whoever answers."""
-    return functools.partial(type(module)._call_impl, module)
-
-
-__all__ = ["Answer", "answer", "answer_itself", "answer_of", "own_call"]
+    return functools.partial(type(module)._call_impl, module)  # noqa: SLF001 - see the module's docstring

@@ -74,6 +74,7 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 
 
 def leaves_of(value: Any) -> list[Any]:
+    """What is in nested containers, objects as they are."""
     if isinstance(value, Mapping):
         return [leaf for v in value.values() for leaf in leaves_of(v)]
     if isinstance(value, list | tuple | set | frozenset):

@@ -11,12 +11,7 @@ import torch
 
 
 class RandomState:
-    """The state of the CPU's generator, and of this rank's GPU, between the segments of a task.
-
-    Args:
-        seed: where the task's random numbers begin.
-        device: of this rank.
-    """
+    """The state of the CPU's generator, and of this rank's GPU, between the segments of a task; it begins with a seed."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed: int | None = seed
@@ -93,7 +88,6 @@ def task_seed(seed: int, replica: int, microbatch: int, module: str, nth: int = 
     Args:
         seed: of the step, drawn from the script's generator.
         replica: data parallel rank.
-        microbatch: number of the microbatch.
         module: path of the module; empty for the step function.
         nth: how often the microbatch has called it before.
     """

@@ -8,6 +8,8 @@ A few names stay where they are used, :data:`IN_PLACE`: those that a subclass ov
 knows, for which a function would only hide what happens. The same tests try them.
 """
 
+# ruff: noqa: SLF001 - private names are what this file is for
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

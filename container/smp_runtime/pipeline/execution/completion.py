@@ -23,14 +23,7 @@ if TYPE_CHECKING:
 
 
 class Completion:
-    """Follows the tasks of a rank to their end; guarded by the pipeline's lock.
-
-    Args:
-        context: of the rank's pipeline.
-        messenger: tells the stages that have asked.
-        server: forgets the graphs of finished microbatches.
-        microbatches: of the step.
-    """
+    """Follows the tasks of a rank to their end; guarded by the pipeline's lock."""
 
     def __init__(
         self, context: StageContext, messenger: Messenger, server: ModuleServer, microbatches: Microbatches

@@ -41,11 +41,8 @@ class Conductor:
 
     Args:
         lock: of the rank's pipeline.
-        stage: this rank's, for the record.
         policy: who goes first where no order is planned.
-        device: where worker threads compute.
         attributes: of this stage's modules; they change with the microbatch that runs.
-        watch: of the timeline, if there is one.
     """
 
     _is_admitted: Callable[[Task], bool]
@@ -303,7 +300,26 @@ class Conductor:
 
     def _run(self, task: Task) -> Task | None:
         """Run a task to its end; returns one that can begin now, for the same thread."""
-        error: BaseException | None = None
+        error = self._raised_by(task)
+        if error is None:
+            self._settle()
+        with self._lock:
+            post = self._ended(task, error)
+            # Whoever comes next should run on this thread, which is awake: a switch of threads costs more than a small task.
+            self._local.is_ending = True
+            self.poke()
+            self._local.is_ending = False
+            following: Task | None = self._local.__dict__.pop("next", None)
+        if post is not None:
+            try:
+                post()
+            except Exception as failure:
+                with self._lock:
+                    self._failed(task, failure)
+        return following
+
+    def _raised_by(self, task: Task) -> BaseException | None:
+        """Do the work of a task; returns what it has raised, unless its step was abandoned."""
         try:
             if task.random is not None:
                 task.random.restore()
@@ -314,41 +330,28 @@ class Conductor:
                     task.work(task)
         except Abandoned:
             pass
-        except BaseException as caught:
-            error = caught
-        post: Callable[[], None] | None = None
-        if error is None:
-            self._settle()
-        with self._lock:
-            self._live -= 1
-            is_current = self._running is task
-            if is_current:
-                self._end_segment(task)
-                self._running = None
-            if error is not None:
-                self._failed(task, error)
-            elif not self.is_aborted and is_current:
-                if (order := self.order) is not None and task.part + 1 < order.parts.get(task.key, 0):
-                    self._diverged(f"{task} waited less often than it did")
-                task.code_done = True
-                post = self._finished(task)
-            if self._live == 0:
-                self._all_ended.notify_all()
-            # Whoever comes next should run on this thread, which is awake: a switch of threads costs more than a small task.
-            self._local.is_ending = True
-            self.poke()
-            self._local.is_ending = False
-            following: Task | None = self._local.__dict__.pop("next", None)
-        if post is not None:
-            self._post(task, post)
-        return following
+        except BaseException as error:
+            return error
+        return None
 
-    def _post(self, task: Task, post: Callable[[], None]) -> None:
-        try:
-            post()
-        except Exception as error:
-            with self._lock:
-                self._failed(task, error)
+    def _ended(self, task: Task, error: BaseException | None) -> Callable[[], None] | None:
+        """With the lock held: the work of a task has ended; returns what to do without the lock."""
+        post = None
+        self._live -= 1
+        is_current = self._running is task
+        if is_current:
+            self._end_segment(task)
+            self._running = None
+        if error is not None:
+            self._failed(task, error)
+        elif not self.is_aborted and is_current:
+            if (order := self.order) is not None and task.part + 1 < order.parts.get(task.key, 0):
+                self._diverged(f"{task} waited less often than it did")
+            task.code_done = True
+            post = self._finished(task)
+        if self._live == 0:
+            self._all_ended.notify_all()
+        return post
 
     def close(self) -> None:
         """End the worker threads; one that still runs native code when the interpreter ends would abort the process."""

@@ -125,12 +125,8 @@ class Alarm:
     and the script's thread, which alone raises it, is woken under the same lock, so that it cannot miss it.
 
     Args:
-        stage: this rank's.
-        ranks: global ranks of all stages.
-        conductor: whose tasks are stopped.
         changed: wakes the script's own thread; its lock guards everything here.
         is_open: whether a step runs; errors between steps have nobody to tell.
-        send: a message to a stage.
 
     Attributes:
         error: what the step is to raise on this rank, or None.

@@ -33,9 +33,6 @@ class Messenger:
     long would keep all tasks from going on. One thread receives from each stage, so that the messages of one stage are
     handled in the order in which they were sent.
 
-    Args:
-        lock: of the rank's pipeline.
-
     Attributes:
         step: number of the step that runs, or ran last.
     """
@@ -60,13 +57,7 @@ class Messenger:
         alarm: Alarm,
         **options: Any,
     ) -> None:
-        """Connect with the other stages; every rank of the pipeline calls it. From now on messages come.
-
-        Args:
-            control, ranks, device, options: of the :class:`Transport`.
-            handlers: who takes a message, by its type.
-            alarm: hears of what fails.
-        """
+        """Connect with the other stages, as :class:`Transport`; every rank of the pipeline calls it. From now on messages come."""
         self._handlers, self._alarm = handlers, alarm
         self.transport = Transport(
             control,
@@ -100,9 +91,7 @@ class Messenger:
         return self.step, None if message is None else plain(message), news
 
     def tell_later(self, stage: int, news: Done | Release) -> None:
-        """With the lock held: a stage is to hear that something has ended, with the next message or when there is nothing
-        to do.
-        """
+        """With the lock held: a stage is to hear of an end with the next message, or when there is nothing to do."""
         self._news.setdefault(stage, []).append(news)
 
     def tell_now(self) -> None:

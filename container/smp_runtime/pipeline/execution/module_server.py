@@ -100,12 +100,7 @@ class _Enter(torch.autograd.Function):
 
 
 class ModuleServer:
-    """Serves the requests of the other stages.
-
-    Args:
-        context: of this rank's pipeline.
-        begins: called on the worker's thread when a task begins, with its microbatch.
-    """
+    """Serves the requests of the other stages; ``begins`` is called by a task that begins, with its microbatch."""
 
     def __init__(self, context: StageContext, begins: Callable[[int], None]) -> None:
         self._context = context

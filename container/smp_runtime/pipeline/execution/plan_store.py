@@ -48,6 +48,7 @@ class KindPlan:
 
     @property
     def replays(self) -> bool:
+        """Whether the next step follows an order."""
         return self.orders is not None
 
     @property
@@ -64,7 +65,6 @@ class PlanStore:
     """The plans of one pipeline; made on the root stage, kept by every stage.
 
     Args:
-        policy: of the schedule.
         active: most microbatches in flight.
         share: gives the orders of all pipelines that must agree; the first one's count.
     """
@@ -81,8 +81,7 @@ class PlanStore:
         """On the root stage: what is known of a kind."""
         if kind not in self._plans and len(self._plans) >= MOST_KINDS:
             self._plans.clear()
-        plan = self._plans.setdefault(kind, KindPlan())
-        return plan
+        return self._plans.setdefault(kind, KindPlan())
 
     def order(self, begin: Begin) -> Sequence[Action] | None:
         """On every stage: the order of the step that begins."""
@@ -129,11 +128,8 @@ class PlanStore:
         orders = None if unplanned else self._plan(segments, self._plans[kind].orders)
         if self._share is not None:
             orders = self._share(orders)[0]
-        if orders is None:
-            return
-        plan = self._plans[kind]
-        plan.orders = orders
-        plan.is_new = True
+        if orders is not None:
+            self._plans[kind].orders, self._plans[kind].is_new = orders, True
 
     def _plan(
         self, segments: Sequence[Segment], present: Mapping[int, tuple[Action, ...]] | None

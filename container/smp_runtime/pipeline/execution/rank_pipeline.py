@@ -90,10 +90,8 @@ class Pipeline:
     Args:
         control: of the job; only used to connect.
         ranks: global ranks of this pipeline group; a stage is a position in it.
-        device: where this rank computes.
         module: the model, on every rank; the parameters of a module only matter on its own stage.
         stage_of: stage of a module by path; that of ``""`` is the root stage.
-        settings: how it runs.
     """
 
     def __init__(

@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 class RemoteCaller:
-    """Makes the calls of one rank.
-
-    Args:
-        context: of this rank's pipeline.
-    """
+    """Makes the calls of one rank."""
 
     def __init__(self, context: StageContext) -> None:
         self._context = context
@@ -47,15 +43,14 @@ class RemoteCaller:
         if task is None:
             raise SMPUserError(
                 f"module {label!r} lies on pipeline stage {context.stage_of_call(module)} and was called on stage "
-                f"{context.stage} outside "
-                "a step; call the model only inside a function decorated with smp.step"
+                f"{context.stage} outside a step; call the model only inside a function decorated with smp.step"
             )
         if backward_pass() != -1:
             raise SMPUserError(
                 f"module {label!r} lies on pipeline stage {context.stage_of_call(module)} and was called again on stage "
-                f"{context.stage} in "
-                "backward, by a checkpointed region around it; checkpoint with smp.set_activation_checkpointing, which runs "
-                "modules again on their own stage, or checkpoint only what lies on one stage"
+                f"{context.stage} in backward, by a checkpointed region around it; checkpoint with "
+                "smp.set_activation_checkpointing, which runs modules again on their own stage, or checkpoint only what lies on "
+                "one stage"
             )
         packed = pack((args, kwargs), modules=context.paths)
         tensors = [t.unchanged() if isinstance(t, Handle) else t for t in packed.tensors]
@@ -79,12 +74,9 @@ class RemoteCaller:
 
 
 class RemoteCall:
-    """One call of one microbatch.
+    """One call of one microbatch."""
 
-    Attributes:
-        outcome: what it gives.
-    """
-
+    #: What it gives.
     outcome: Outcome
 
     def __init__(
@@ -159,7 +151,6 @@ class RemoteCall:
         """What a request gives: what its reply says, or what such requests have given before.
 
         Args:
-            task: that has posted it.
             kind: of the request, "F" or "B".
             learned: of such requests.
             waits: whether a reply comes.
@@ -345,6 +336,7 @@ class RemoteEntry:
         self._path = path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See :meth:`RemoteCaller.call`."""
         return self._caller.call(self._path, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:

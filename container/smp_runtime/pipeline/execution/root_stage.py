@@ -31,9 +31,6 @@ class RootStage:
     """Runs the step function.
 
     Args:
-        context: of the rank's pipeline.
-        running_step: of its steps.
-        plans: the orders of the kinds of steps.
         begins: called on a worker's thread with the microbatch of a task that begins there, None when it ends.
         share: gives the values of all pipelines that must run in one order, the deciding one's first; None: its own.
     """
@@ -100,7 +97,7 @@ class RootStage:
         for stage in self._others:
             context.send(stage, End(packed.head, wants, training), [tensor.detach() for tensor in packed.tensors])
         if wants:
-            silent = lambda: self._others_without_record()  # noqa: E731
+            silent = self._others_without_record
             running_step.wait(lambda: not silent(), "the other stages' records", silent)
             self._plans.learn(kind, [running_step.own_record(), *running_step.records.values()])
         return results

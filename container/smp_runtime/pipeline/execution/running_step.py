@@ -35,10 +35,6 @@ class Microbatches:
 
     Guarded by the pipeline's lock.
 
-    Args:
-        policy: of the schedule.
-        active: most microbatches in flight.
-
     Attributes:
         active: most microbatches in flight in this step.
         tasks: the step function's task for each microbatch.
@@ -88,14 +84,6 @@ class Microbatches:
 class RunningStep:
     """The step that a rank is in.
 
-    Args:
-        context: of the rank's pipeline.
-        messenger: opened and closed with the step.
-        alarm: reset when a step is entered; what it heard ends the wait.
-        plans: the orders of the kinds of steps.
-        policy: of the schedule.
-        active: most microbatches in flight.
-
     Attributes:
         microbatches: of the step, on the root stage.
         begun: how the step begins, once that is known.
@@ -131,10 +119,7 @@ class RunningStep:
         self.diverged = False
 
     def enter(self, call: StepCall) -> None:
-        """This rank enters a step.
-
-        Args:
-            call: how its script has called it.
+        """This rank enters a step, as its script has called it.
 
         Raises:
             StageError: no step can run any more.

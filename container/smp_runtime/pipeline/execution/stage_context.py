@@ -31,21 +31,16 @@ class StageContext:
 
     Attributes:
         ranks: global ranks of the pipeline group; a stage is a position in it.
-        stage: this rank's.
-        device: where it computes.
         lock: guards everything here, the tasks and the values.
         send: message and tensors to a stage; the message gets the number of the step.
         modules: by path.
         stage_of: stage of every module by path; that of ``""`` is the root stage.
-        conductor: of the tasks.
         attributes: of this stage's modules.
         replica: data parallel rank, part of every task's seed.
         predicts: whether calls whose result is known in advance return without waiting for it.
-        watch: of the timeline, if there is one.
         changed: told, with the lock held, when something changes that the script's own thread may wait for.
         make_group: makes a module of those that a :class:`GroupCall` runs.
         paths: path by module identity.
-        others: the other stages.
         seed: of the step.
         replies: to calls whose result was not known in advance.
         opened: requests that are not done, with the task that posted each.

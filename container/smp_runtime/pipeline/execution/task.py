@@ -24,11 +24,8 @@ class Task:
     """Work of one microbatch on this stage.
 
     Args:
-        kind: step function, forward or backward.
-        microbatch: its number.
         path: its call numbers.
         label: module path, for messages and pictures.
-        work: what it does.
         random: the state of its random numbers; None leaves the generators alone.
         context: variables (``contextvars``) of the script, for the step function.
         caller: stage that has asked for it; None for the step function.
@@ -86,10 +83,12 @@ class Task:
 
     @property
     def key(self) -> tuple[TaskKind, int, tuple[int, ...]]:
+        """Its name among the tasks of a step."""
         return self.kind, self.microbatch, self.path
 
     @property
     def action(self) -> Action:
+        """The name of the segment that runs or comes next."""
         return Action(self.kind, self.microbatch, self.path, self.part)
 
     def __repr__(self) -> str:
@@ -114,14 +113,24 @@ class Order:
 
     @property
     def next(self) -> Action | None:
+        """What comes next, or None at the end."""
         return self.actions[self.position] if self.position < len(self.actions) else None
 
 
 class Watch(Protocol):
     """Is told what a rank's tasks compute, as a timeline is; see :mod:`smp_runtime.pipeline.observe.task_timeline`."""
 
-    def begin_step(self, number: int) -> None: ...
-    def end_step(self, failed: bool = False) -> None: ...
-    def segment_ended(self, task: Task, start: float, stop: float) -> None: ...
-    def turn(self, task: Task, kind: TaskKind, at_start: bool = False) -> None: ...
-    def close(self) -> None: ...
+    def begin_step(self, number: int) -> None:
+        """A step begins."""
+
+    def end_step(self, failed: bool = False) -> None:
+        """The step has ended, or failed."""
+
+    def segment_ended(self, task: Task, start: float, stop: float) -> None:
+        """A task has computed from ``start`` to ``stop``, in seconds of ``time.perf_counter()``."""
+
+    def turn(self, task: Task, kind: TaskKind, at_start: bool = False) -> None:
+        """The rest of the running segment is of another kind."""
+
+    def close(self) -> None:
+        """The session ends."""

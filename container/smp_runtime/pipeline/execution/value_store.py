@@ -26,11 +26,7 @@ class ValueStore:
     either there for good (until its own microbatch is released) or waited for with the lock. Values are sent without the
     lock, since tensors may take their time.
 
-    Args:
-        lock: of the rank's pipeline.
-        stage: this rank's.
-        conductor: is told what has arrived.
-        send: sends a message with tensors to a stage.
+    The conductor is told what has arrived.
     """
 
     def __init__(

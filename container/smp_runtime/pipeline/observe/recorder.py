@@ -91,7 +91,6 @@ def share_clock(
     Ranks on one machine read the same clock (``CLOCK_MONOTONIC``, also in containers), so only others measure.
 
     Args:
-        control: the control plane.
         clock: what this rank's times are read from.
         machine: ranks of the same one share a clock; default: what the kernel says.
     """
@@ -137,13 +136,10 @@ class Recorder:
     """One rank's recorder. Times are those of ``time.perf_counter``; calls come from one thread at a time.
 
     Args:
-        stage: this rank's place in its pipeline.
-        rank: its global rank.
         keep: so many of the newest steps.
         folder: where the file goes by itself; None writes only what :meth:`write` is told to.
         clock: what the ranks agreed on.
         replica: the same for all ranks of one pipeline, another for each pipeline beside it.
-        host: the host's name.
         world_size: ranks of the job that record; 0 when unknown.
     """
 
@@ -191,11 +187,7 @@ class Recorder:
         self._actions.append((name, kind, microbatch, path, start, stop))
 
     def end_step(self, failed: bool = False) -> None:
-        """The step that began has ended; the oldest that is too many is dropped.
-
-        Args:
-            failed: whether by an error.
-        """
+        """The step that began has ended, or failed; the oldest that is too many is dropped."""
         stop = time.perf_counter()
         if self._number is None:
             return

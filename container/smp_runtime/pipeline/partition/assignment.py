@@ -74,8 +74,7 @@ class Assignment:
         return len(self._placement)
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, Assignment) and self.stages == other.stages
-        return same and isinstance(other, Assignment) and self._placement == other._placement
+        return isinstance(other, Assignment) and (self.stages, self._placement) == (other.stages, other._placement)
 
     def __hash__(self) -> int:
         return hash((self.stages, frozenset(self._placement.items())))

@@ -217,7 +217,35 @@ def _joined(
         The units, and for each group the numbers of its units and its stage, if that is settled.
     """
     number_of = {path: number for number, unit in enumerate(units) for path in unit.paths}
-    leader = list(range(len(units)))
+    leader, stage_of = _leaders(len(units), number_of, bound)
+    members: dict[int, list[int]] = {}
+    for number, first in enumerate(leader):
+        members.setdefault(first, []).append(number)
+    root = leader[number_of[""]]
+    if len(members[root]) > 1 or root in stage_of:
+        # The step function runs with the root's own frame, on the last stage unless set otherwise.
+        stage_of.setdefault(root, model.stages - 1)
+    absorbed = _absorbed(model, units, members, stage_of)
+    result: list[Unit] = []
+    new_number: dict[int, int] = {}
+    for number, unit in enumerate(units):
+        first = absorbed.get(number, number)
+        if first != number:
+            whole = result[new_number[first]]
+            result[new_number[first]] = Unit(whole.paths + unit.paths, whole.need + unit.need)
+        else:
+            new_number[number] = len(result)
+            result.append(unit)
+    groups = []
+    for first, numbers in members.items():
+        if first in stage_of or (len(numbers) > 1 and first not in absorbed):
+            groups.append(([new_number[number] for number in numbers], stage_of.get(first)))
+    return result, groups
+
+
+def _leaders(count: int, number_of: Mapping[str, int], bound: Sequence[_Bound]) -> tuple[list[int], dict[int, int]]:
+    """The first of the units that each unit must be with, and the stages of these where they are set by hand."""
+    leader = list(range(count))
     stage_of: dict[int, tuple[int, str]] = {}
 
     def find(number: int) -> int:
@@ -243,36 +271,20 @@ def _joined(
             leader[find(number)] = first
         if settled:
             stage_of[first] = settled[0]
-    members: dict[int, list[int]] = {}
-    for number in range(len(units)):
-        members.setdefault(find(number), []).append(number)
-    root = find(number_of[""])
-    if len(members[root]) > 1 or root in stage_of:
-        # The step function runs with the root's own frame, on the last stage unless set otherwise.
-        stage_of.setdefault(root, (model.stages - 1, ""))
+    return [find(number) for number in range(count)], {first: stage for first, (stage, _) in stage_of.items()}
+
+
+def _absorbed(
+    model: CostModel, units: Sequence[Unit], members: Mapping[int, list[int]], stage_of: Mapping[int, int]
+) -> dict[int, int]:
+    """By number, the first of the units that become one: bound together, with next to nothing in between."""
     in_flight = sum(model.in_flight) / model.stages
-    merged: dict[int, range] = {}
+    absorbed: dict[int, int] = {}
     for first, numbers in members.items():
         span = range(numbers[0], numbers[-1] + 1)
         between = set(span) - set(numbers)
-        alone = all(find(number) == number and len(members[number]) == 1 for number in between)
+        alone = all(members.get(number) == [number] for number in between)
         extra = sum(model.share(units[number].need, in_flight) for number in between)
         if len(numbers) > 1 and first not in stage_of and alone and extra <= _GRAIN / 2 / model.stages:
-            merged[first] = span
-    absorbed = {number: first for first, span in merged.items() for number in span}
-    result: list[Unit] = []
-    new_number: dict[int, int] = {}
-    for number, unit in enumerate(units):
-        first = absorbed.get(number, number)
-        if first != number:
-            whole = result[new_number[first]]
-            result[new_number[first]] = Unit(whole.paths + unit.paths, whole.need + unit.need)
-        else:
-            new_number[number] = len(result)
-            result.append(unit)
-    groups = []
-    for first, numbers in members.items():
-        if first in stage_of or (len(numbers) > 1 and first not in merged and first not in absorbed):
-            stage = stage_of[first][0] if first in stage_of else None
-            groups.append(([new_number[number] for number in numbers], stage))
-    return result, groups
+            absorbed.update(dict.fromkeys(span, first))
+    return absorbed

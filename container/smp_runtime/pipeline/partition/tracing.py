@@ -41,7 +41,7 @@ _LOOKUPS = {
     torch.ops.aten.index_select,
     torch.ops.aten.gather,
     torch.ops.aten.index,
-    torch.ops.aten._embedding_bag,
+    torch.ops.aten._embedding_bag,  # noqa: SLF001 - its name as an operator
 }
 #: Functions that read a parameter's value without giving a tensor.
 _READERS = {
@@ -157,7 +157,7 @@ class _Calls:
         slots = [Slot(vars(module), "_compiled_call_impl") for module in modules]
         former = [slot.take() for slot in slots]
         for slot, module in zip(slots, modules, strict=True):
-            original = module._compiled_call_impl or module._call_impl
+            original = module._compiled_call_impl or module._call_impl  # noqa: SLF001 - what __call__ runs
             slot.put(Taken(functools.partial(self._call, module, original)))
         try:
             yield

@@ -256,6 +256,7 @@ class _Choice:
         return key
 
     def pick(self, clock: Clock, rank: int, now: int) -> int:
+        """See :class:`.Picker`."""
         place, best = self.place, -1
         for node in clock.ready[rank]:
             if (best < 0 or place[node] < place[best]) and self._allowed(clock, rank, node):

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 _NANOSECONDS = 1_000_000_000
+#: What happens at a time, to a node or microbatch; ends before arrivals, so that a rank that gets free sees all that is there.
+_END, _ARRIVAL, _FINISHED = range(3)
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ class Graph:
         self.needed[target] += 1
 
     def travel(self, source: int, target: int) -> int:
+        """Nanoseconds until what a node gives is there for another."""
         return 0 if self.rank[source] == self.rank[target] else self.latency
 
     def sources(self, node: int) -> list[int]:
@@ -230,6 +233,11 @@ class Clock:
         for r, k in zip(graph.rank, graph.microbatch, strict=True):
             self.left[k] += 1
             self.left_at[r][k] += 1
+        self._missing = list(graph.needed)
+        self._available = [0] * size
+        self._busy = [False] * ranks
+        self._events = [(0, _ARRIVAL, i) for i, count in enumerate(self._missing) if count == 0]
+        heapq.heapify(self._events)
 
     def may_begin(self, node: int) -> bool:
         """Whether the rule of active microbatches lets this node start."""
@@ -237,50 +245,42 @@ class Clock:
 
     def run(self, picker: Picker) -> Clock:
         """Until nothing more happens. With ``done`` short of the number of segments, the picker got stuck."""
-        graph = self.graph
-        missing = list(graph.needed)
-        available = [0] * len(missing)
-        busy = [False] * len(graph.ranks)
-        rank_of, ns = graph.rank, self.ns
-        # (time, what, node or microbatch); ends before arrivals, so that a rank that gets free sees all that is there.
-        end, arrival, finished = 0, 1, 2
-        events: list[tuple[int, int, int]] = [(0, arrival, i) for i, count in enumerate(missing) if count == 0]
-        heapq.heapify(events)
+        rank_of, events, busy = self.graph.rank, self._events, self._busy
         while events:
             now = events[0][0]
             while events and events[0][0] == now:
                 _, what, node = heapq.heappop(events)
-                if what == end:
+                if what == _END:
                     busy[rank_of[node]] = False
-                    known = self._end(node, now)
-                    if known >= 0:
-                        heapq.heappush(events, (known, finished, graph.microbatch[node]))
-                elif what == arrival:
+                    self._end(node, now)
+                elif what == _ARRIVAL:
                     self.coming[rank_of[node]].pop(node, None)
                     self.ready[rank_of[node]].add(node)
                 else:
                     self._finished(node)
             for r, waiting in enumerate(self.ready):
-                if busy[r] or not waiting:
-                    continue
-                node = picker.pick(self, r, now)
-                if node < 0:
-                    continue
-                busy[r] = True
-                self._start(node, r, now)
-                heapq.heappush(events, (now + ns[node], end, node))
-                for target, at in graph.successors[node]:
-                    if at < 0 or at > ns[node]:
-                        at = ns[node]
-                    to = rank_of[target]
-                    time = now + at + (graph.latency if to != r else 0)
-                    if time > available[target]:
-                        available[target] = time
-                    missing[target] -= 1
-                    if missing[target] == 0:
-                        self.coming[to][target] = available[target]
-                        heapq.heappush(events, (available[target], arrival, target))
+                if waiting and not busy[r] and (node := picker.pick(self, r, now)) >= 0:
+                    busy[r] = True
+                    self._start(node, r, now)
+                    self._give(node, r, now)
         return self
+
+    def _give(self, node: int, r: int, now: int) -> None:
+        """A node that starts now: when it ends, and when those that need something of it can start."""
+        graph, events, missing, available = self.graph, self._events, self._missing, self._available
+        ns = self.ns[node]
+        heapq.heappush(events, (now + ns, _END, node))
+        for target, at in graph.successors[node]:
+            if at < 0 or at > ns:
+                at = ns
+            to = graph.rank[target]
+            time = now + at + (graph.latency if to != r else 0)
+            if time > available[target]:
+                available[target] = time
+            missing[target] -= 1
+            if missing[target] == 0:
+                self.coming[to][target] = available[target]
+                heapq.heappush(events, (available[target], _ARRIVAL, target))
 
     def _start(self, node: int, r: int, now: int) -> None:
         self.ready[r].discard(node)
@@ -297,8 +297,8 @@ class Clock:
             self.in_flight[r] += 1
             self.most_in_flight[r] = max(self.most_in_flight[r], self.in_flight[r])
 
-    def _end(self, node: int, now: int) -> int:
-        """Take note; the time at which the microbatch's home knows that it is finished, or -1."""
+    def _end(self, node: int, now: int) -> None:
+        """Take note; a microbatch's home knows later that it is finished."""
         r, k = self.graph.rank[node], self.graph.microbatch[node]
         self.finish[node] = now
         self.makespan = max(self.makespan, now)
@@ -307,9 +307,9 @@ class Clock:
         if self.left_at[r][k] == 0 and self.opened[r][k]:
             self.in_flight[r] -= 1
         self.left[k] -= 1
-        if self.left[k]:
-            return -1
-        return now + (self.graph.latency if self.home[k] != r else 0)
+        if not self.left[k]:
+            known = now + (self.graph.latency if self.home[k] != r else 0)
+            heapq.heappush(self._events, (known, _FINISHED, k))
 
     def _finished(self, k: int) -> None:
         self.finished[k] = True
@@ -325,6 +325,7 @@ class _Replay:
         self.sequence = sequence
 
     def pick(self, clock: Clock, rank: int, now: int) -> int:
+        """See :class:`Picker`."""
         node = self.sequence[rank][len(clock.order[rank])]
         return node if node in clock.ready[rank] and clock.may_begin(node) else -1
 

@@ -148,6 +148,7 @@ class _Pickler(pickle.Pickler):
         self._strings: dict[str, str] = {}
 
     def persistent_id(self, obj: Any) -> Any:
+        """What stands for an object in the pickle; None where that is its own content."""
         type_ = type(obj)
         kind = _treatments.get(type_)
         if kind is None:
@@ -166,6 +167,10 @@ class _Pickler(pickle.Pickler):
             return None if obj.index is None or obj.type == "cpu" else ("device", obj.type)
         if kind == _FROZEN_SET:
             return "frozenset", tuple(sorted(obj, key=_sort_key))
+        return self._changeable(obj, kind)
+
+    def _changeable(self, obj: Any, kind: int) -> Any:
+        """What a callee could change, of which the whole tree is told."""
         if obj is not self._arguments:
             self.mutable = True
         if self.fast:
@@ -182,6 +187,7 @@ class _Unpickler(pickle.Unpickler):
     module_of: Callable[[str], nn.Module] | None
 
     def persistent_load(self, pid: Any) -> Any:
+        """What :meth:`_Pickler.persistent_id` stands for."""
         if type(pid) is int:
             return self.tensors[pid]
         if type(pid) is str:
@@ -356,6 +362,10 @@ class _Restorer:
             old[...] = new
         elif not hasattr(old, "__dict__") and not _slots(type(old)):
             return new  # opaque: nothing of it can be changed from here
+        self._fill_attributes(old, new)
+        return old
+
+    def _fill_attributes(self, old: Any, new: Any) -> None:
         # What a class leaves out of its pickle is missing in the callee's copy, not deleted.
         partial = any(
             "__getstate__" in base.__dict__ or "__reduce__" in base.__dict__ for base in type(old).__mro__[:-1]
@@ -367,7 +377,6 @@ class _Restorer:
                 object.__setattr__(old, name, self.merge(getattr(old, name, None), getattr(new, name)))
             elif hasattr(old, name) and not partial:
                 object.__delattr__(old, name)
-        return old
 
     def _fill_dict(self, old: dict, new: dict, keep: bool) -> None:
         """By the methods of ``dict`` or ``OrderedDict``, since subclasses forbid or extend some."""

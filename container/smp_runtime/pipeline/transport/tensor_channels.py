@@ -128,26 +128,21 @@ class TensorChannel(Protocol):
 
     def inline(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The CPU tensor whose bytes follow the announcement in the stream; None if nothing does."""
-        ...
 
     def post(self, tensor: torch.Tensor) -> None:
         """Start to send what :meth:`inline` left out; nobody may change the tensor's memory any more."""
-        ...
 
     def receive(self, announced: Announcement, read: Reader) -> torch.Tensor:
         """The next tensor, complete: every stream of the device may use it."""
-        ...
 
     def flush(self, deadline: float) -> None:
         """Return when everything posted has been sent, at the latest at ``deadline`` of ``time.monotonic()``."""
-        ...
 
     def prune(self) -> None:
         """Give back the memory of what has been sent."""
-        ...
 
 
-class InlineChannel:
+class InlineChannel(TensorChannel):
     """Bytes in the stream. Tensors of an accelerator are copied to host memory and back on the way.
 
     Args:
@@ -159,61 +154,54 @@ class InlineChannel:
         self._staged = device.type != "cpu"
 
     def inline(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """See :class:`TensorChannel`."""
         return tensor.detach().cpu() if self._staged else tensor
 
     def post(self, tensor: torch.Tensor) -> None:
-        pass
+        """Not called, since all is inline."""
 
     def receive(self, announced: Announcement, read: Reader) -> torch.Tensor:
+        """See :class:`TensorChannel`."""
         tensor = announced.allocate(_CPU)
         if size := announced.nbytes:
             read(bytes_of(tensor, size, writable=True))
         return tensor.to(self._device) if self._staged else tensor
 
     def flush(self, deadline: float) -> None:
-        pass
+        """Nothing waits."""
 
     def prune(self) -> None:
-        pass
+        """Nothing is kept."""
 
 
-class CollectiveChannel:
+class CollectiveChannel(TensorChannel):
     """``torch.distributed`` messages in a process group that only this direction between two ranks uses.
 
     On CUDA a receiver thread allocates and receives on a stream of its own and waits for it on the host, so that a
-    tensor that is handed on is complete for every stream; the memory is also marked as used by ``consumer``, the
-    stream on which the device computes, so that it is not reused too early. The sender's message is ordered behind
-    what its current stream has queued.
+    tensor that is handed on is complete for every stream; the memory is also marked as used by the device's default
+    stream, which computes with it, so that it is not reused too early. The sender's message is ordered behind what its
+    current stream has queued.
 
     Args:
         group: two ranks; see :func:`directed_groups`.
         peer: the other global rank.
         device: of the tensors.
-        consumer: stream that computes with received tensors; None for the default stream.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        peer: int,
-        device: torch.device,
-        consumer: torch.cuda.Stream | None = None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
         self._group = group
         self._peer = peer
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-            self._consumer = consumer or torch.cuda.default_stream(device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # A tensor must live until its message has left.
         self._leaving: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._lock = threading.Lock()
 
     def inline(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        return None
+        """Nothing is."""
 
     def post(self, tensor: torch.Tensor) -> None:
+        """See :class:`TensorChannel`."""
         if not tensor.numel():
             return
         flat = _flat_bytes(tensor)
@@ -225,17 +213,19 @@ class CollectiveChannel:
         self.prune()
 
     def prune(self) -> None:
+        """See :class:`TensorChannel`."""
         with self._lock:
             while self._leaving and self._leaving[0][0].is_completed():
                 self._leaving.popleft()
 
     def receive(self, announced: Announcement, read: Reader) -> torch.Tensor:
+        """See :class:`TensorChannel`."""
         if self._stream is None:
             return self._receive(announced)
         with torch.cuda.stream(self._stream):
             tensor = self._receive(announced)
         self._stream.synchronize()
-        tensor.record_stream(self._consumer)
+        tensor.record_stream(torch.cuda.default_stream(self._device))
         return tensor
 
     def _receive(self, announced: Announcement) -> torch.Tensor:
@@ -248,6 +238,7 @@ class CollectiveChannel:
         return tensor
 
     def flush(self, deadline: float) -> None:
+        """See :class:`TensorChannel`."""
         while True:
             with self._lock:
                 if not self._leaving:
@@ -266,9 +257,7 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def choose_channels(
-    device: torch.device, peer: int, group: dist.ProcessGroup | None, consumer: torch.cuda.Stream | None = None
-) -> tuple[TensorChannel, ...]:
+def choose_channels(device: torch.device, peer: int, group: dist.ProcessGroup | None) -> tuple[TensorChannel, ...]:
     """The channels of one direction: position 0 for host memory, 1 for tensors of ``device``; see :func:`channel_of`.
 
     Args:
@@ -276,7 +265,7 @@ def choose_channels(
     """
     host = InlineChannel(_CPU)
     if group is not None:
-        return host, CollectiveChannel(group, peer, device, consumer)
+        return host, CollectiveChannel(group, peer, device)
     return (host,) if device.type == "cpu" else (host, InlineChannel(device))
 
 

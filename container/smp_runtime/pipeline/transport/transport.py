@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import pickle
@@ -89,7 +90,6 @@ class Transport:
         make_group: ``make_group((source, destination))``, a process group for tensors of ``device`` from one global
             rank to another, such as :func:`~smp_runtime.pipeline.transport.tensor_channels.directed_groups` returns.
             None: they travel through host memory.
-        consumer: CUDA stream that computes with received tensors; None for the default stream.
         delay: for tests: seconds by which the receiver holds back each message.
 
     Attributes:
@@ -116,7 +116,6 @@ class Transport:
         on_left: Callable[[int], None] = lambda stage: None,
         afterthought: Callable[[int], Any] = lambda stage: None,
         make_group: Callable[[tuple[int, int]], dist.ProcessGroup] | None = None,
-        consumer: torch.cuda.Stream | None = None,
         delay: Callable[[], float] | None = None,
     ) -> None:
         mine = control.rank
@@ -136,8 +135,8 @@ class Transport:
         self._peers: dict[int, Peer] = {}
         for stage, connection in sorted(connect_all(control, ranks, timeout_seconds()).items()):
             rank = ranks[stage]
-            out = choose_channels(device, rank, make_group and make_group((mine, rank)), consumer)
-            back = choose_channels(device, rank, make_group and make_group((rank, mine)), consumer)
+            out = choose_channels(device, rank, make_group and make_group((mine, rank)))
+            back = choose_channels(device, rank, make_group and make_group((rank, mine)))
             self._peers[stage] = Peer(stage, rank, connection, out, back)
         _open_transports.add(self)
         self._posting: list[TensorChannel] = []  # channels that keep what they send
@@ -147,7 +146,7 @@ class Transport:
                 both = {peer.rank: (peer.out[1], peer.back[1]) for peer in self._peers.values()}
                 meet(mine, ranks, both, device, timeout_seconds())
             except BaseException:
-                self._forget()
+                self.forget()
                 raise
         for peer in self._peers.values():
             for work, name in ((self._receive, "from"), (self._work_off, "to")):
@@ -200,22 +199,27 @@ class Transport:
         body = pickle.dumps((head, announced), protocol=5)
         pieces[0] = memoryview(_FRAME.pack(_MESSAGE, len(body)) + body)
         size += len(pieces[0])
-        if not posted:
-            self._put(peer, pieces, lasting, alive, size)
-            return
+        put = functools.partial(self._put, peer, pieces, lasting, alive, size)
+        if posted:
+            self._post(peer, posted, put)
+        else:
+            put()
+
+    def _post(self, peer: Peer, tensors: list[tuple[TensorChannel, torch.Tensor]], put: Callable[[], None]) -> None:
+        """Post tensors and put their message, in one go."""
         try:
             with peer.order:
                 self._check_open(peer)
                 if peer.broken is None:
-                    for out, tensor in posted:
+                    for out, tensor in tensors:
                         out.post(tensor)
-                self._put(peer, pieces, lasting, alive, size)
+                put()
         except SMPRuntimeError:
             raise
         except BaseException as error:
             # What has been posted of the message would be taken for the next one's.
             if not peer.has_ended(error):
-                self._fail(error, f"sending to stage {stage}")
+                self._fail(error, f"sending to stage {peer.stage}")
                 raise
             peer.break_off(error)
 
@@ -345,12 +349,13 @@ class Transport:
                     self._part(peer, kind, reader.take(size))
                     return
                 head, announced = pickle.loads(reader.take(size))
-                tensors = [self._next_tensor(peer, Announcement(*each), reader) for each in announced]
+                arriving = [Announcement(*each) for each in announced]
+                tensors = [peer.back[each.channel].receive(each, reader.fill) for each in arriving]
                 if self._delay is not None:
                     time.sleep(self._delay())
                 if not self._closed:
                     self._hand_over(peer, head, tensors)
-                del head, announced, tensors  # what was handed over must not live until the next message
+                del head, announced, arriving, tensors  # what was handed over must not live until the next message
         except Ended as ended:
             self._lose(peer, ended.args[0])
         except BaseException as error:
@@ -395,10 +400,6 @@ class Transport:
         for peer in self._peers.values():
             peer.write_last(_FRAME.pack(_LAST_WORDS, len(body)) + body, error)
 
-    @staticmethod
-    def _next_tensor(peer: Peer, announced: Announcement, reader: Reader) -> torch.Tensor:
-        return peer.back[announced.channel].receive(announced, reader.fill)
-
     def _hand_over(self, peer: Peer, head: Any, tensors: list[torch.Tensor]) -> None:
         try:
             self._on_message(peer.stage, head, tensors)
@@ -411,7 +412,7 @@ class Transport:
         except Exception:
             logger.exception("handling the loss of %s failed", peer)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """In a forked child: its copies of the connections must not outlive the rank."""
         for peer in self._peers.values():
             peer.connection.close()
@@ -430,7 +431,7 @@ def _loss(peer: Peer) -> SMPRuntimeError:
 
 def _forget_in_child() -> None:
     for transport in list(_open_transports):
-        transport._forget()
+        transport.forget()
 
 
 if hasattr(os, "register_at_fork"):
