@@ -45,7 +45,8 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
         self.out = nn.Linear(config.hidden, config.hidden)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [batch, seq, hidden]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[batch, seq, hidden]`` to the same."""
         batch, seq, hidden = x.shape
         q, k, v = self.qkv(x).view(batch, seq, 3, self.heads, hidden // self.heads).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
@@ -65,7 +66,8 @@ class Block(nn.Module):
         )
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [batch, seq, hidden]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[batch, seq, hidden]`` to the same."""
         x = x + self.dropout(self.attention(self.norm_1(x)))
         return x + self.dropout(self.mlp(self.norm_2(x)))
 
@@ -94,7 +96,8 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:  # [batch, seq] -> logits [batch, seq, 256]
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """``[batch, seq]`` to logits, ``[batch, seq, 256]``."""
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)

@@ -37,7 +37,7 @@ class DistributedAttentionLayer(HalfBlock):
         IndivisibleError: (a ``ValueError``) the ranks do not divide the heads.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the documented signature
         self,
         num_attention_heads: int = 32,
         attention_head_size: int = 32,

@@ -94,7 +94,7 @@ class Deferral(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001 - the operator's public name
             raise SMPUserError(
                 "the model reads a tensor's value while it is created (item(), float(), if tensor: …), but with delayed "
                 "parameter initialization there is no value yet; compute it with Python numbers, or create the model "

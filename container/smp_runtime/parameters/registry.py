@@ -56,6 +56,7 @@ class ParameterRecord:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """All global names, the first one first."""
         return (self.name, *self.aliases)
 
 

@@ -96,7 +96,7 @@ _by_class: dict[type, Registration] = {}
 _by_name: dict[str, str] = {}
 
 
-class tp_register:
+class tp_register:  # noqa: N801 - the public name of a decorator
     """Decorator that registers ``dist_module`` as the distributed form of the class it stands on.
 
     Args:
@@ -186,7 +186,7 @@ def arguments_of(dist_module: Any) -> set[str]:
 def _note_arguments(module_cls: Any) -> None:
     """Let instances remember what they were made with."""
     original = vars(module_cls).get("__init__", module_cls.__init__)
-    if getattr(original, "_smp_notes", False):
+    if getattr(original, "smp_notes", False):
         return
 
     @functools.wraps(original)
@@ -195,7 +195,7 @@ def _note_arguments(module_cls: Any) -> None:
             self.__dict__[_GIVEN] = (args, kwargs)
         original(self, *args, **kwargs)
 
-    noting._smp_notes = True  # type: ignore[attr-defined]
+    noting.__dict__["smp_notes"] = True
     module_cls.__init__ = noting
 
 

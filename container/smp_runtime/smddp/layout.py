@@ -33,14 +33,17 @@ class HostGrid:
 
     @property
     def hosts(self) -> int:
+        """Number of hosts."""
         return len(self.rows)
 
     @property
     def ranks_per_host(self) -> int:
+        """Number of ranks on each host."""
         return len(self.rows[0])
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return self.hosts * self.ranks_per_host
 
     @property

@@ -105,7 +105,8 @@ class SmddpProcessGroup(dist.ProcessGroup):
                 gathers["cuda"] = StreamGather(across, inside, grid, sizes, plain["cuda"][1])
         return cls(rank, size, plain, grid, sizes, gathers)
 
-    def getBackendName(self) -> str:
+    def getBackendName(self) -> str:  # noqa: N802 - PyTorch calls it
+        """The name that PyTorch shows for the group."""
         return BACKEND
 
     def fallback_reason(self, shard_bytes: int, device: str = "cpu") -> str | None:

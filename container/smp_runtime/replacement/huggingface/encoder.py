@@ -71,7 +71,7 @@ def init_hook(config: Any, *_: Any, **__: Any) -> Arguments:
     }
 
 
-def forward_hook(
+def forward_hook(  # noqa: PLR0913 - the signature of the original
     hidden_states: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     head_mask: Any = None,

@@ -258,9 +258,11 @@ def _replaced(state: Mapping[str, Any], prefix: str, below: Mapping[str, Any]) -
 class Names(Protocol):
     """Names of one kind of model, both ways."""
 
-    def to_ours(self, state: Mapping[str, Any]) -> dict[str, Any]: ...
+    def to_ours(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state under the distributed modules' names."""
 
-    def to_theirs(self, state: Mapping[str, Any]) -> dict[str, Any]: ...
+    def to_theirs(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state under Hugging Face's names."""
 
 
 class Translator(Protocol):
