@@ -120,6 +120,7 @@ class tp_register:  # noqa: N801 - the public name of a decorator
         self._arguments = (dist_module, init_hook, forward_hook, return_hook)
 
     def __call__(self, module_cls: type) -> type:
+        """Register ``module_cls``, and leave it as it is."""
         tp_register_with_module(module_cls, *self._arguments)
         return module_cls
 

@@ -187,6 +187,20 @@ class MessageGather:
             RuntimeError: it failed, or an earlier one did.
         """
         self.scratch.check()
+        self._hand_on(gather)
+        for work in gather.works:
+            work.wait()
+        grid, item = self._grid, gather.item
+        for neighbour, block in gather.blocks.items():
+            for row, shard in zip(grid.rows, block, strict=True):
+                item.outputs[row[grid.row.index(neighbour)]].copy_(shard)
+        if item.finish is not None:
+            item.finish()
+        self.sort.give_back(gather.sort)
+        self.scratch.give_back(gather.scratch)
+
+    def _hand_on(self, gather: _Gather) -> None:
+        """Give the neighbours what comes from the other hosts."""
         grid, item, rows = self._grid, gather.item, self._rows(gather)
         if gather.blocks:
             rows[grid.host].copy_(gather.scratch.bytes)
@@ -201,15 +215,11 @@ class MessageGather:
                 gather.works.append(self._backend.send([rows], neighbour, gather.first_tag))
             for host in self._other_hosts:
                 item.outputs[grid.column[host]].copy_(rows[host])
-        for work in gather.works:
-            work.wait()
-        for neighbour, block in gather.blocks.items():
-            for row, shard in zip(grid.rows, block, strict=True):
-                item.outputs[row[grid.row.index(neighbour)]].copy_(shard)
-        if item.finish is not None:
-            item.finish()
-        self.sort.give_back(gather.sort)
-        self.scratch.give_back(gather.scratch)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._grid.size
 
     def close(self) -> None:
         """End the thread; what is under way may end first."""
@@ -257,7 +267,7 @@ def _finish(owner: MessageGather, gather: _Gather) -> None:
         owner.pass_on(gather)
     except BaseException as error:
         owner.fail(error)
-        gather.work.finish(f"the all-gather over {owner._grid.size} ranks failed: {error}")
+        gather.work.finish(f"the all-gather over {owner.size} ranks failed: {error}")
     else:
         gather.work.finish()
 

@@ -268,7 +268,8 @@ class Names(Protocol):
 class Translator(Protocol):
     """``translate(state_dict, max_seq_len=None)``; ``max_seq_len`` is accepted."""
 
-    def __call__(self, state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]: ...
+    def __call__(self, state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
+        """The state under the other names."""
 
 
 def translators(names: Names, model: str) -> tuple[Translator, Translator]:
