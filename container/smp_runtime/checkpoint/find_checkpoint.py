@@ -39,9 +39,7 @@ def find_checkpoint(session: Session, path: Path, tag: str | None, needs: Needs)
     """The checkpoint that every rank has whole and undamaged; all ranks call it.
 
     Args:
-        path: folder of checkpoints.
         tag: a tag or a folder name; None means the newest, or the last whole one before it.
-        needs: what this rank reads of a checkpoint.
 
     Raises:
         CheckpointError: on every rank: there is none, it is damaged, or it belongs to another model.

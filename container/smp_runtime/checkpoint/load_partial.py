@@ -32,9 +32,6 @@ class Loading:
     """One partial checkpoint on its way into this rank's model and optimizer.
 
     Args:
-        session: of this rank.
-        checkpoint: whose manifest can be read.
-        model: to load into.
         optimizer: to load into; None leaves its state alone.
         strict: whether both must have the same names.
         states: whether the optimizer's own state is loaded, or only float32 weights and the loss scale.

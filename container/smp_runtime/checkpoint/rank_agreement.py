@@ -58,8 +58,6 @@ class StoreExchange:
 
     Args:
         store: a clone of the default store, which no other thread uses.
-        rank: this rank.
-        size: of the job.
         title: the same on every rank, and used once.
     """
 

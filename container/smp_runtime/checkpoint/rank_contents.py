@@ -78,7 +78,6 @@ class Share:
     """Which of the ranks that have the same elements writes them.
 
     Args:
-        session: this rank's position.
         hosts: by global rank, the number of its host, if hosts have folders of their own; then one rank on each host
             writes, so that every host can go on from its own folder. None if all share one.
     """

@@ -54,9 +54,7 @@ class Report:
 
     Attributes:
         failure: why it could not, or None.
-        files: what it has written, or is about to.
         pieces: by file, state key and name.
-        parameters: of its stage, if it speaks for it.
         buffers: the same.
     """
 

@@ -97,7 +97,6 @@ def choose_backend(
     ranks share one, all tensors go over gloo.
 
     Args:
-        hosts: of the job.
         instance_type: of all hosts; None where they differ or nobody knows. All ranks must give the same.
         visible: by rank, what :func:`visible_gpus` gave there.
 

@@ -18,10 +18,6 @@ class AccumulationScale:
 
     Hooks of a tensor see both. So these are hooks of the graph's nodes that accumulate; each lasts as long as it is
     kept, and as its parameter stays of one type and on one device.
-
-    Args:
-        parameters: whose gradients are scaled.
-        factor: with what, at the moment.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], factor: Callable[[], float]) -> None:

@@ -37,8 +37,6 @@ class GradientReducer:
         parameters: those with ``requires_grad``; the same, in the same order, on every rank of the group.
         group: the ranks that hold replicas of these parameters.
         ranks: their global numbers, ascending.
-        collectives: the seam to communicate through.
-        bucket_bytes: size of a bucket.
         overlap: False launches every bucket at the end of the window.
         reduce_dtype: in which gradients are summed; None means each in its own type.
         bucket_view: gradients of all windows share one buffer, so keep no reference to a gradient over a step.

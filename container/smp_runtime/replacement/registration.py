@@ -51,7 +51,6 @@ class Registration:
         """The distributed module for ``original``, with new weights.
 
         Args:
-            original: the module that it replaces.
             overrides: win over its own arguments.
             automatic: used where neither gives a value.
         """

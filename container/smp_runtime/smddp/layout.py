@@ -62,7 +62,6 @@ class HostGrid:
 
         Args:
             host_of: by group rank, the name of its host.
-            rank: this rank in the group.
         """
         hosts: dict[str, list[int]] = {}
         for number, name in enumerate(host_of):

@@ -41,7 +41,6 @@ class _Gather:
     """One all-gather under way.
 
     Attributes:
-        work: what the caller waits for.
         arriving: from other hosts, in the order in which they are waited for: the message, the host, where in a shard
             its bytes belong, and the tag with which they are handed on.
         works: all messages that are not waited for before the end.
@@ -69,8 +68,6 @@ class MessageGather:
 
     Args:
         backend: of the group, with a full mesh of connections.
-        grid: where its ranks are.
-        sizes: of the buffers.
     """
 
     def __init__(self, backend: Any, grid: HostGrid, sizes: BufferSizes) -> None:

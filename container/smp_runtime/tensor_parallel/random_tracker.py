@@ -35,7 +35,6 @@ class RandomTracker:
 
     Args:
         base: the number both derive from, the same on every rank of the group.
-        rank: position in the group.
         is_alone: whether the other ranks do not do the same now; such uses are not counted.
     """
 

@@ -77,7 +77,6 @@ class Names:
     """The tensors of a checkpoint by the names of this model.
 
     Args:
-        manifest: of the checkpoint.
         wanted: the model's parameters: all names of each, with its shape.
         to_ours: translations of the models that are distributed here, from Hugging Face's states.
     """
@@ -132,7 +131,6 @@ def read_into(
     Args:
         target: ``[wanted.elements]`` in any shape.
         wanted: the region, of the shape that the tensor has here.
-        traced: what it is made of.
         key: the state key to read, by the checkpoint's name.
     """
     if traced.is_leaf_of_checkpoint:

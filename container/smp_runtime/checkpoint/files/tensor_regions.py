@@ -103,9 +103,7 @@ def copy_common(target: torch.Tensor, wanted: Region, source: torch.Tensor, give
 
     Args:
         target: flat, ``[wanted.elements]``. All of a slice, unless both regions are of the same slice.
-        wanted: the region that it is.
         source: flat, ``[given.elements]``.
-        given: the region that it is.
 
     Returns:
         How many elements were copied.

@@ -62,9 +62,7 @@ class CausalNames:
 
     Attributes:
         root: Hugging Face's name of the model inside the one with the head.
-        layers: its list of layers.
         outer: the distributed model's name for each parameter outside the layers, by Hugging Face's in the model inside.
-        layer: of each layer.
         head: Hugging Face's name of the head's weight; tied to the word embedding if the distributed model has none.
         head_bias: of its bias.
     """
