@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -15,6 +15,18 @@ if TYPE_CHECKING:
 
 #: Causal masks and frequencies that older versions of Transformers saved and the distributed layers compute.
 _COMPUTED = re.compile(r"(^|\.)(attn|attn\.attention|attention|self_attn)\.(masked_)?bias$|(^|\.)rotary_emb\.inv_freq$")
+
+
+def parameter_names(
+    modules: Mapping[str, str | tuple[str, ...]], *kinds: Literal["weight", "bias"]
+) -> dict[str, str | tuple[str, ...]]:
+    """Names of parameters from those of the modules that have them: of weight and bias, if no ``kinds`` are given."""
+
+    def of(target: str | tuple[str, ...], kind: str) -> str | tuple[str, ...]:
+        return f"{target}.{kind}" if isinstance(target, str) else tuple(f"{part}.{kind}" for part in target)
+
+    kinds = kinds or ("weight", "bias")
+    return {f"{theirs}.{kind}": of(ours, kind) for theirs, ours in modules.items() for kind in kinds}
 
 
 @dataclass(frozen=True)
