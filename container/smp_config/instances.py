@@ -44,11 +44,6 @@ class Instance:
     nvlink: bool
     host_memory_bytes: int
 
-    @property
-    def network_bytes_per_second(self) -> float | None:
-        """The bandwidth of one instance in bytes/s, or None where none is published."""
-        return None if self.network_gbps is None else self.network_gbps * 1e9 / 8
-
 
 @lru_cache(maxsize=1)
 def _catalogue() -> dict[str, Instance]:

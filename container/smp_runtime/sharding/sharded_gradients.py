@@ -77,15 +77,11 @@ class ShardedGradients:
 
     Args:
         units: the trained ones.
-        inside: the sharding group.
         across: ranks with the same shard in all sharding groups; None if there is one group.
         everyone: all ranks that hold the same parameters; None if it is this one alone.
-        position: this rank's among them.
         sharing: the sharding groups among them, as lists of such positions.
-        gathers: what this rank has gathered.
         replicas: how many ranks the gradients are averaged over.
         shard_of: by position in the sharding group, the number of that rank's shard.
-        collectives: the seam.
         bucket_elements: most elements that one collective carries, and of gradients that are not summed yet; a unit
             that is larger itself is complete before it is sent in parts.
         dtype: in which gradients are summed; None means each in its parameter's type.
@@ -323,11 +319,6 @@ class ShardedGradients:
             if flat is not None:
                 first = self._first_number[id(unit)]
                 yield unit, self._part(flat, unit), self._used_anywhere[first : first + len(unit.parameters)].tolist()
-
-    @property
-    def bytes_held(self) -> int:
-        """Bytes of the gradients that this rank keeps until the update."""
-        return sum(flat.nbytes for flat in (*self._sums.values(), *self._ready.values()))
 
     # -- order -----------------------------------------------------------------------------------------------------
 

@@ -65,6 +65,7 @@ class UnitPlan:
 
     @property
     def elements(self) -> int:
+        """Elements of all its parameters."""
         return sum(parameter.numel() for parameter in self.parameters)
 
 
@@ -79,9 +80,6 @@ def plan_units(module: nn.Module, parameters: Iterable[nn.Parameter], options: S
     Repeated blocks (the children of a ``ModuleList`` or of an ``nn.Sequential`` of blocks) are units; so is any other
     module that holds no such list. A unit has at most half of ``max_live`` elements, so that the next one can be
     fetched while it is used; a module above that is divided into its children.
-
-    Args:
-        parameters: what shall be sharded.
 
     Raises:
         SMPUserError: one module's own parameters exceed ``max_live``, with its name.

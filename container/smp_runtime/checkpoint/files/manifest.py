@@ -213,10 +213,6 @@ class Manifest:
         record = self.parameters.get(name) or self.buffers[name]
         return (name, *record.aliases)
 
-    def by_any_name(self) -> dict[str, str]:
-        """The global name of every parameter by each of its names."""
-        return {alias: name for name in self.parameters for alias in self.names_of(name)}
-
     def holders(self, key: str, name: str) -> Iterator[tuple[str, Piece]]:
         """The files that have parts of a tensor's ``key``, with the parts."""
         for file, keys in self.pieces.items():
