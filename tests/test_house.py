@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,29 +38,37 @@ FORBIDDEN = {
     "smp_runtime": {"sagemaker", "boto3"},
     "smdistributed": {"sagemaker", "boto3"},
 }
-#: The floors of smp_runtime, from the ground; a file imports only its own floor and those below.
+#: The floors of smp_runtime, from the ground; a room imports only those below its own floor.
 FLOORS = [
-    ("errors", "devices", "deferred", "swapping", "copying"),
-    ("registry", "pieces", "module_manager"),
-    (
-        "comm",
-        "smddp",
-        "pipeline",
-        "progress",
-        "splitting",
-        "step_output",
-        "precision",
-        "loss_scaling",
-        "fused_optimizers",
-        "model_names",
-    ),
-    ("session", "optimizer_state"),
-    ("data_parallel", "sharding", "activations", "checkpoint", "tensor_parallel", "nn"),
-    ("replicated_model",),
-    ("staged_model", "model_state", "stepped_model"),
-    ("norms", "master_gradients", "saved_optimizer"),
-    ("model", "optimizer", "step", "creation", "amp"),
+    {"errors"},
+    {"tensors"},
+    {"comm", "module_state", "parameters"},
+    {"pipeline", "smddp"},
+    {"job"},
+    {"activations", "data_parallel", "sharding", "step", "tensor_parallel"},
+    {"nn", "optim"},
+    {"replacement"},
+    {"model"},
+    {"checkpoint"},
 ]
+#: They know nothing of one another: what one needs of another is a protocol, or is passed in by the model's recipe.
+STRATEGIES = {"activations", "data_parallel", "pipeline", "sharding", "tensor_parallel"}
+#: Files of smp_runtime that may ask for the session of the process: what a script calls or creates itself.
+TOUCHED_BY_SCRIPTS = {
+    "activations/activations.py",
+    "activations/marking.py",
+    "activations/regions.py",
+    "model/creation.py",
+    "model/distributed_model.py",
+    "nn/distributed_module.py",
+    "optim/distributed_optimizer.py",
+    "optim/grad_scaler.py",
+    "replacement/huggingface/translation.py",
+    "replacement/placing.py",
+    "step/step.py",
+}
+#: Files of a folder of smp_runtime, at most: more than a newcomer can take in at a glance are two rooms.
+MOST_FILES = 15
 
 
 def _files(package):
@@ -66,17 +76,43 @@ def _files(package):
 
 
 def _imports(path):
-    """Top-level and deferred imports alike, except those for type checkers only."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []
-    for node in ast.walk(tree):
+    """Names of all imports: deferred ones and those for type checkers tie files together like any other."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _module(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("container.").removesuffix(".__init__")
+
+
+def _graph():
+    """By file, the other files of the project that it imports."""
+    files = {_module(path): path for package in PACKAGES for path in _files(package)}
+    graph = {}
+    for module, path in files.items():
+        found = set(_imports(path))
+        # "from package import file" names both; it is the file that is imported.
+        named = {name for name in found if name in files}
+        packages = {name for name in named if any(other.startswith(f"{name}.") for other in named)}
+        graph[module] = named - packages - {module}
+    return graph
+
+
+def _rooms():
+    """By room of smp_runtime, those that its files import, and one of these imports for each."""
+    rooms = {}
+    for module, imported in _graph().items():
+        if module.startswith("smp_runtime."):
+            room = module.split(".")[1]
+            for name in imported:
+                other = name.split(".")[1:2]
+                if name.startswith("smp_runtime.") and other and other[0] != room:
+                    rooms.setdefault(room, {})[other[0]] = f"{module} imports {name}"
+    return rooms
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -98,16 +134,54 @@ def test_commands_import_the_runtime_only_when_they_run(path):
             assert not any(name.split(".")[0] in COMMANDS[path] for name in names), ast.unparse(node)
 
 
+def test_no_files_import_one_another_in_a_circle():
+    list(graphlib.TopologicalSorter(_graph()).static_order())  # raises CycleError, which names them
+
+
 def test_the_floors_of_the_runtime():
     floor_of = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
-    for path in _files("smp_runtime"):
-        room = path.relative_to(PACKAGES["smp_runtime"]).parts[0].removesuffix(".py")
-        if room == "__init__":
-            continue
-        for name in _imports(path):
-            parts = name.split(".")
-            if parts[0] == "smp_runtime" and len(parts) > 1 and parts[1] in floor_of:
-                assert floor_of[parts[1]] <= floor_of[room], f"{path.relative_to(ROOT)} imports {name}"
+    folder = PACKAGES["smp_runtime"]
+    assert floor_of.keys() == {
+        p.stem for p in folder.iterdir() if p.name not in ("__init__.py", "__pycache__", "py.typed")
+    }
+    for room, others in _rooms().items():
+        for other, where in others.items():
+            assert floor_of[other] < floor_of[room], where
+
+
+def test_strategies_know_nothing_of_one_another():
+    for room, others in _rooms().items():
+        if room in STRATEGIES:
+            for other in others.keys() & STRATEGIES:
+                raise AssertionError(others[other])
+
+
+def test_the_session_is_asked_for_by_what_scripts_touch():
+    folder = PACKAGES["smp_runtime"]
+    asking = {
+        str(path.relative_to(folder))
+        for path in _files("smp_runtime")
+        if re.search(
+            r"\bsessions?\.(current|is_initialized|is_tracing)\(|session import .*\bcurrent\b", path.read_text()
+        )
+    }
+    assert asking == TOUCHED_BY_SCRIPTS
+
+
+def test_strategies_take_the_record_of_ranks_and_no_session():
+    for module, imported in _graph().items():
+        parts = module.split(".")
+        if parts[0] == "smp_runtime" and len(parts) > 1 and parts[1] in STRATEGIES - {"activations"}:
+            assert "smp_runtime.job.session" not in imported, module
+
+
+def test_folders_can_be_taken_in_at_a_glance():
+    for folder in {path.parent for path in _files("smp_runtime")}:
+        assert len(list(folder.glob("*.py"))) <= MOST_FILES, folder.relative_to(ROOT)
+
+
+def test_the_recipe_fits_a_page():
+    assert len((PACKAGES["smp_runtime"] / "model" / "recipe.py").read_text().splitlines()) <= 100
 
 
 def test_no_file_is_too_long_to_read():

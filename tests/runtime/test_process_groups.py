@@ -74,7 +74,7 @@ def on_nccl(solo, monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(session.groups, "_device", torch.device("cuda", 0))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
-    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: done.append("aborted"))
+    monkeypatch.setattr(groups, "abort_process_groups", lambda: done.append("aborted"))
     monkeypatch.setattr("signal.getitimer", lambda *_: (0.0, 0.0))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("signal.setitimer", lambda *_: done.append("alarm"))
@@ -93,11 +93,10 @@ def test_an_uncaught_exception_aborts_the_calls_of_a_gpu(on_nccl):
 
 
 def test_an_abort_that_does_not_end_leaves_the_process_to_the_system(on_nccl, monkeypatch):
-    import torch.distributed as dist
 
     session, done = on_nccl
     ends = threading.Event()
-    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", ends.wait)
+    monkeypatch.setattr(groups, "abort_process_groups", ends.wait)
     monkeypatch.setattr(groups, "ABORT_SECONDS", 0.05)
     session.has_failed = True
     sessions.shutdown()

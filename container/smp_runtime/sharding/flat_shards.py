@@ -66,8 +66,7 @@ class FlatShards(Generic[Unit]):
 
     def _share_out(self, unit: Unit) -> None:
         """From now on this rank updates its part of a unit; the values of float32 copies are still to come."""
-        for index, parameter in enumerate(unit.parameters):
-            fragment = unit.fragment(index)
+        for parameter, fragment in zip(unit.parameters, unit.fragments, strict=True):
             if fragment is None or not unit.trained:
                 continue
             stored = unit.slice_of(unit.shard, fragment)
@@ -87,7 +86,7 @@ class FlatShards(Generic[Unit]):
         """First and last element (exclusive) of this rank's part of every sharded parameter; equal if it has none."""
         found = {}
         for parameter, (unit, index) in self._where.items():
-            fragment = unit.fragment(index)
+            fragment = unit.fragments[index]
             found[parameter] = (fragment.start, fragment.stop) if fragment else (0, 0)
         return found
 
@@ -100,9 +99,9 @@ class FlatShards(Generic[Unit]):
             reduced: those of this rank's shard, ``[shard_elements]``.
             used: for each parameter of the unit, whether any rank used it; others have no gradient.
         """
-        for index, parameter in enumerate(unit.parameters):
-            shard, fragment = self.optimizer_shards[parameter], unit.fragment(index)
-            if shard is not None and fragment is not None and used[index]:
+        for parameter, fragment, is_used in zip(unit.parameters, unit.fragments, used, strict=True):
+            shard = self.optimizer_shards[parameter]
+            if shard is not None and fragment is not None and is_used:
                 shard.reduced = unit.slice_of(reduced, fragment)
 
     def clear_gradients(self) -> None:
@@ -165,8 +164,8 @@ class FlatShards(Generic[Unit]):
     ) -> list[torch.Tensor]:
         """Whole tensors of a unit's parameters, views of one buffer; zero where no rank has a value."""
         shard = torch.zeros(unit.shard_elements, dtype=dtype, device=device)
-        for index, parameter in enumerate(unit.parameters):
-            fragment, value = unit.fragment(index), values.get(parameter)
+        for parameter, fragment in zip(unit.parameters, unit.fragments, strict=True):
+            value = values.get(parameter)
             if fragment is not None and value is not None:
                 part = unit.slice_of(shard, fragment)
                 part.copy_(value.reshape(part.shape))

@@ -49,6 +49,7 @@ class FlatUnit:
     Attributes:
         shard: this rank's part, ``[shard_elements]``.
         filled: elements without the padding.
+        fragments: the part of each parameter that lies in this rank's shard, or None.
     """
 
     shard: torch.Tensor
@@ -70,6 +71,7 @@ class FlatUnit:
             self.filled += shape.numel()
         per_rank = -(-self.filled // shards)
         self.shard_elements = -(-per_rank // ALIGNMENT) * ALIGNMENT
+        self.fragments = [self._fragment(index) for index in range(len(self.parameters))]
 
     def part_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of a buffer of this unit's layout."""
@@ -82,8 +84,7 @@ class FlatUnit:
             for offset, shape in zip(self.offsets, self.shapes, strict=True)
         ]
 
-    def fragment(self, index: int) -> Fragment | None:
-        """The part of one parameter that lies in this rank's shard, or None."""
+    def _fragment(self, index: int) -> Fragment | None:
         begin = self.position * self.shard_elements
         offset, length = self.offsets[index], self.shapes[index].numel()
         start, stop = max(begin, offset), min(begin + self.shard_elements, offset + length)
@@ -98,7 +99,7 @@ class FlatUnit:
     @torch.no_grad()
     def take(self, index: int, value: torch.Tensor) -> None:
         """Keep this rank's part of one parameter's whole value."""
-        fragment = self.fragment(index)
+        fragment = self.fragments[index]
         if fragment is not None:
             part = value.detach().reshape(-1)[fragment.start : fragment.stop]
             self.shard[fragment.offset : fragment.offset + part.numel()].copy_(part)
@@ -249,9 +250,8 @@ class ShardedUnit(FlatUnit):
 
     def mark_parameters(self) -> None:
         """Set what scripts for DeepSpeed read: ``ds_shape``, ``ds_numel`` and ``ds_tensor`` (this rank's part, flat)."""
-        for index, parameter in enumerate(self.parameters):
-            fragment = self.fragment(index)
+        for parameter, shape, fragment in zip(self.parameters, self.shapes, self.fragments, strict=True):
             part = self.shard[:0] if fragment is None else self.slice_of(self.shard, fragment).view(-1)
-            parameter.ds_shape = self.shapes[index]  # type: ignore[attr-defined]
-            parameter.ds_numel = self.shapes[index].numel()  # type: ignore[attr-defined]
+            parameter.ds_shape = shape  # type: ignore[attr-defined]
+            parameter.ds_numel = shape.numel()  # type: ignore[attr-defined]
             parameter.ds_tensor = part  # type: ignore[attr-defined]

@@ -111,7 +111,7 @@ class ModuleUses:
         self._passes.clear()
 
     def units_held_by(self, module: nn.Module) -> list[ShardedUnit]:
-        """The units of the parameters that are attributes of ``module`` itself."""
+        """The units of the parameters that a module has itself."""
         found: list[ShardedUnit] = []
         for parameter in module._parameters.values():
             unit = self._unit_of.get(id(parameter))

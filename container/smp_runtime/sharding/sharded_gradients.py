@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 
-from smp_runtime.sharding.gather_order import GatherTrace, refuse_unequal
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from smp_runtime.comm.collectives import Collectives, Work
-    from smp_runtime.sharding.flat_unit import ShardedUnit
+from smp_config import Group
+from smp_runtime.comm.collectives import Work
+from smp_runtime.job.ranks import Ranks
+from smp_runtime.sharding.flat_unit import ShardedUnit
+from smp_runtime.sharding.gather_order import GatherTrace, refuse_unequal, sharing_positions
 
 #: Below this many elements, units share a collective: latency outweighs what an earlier start wins.
 _SMALLEST = 2**18
@@ -77,10 +74,6 @@ class ShardedGradients:
 
     Args:
         units: the trained ones.
-        across: ranks with the same shard in all sharding groups; None if there is one group.
-        everyone: all ranks that hold the same parameters; None if it is this one alone.
-        sharing: the sharding groups among them, as lists of such positions.
-        replicas: how many ranks the gradients are averaged over.
         shard_of: by position in the sharding group, the number of that rank's shard.
         bucket_elements: most elements that one collective carries, and of gradients that are not summed yet; a unit
             that is larger itself is complete before it is sent in parts.
@@ -90,31 +83,21 @@ class ShardedGradients:
     def __init__(
         self,
         units: Sequence[ShardedUnit],
-        inside: dist.ProcessGroup,
-        across: dist.ProcessGroup | None,
-        everyone: dist.ProcessGroup,
-        *,
-        position: int,
-        sharing: Sequence[Sequence[int]],
+        ranks: Ranks,
         gathers: GatherTrace,
-        replicas: int,
         shard_of: Sequence[int],
-        collectives: Collectives,
         bucket_elements: int,
         dtype: torch.dtype | None,
     ) -> None:
         self._units = list(units)
-        self._inside = inside
-        self._across = across
-        self._everyone = everyone
-        self._scale = 1.0 / replicas
+        self._ranks = ranks
+        self._inside = ranks.process_group(Group.SHARD)
+        self._scale = 1.0 / ranks.size(Group.RDP)
         self._gathers = gathers
         self._rows = [list(shard_of).index(number) for number in range(len(shard_of))]
-        self._collectives = collectives
         self._bucket_elements = bucket_elements
         self._dtype = dtype
-        self._position = position
-        self._sharing = [list(positions) for positions in sharing]
+        self._sharing = sharing_positions(ranks)
         self._groups: list[list[ShardedUnit]] = []
         self._group_of: dict[int, int] = {}
         self._divide(list(reversed(self._units)))
@@ -216,7 +199,7 @@ class ShardedGradients:
         for begin in range(0, columns, width):
             chunk = filling.buffer if columns <= width else filling.buffer[:, begin : begin + width].contiguous()
             part = torch.empty(chunk.shape[1], dtype=chunk.dtype, device=chunk.device)
-            work = self._collectives.reduce_scatter(part, chunk.view(-1), self._inside)
+            work = self._ranks.collectives.reduce_scatter(part, chunk.view(-1), self._inside)
             if columns > width:  # a bucket at a time, so that no more than one waits
                 work.wait()
             works.append((work if columns <= width else _Done(), part))
@@ -261,9 +244,9 @@ class ShardedGradients:
             self._launch(number)
         self._land()
         for kind, flat in self._sums.items():
-            if self._across is not None:
+            if self._ranks.size(Group.REPLICA) > 1:
                 for part in flat.split(self._bucket_elements):
-                    self._collectives.all_reduce(part, self._across).wait()
+                    self._ranks.collectives.all_reduce(part, self._ranks.process_group(Group.REPLICA)).wait()
             if kind in self._ready:
                 self._ready[kind].add_(flat)
             else:
@@ -283,10 +266,10 @@ class ShardedGradients:
         news[used : used + groups] = torch.tensor(
             [float(number in self._filling) for number in range(groups)], device="cpu"
         )
-        news[used + groups + self._position] = float(self._gathers.digest)
+        news[used + groups + self._ranks.rank_in(Group.RDP)] = float(self._gathers.digest)
         self._gathers.forget()
         news = news.to(self._units[0].device)
-        self._collectives.all_reduce(news, self._everyone).wait()
+        self._ranks.collectives.all_reduce(news, self._ranks.process_group(Group.RDP)).wait()
         news = news.cpu()
         self._used_anywhere |= news[:used] > 0
         self._used.zero_()

@@ -21,12 +21,12 @@ from smp_runtime.parameters.deferred_creation import Deferrals, StandIn, materia
 from smp_runtime.sharding.all_gather import make_gathering
 from smp_runtime.sharding.flat_shards import FlatShards
 from smp_runtime.sharding.flat_unit import ShardedUnit
-from smp_runtime.sharding.gather_order import sharing_positions
 from smp_runtime.sharding.live_parameters import LiveParameters
 from smp_runtime.sharding.module_hooks import ModuleUses
 from smp_runtime.sharding.sharded_gradients import ShardedGradients
 from smp_runtime.sharding.state_reads import AutocastWarning, StateReads
 from smp_runtime.sharding.unit_plan import ShardingOptions, is_sharded, plan_units
+from smp_runtime.tensors.torch_private import before_loading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,19 +80,9 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         super().__init__(ranks, Group.SHARD, parameters, units, precision, gathering.shard_of)
         self.live = LiveParameters(self.units, gathering, self.options.max_live)
         trained = [unit for unit in self.units if unit.trained]
+        bucket_elements = self.options.bucket_elements
         self.gradients = ShardedGradients(
-            trained,
-            self._group,
-            ranks.groups.group(Group.REPLICA) if ranks.size(Group.REPLICA) > 1 else None,
-            ranks.groups.group(Group.RDP),
-            position=ranks.rank_in(Group.RDP),
-            sharing=sharing_positions(ranks),
-            gathers=self.live.trace,
-            replicas=ranks.size(Group.RDP),
-            shard_of=gathering.shard_of,
-            collectives=ranks.collectives,
-            bucket_elements=self.options.bucket_elements,
-            dtype=precision.reduce,
+            trained, ranks, self.live.trace, gathering.shard_of, bucket_elements, precision.reduce
         )
         for unit in self.units:
             self._share_out(unit)
@@ -271,7 +261,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
                 if (me := weak()) is not None:
                     me.keep(units)
 
-            part.register_load_state_dict_pre_hook(before)
+            before_loading(part, before)
             part.register_load_state_dict_post_hook(after)
 
     def keep(self, units: Sequence[ShardedUnit]) -> None:

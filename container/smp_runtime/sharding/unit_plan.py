@@ -65,7 +65,7 @@ class UnitPlan:
 
     @property
     def elements(self) -> int:
-        """Elements of all its parameters."""
+        """Of all parameters together."""
         return sum(parameter.numel() for parameter in self.parameters)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from datetime import timedelta
 
-#: The oldest and the newest release that the tests of the runtime pass with.
+#: The oldest and the newest release that all tests of the runtime are run with; setup.cfg says what older ones lack.
 TESTED = ("2.8", "2.15")
 
 #: Private names that other files use as they are, by what has them.
@@ -196,6 +196,15 @@ NORMS_WITH_STATISTICS: type | tuple[type, ...] = getattr(nn.modules.batchnorm, "
 #: What ``load_state_dict`` returns, from the missing and the unexpected names.
 IncompatibleKeys: Callable[[list[str], list[str]], Any] = type(nn.Module().load_state_dict({}))
 
+
+def before_loading(module: nn.Module, hook: Callable[..., None]) -> None:
+    """Call ``hook(module, state_dict, prefix, …)`` before a module takes its part of a state."""
+    if hasattr(nn.Module, "register_load_state_dict_pre_hook"):  # since PyTorch 2.5
+        module.register_load_state_dict_pre_hook(hook)
+    else:
+        module._register_load_state_dict_pre_hook(hook, with_module=True)
+
+
 _parse_to: Callable[..., Any] = _private("reads the arguments of DistributedModel.to", "_C._nn._parse_to")
 
 
@@ -288,6 +297,7 @@ __all__ = [
     "all_gather_single_coalesced",
     "at_end_of_backward",
     "backward_pass",
+    "before_loading",
     "call_with_hooks",
     "count_collectives",
     "default_device",
