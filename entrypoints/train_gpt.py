@@ -45,7 +45,8 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
         self.out = nn.Linear(config.hidden, config.hidden)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [batch, seq, hidden]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[batch, seq, hidden]`` to the same."""
         batch, seq, hidden = x.shape
         q, k, v = self.qkv(x).view(batch, seq, 3, self.heads, hidden // self.heads).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
@@ -65,7 +66,8 @@ class Block(nn.Module):
         )
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [batch, seq, hidden]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[batch, seq, hidden]`` to the same."""
         x = x + self.dropout(self.attention(self.norm_1(x)))
         return x + self.dropout(self.mlp(self.norm_2(x)))
 
@@ -94,7 +96,8 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:  # [batch, seq] -> logits [batch, seq, 256]
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """``[batch, seq]`` to logits, ``[batch, seq, 256]``."""
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
@@ -240,6 +243,43 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
+def make_optimizer(model: nn.Module, args: argparse.Namespace) -> smp.DistributedOptimizer:
+    """AdamW; matrices decay, and biases, norms and embeddings of one dimension do not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return smp.DistributedOptimizer(
+        torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95)),
+        static_loss_scale=None,
+        dynamic_loss_scale=True,  # only float16 is scaled
+        dynamic_loss_args={"init_scale": 2.0**16, "scale_window": 500},
+    )
+
+
+def resume(args: argparse.Namespace, scheduler: torch.optim.lr_scheduler.LRScheduler) -> tuple[int, list[float]]:
+    """The next step and the losses so far, from the newest checkpoint if there is one."""
+    if not (args.checkpoint_dir / "newest").exists():
+        return 0, []
+    content = smp.resume_from_checkpoint(str(args.checkpoint_dir))
+    scheduler.load_state_dict(content["scheduler"])
+    smp.state.progress.set_position(content["step"])
+    print_once(f"resumed at step {content['step']}")
+    return content["step"], content["losses"]
+
+
+def is_due(done: int, interval: int, args: argparse.Namespace) -> bool:
+    """Whether something that happens every ``interval`` steps happens now; after the last step it comes anyway."""
+    return bool(interval) and done % interval == 0 and done < args.steps
+
+
+def print_once(text: str) -> None:
+    """Print on rank 0 only."""
+    if smp.rank() == 0:
+        print(text, flush=True)
+
+
 def main() -> int:
     args = parse_arguments()
     smp.init()
@@ -256,30 +296,12 @@ def main() -> int:
     torch.manual_seed(args.seed + smp.dp_rank())  # different dropout on every replica
     device = smp.state.device
 
-    # Matrices decay; biases, norms and embeddings of one dimension do not.
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = smp.DistributedOptimizer(
-        torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95)),
-        static_loss_scale=None,
-        dynamic_loss_scale=True,  # only float16 is scaled
-        dynamic_loss_args={"init_scale": 2.0**16, "scale_window": 500},
-    )
+    optimizer = make_optimizer(model, args)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, args.warmup, args.steps)
     )
 
-    first_step, losses = 0, []
-    if (args.checkpoint_dir / "newest").exists():
-        content = smp.resume_from_checkpoint(str(args.checkpoint_dir))
-        first_step, losses = content["step"], content["losses"]
-        scheduler.load_state_dict(content["scheduler"])
-        smp.state.progress.set_position(first_step)
-        if smp.rank() == 0:
-            print(f"resumed at step {first_step}", flush=True)
+    first_step, losses = resume(args, scheduler)
 
     def save(step: int) -> None:
         smp.save_checkpoint(
@@ -305,22 +327,28 @@ def main() -> int:
             mine = float(loss.reduce_mean())
             losses.append(sum(smp.allgather(mine, smp.DP_GROUP)) / smp.dp_size())
         done = step + 1
-        if args.eval_interval and done % args.eval_interval == 0 and done < args.steps:
+        if is_due(done, args.eval_interval, args):
             val_loss = evaluate(model, corpus, args, device)
             if val_loss is not None:
                 smp.state.progress.note_eval_loss(val_loss)
-            if smp.rank() == 0:
-                print(f"step {done}: train_loss={float(loss.reduce_mean()):.4f} val_loss={shown(val_loss)}", flush=True)
+            print_once(f"step {done}: train_loss={float(loss.reduce_mean()):.4f} val_loss={shown(val_loss)}")
         if stop.agreed():
             save(done)
-            if smp.rank() == 0:
-                print(f"stopped after step {done}; a new run continues here", flush=True)
+            print_once(f"stopped after step {done}; a new run continues here")
             return 0
-        if args.checkpoint_interval and done % args.checkpoint_interval == 0 and done < args.steps:
+        if is_due(done, args.checkpoint_interval, args):
             save(done)
 
-    val_loss = evaluate(model, corpus, args, device)
+    finish(model, config, args, evaluate(model, corpus, args, device), losses)
+    return 0
+
+
+def finish(
+    model: nn.Module, config: GPTConfig, args: argparse.Namespace, val_loss: float | None, losses: list[float]
+) -> None:
+    """Write the model, and show what it was trained to."""
     weights = model.state_dict(gather_to_rank0=True)  # from all ranks that hold a part of the model
+    device = smp.state.device
     if smp.rank() == 0:
         whole = GPT(config)
         whole.load_state_dict(weights)
@@ -330,7 +358,6 @@ def main() -> int:
             print("--- sample ---\n" + sample_text(whole.to(device), "def ", args.sample_bytes, device, args.seed))
             print("--- end of sample ---", flush=True)
     smp.barrier()
-    return 0
 
 
 def write_model(

@@ -61,7 +61,7 @@ def stopped_at(estimator: SMPEstimator, channels: dict[str, str], checkpoints: P
 
 
 def command(*arguments: str) -> None:
-    """``smp-estimator checkpoint …``"""
+    """Run ``smp-estimator checkpoint`` with these arguments."""
     print("$ smp-estimator checkpoint", *arguments, flush=True)
     subprocess.run(["smp-estimator", "checkpoint", *arguments], check=True)
 

@@ -59,7 +59,6 @@ class BufferSizes:
 
         Args:
             input_bytes: what one rank puts in.
-            sharding_degree: ranks that take part.
             implementation_bytes: what the implementation itself puts into the sort buffer on this layout of ranks;
                 the larger of this and the documented rule decides.
         """

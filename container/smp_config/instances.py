@@ -24,7 +24,6 @@ class Instance:
     Attributes:
         name: as SageMaker writes it, ``"ml.p4d.24xlarge"``.
         gpus: GPUs of one instance.
-        gpu: name of the GPU.
         gpu_memory_bytes: of one GPU, in bytes.
         network_gbps: network bandwidth of the instance in Gbit/s (10^9 bits), or None where none is published.
         network_burst: the bandwidth is an upper limit ("up to"), not sustained.
@@ -44,11 +43,6 @@ class Instance:
     rdma: bool
     nvlink: bool
     host_memory_bytes: int
-
-    @property
-    def network_bytes_per_second(self) -> float | None:
-        """The bandwidth of one instance in bytes/s, or None where none is published."""
-        return None if self.network_gbps is None else self.network_gbps * 1e9 / 8
 
 
 @lru_cache(maxsize=1)

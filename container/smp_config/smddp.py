@@ -15,13 +15,7 @@ SUPPORTED_INSTANCE = "ml.p4d.24xlarge"
 
 
 def is_automatic(parameters: ModelParallelParameters, instance_type: str | None, hosts: int) -> bool:
-    """Whether ``ddp_dist_backend="auto"`` means SMDDP collectives: several hosts, sharded, no tensor parallelism.
-
-    Args:
-        parameters: the job's.
-        instance_type: of all its hosts, as SageMaker names it.
-        hosts: how many.
-    """
+    """Whether ``ddp_dist_backend="auto"`` means SMDDP collectives: several hosts, sharded, no tensor parallelism."""
     return (
         parameters.ddp_dist_backend == "auto"
         and parameters.sharded_data_parallel_degree > 1

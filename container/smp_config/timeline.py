@@ -51,7 +51,6 @@ class RankTimeline(BaseModel):
 
     Attributes:
         job: the same text on every rank of one run, and on no other run's.
-        stage: the rank's place in its pipeline.
         replica: ranks of one pipeline have the same number; pipelines that run side by side differ.
         world_size: ranks of the job that record; 0 when unknown.
         offset: seconds to add to this rank's times to get those of rank 0's clock.

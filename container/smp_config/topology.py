@@ -50,8 +50,6 @@ class Topology:
 
     Args:
         world_size: processes over all hosts.
-        pipeline: stages of one replica.
-        tensor: processes that share each distributed layer.
         sharded: processes that share one copy of the state; divides the reduced data parallel degree.
         placement: permutation of ``D``, ``P``, ``T``; the right-most varies fastest over global ranks.
 

@@ -267,7 +267,6 @@ def mpirun_command(
 
     Args:
         exported: names of variables that other real hosts must get; their values stay out of the command line.
-        program: what each rank runs.
     """
     words = [str(mpi.path), "-np", str(layout.world_size)]
     if not layout.one_machine:

@@ -45,7 +45,6 @@ def usable_interface(interface: str, one_machine: bool, known: Path = Path("/sys
 
     Args:
         one_machine: whether all ranks run on this machine.
-        known: where the system lists its interfaces.
     """
     if one_machine and (interface == "lo" or (known.is_dir() and not (known / interface).exists())):
         return LOOPBACK

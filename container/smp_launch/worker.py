@@ -44,9 +44,6 @@ def serve_leader(
 ) -> tuple[int, Cause | None]:
     """Let the leader on another machine start its ranks here, and wait until it has ended.
 
-    Args:
-        ranks: how many of them run on this host.
-
     Returns:
         The leader's exit code, and why this host's job failed when it is not 0.
 

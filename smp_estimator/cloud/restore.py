@@ -71,7 +71,6 @@ def restored(params: dict[str, Any], job_details: dict[str, Any]) -> dict[str, A
 
     Args:
         params: what the SDK made of the description; changed in place.
-        job_details: the answer of DescribeTrainingJob.
 
     Returns:
         ``params``.

@@ -26,8 +26,6 @@ def check_request(estimator: Any, hyperparameters: Mapping[str, Any], say: Calla
     """Check what the service would refuse after the upload.
 
     Args:
-        estimator: its attributes as they are now.
-        hyperparameters: the user's.
         say: told about what is allowed but unwise, one sentence each.
 
     Raises:

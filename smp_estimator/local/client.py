@@ -91,9 +91,6 @@ class ProcessClient(LocalSagemakerClient):
     def create_training_job(self, **request: Any) -> dict[str, str]:
         """Check the request, build the job's folders and start its processes; returns while they run.
 
-        Args:
-            request: in the service's words.
-
         Raises:
             ConfigError: before any process is started.
         """

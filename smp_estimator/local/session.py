@@ -81,7 +81,6 @@ class ProcessSession(LocalSession):
             stop_grace_seconds: after Ctrl-C in ``fit()``, seconds between SIGTERM and SIGKILL.
             launcher: command of a host's bootstrap; default: ``python -m smp_launch train``.
             boto_session: used for ``s3://`` addresses only; default: the usual AWS configuration chain.
-            default_bucket, s3_endpoint_url, sagemaker_config, default_bucket_prefix: as in the SDK's LocalSession.
 
         Raises:
             ConfigError: ``root`` is a file, or the grace is negative.

@@ -12,7 +12,6 @@ class Batches:
     """How many samples go where in one optimizer step.
 
     Attributes:
-        world: processes.
         replicas: model replicas; each is ``pipeline × tensor`` processes.
         readers: groups of processes that read different data; each reads ``batch`` samples at a time.
         batch: samples that one reader reads, the batch size of the training script.

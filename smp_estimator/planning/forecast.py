@@ -49,9 +49,7 @@ class Forecast:
     """What a request leads to.
 
     Attributes:
-        request: what was asked.
         topology: the degrees over all processes.
-        batches: the batch arithmetic.
         stages: memory of a GPU in each pipeline stage.
         traffic: lower bound of the bytes that a rank of the fullest stage sends in one optimizer step.
     """

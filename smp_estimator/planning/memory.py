@@ -49,10 +49,8 @@ class StageMemory:
 
     Attributes:
         stage: counted from 0.
-        layers: transformer layers of the stage.
         elements: parameter elements that this rank computes with (after pipeline and tensor parallelism).
         kinds: bytes by kind.
-        activations: the activations in detail.
         gradient_copy: bytes that an fp32 copy of the gradients would add, as the rule of 20 bytes has it.
     """
 
@@ -87,10 +85,7 @@ def memory(
 
     Args:
         shape: the model; activations are left out when its width is unknown.
-        parameters: the settings.
         topology: those settings over all processes.
-        workload: what the script does.
-        batch: the batch arithmetic.
         smddp: sizes of the SMDDP buffers when these collectives are used.
 
     Raises:

@@ -39,10 +39,8 @@ class ModelShape:
     """A transformer's shape; everything counts elements.
 
     Attributes:
-        layers: transformer layers.
         hidden: width of the residual stream.
         heads: attention heads.
-        vocabulary: entries of the word embedding.
         sequence: tokens per sample.
         feed_forward: width inside the MLP; 0 means 4 × hidden.
         tied_embeddings: the output projection is the word embedding.

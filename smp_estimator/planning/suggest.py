@@ -109,7 +109,6 @@ def suggest(
     Args:
         model: as for :func:`~smp_estimator.planning.plan.plan`.
         instance_type: the instances that there are.
-        instance_count: how many of them.
         batch: samples per GPU and step; the global batch is this times the processes, whatever the degrees.
         global_batch: samples per optimizer step, instead of ``batch``.
         precision: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``: bf16 where the GPU has it, else fp16.

@@ -72,7 +72,6 @@ def save_png(topology: Topology, path: str | Path, *, per_node: int = 8) -> Path
 
     Args:
         topology: what to draw; up to 512 ranks.
-        path: the PNG file.
         per_node: ranks in a row.
 
     Raises:

@@ -62,7 +62,6 @@ def advise(
     """Sentences that apply to a model parallel job, most of them to none.
 
     Args:
-        settings: the typed distribution.
         hosts: None when only a pipeline knows.
         hyperparameters: the user's; what cannot be known from them is not advised on.
         entry_point, source_dir: the script, searched for batch normalisation.

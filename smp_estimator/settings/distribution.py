@@ -46,7 +46,6 @@ class Distribution:
     """A distribution that was read and checked.
 
     Attributes:
-        settings: the typed strategies.
         later: what only a pipeline knows, by the hyperparameter that carries it.
     """
 

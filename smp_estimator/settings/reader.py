@@ -33,7 +33,6 @@ class SettingsReader:
         """The typed distribution.
 
         Args:
-            distribution: the estimator's, as it is now.
             stock_image: the launcher of a stock image starts the job.
             where: the other arguments of :func:`smp_estimator.settings.distribution.read`.
 

@@ -49,7 +49,6 @@ def hyperparameters(
     the old name, and the switch of the data parallel library is always present, as the SDK sends it.
 
     Args:
-        settings: the typed distribution.
         environment: the estimator's; its variables of the collectives become ``-x`` options too, and what it sets
             is not set to a default.
         later: pipeline variables by the hyperparameter that carries them.

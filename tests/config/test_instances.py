@@ -125,7 +125,7 @@ def test_names_and_unknown_types() -> None:
     assert instance("local") is None
     known = instance("ml.p4d.24xlarge")
     assert known is not None
-    assert known.network_bytes_per_second == 50e9
+    assert known.network_gbps == 400
     unpublished = instance("ml.p2.xlarge")
     assert unpublished is not None
-    assert unpublished.network_bytes_per_second is None
+    assert unpublished.network_gbps is None

@@ -39,29 +39,17 @@ def find_checkpoint(session: Session, path: Path, tag: str | None, needs: Needs)
     """The checkpoint that every rank has whole and undamaged; all ranks call it.
 
     Args:
-        path: folder of checkpoints.
         tag: a tag or a folder name; None means the newest, or the last whole one before it.
-        needs: what this rank reads of a checkpoint.
 
     Raises:
         CheckpointError: on every rank: there is none, it is damaged, or it belongs to another model.
     """
     everyone = list(range(session.ranks.control.size))
-    found: dict[_Key, FoundCheckpoint] = {}
-    failure = None
-    try:
-        found = {(c.name, c.save): c for c in reversed(checkpoints_in(path, formers=True))}
-    except Exception as error:  # whatever it is, the other ranks wait to be told
-        failure = f"{type(error).__name__}: {error}"
-    views = session.ranks.control.allgather(([*reversed(found)], newest_name(path), failure), everyone)
-    for rank, (_, _, why) in enumerate(views):
-        if why:
-            raise CheckpointError(f"rank {rank} cannot look for checkpoints in {path} ({why}); check the path")
-    listed = [view for view, _, _ in views]
+    found, listed, pointed = _look(session, path)
     names = [name for name, _ in listed[0] if all(name in dict(view) for view in listed)]
-    candidates = _candidates(listed, {pointed for _, pointed, _ in views}, tag)
+    candidates = _candidates(listed, set(pointed), tag)
     if not candidates:
-        raise _nothing(path, tag, [list(dict(view)) for view in listed], views[0][1])
+        raise _nothing(path, tag, [list(dict(view)) for view in listed], pointed[0])
     refused: list[str] = []
     for name, save in candidates:
         if save == _DIFFERENT:
@@ -82,6 +70,22 @@ def find_checkpoint(session: Session, path: Path, tag: str | None, needs: Needs)
             others = [c.name for c in reversed(found.values()) if c.name != name and c.name in names and c.is_whole]
             raise CheckpointError(f"{refused[0]}; {_previous(list(dict.fromkeys(others)))}")
     raise CheckpointError(f"{'; '.join(refused)}; {_previous([])}")
+
+
+def _look(session: Session, path: Path) -> tuple[dict[_Key, FoundCheckpoint], list[list[_Key]], list[str | None]]:
+    """What this rank finds in a folder; by rank, what there is, the newest first; and what ``newest`` names there."""
+    found: dict[_Key, FoundCheckpoint] = {}
+    failure = None
+    try:
+        found = {(c.name, c.save): c for c in reversed(checkpoints_in(path, formers=True))}
+    except Exception as error:  # whatever it is, the other ranks wait to be told
+        failure = f"{type(error).__name__}: {error}"
+    mine = ([*reversed(found)], newest_name(path), failure)
+    views = session.ranks.control.allgather(mine, list(range(session.ranks.control.size)))
+    for rank, (_, _, why) in enumerate(views):
+        if why:
+            raise CheckpointError(f"rank {rank} cannot look for checkpoints in {path} ({why}); check the path")
+    return found, [listed for listed, _, _ in views], [pointed for _, pointed, _ in views]
 
 
 def _candidates(listed: Sequence[Sequence[_Key]], pointed: set[str | None], tag: str | None) -> list[_Key]:

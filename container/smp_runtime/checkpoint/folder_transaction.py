@@ -40,12 +40,9 @@ class FolderTransaction:
 
     Args:
         session: all its ranks take part.
-        final: where the folder shall appear.
         problem: why this rank cannot take part, or None.
 
     Attributes:
-        final: where it shall appear.
-        writing: the folder to write into.
         token: the same on all ranks, and for no other save.
         keeps_order: whether this rank creates and removes folders for its host.
         hosts: by global rank, the number of its host, if hosts have folders of their own, else None.
@@ -220,7 +217,6 @@ def remove_leftovers(final: Path, separate: bool) -> list[str]:
     Checkpoints are written one at a time, so when one has its name nothing else is being written.
 
     Args:
-        final: the checkpoint that has got its name.
         separate: whether hosts have folders of their own: then each lacks files that others have.
 
     Returns:

@@ -50,11 +50,9 @@ def write_weights(
     tensor once, with the model's configuration beside it. Anything else is a file of ``torch.save``.
 
     Args:
-        model: that the state is of.
         state: from ``model.state_dict()``.
         file: its folder exists.
         translates: to the names that the models had before they were distributed.
-        save_id: of the save, put into every file.
 
     Raises:
         SMPUserError: the format does not have a type.

@@ -24,9 +24,7 @@ class Holding:
     """A live tensor of this rank.
 
     Attributes:
-        name: of the parameter or buffer.
         tensor: the values, flat or shaped like the region's slice; writing into it changes the model.
-        region: which part of the whole it is.
         record: of the parameter; None for a buffer.
     """
 
@@ -46,12 +44,7 @@ class Updated:
     """What the inner optimizer updates of one parameter.
 
     Attributes:
-        name: of the parameter.
-        group: index of the parameter group.
-        parameter: of the model.
         updated: what the optimizer has in its place: itself, its master or a part of it; None if another rank has it.
-        region: which part of the whole that is.
-        record: of the parameter.
     """
 
     name: str

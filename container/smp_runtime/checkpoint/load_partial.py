@@ -32,9 +32,6 @@ class Loading:
     """One partial checkpoint on its way into this rank's model and optimizer.
 
     Args:
-        session: of this rank.
-        checkpoint: whose manifest can be read.
-        model: to load into.
         optimizer: to load into; None leaves its state alone.
         strict: whether both must have the same names.
         states: whether the optimizer's own state is loaded, or only float32 weights and the loss scale.
@@ -165,16 +162,22 @@ class Loading:
             found.add(random_states.file_name(rank))
         found |= self._settings_files()
         found |= {file for file, keys in self.manifest.pieces.items() if EXTRA in keys}
-        if not self._model.partitioned:
-            # Those of this stage in the partition that will be adopted.
-            stage = self._session.ranks.rank_in(Group.PP)
-            names = {name for name, r in self.manifest.parameters.items() if r.stage == stage}
-            names |= {name for name, r in self.manifest.buffers.items() if r.stage == stage}
-            return found | {
-                file
-                for file, keys in self.manifest.pieces.items()
-                if any(name in names for pieces in keys.values() for name in pieces)
-            }
+        return found | (self._files_of_parts() if self._model.partitioned else self._files_of_stage())
+
+    def _files_of_stage(self) -> set[str]:
+        """Those of this stage in the partition that will be adopted."""
+        stage = self._session.ranks.rank_in(Group.PP)
+        tensors = {**self.manifest.parameters, **self.manifest.buffers}
+        names = {name for name, record in tensors.items() if record.stage == stage}
+        return {
+            file
+            for file, keys in self.manifest.pieces.items()
+            if any(name in names for pieces in keys.values() for name in pieces)
+        }
+
+    def _files_of_parts(self) -> set[str]:
+        """Those with a part of what this rank holds."""
+        found: set[str] = set()
         for holding in (*weights(self._model), *masters(self._model), *buffers(self._model)):
             for source in self._sources(holding.name):
                 found |= set(self._files_of(self.reader.weight_key(source), source, holding.name, holding.region))

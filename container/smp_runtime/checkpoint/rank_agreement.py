@@ -35,12 +35,14 @@ class ControlExchange:
         self._everyone = list(range(control.size))
 
     def gather(self, payload: Any) -> list[Any] | None:
+        """See :class:`Exchange`."""
         if self._control.rank != 0:
             self._control.send(payload, 0, RUNTIME_CHANNEL)
             return None
         return [payload, *(self._control.receive(rank, RUNTIME_CHANNEL) for rank in self._everyone[1:])]
 
     def broadcast(self, payload: Any) -> Any:
+        """See :class:`Exchange`."""
         if self._control.rank != 0:
             return self._control.receive(0, RUNTIME_CHANNEL)
         for rank in self._everyone[1:]:
@@ -48,7 +50,7 @@ class ControlExchange:
         return payload
 
     def finish(self) -> None:
-        pass
+        """Nothing is left to wait for: every call returns when it was answered."""
 
 
 class StoreExchange:
@@ -56,8 +58,6 @@ class StoreExchange:
 
     Args:
         store: a clone of the default store, which no other thread uses.
-        rank: this rank.
-        size: of the job.
         title: the same on every rank, and used once.
     """
 
@@ -69,6 +69,7 @@ class StoreExchange:
         self._calls = 0
 
     def gather(self, payload: Any) -> list[Any] | None:
+        """See :class:`Exchange`."""
         self._calls += 1
         key = f"{self._title}/{self._calls}"
         if self._rank != 0:
@@ -77,6 +78,7 @@ class StoreExchange:
         return [payload, *(self._take(f"{key}/{rank}", f"rank {rank}") for rank in range(1, self._size))]
 
     def broadcast(self, payload: Any) -> Any:
+        """See :class:`Exchange`."""
         self._calls += 1
         key = f"{self._title}/{self._calls}"
         if self._rank == 0:
@@ -86,6 +88,7 @@ class StoreExchange:
         return self._take(f"{key}/{self._rank}", "rank 0")
 
     def finish(self) -> None:
+        """See :class:`Exchange`."""
         # Rank 0 may hold the store itself: it leaves last.
         self.gather(None)
 

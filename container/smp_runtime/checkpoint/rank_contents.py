@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from smp_runtime.job.session import Session
     from smp_runtime.model.distributed_model import DistributedModel
     from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+    from smp_runtime.sharding.sharded_parameters import ShardedParameters
 
 PARTIAL_KEY = "_smp_is_partial"
 #: Makes of a live tensor the one that is written; the name is unique in the rank's files.
@@ -76,7 +78,6 @@ class Share:
     """Which of the ranks that have the same elements writes them.
 
     Args:
-        session: this rank's position.
         hosts: by global rank, the number of its host, if hosts have folders of their own; then one rank on each host
             writes, so that every host can go on from its own folder. None if all share one.
     """
@@ -392,6 +393,10 @@ class FlatGroups:
     shapes: list[dict[str, list[int]]] = field(default_factory=list)
 
 
+#: Number of a buffer, where a part begins in it, and the part's first and last element in the flat parameter.
+_Place = tuple[int, int, int, int]
+
+
 def flat_groups(
     session: Session,
     model: DistributedModel,
@@ -410,16 +415,14 @@ def flat_groups(
     degree, position = session.ranks.size(Group.SHARD), session.ranks.rank_in(Group.SHARD)
     local = _local(model)
     made = FlatGroups(buffers=[])
-    places: dict[torch.nn.Parameter, tuple[int, int, int, int]] = {}
+    places: dict[torch.nn.Parameter, _Place] = {}
     lengths: list[int] = []
     for entry in entries:
         while len(made.shapes) <= entry.group:
             made.shapes.append({})
             lengths.append(0)
-        split = entry.record.placement.tensor_axis is not None
-        if entry.parameter not in shards.optimizer_shards or entry.parameter not in local:
-            continue
-        if not (split or share.leads_tensors):
+        is_written = share.leads_tensors or entry.record.placement.tensor_axis is not None
+        if not is_written or entry.parameter not in shards.optimizer_shards or entry.parameter not in local:
             continue
         elements = entry.region.slice_elements
         share_elements = -(-elements // degree)
@@ -441,21 +444,26 @@ def flat_groups(
     buffers: list[torch.Tensor] = []
     made.buffers = buffers
 
-    def put(parameter: torch.nn.Parameter, whole: torch.Tensor) -> None:
-        if parameter in places:
-            group, offset, first, last = places[parameter]
-            buffers[group][offset : offset + last - first].copy_(whole.reshape(-1)[first:last])
-
-    @torch.no_grad()
     def fill() -> None:
         # Never on the device, where there may be no room for them.
         buffers.extend(torch.zeros(length, dtype=dtype, device="cpu") for length in lengths)
-        parts = {p: value for p, value in held.items() if p in sharded}
-        for parameter, whole in shards.whole_values(parts, apart.group if apart is not None else None):
-            put(parameter, whole)
-        for parameter, value in held.items():
-            if parameter not in sharded:
-                put(parameter, value)
+        _fill(buffers, places, held, shards, apart.group if apart is not None else None)
 
-    sharded = shards.parameters
     return made, fill
+
+
+@torch.no_grad()
+def _fill(
+    buffers: list[torch.Tensor],
+    places: dict[torch.nn.Parameter, _Place],
+    held: dict[torch.nn.Parameter, torch.Tensor],
+    shards: ShardedParameters,
+    group: torch.distributed.ProcessGroup | None,
+) -> None:
+    """Put this rank's part of every whole parameter into its place."""
+    parts = {p: value for p, value in held.items() if p in shards.parameters}
+    others = ((p, value) for p, value in held.items() if p not in shards.parameters)
+    for parameter, whole in itertools.chain(shards.whole_values(parts, group), others):
+        if parameter in places:
+            index, offset, first, last = places[parameter]
+            buffers[index][offset : offset + last - first].copy_(whole.reshape(-1)[first:last])

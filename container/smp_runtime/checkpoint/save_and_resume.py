@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp")
 
 
-def save_checkpoint(
+def save_checkpoint(  # noqa: PLR0913 - the documented signature
     session: Session,
     path: str,
     tag: str,

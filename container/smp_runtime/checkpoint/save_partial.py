@@ -54,9 +54,7 @@ class Report:
 
     Attributes:
         failure: why it could not, or None.
-        files: what it has written, or is about to.
         pieces: by file, state key and name.
-        parameters: of its stage, if it speaks for it.
         buffers: the same.
     """
 
@@ -149,13 +147,7 @@ class Saver:
         transaction = FolderTransaction(session, final, problem)
         if transaction.hosts is not None:  # the same file on every host
             content = session.ranks.control.broadcast(content, list(range(session.ranks.control.size)))
-        exchange: Exchange | None = None
-        if in_background:
-            exchange = background_exchange(session.ranks.control, transaction.token)
-            if not all(session.ranks.control.allgather(exchange is not None, list(range(session.ranks.control.size)))):
-                exchange = None  # all ranks must use the same
-            if exchange is None and session.ranks.rank == 0:
-                logger.warning("async_save needs a newer PyTorch: this checkpoint is saved at once")
+        exchange = self._background_exchange(transaction.token) if in_background else None
         # Apart from what follows, where ranks may wait for each other.
         described, undescribed = None, None
         try:
@@ -185,6 +177,16 @@ class Saver:
             daemon=True,  # the session waits for it when it closes, in time and in good order
         )
         self._thread.start()
+
+    def _background_exchange(self, title: str) -> Exchange | None:
+        """What the ranks agree through while training goes on; None, on all of them, where one has none."""
+        control = self._session.ranks.control
+        exchange = background_exchange(control, title)
+        if all(control.allgather(exchange is not None, list(range(control.size)))):
+            return exchange
+        if control.rank == 0:
+            logger.warning("async_save needs a newer PyTorch: this checkpoint is saved at once")
+        return None
 
     def _in_background(self, *arguments: Any) -> None:
         try:

@@ -25,7 +25,8 @@ _GATHER_TAG = 2**20
 class Work(Protocol):
     """A collective under way."""
 
-    def wait(self) -> object: ...
+    def wait(self) -> object:
+        """Return when the tensors can be used."""
 
 
 class Collectives(Protocol):
@@ -56,12 +57,15 @@ class TorchCollectives:
     """NCCL or gloo, whichever the group's backend is for the tensor's device."""
 
     def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        """See :class:`Collectives`."""
         return _started(dist.all_reduce(tensor, group=group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Work:
+        """See :class:`Collectives`."""
         return _started(dist.broadcast(tensor, src=source, group=group, async_op=True))
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        """See :class:`Collectives`."""
         if full.device.type != "cpu":
             return _started(_reduce_scatter(shard, full, group=group, async_op=True))
         # gloo's own reduce-scatter is slow; exchanging the parts and adding them here moves the same bytes.
@@ -69,6 +73,7 @@ class TorchCollectives:
         return _AddParts(_started(dist.all_to_all_single(parts, full, group=group, async_op=True)), parts, shard)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        """See :class:`Collectives`."""
         size = group.size()
         if full.device.type != "cpu" or size == 1:
             return _started(_all_gather(full, shard, group=group, async_op=True))
@@ -83,6 +88,7 @@ class TorchCollectives:
         return _AllOf(works)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        """See :class:`Collectives`."""
         return _started(dist.all_to_all_single(received, sent, group=group, async_op=True))
 
 

@@ -56,11 +56,14 @@ class Carrier(Protocol):
     rank: int
     size: int
 
-    def send(self, payload: Any, dest: int, channel: int) -> None: ...
+    def send(self, payload: Any, dest: int, channel: int) -> None:
+        """Send an object to rank ``dest``."""
 
-    def receive(self, source: int, channel: int) -> Any: ...
+    def receive(self, source: int, channel: int) -> Any:
+        """The next object from rank ``source`` on this channel."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give up the connection."""
 
 
 class _Backoff:
@@ -89,13 +92,15 @@ class SoloCarrier:
     size = 1
 
     def send(self, payload: Any, dest: int, channel: int) -> None:
+        """See :class:`Carrier`."""
         raise SMPUserError(f"cannot send to rank {dest}: this job has one process")
 
     def receive(self, source: int, channel: int) -> Any:
+        """See :class:`Carrier`."""
         raise SMPUserError(f"cannot receive from rank {source}: this job has one process")
 
     def close(self) -> None:
-        pass
+        """There is no connection."""
 
 
 class MpiCarrier:
@@ -110,18 +115,21 @@ class MpiCarrier:
         self.size = self._comm.Get_size()
 
     def send(self, payload: Any, dest: int, channel: int) -> None:
+        """See :class:`Carrier`."""
         request = self._comm.issend(payload, dest=dest, tag=channel)
         backoff = _Backoff(f"send to rank {dest}")
         while not request.test()[0]:
             backoff.wait()
 
     def receive(self, source: int, channel: int) -> Any:
+        """See :class:`Carrier`."""
         backoff = _Backoff(f"receive from rank {source}")
         while (message := self._comm.improbe(source=source, tag=channel)) is None:
             backoff.wait()
         return message.recv()
 
     def close(self) -> None:
+        """Free the communicator, unless MPI has ended."""
         if not self._mpi.Is_finalized():
             self._comm.Free()
 
@@ -158,6 +166,7 @@ class StoreCarrier:
             ) from None
 
     def send(self, payload: Any, dest: int, channel: int) -> None:
+        """See :class:`Carrier`."""
         key = self._key(self.rank, dest, channel)
         self._store.set(key, pickle.dumps(payload))  # type: ignore[arg-type]  # bytes work, the stub says str
         with self._deadline(f"send to rank {dest}"):
@@ -165,6 +174,7 @@ class StoreCarrier:
         self._store.delete_key(key + "/received")
 
     def receive(self, source: int, channel: int) -> Any:
+        """See :class:`Carrier`."""
         key = self._key(source, self.rank, channel)
         with self._deadline(f"receive from rank {source}"):
             payload = self._store.get(key)
@@ -173,7 +183,7 @@ class StoreCarrier:
         return pickle.loads(payload)
 
     def close(self) -> None:
-        pass
+        """The store closes with the last reference to it."""
 
 
 class ControlPlane:

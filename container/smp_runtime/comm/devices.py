@@ -97,7 +97,6 @@ def choose_backend(
     ranks share one, all tensors go over gloo.
 
     Args:
-        hosts: of the job.
         instance_type: of all hosts; None where they differ or nobody knows. All ranks must give the same.
         visible: by rank, what :func:`visible_gpus` gave there.
 
@@ -157,8 +156,9 @@ def channel_backend(device: torch.device, backend: str) -> str | None:
 
 @contextlib.contextmanager
 def in_order_with_script(device: torch.device) -> Iterator[None]:
-    """Around work that other threads queue on the default stream of ``device``: behind what the script has queued on its
-    own stream, and before what it queues there afterwards.
+    """Put work that other threads queue on the default stream of ``device`` in its place among the script's own.
+
+    It comes behind what the script has queued on its stream, and before what it queues there afterwards.
     """
     if device.type != "cuda":
         yield

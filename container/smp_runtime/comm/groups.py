@@ -30,8 +30,6 @@ class ProcessGroups:
     """The data plane: starts ``torch.distributed`` if the script has not, then slices it by the topology.
 
     Args:
-        control: used to agree on the rendezvous address.
-        topology: whose groups are made.
         backend: ``"gloo"``, ``"cpu:gloo,cuda:nccl"`` or ``"smddp"``.
         port: rendezvous port, or None for a free one that rank 0 picks.
         device: where this rank computes; what is agreed on between steps lies on the CPU in any case.

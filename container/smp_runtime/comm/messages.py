@@ -36,7 +36,6 @@ class Messages:
     """``send``, ``recv_from``, ``broadcast``, ``allgather`` and ``barrier``, all synchronous.
 
     Args:
-        control: the carrier of this job.
         topology: the groups; ranks inside a group count in ascending global rank.
     """
 

@@ -17,12 +17,6 @@ class BackwardAgreement:
     A rank that runs one tells so before it sends gradients, and goes on without waiting. One that has run none learns
     at the end of the step whether it must answer the others' collectives. Every rank tells once per step, the first
     collective of the step's gradients, so the message needs no round trip of its own.
-
-    Args:
-        collectives: the seam.
-        group: the data parallel ranks.
-        position: this rank's in it.
-        size: of the group.
     """
 
     def __init__(self, collectives: Collectives, group: dist.ProcessGroup, position: int, size: int) -> None:

@@ -37,9 +37,11 @@ class AllReduceTransport:
         self._group = group
 
     def launch(self, bucket: Bucket, buffer: torch.Tensor, position: int, is_last: bool) -> Travel:
+        """Start to sum the bucket over the group."""
         return _Reduced(self._collectives.all_reduce(buffer, self._group), buffer)
 
     def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
+        """Never called, as ``lands_in_gradients`` says."""
         raise AssertionError("an all-reduced bucket lands in the gradients")
 
 
@@ -108,6 +110,7 @@ class HookTransport:
         self._previous: torch.futures.Future[Any] | None = None
 
     def launch(self, bucket: Bucket, buffer: torch.Tensor, position: int, is_last: bool) -> Travel:
+        """Give the bucket to the hook."""
         if self._previous is not None and buffer.device.type == "cpu":
             # Hooks that communicate again when a first exchange is done (PowerSGD) wait inside gloo's two threads;
             # with two buckets under way both would wait for each other for ever.
@@ -117,4 +120,5 @@ class HookTransport:
         return _FromHook(future)
 
     def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
+        """Never called, as ``lands_in_gradients`` says."""
         raise AssertionError("a hook's result lands in the gradients")

@@ -18,10 +18,6 @@ class AccumulationScale:
 
     Hooks of a tensor see both. So these are hooks of the graph's nodes that accumulate; each lasts as long as it is
     kept, and as its parameter stays of one type and on one device.
-
-    Args:
-        parameters: whose gradients are scaled.
-        factor: with what, at the moment.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], factor: Callable[[], float]) -> None:
@@ -36,7 +32,7 @@ class AccumulationScale:
         weak = weakref.ref(self)  # the garbage collector does not look into nodes
 
         def hook(gradients: _Gradients) -> _Gradients | None:
-            return None if (me := weak()) is None else me._scaled(gradients)
+            return None if (me := weak()) is None else me.scaled(gradients)
 
         for index, parameter in enumerate(self._parameters):
             kind = (parameter.dtype, parameter.device)
@@ -45,6 +41,7 @@ class AccumulationScale:
                 node.register_prehook(hook)
                 self._kinds[index], self._nodes[index] = kind, node
 
-    def _scaled(self, gradients: _Gradients) -> _Gradients | None:
+    def scaled(self, gradients: _Gradients) -> _Gradients | None:
+        """What is added instead of ``gradients``; None for themselves."""
         factor = self._factor()
         return None if factor == 1.0 else tuple(None if g is None else g * factor for g in gradients)

@@ -36,10 +36,12 @@ class JoinedModel(Joinable):
 
     @property
     def join_device(self) -> torch.device:
+        """Where ``Join`` may put its own tensors."""
         return self._device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
+        """The ranks that wait for each other."""
         return self._group
 
 

@@ -37,8 +37,6 @@ class GradientReducer:
         parameters: those with ``requires_grad``; the same, in the same order, on every rank of the group.
         group: the ranks that hold replicas of these parameters.
         ranks: their global numbers, ascending.
-        collectives: the seam to communicate through.
-        bucket_bytes: size of a bucket.
         overlap: False launches every bucket at the end of the window.
         reduce_dtype: in which gradients are summed; None means each in its own type.
         bucket_view: gradients of all windows share one buffer, so keep no reference to a gradient over a step.
@@ -47,7 +45,7 @@ class GradientReducer:
         divisor: what the sum over the group is divided by; default: its number of ranks.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - most have defaults, and only the sharded form passes the last three
         self,
         parameters: Sequence[torch.nn.Parameter],
         group: dist.ProcessGroup,
@@ -154,12 +152,13 @@ class GradientReducer:
 
         def gradient_added(_: torch.Tensor) -> None:
             if (reducer := weak()) is not None:
-                reducer._gradient_added(index)
+                reducer.gradient_added(index)
 
         return gradient_added
 
     @torch.no_grad()
-    def _gradient_added(self, index: int) -> None:
+    def gradient_added(self, index: int) -> None:
+        """Count what backward has added to a gradient; the last that a window expects may complete a bucket."""
         self._seen[index] += 1
         if not self._reduces or self._expected is None:
             return

@@ -18,26 +18,17 @@ if TYPE_CHECKING:
 class DistributedAttentionLayer(HalfBlock):
     """Self or cross attention, a linear map and dropout; added to the input, and normalised if asked for.
 
+    Arguments that are not named here are those of :class:`DistributedTransformerLayer`, for this half of it.
+
     Args:
-        num_attention_heads: heads over all ranks.
-        attention_head_size: channels of a head.
-        hidden_size: of input and output.
-        attention_dropout_prob: of attention weights.
-        hidden_dropout_prob: of the output.
-        layernorm_epsilon: added to variances.
-        initializer_range: standard deviation of the weights under ``use_normal_initialization``.
-        use_normal_initialization: else as PyTorch does.
         cross_attention: keys and values come from ``cross_states``.
-        causal_mask_size: longest sequence under a causal mask; None attends everywhere.
-        pre_layernorm: normalise the input.
-        post_layernorm: normalise the output.
         options: more of :class:`smp_runtime.nn.settings.LayerSettings`.
 
     Raises:
         IndivisibleError: (a ``ValueError``) the ranks do not divide the heads.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the documented signature
         self,
         num_attention_heads: int = 32,
         attention_head_size: int = 32,

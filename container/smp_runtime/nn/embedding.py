@@ -84,6 +84,7 @@ class DistributedEmbedding(DistributedModule):
         return gathered(mine, group, -1, partial=False)
 
     def extra_repr(self) -> str:
+        """The sizes over all ranks, as PyTorch prints them."""
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 

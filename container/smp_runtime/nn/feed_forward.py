@@ -15,16 +15,9 @@ if TYPE_CHECKING:
 class DistributedTransformerOutputLayer(HalfBlock):
     """Two linear maps with an activation between, and dropout; added to the input, and normalised if asked for.
 
+    Arguments that are not named here are those of :class:`DistributedTransformerLayer`, for this half of it.
+
     Args:
-        hidden_size: of input and output.
-        intermediate_size: features between the maps, over all ranks.
-        hidden_dropout_prob: of the output.
-        activation: ``"gelu"``, ``"relu"``, or another of :data:`smp_runtime.nn.settings.ACTIVATIONS`.
-        layernorm_epsilon: added to variances.
-        initializer_range: standard deviation of the weights under ``use_normal_initialization``.
-        use_normal_initialization: else as PyTorch does.
-        pre_layernorm: normalise the input.
-        post_layernorm: normalise the output.
         fp32_residual_addition: add the residual in float32.
         options: more of :class:`smp_runtime.nn.settings.LayerSettings`.
 

@@ -39,7 +39,7 @@ class DistributedTransformerLayer(DistributedModule):
         SMPUserError: settings that exclude each other.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the documented signature
         self,
         num_attention_heads: int = 32,
         attention_head_size: int = 32,

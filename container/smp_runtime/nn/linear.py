@@ -68,4 +68,5 @@ class DistributedLinear(DistributedModule):
         return output if self.bias is None else output + self.bias
 
     def extra_repr(self) -> str:
+        """The sizes over all ranks, as PyTorch prints them."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -51,7 +51,7 @@ class DistributedTransformerLMHead(DistributedModule):
         options: more of :class:`smp_runtime.nn.settings.LayerSettings`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the documented signature
         self,
         num_layers: int = 12,
         num_attention_heads: int = 32,

@@ -26,7 +26,7 @@ class DistributedTransformer(DistributedModule):
         seq_layers: the layers, an ``nn.Sequential``.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the documented signature
         self,
         num_layers: int = 12,
         num_attention_heads: int = 32,

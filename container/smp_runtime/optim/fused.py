@@ -35,7 +35,6 @@ class TakesNorms(Protocol):
 
     def use_norms(self, norms: Norms) -> None:
         """From now on parameters may be parts, and other ranks have the rest."""
-        ...
 
 
 class _NormedOptimizer(torch.optim.Optimizer):
@@ -146,7 +145,7 @@ class FusedLAMB(_NormedOptimizer):
         use_nvlamb: scale parameters without weight decay too.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - apex's signature
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
@@ -241,7 +240,7 @@ class FusedNovoGrad(_NormedOptimizer):
         init_zero: start the norm's average at 0 instead of at the first norm.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - apex's signature
         self,
         params: Iterable[Any],
         lr: float = 1e-3,

@@ -27,10 +27,8 @@ class WholeNorms:
     parts of most parameters, and stages other parameters. All ranks of these groups call every method together.
 
     Args:
-        ranks: groups and collectives.
         model: the one whose optimizer shards are updated; None if the parameters themselves are, and no stage has others.
         optimizer_shards: of the model, what is updated here instead of parameters; may grow.
-        records: tells of all wrapped models' parameters.
     """
 
     def __init__(

@@ -29,9 +29,11 @@ class LossScaler(Protocol):
         """Learn whether a step's gradients overflowed."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`load_state_dict` goes on from."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of :meth:`state_dict`."""
 
 
 class StaticLossScaler:
@@ -43,12 +45,14 @@ class StaticLossScaler:
         self.scale = float(scale)
 
     def update(self, overflow: bool) -> None:
-        pass
+        """Change nothing."""
 
     def state_dict(self) -> dict[str, Any]:
+        """See :class:`LossScaler`."""
         return {"scale": self.scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See :class:`LossScaler`."""
         self.scale = float(state["scale"])
 
 
@@ -95,6 +99,7 @@ class DynamicLossScaler:
         self._good_steps = 0
 
     def update(self, overflow: bool) -> None:
+        """See :class:`LossScaler`."""
         if overflow:
             self._good_steps = 0
             if self._overflows_left <= 1:
@@ -110,9 +115,11 @@ class DynamicLossScaler:
             self.scale *= self._factor
 
     def state_dict(self) -> dict[str, Any]:
+        """See :class:`LossScaler`."""
         return {"scale": self.scale, "overflows_left": self._overflows_left, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See :class:`LossScaler`."""
         self.scale = float(state["scale"])
         self._overflows_left = int(state.get("overflows_left", self._delayed_shift))
         self._good_steps = int(state.get("good_steps", 0))

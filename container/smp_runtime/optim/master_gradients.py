@@ -24,7 +24,6 @@ class MasterGradients:
     gradients meanwhile: then those are brought again, with what :meth:`scale_down` has done to the earlier ones.
 
     Args:
-        ranks: who must agree on an overflow.
         optimizer_shards: what the optimizer updates; may grow.
     """
 

@@ -28,7 +28,6 @@ def whole_state(
     """The ``state_dict`` that the optimizer would have in one process, in float32.
 
     Args:
-        optimizer: its groups hold optimizer shards.
         originals: the model's parameters, group by group, as the script gave them.
         optimizer_shards: what is updated of each parameter on this rank.
         gatherer: with sharded state; then every rank of the group calls this, and tensors are on the CPU.

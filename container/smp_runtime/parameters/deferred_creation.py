@@ -94,7 +94,7 @@ class Deferral(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001 - the operator's public name
             raise SMPUserError(
                 "the model reads a tensor's value while it is created (item(), float(), if tensor: …), but with delayed "
                 "parameter initialization there is no value yet; compute it with Python numbers, or create the model "
@@ -138,17 +138,8 @@ class Deferral(TorchDispatchMode):
         for value, meta in self._constants.values():
             dense = torch.empty_strided(meta.shape, meta.stride(), dtype=value.dtype, device=value.device)
             real[storage_key(meta)] = dense.copy_(value)
-        sizes: dict[int, int] = {}
         steps = [_touched(*entry) for entry in self._record]
-        for step in steps:
-            sizes.update(step.sizes)
-        # Going back from the end: what happens to a storage next, None if nothing.
-        following: list[dict[int, bool | None]] = []
-        coming: dict[int, bool | None] = {}
-        for step in reversed(steps):
-            following.append({storage: coming.get(storage) for storage in step.touched})
-            coming.update({storage: storage in step.overwritten for storage in step.touched})
-        following.reverse()
+        sizes = {storage: size for step in steps for storage, size in step.sizes.items()}
 
         def value_of(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -163,7 +154,7 @@ class Deferral(TorchDispatchMode):
 
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(start)
-            for (func, args, kwargs, outputs), step, after in zip(self._record, steps, following, strict=True):
+            for (func, args, kwargs, outputs), step, after in zip(self._record, steps, _following(steps), strict=True):
                 if step.is_view:
                     continue
                 real_args, real_kwargs = tree_map(value_of, (args, kwargs))
@@ -174,15 +165,24 @@ class Deferral(TorchDispatchMode):
                 # No name may hold a tensor until the next operation has made its own.
                 real.update({storage_key(meta): result for meta, result in pairs if storage_key(meta) not in real})
                 del pairs, real_args, real_kwargs, results
-                for storage, is_overwritten_next in after.items():
-                    if is_overwritten_next is None and storage in self._owned:
-                        finished(storage, real[storage])
-                    if is_overwritten_next is not False:
-                        real.pop(storage, None)
+                self._release(real, after, finished)
             end = torch.get_rng_state()
         for storage in self._owned & real.keys():  # constants that nothing was done to
             finished(storage, real[storage])
         return end
+
+    def _release(
+        self,
+        real: dict[int, torch.Tensor],
+        after: dict[int, bool | None],
+        finished: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Let go of the storages whose content nothing looks at any more."""
+        for storage, is_overwritten_next in after.items():
+            if is_overwritten_next is None and storage in self._owned:
+                finished(storage, real[storage])
+            if is_overwritten_next is not False:
+                real.pop(storage, None)
 
     def _without_storage(self, leaf: Any) -> Any:
         """A meta tensor in place of a real one, which becomes a constant of the record."""
@@ -268,11 +268,7 @@ def materialize(
         for meta, parameter in replaced:
             if deferral.owns(meta):
                 waiting.setdefault(storage_key(meta), []).append((meta, parameter))
-        buffers: dict[int, list[tuple[nn.Module, str, torch.Tensor]]] = {}
-        for owner in module.modules():
-            for name, buffer in owner._buffers.items():
-                if buffer is not None and deferral.owns(buffer):
-                    buffers.setdefault(storage_key(buffer), []).append((owner, name, buffer))
+        buffers = _buffers_of(deferral, module)
         if not waiting and not buffers:
             continue
         continues = before is not None and torch.equal(deferral.start, before[0])
@@ -282,7 +278,7 @@ def materialize(
             storage: int,
             real: torch.Tensor,
             waiting: Mapping[int, list[StandIn]] = waiting,
-            buffers: Mapping[int, list[tuple[nn.Module, str, torch.Tensor]]] = buffers,
+            buffers: Mapping[int, list[_Buffer]] = buffers,
         ) -> None:
             for meta, parameter in waiting.get(storage, ()):
                 take(parameter, _view_like(meta, {storage: real}))
@@ -295,6 +291,20 @@ def materialize(
         is_own = continues or torch.equal(start, deferral.start)
     if before is not None and is_own and torch.equal(torch.get_rng_state(), before[0]):
         torch.set_rng_state(before[1])
+
+
+#: Its module, its name there, and the tensor as it was recorded.
+_Buffer = tuple[nn.Module, str, torch.Tensor]
+
+
+def _buffers_of(deferral: Deferral, module: nn.Module) -> dict[int, list[_Buffer]]:
+    """The module's buffers that wait for their values, by storage."""
+    buffers: dict[int, list[_Buffer]] = {}
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and deferral.owns(buffer):
+                buffers.setdefault(storage_key(buffer), []).append((owner, name, buffer))
+    return buffers
 
 
 @dataclass
@@ -330,6 +340,16 @@ def _touched(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output
         if target.numel() * target.element_size() == sizes[storage_key(target)] and storage_key(target) not in others:
             overwritten.add(storage_key(target))
     return _Step(list(dict.fromkeys((*sizes,))), overwritten, sizes, False)
+
+
+def _following(steps: list[_Step]) -> list[dict[int, bool | None]]:
+    """For each step and storage that it touches: whether the next that happens to it overwrites it; None if nothing does."""
+    following: list[dict[int, bool | None]] = []
+    coming: dict[int, bool | None] = {}
+    for step in reversed(steps):
+        following.append({storage: coming.get(storage) for storage in step.touched})
+        coming.update({storage: storage in step.overwritten for storage in step.touched})
+    return following[::-1]
 
 
 def _is_factory(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -20,7 +20,6 @@ class OptimizerShard:
     """The part of a parameter that this rank updates.
 
     Attributes:
-        parameter: of the model.
         start: first element of the part, counted in the flattened parameter.
         stop: behind its last element.
         optimized: what the optimizer updates; float32, shaped like the parameter if it is whole, else flat.

@@ -20,7 +20,6 @@ class Placement:
     """Where a parameter's elements are.
 
     Attributes:
-        stage: pipeline rank that holds it.
         tensor_axis: dimension that tensor parallelism splits, or None.
         tensor_slice: start and stop of this rank's part along it, or None.
         shard: start and stop of the elements whose state this rank owns, counted in the flattened parameter; None
@@ -40,8 +39,6 @@ class ParameterRecord:
     Attributes:
         name: its first global name, as in the unwrapped module.
         shape: global shape.
-        aliases: its other names.
-        parameter: the tensor on this rank.
         placement: where its elements are.
         reduction: the group over which its gradient is averaged: all ranks of a stage, or, for parameters that see the
             batch of a whole tensor parallel group, those with the same tensor coordinate.
@@ -56,6 +53,7 @@ class ParameterRecord:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """All global names, the first one first."""
         return (self.name, *self.aliases)
 
 

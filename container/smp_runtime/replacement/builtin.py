@@ -36,8 +36,8 @@ _HUGGING_FACE = {
     "gpt_neox.modeling_gpt_neox.GPTNeoXModel": "gptneox.register_model",
     "llama.modeling_llama.LlamaForCausalLM": "llama.register_model",
     "llama.modeling_llama.LlamaModel": "llama.register_model",
-    "bert.modeling_bert.BertEncoder": "bert.register_model",
-    "roberta.modeling_roberta.RobertaEncoder": "roberta.register_model",
+    "bert.modeling_bert.BertEncoder": "encoder.register_model",
+    "roberta.modeling_roberta.RobertaEncoder": "encoder.register_model",
 }
 
 

@@ -61,8 +61,6 @@ def inherit(original: nn.Module, made: nn.Module, to_ours: Renaming | None, titl
     """Set on ``made`` what scripts may have set on ``original``; what cannot be is warned about.
 
     Args:
-        original: the module that is replaced.
-        made: its distributed form.
         to_ours: how parameters are renamed; None if they keep their names.
         title: of the original, for warnings.
         warns: whether this rank says them.

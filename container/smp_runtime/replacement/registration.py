@@ -51,7 +51,6 @@ class Registration:
         """The distributed module for ``original``, with new weights.
 
         Args:
-            original: the module that it replaces.
             overrides: win over its own arguments.
             automatic: used where neither gives a value.
         """
@@ -96,7 +95,7 @@ _by_class: dict[type, Registration] = {}
 _by_name: dict[str, str] = {}
 
 
-class tp_register:
+class tp_register:  # noqa: N801 - the public name of a decorator
     """Decorator that registers ``dist_module`` as the distributed form of the class it stands on.
 
     Args:
@@ -120,6 +119,7 @@ class tp_register:
         self._arguments = (dist_module, init_hook, forward_hook, return_hook)
 
     def __call__(self, module_cls: type) -> type:
+        """Register ``module_cls``, and leave it as it is."""
         tp_register_with_module(module_cls, *self._arguments)
         return module_cls
 
@@ -186,7 +186,7 @@ def arguments_of(dist_module: Any) -> set[str]:
 def _note_arguments(module_cls: Any) -> None:
     """Let instances remember what they were made with."""
     original = vars(module_cls).get("__init__", module_cls.__init__)
-    if getattr(original, "_smp_notes", False):
+    if getattr(original, "smp_notes", False):
         return
 
     @functools.wraps(original)
@@ -195,7 +195,7 @@ def _note_arguments(module_cls: Any) -> None:
             self.__dict__[_GIVEN] = (args, kwargs)
         original(self, *args, **kwargs)
 
-    noting._smp_notes = True  # type: ignore[attr-defined]
+    noting.__dict__["smp_notes"] = True
     module_cls.__init__ = noting
 
 

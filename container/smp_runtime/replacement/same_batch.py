@@ -46,6 +46,7 @@ class SameBatch:
         self._handle = module.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Compare what ``module`` is called with; it is PyTorch's hook."""
         group, ranks = self._group, self._group.ranks
         if group.is_tracing:
             return

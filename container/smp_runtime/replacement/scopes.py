@@ -67,7 +67,6 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **overrides:
     call for a part of the module counts for that part.
 
     Args:
-        module: any module.
         enabled: False takes the whole subtree out.
         overrides: as in :func:`tensor_parallelism`.
     """

@@ -37,14 +37,7 @@ class Gathering(Protocol):
 
 
 class PlainGathering:
-    """One all-gather over the sharding group; shards are numbered like its ranks.
-
-    Args:
-        collectives: the seam.
-        group: the sharding group.
-        size: its ranks.
-        position: this rank's among them.
-    """
+    """One all-gather over the sharding group; shards are numbered like its ranks."""
 
     def __init__(self, collectives: Collectives, group: dist.ProcessGroup, size: int, position: int) -> None:
         self._collectives = collectives
@@ -53,6 +46,7 @@ class PlainGathering:
         self.shard_of = list(range(size))
 
     def start(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
+        """See :class:`Gathering`."""
         return self._collectives.all_gather(full, shard, self._group)
 
 
@@ -63,9 +57,7 @@ class HierarchicalGathering:
     got. Shards are numbered by local rank first and host second, so that neither phase has to sort.
 
     Args:
-        collectives: the seam.
         across: one rank of each host, those with this rank's local number.
-        inside: this host's ranks of the sharding group.
         hosts: ranks in ``across``, and this rank's position among them.
         local: ranks in ``inside``, and this rank's position among them.
     """
@@ -88,6 +80,7 @@ class HierarchicalGathering:
         self.shard_of = [number * hosts[0] + host for host, number in order]
 
     def start(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
+        """See :class:`Gathering`."""
         block = shard.numel() * self._hosts
         mine = full[self._local * block : (self._local + 1) * block]
         first = self._collectives.all_gather(mine, shard, self._across)
@@ -105,12 +98,10 @@ class BackendGathering:
     that host's shards where they belong.
 
     Args:
-        collectives: the seam.
         group: the sharding group, whose backend gathers in phases.
         across: one rank of each host, those with this rank's local number; of a plain backend.
         inside: this host's ranks of the sharding group; of a plain backend.
         rows: for every host the positions of its ranks in the sharding group, consecutive ones.
-        position: this rank's in the sharding group.
     """
 
     def __init__(
@@ -131,6 +122,7 @@ class BackendGathering:
         self.shard_of = list(range(sum(map(len, rows))))
 
     def start(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
+        """See :class:`Gathering`."""
         # Of a unit it is always the same, and the same on all ranks.
         if self._group.fallback_reason(shard.nbytes, full.device.type) is None:
             return self._collectives.all_gather(full, shard, self._group)
@@ -218,7 +210,6 @@ def host_layout(members: Sequence[int], host_of: Sequence[str]) -> list[list[int
     """The members host by host, or None where there is one host, one rank per host, or hosts with unequal numbers.
 
     Args:
-        members: global ranks of a sharding group.
         host_of: by global rank, the name of its host.
     """
     hosts: dict[str, list[int]] = {}

@@ -29,7 +29,6 @@ class FlatShards(Generic[Unit]):
     parameters and gradients too.
 
     Args:
-        ranks: groups and collectives.
         sharing: the kind of the group that shares the units.
         parameters: of this rank, in the same order on every rank; those in no unit are whole everywhere.
         units: disjoint.

@@ -44,9 +44,7 @@ class FlatUnit:
     Args:
         parameters: all trained or all frozen.
         dtype: in which they are stored and computed with.
-        shards: ranks that share the unit.
         position: number of this rank's shard.
-        device: where the parameters will be.
 
     Attributes:
         shard: this rank's part, ``[shard_elements]``.

@@ -85,6 +85,7 @@ class GatherTrace:
 
     @property
     def digest(self) -> int:
+        """Of the sequence so far."""
         return self._checksum % _EXACT
 
     def note(self, number: int) -> None:

@@ -26,7 +26,6 @@ class LiveParameters:
 
     Args:
         units: all of this rank's.
-        gathering: the collective.
         most: cap on gathered elements, those under way included.
 
     Attributes:

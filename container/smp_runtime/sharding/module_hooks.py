@@ -66,17 +66,14 @@ class ModuleUses:
       it before it is needed again: at the latest when backward reaches what was called before it, or ends.
 
     Args:
-        module: the model.
-        units: of its parameters.
-        live: gathers and frees.
         gradients: sends the gradients of what backward has passed.
     """
 
     def __init__(
         self, module: nn.Module, units: Sequence[ShardedUnit], live: LiveParameters, gradients: ShardedGradients
     ) -> None:
-        self._live = live
-        self._gradients = gradients
+        self.live = live
+        self.gradients = gradients
         self._clock = 0
         self._passes: dict[int, _Pass] = {}
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
@@ -135,7 +132,7 @@ class ModuleUses:
 
     def _enter(self, unit: ShardedUnit, call: _Call) -> Use:
         if unit.calls == 0:
-            self._live.need(unit)
+            self.live.need(unit)
         unit.calls += 1
         unit.called = unit.called or call.start
         use = Use(start=call.start)
@@ -165,7 +162,7 @@ class ModuleUses:
         # An error in between leaves units that were not entered yet.
         for unit in call.units[: len(call.uses)]:
             unit.calls -= 1
-            self._live.done(unit)
+            self.live.done(unit)
 
     def read(self, parameter: torch.Tensor) -> None:
         """A parameter is read as a module's attribute."""
@@ -186,8 +183,8 @@ class ModuleUses:
         def hook(index: int) -> Callable[[torch.Tensor], None]:
             def gradient_added(parameter: torch.Tensor) -> None:
                 me = weak()
-                if me is not None and me._gradients.arrived(unit, index, parameter):
-                    me._gradients_complete(unit)
+                if me is not None and me.gradients.arrived(unit, index, parameter):
+                    me.gradients_complete(unit)
 
             return gradient_added
 
@@ -206,7 +203,7 @@ class ModuleUses:
         def backward_begins(_: torch.Tensor) -> None:
             if (me := weak()) is not None:
                 for unit, use in zip(units, uses, strict=False):
-                    me._backward_begins(unit, use)
+                    me.backward_reaches(unit, use)
 
         for tensor in tensors:
             tensor.register_hook(backward_begins)
@@ -220,16 +217,17 @@ class ModuleUses:
                 for unit, use in zip(units, uses, strict=False):
                     use.inputs -= 1
                     if use.inputs <= 0:
-                        me._backward_passed(unit, use)
+                        me.backward_passed(unit, use)
                     else:
-                        me._backward_passes(unit, use)
+                        me.backward_passes(unit, use)
 
         for use in uses:
             use.inputs = len(tensors)
         for tensor in tensors.values():
             tensor.register_hook(gradient_came)
 
-    def _backward_begins(self, unit: ShardedUnit, use: Use) -> None:
+    def backward_reaches(self, unit: ShardedUnit, use: Use) -> None:
+        """The gradient of an output has come."""
         if use.began:
             return
         use.began = True
@@ -237,15 +235,16 @@ class ModuleUses:
         unit.open_uses.add(use)
         unit.quiet = False
         if use.saved is not False:
-            self._live.need(unit)
+            self.live.need(unit)
 
-    def _backward_passes(self, unit: ShardedUnit, use: Use) -> None:
+    def backward_passes(self, unit: ShardedUnit, use: Use) -> None:
         """One input's gradient has come; another's, if calls share that input, comes only after backward of all."""
         # What was seen to be saved is gathered again when it is unpacked, so room may be made of the unit meanwhile.
         if use in unit.open_uses and all(other.saved is not None for other in unit.open_uses):
             unit.quiet = True
 
-    def _backward_passed(self, unit: ShardedUnit, use: Use) -> None:
+    def backward_passed(self, unit: ShardedUnit, use: Use) -> None:
+        """The gradients of all inputs have come."""
         if use not in unit.open_uses:
             return
         if unit.trained and unit.forward_uses <= 1:
@@ -254,7 +253,7 @@ class ModuleUses:
             return
         unit.open_uses.discard(use)
         unit.quiet = unit.quiet and bool(unit.open_uses)
-        self._live.done(unit)
+        self.live.done(unit)
 
     def _reach(self, unit: ShardedUnit, use: Use) -> None:
         """Backward has reached a use, so it has passed all that were called after the use had ended."""
@@ -264,7 +263,7 @@ class ModuleUses:
 
             def backward_ends() -> None:
                 if (me := weak()) is not None:
-                    me._end_pass(task)
+                    me.end_pass(task)
 
             self.backward_begins()
             self._passes[task] = _Pass()
@@ -277,7 +276,7 @@ class ModuleUses:
             now.left[id(unit)] = unit.uses_per_pass or unit.forward_uses or 1
         now.counts[id(unit)] = now.counts.get(id(unit), 0) + 1
         now.open.append((unit, use))
-        self._gradients.reach(unit)
+        self.gradients.reach(unit)
 
     def _leave(self, now: _Pass, unit: ShardedUnit, use: Use) -> None:
         """Backward has passed a use: nothing that it runs from now on reads the weights for it."""
@@ -286,10 +285,10 @@ class ModuleUses:
         if now.left[id(unit)] > 0:
             return
         if use in unit.open_uses:
-            self._gradients_complete(unit)
-        self._gradients.leave(unit)
+            self.gradients_complete(unit)
+        self.gradients.leave(unit)
 
-    def _end_pass(self, task: int) -> None:
+    def end_pass(self, task: int) -> None:
         """Backward has ended: whatever it reached, it has passed."""
         now = self._passes.pop(task, None)
         if now is None:  # abandoned
@@ -298,16 +297,16 @@ class ModuleUses:
             if use in unit.open_uses:
                 unit.open_uses.discard(use)
                 if not unit.open_uses:
-                    self._gradients_complete(unit)
+                    self.gradients_complete(unit)
         for key, unit in now.reached.items():
             unit.uses_per_pass = now.counts[key]
             unit.came.clear()
-        self._gradients.end(list(now.reached.values()))
+        self.gradients.end(list(now.reached.values()))
 
-    def _gradients_complete(self, unit: ShardedUnit) -> None:
+    def gradients_complete(self, unit: ShardedUnit) -> None:
         """All gradients of a unit have come, so backward has passed all its uses."""
         unit.forget_uses()
-        self._live.done(unit)
+        self.live.done(unit)
 
     # -- what autograd saves ---------------------------------------------------------------------------------------
 
@@ -329,7 +328,7 @@ class ModuleUses:
                 return packed
             me = weak()
             if me is not None and not packed.unit.ready:
-                me._live.need(packed.unit)
+                me.live.need(packed.unit)
             return packed.tensor
 
         before, self._calls.pack = self._calls.pack, pack

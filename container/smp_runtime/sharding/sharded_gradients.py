@@ -74,8 +74,6 @@ class ShardedGradients:
 
     Args:
         units: the trained ones.
-        ranks: groups and collectives.
-        gathers: what this rank has gathered.
         shard_of: by position in the sharding group, the number of that rank's shard.
         bucket_elements: most elements that one collective carries, and of gradients that are not summed yet; a unit
             that is larger itself is complete before it is sent in parts.
@@ -304,11 +302,6 @@ class ShardedGradients:
             if flat is not None:
                 first = self._first_number[id(unit)]
                 yield unit, self._part(flat, unit), self._used_anywhere[first : first + len(unit.parameters)].tolist()
-
-    @property
-    def bytes_held(self) -> int:
-        """Bytes of the gradients that this rank keeps until the update."""
-        return sum(flat.nbytes for flat in (*self._sums.values(), *self._ready.values()))
 
     # -- order -----------------------------------------------------------------------------------------------------
 

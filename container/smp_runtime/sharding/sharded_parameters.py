@@ -43,15 +43,10 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         module: the model; its parameters are whole and equal on all replicas, or placeholders whose values come later
             by :meth:`take`.
         parameters: those of this rank, all to be trained or kept; small ones stay whole.
-        ranks: groups, collectives and settings.
-        precision: in which type the parameters are stored.
         deferred: by ``id``, parameters whose values come later.
         split: by ``id``, parameters of which every tensor parallel rank has another part.
 
     Attributes:
-        units: what is gathered together.
-        live: what is gathered now.
-        gradients: of this rank's shards.
         optimizer_shards: what the optimizer updates of each trained parameter, small ones included.
     """
 
@@ -264,12 +259,13 @@ class ShardedParameters(FlatShards[ShardedUnit]):
 
             def after(*_: Any, units: list[ShardedUnit] = units) -> None:
                 if (me := weak()) is not None:
-                    me._keep(units)
+                    me.keep(units)
 
             before_loading(part, before)
             part.register_load_state_dict_post_hook(after)
 
-    def _keep(self, units: Sequence[ShardedUnit]) -> None:
+    def keep(self, units: Sequence[ShardedUnit]) -> None:
+        """Take over what was loaded into gathered parameters, and free them."""
         for unit in units:
             if not unit.ready:
                 continue

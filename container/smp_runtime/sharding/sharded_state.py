@@ -38,12 +38,10 @@ class ShardedState(FlatShards[WholeUnit]):
     of its own shard only. After the update, the shards of parameters are gathered again.
 
     Args:
-        ranks: groups and collectives.
         sharing: the kind of the group of replicas.
         parameters: those with ``requires_grad``, in the same order on every rank.
         precision: in which gradients are summed, and whether float32 copies are updated.
         masters: values of these float32 copies, by parameter.
-        unit_bytes: size of a flat unit.
 
     Attributes:
         buckets: the division of the gradients, the same as that of the units.

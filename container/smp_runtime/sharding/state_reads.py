@@ -21,13 +21,7 @@ logger = logging.getLogger("smp")
 
 
 class StateReads:
-    """Refuses ``state_dict`` of the module inside, which would be placeholders: only the wrapper's has the values.
-
-    Args:
-        module: the model.
-        uses: knows which modules hold sharded parameters.
-        degree: ranks that share the parameters.
-    """
+    """Refuses ``state_dict`` of the module inside, which would be placeholders: only the wrapper's has the values."""
 
     def __init__(self, module: nn.Module, uses: ModuleUses, degree: int) -> None:
         self._allowed = False
@@ -61,8 +55,6 @@ class AutocastWarning:
     """Says once that ``torch.autocast`` makes a copy of every weight, which autograd keeps.
 
     Args:
-        units: of the model.
-        device: where this rank computes.
         speaks: whether this rank is the one that warns.
     """
 

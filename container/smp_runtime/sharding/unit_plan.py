@@ -81,9 +81,6 @@ def plan_units(module: nn.Module, parameters: Iterable[nn.Parameter], options: S
     module that holds no such list. A unit has at most half of ``max_live`` elements, so that the next one can be
     fetched while it is used; a module above that is divided into its children.
 
-    Args:
-        parameters: what shall be sharded.
-
     Raises:
         SMPUserError: one module's own parameters exceed ``max_live``, with its name.
     """

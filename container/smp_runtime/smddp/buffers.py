@@ -21,9 +21,9 @@ class Piece:
     """
 
     bytes: torch.Tensor
-    _start: int
-    _stop: int
-    _is_back: bool = False
+    start: int
+    stop: int
+    is_back: bool = False
 
 
 class RingBuffer:
@@ -70,8 +70,8 @@ class RingBuffer:
     def give_back(self, piece: Piece) -> None:
         """Let others have a piece, once all older ones are back too."""
         with self._freed:
-            piece._is_back = True
-            while self._taken and self._taken[0]._is_back:
+            piece.is_back = True
+            while self._taken and self._taken[0].is_back:
                 self._taken.popleft()
             self._freed.notify_all()
 
@@ -95,8 +95,8 @@ class RingBuffer:
         if not self._taken:
             return 0
         oldest, newest = self._taken[0], self._taken[-1]
-        if newest._start >= oldest._start:
-            if newest._stop + size <= self.size:
-                return newest._stop
-            return 0 if size <= oldest._start else None
-        return newest._stop if newest._stop + size <= oldest._start else None
+        if newest.start >= oldest.start:
+            if newest.stop + size <= self.size:
+                return newest.stop
+            return 0 if size <= oldest.start else None
+        return newest.stop if newest.stop + size <= oldest.start else None

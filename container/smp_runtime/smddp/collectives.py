@@ -17,6 +17,7 @@ class SmddpCollectives(TorchCollectives):
     """What the strategies call in a job whose backend is ``smddp``."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        """In phases where that is possible and has a use."""
         phases = isinstance(group, SmddpProcessGroup) and group.tries_phases(shard.nbytes, full.device.type)
         return group.all_gather_single(full, shard) if phases else super().all_gather(full, shard, group)
 

@@ -18,7 +18,6 @@ class Item:
     Attributes:
         outputs: by group rank, where its shard goes: contiguous, ``[bytes]`` of uint8.
         shard: this rank's, ``[bytes]``; may be its output.
-        filled: the tensors that are to be filled.
         report: what the future is completed with: the same as that of the plain backend of the device.
         finish: copies to these what is in the outputs; None where it is there already.
     """
@@ -54,8 +53,6 @@ class Item:
 
         Args:
             outputs: by rank.
-            shard: this rank's.
-            size: of the group.
             through_one: gather into one tensor, ``[size, *shard.shape]``, and report that, as NCCL does.
         """
         if len(outputs) != size or not all(_alike(o, shard) and o.numel() == shard.numel() for o in outputs):

@@ -33,14 +33,17 @@ class HostGrid:
 
     @property
     def hosts(self) -> int:
+        """Number of hosts."""
         return len(self.rows)
 
     @property
     def ranks_per_host(self) -> int:
+        """Number of ranks on each host."""
         return len(self.rows[0])
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return self.hosts * self.ranks_per_host
 
     @property
@@ -59,7 +62,6 @@ class HostGrid:
 
         Args:
             host_of: by group rank, the name of its host.
-            rank: this rank in the group.
         """
         hosts: dict[str, list[int]] = {}
         for number, name in enumerate(host_of):

@@ -41,7 +41,6 @@ class _Gather:
     """One all-gather under way.
 
     Attributes:
-        work: what the caller waits for.
         arriving: from other hosts, in the order in which they are waited for: the message, the host, where in a shard
             its bytes belong, and the tag with which they are handed on.
         works: all messages that are not waited for before the end.
@@ -69,8 +68,6 @@ class MessageGather:
 
     Args:
         backend: of the group, with a full mesh of connections.
-        grid: where its ranks are.
-        sizes: of the buffers.
     """
 
     def __init__(self, backend: Any, grid: HostGrid, sizes: BufferSizes) -> None:
@@ -187,6 +184,20 @@ class MessageGather:
             RuntimeError: it failed, or an earlier one did.
         """
         self.scratch.check()
+        self._hand_on(gather)
+        for work in gather.works:
+            work.wait()
+        grid, item = self._grid, gather.item
+        for neighbour, block in gather.blocks.items():
+            for row, shard in zip(grid.rows, block, strict=True):
+                item.outputs[row[grid.row.index(neighbour)]].copy_(shard)
+        if item.finish is not None:
+            item.finish()
+        self.sort.give_back(gather.sort)
+        self.scratch.give_back(gather.scratch)
+
+    def _hand_on(self, gather: _Gather) -> None:
+        """Give the neighbours what comes from the other hosts."""
         grid, item, rows = self._grid, gather.item, self._rows(gather)
         if gather.blocks:
             rows[grid.host].copy_(gather.scratch.bytes)
@@ -201,15 +212,11 @@ class MessageGather:
                 gather.works.append(self._backend.send([rows], neighbour, gather.first_tag))
             for host in self._other_hosts:
                 item.outputs[grid.column[host]].copy_(rows[host])
-        for work in gather.works:
-            work.wait()
-        for neighbour, block in gather.blocks.items():
-            for row, shard in zip(grid.rows, block, strict=True):
-                item.outputs[row[grid.row.index(neighbour)]].copy_(shard)
-        if item.finish is not None:
-            item.finish()
-        self.sort.give_back(gather.sort)
-        self.scratch.give_back(gather.scratch)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._grid.size
 
     def close(self) -> None:
         """End the thread; what is under way may end first."""
@@ -257,7 +264,7 @@ def _finish(owner: MessageGather, gather: _Gather) -> None:
         owner.pass_on(gather)
     except BaseException as error:
         owner.fail(error)
-        gather.work.finish(f"the all-gather over {owner._grid.size} ranks failed: {error}")
+        gather.work.finish(f"the all-gather over {owner.size} ranks failed: {error}")
     else:
         gather.work.finish()
 

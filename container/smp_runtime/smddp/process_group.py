@@ -41,11 +41,8 @@ class SmddpProcessGroup(dist.ProcessGroup):
     too where the group's ranks form no grid, and when a buffer is too small for it.
 
     Args:
-        rank: in the group.
-        size: of the group.
         plain: by type of device, the plain backend's type and itself.
         grid: where the group's ranks are, or why the all-gather cannot go in phases.
-        sizes: of the buffers.
         gathers: by type of device, what gathers in phases there.
     """
 
@@ -79,10 +76,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
         """Make this rank's end of a group; every rank of the group calls it.
 
         Args:
-            store: of this group alone.
             timeout: of every collective.
-            name: of the group.
-            nccl_options: what NCCL is started with.
 
         Raises:
             ConfigError: the ranks' buffer sizes are wrong or differ.
@@ -105,7 +99,8 @@ class SmddpProcessGroup(dist.ProcessGroup):
                 gathers["cuda"] = StreamGather(across, inside, grid, sizes, plain["cuda"][1])
         return cls(rank, size, plain, grid, sizes, gathers)
 
-    def getBackendName(self) -> str:
+    def getBackendName(self) -> str:  # noqa: N802 - PyTorch calls it
+        """The name that PyTorch shows for the group."""
         return BACKEND
 
     def fallback_reason(self, shard_bytes: int, device: str = "cpu") -> str | None:
@@ -113,7 +108,6 @@ class SmddpProcessGroup(dist.ProcessGroup):
 
         Args:
             shard_bytes: what one rank puts in.
-            device: type of the device where it lies.
         """
         if isinstance(self.grid, str):
             return self.grid

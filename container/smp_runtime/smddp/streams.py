@@ -29,9 +29,6 @@ class StreamGather:
 
     Args:
         across: the ranks with this one's number on their hosts, host by host.
-        inside: this host's ranks of the group.
-        grid: where the group's ranks are.
-        sizes: of the buffers.
         plain: the backend of the whole group, whose timeout these groups have; it may change.
     """
 

@@ -87,9 +87,11 @@ class MessageWork(_GatherWork):
         return True
 
     def is_completed(self) -> bool:
+        """Whether the collective is over, and its future completed."""
         return self._over.is_set() and (self._future is None or self._future.done())
 
     def exception(self) -> Any:
+        """What it failed with; None if it did not, or not yet."""
         return RuntimeError(self._error) if self._over.is_set() and self._error is not None else None
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -143,12 +145,15 @@ class StreamWork(_GatherWork):
         return True
 
     def is_completed(self) -> bool:
+        """Whether the stream is through with it."""
         return self._future.done() and (self._event is None or self._event.query())
 
     def exception(self) -> Any:
+        """Never one: a failure on the stream shows where its results are read."""
         return None
 
     def get_future(self) -> torch.futures.Future[Any]:
+        """The CUDA future it was made with."""
         return self._future
 
 

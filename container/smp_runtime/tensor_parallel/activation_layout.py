@@ -130,27 +130,33 @@ class ReplicatedFlow(_Flow):
     rows_see_all = True
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See :class:`Flow`."""
         if self._group.prescaled:
             return hidden
         self._check_shape(hidden)
         return collectives.gathered(hidden, self._group, 0, partial=False)
 
     def leave(self, hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """See :class:`Flow`."""
         return hidden if self._group.prescaled else collectives.sliced(hidden, self._group, 0)
 
     def enter_mask(
         self, mask: torch.Tensor | None, like: torch.Tensor, causal: bool, positions: torch.Tensor | None = None
     ) -> torch.Tensor | None:
+        """See :class:`Flow`."""
         mask = additive(mask, like.dtype)
         return mask if self._group.prescaled else self._mask_for_all_batches(mask, like, positions)
 
     def enter_ids(self, ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+        """See :class:`Flow`."""
         return ids if ids is None or self._group.prescaled else self._for_all_batches(ids, like.shape[0])
 
     def shared(self, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """See :class:`Flow`."""
         return list(parameters)
 
     def dropout(self, hidden: torch.Tensor, probability: float, training: bool) -> torch.Tensor:
+        """See :class:`Flow`."""
         if not training or probability == 0.0:
             return hidden
         with RandomTracker.of(self._group).replicated(hidden.device):
@@ -166,6 +172,7 @@ class SlicedFlow(_Flow):
         self.rows_see_all = group.prescaled
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See :class:`Flow`."""
         if not self._group.prescaled:
             self._check_shape(hidden)
             return hidden
@@ -173,6 +180,7 @@ class SlicedFlow(_Flow):
         return collectives.sliced(F.pad(hidden, (0, 0, 0, missing)) if missing else hidden, self._group, 1)
 
     def leave(self, hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """See :class:`Flow`."""
         if not self._group.prescaled:
             return hidden
         whole = collectives.gathered(hidden, self._group, 1, partial=False)
@@ -181,6 +189,7 @@ class SlicedFlow(_Flow):
     def enter_mask(
         self, mask: torch.Tensor | None, like: torch.Tensor, causal: bool, positions: torch.Tensor | None = None
     ) -> torch.Tensor | None:
+        """See :class:`Flow`."""
         mask = additive(mask, like.dtype)
         if not self._group.prescaled:
             return self._mask_for_all_batches(mask, like, positions)
@@ -194,6 +203,7 @@ class SlicedFlow(_Flow):
         return F.pad(F.pad(mask, (0, missing), value=torch.finfo(mask.dtype).min), (0, 0, 0, queries))
 
     def enter_ids(self, ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+        """See :class:`Flow`."""
         if ids is None:
             return None
         if not self._group.prescaled:
@@ -201,10 +211,12 @@ class SlicedFlow(_Flow):
         return F.pad(ids, (0, self._missing(like.shape[1])))
 
     def shared(self, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """See :class:`Flow`."""
         # With a batch per rank, their gradients are averaged with those of ordinary layers, once per step.
         return collectives.shared(self._group, *parameters) if self._group.prescaled else list(parameters)
 
     def dropout(self, hidden: torch.Tensor, probability: float, training: bool) -> torch.Tensor:
+        """See :class:`Flow`."""
         if not training or probability == 0.0:
             return hidden
         with RandomTracker.of(self._group).split(hidden.device):

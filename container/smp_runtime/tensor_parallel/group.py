@@ -25,12 +25,8 @@ class TensorGroup:
     shape without the other ranks.
 
     Attributes:
-        ranks: the job's.
-        size: ranks in the group.
-        rank: position of this rank.
         prescaled: whether all of them get the same batch; else each has its own.
         slices_activations: whether activations between layers are sliced (``optimize="memory"``).
-        device: where this rank computes.
     """
 
     def __init__(self, ranks: Ranks) -> None:

@@ -35,7 +35,6 @@ class RandomTracker:
 
     Args:
         base: the number both derive from, the same on every rank of the group.
-        rank: position in the group.
         is_alone: whether the other ranks do not do the same now; such uses are not counted.
     """
 
@@ -109,6 +108,15 @@ class RandomTracker:
                 self._marks.popitem(last=False)
         return self._marks[mark]
 
+    def state_dict(self) -> dict[str, int]:
+        """What :meth:`load_state_dict` goes on from."""
+        return {"base": self._base, "uses": self._uses}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a state of :meth:`state_dict`."""
+        self._base, self._uses = state["base"], state["uses"]
+        self._marks.clear()
+
 
 def _make_tracker(group: TensorGroup) -> None:
     RandomTracker.of(group)
@@ -120,9 +128,8 @@ def tracker_state(ranks: Ranks, state: dict[str, int] | None = None) -> dict[str
     if found is None:
         return None
     if state is not None:
-        found._base, found._uses = state["base"], state["uses"]
-        found._marks.clear()
-    return {"base": found._base, "uses": found._uses}
+        found.load_state_dict(state)
+    return found.state_dict()
 
 
 def draw_seed() -> int:

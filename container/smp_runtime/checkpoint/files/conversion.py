@@ -47,8 +47,6 @@ class Weights:
 
     Attributes:
         tensors: each once, by its first name; without values.
-        value: gives the values by the name.
-        aliases: other names of tied ones.
         config: of the model, if it is one of Transformers.
         translations: kinds of distributed models whose names ``tensors`` has.
     """

@@ -13,12 +13,6 @@ if TYPE_CHECKING:
 Range = tuple[int, int]
 
 
-def elements_of(record: TensorRecord, piece: Piece) -> int:
-    """Elements that a piece has."""
-    start, stop = piece.flat or (0, slice_elements(record, piece.tensor))
-    return stop - start
-
-
 def slice_elements(record: TensorRecord, part: Range | None) -> int:
     """Elements of a tensor parallel slice; of the whole tensor without one."""
     return math.prod(slice_shape(record, part))

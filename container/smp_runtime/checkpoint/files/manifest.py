@@ -60,8 +60,6 @@ class TensorRecord:
     Attributes:
         shape: of the whole tensor.
         dtype: in which the model had it, such as ``"float32"``.
-        aliases: its other names, if it is tied.
-        stage: pipeline stage that had it.
         tensor_axis: dim along which tensor parallel ranks had parts, or None.
         trained: whether it was a parameter with ``requires_grad``.
     """
@@ -118,7 +116,6 @@ class OptimizerRecord:
     """The optimizer of a checkpoint.
 
     Attributes:
-        type: name of the inner optimizer's class.
         groups: settings of each parameter group as far as JSON has them, and ``"params"``: global names.
         states: keys of its state that have the shape of the parameter, such as ``"exp_avg"``.
     """
@@ -133,9 +130,7 @@ class Manifest:
     """Everything about a partial checkpoint but the tensors.
 
     Attributes:
-        tag: as it was saved with.
         saved: seconds since 1970 at which it was complete; orders checkpoints.
-        library: version that wrote it.
         topology: ``world_size``, ``pipeline``, ``tensor``, ``sharded``, ``shard_optimizer_state``, ``placement``.
         precision: ``"fp32"`` (the model's own types), ``"bf16"`` or ``"fp16"``.
         files: by name, all files but the manifest itself.
@@ -217,10 +212,6 @@ class Manifest:
         """All names of a tensor by its global name."""
         record = self.parameters.get(name) or self.buffers[name]
         return (name, *record.aliases)
-
-    def by_any_name(self) -> dict[str, str]:
-        """The global name of every parameter by each of its names."""
-        return {alias: name for name in self.parameters for alias in self.names_of(name)}
 
     def holders(self, key: str, name: str) -> Iterator[tuple[str, Piece]]:
         """The files that have parts of a tensor's ``key``, with the parts."""
@@ -310,7 +301,6 @@ class FoundCheckpoint:
 
     Attributes:
         name: such as ``"100_partial"``.
-        folder: where it is.
         manifest: None if it has no readable one.
         problems: why it is not whole, in words; empty if it is, as far as names and lengths tell.
     """

@@ -29,39 +29,39 @@ Translate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 class Traced(torch.Tensor):
     """A tensor without values that knows the tensors of a checkpoint it is made of, and how."""
 
-    _made: tuple[Callable[..., Any], Any, Any, int | None] | None
-    _source: str | None
+    made: tuple[Callable[..., Any], Any, Any, int | None] | None
+    source: str | None
     sources: tuple[str, ...]
 
     @staticmethod
     def leaf(name: str, record: TensorRecord) -> Traced:
         """A tensor of the checkpoint."""
         made = torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="meta").as_subclass(Traced)
-        made._made, made._source, made.sources = None, name, (name,)
+        made.made, made.source, made.sources = None, name, (name,)
         return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.equal:
-            return args[0]._source is not None and args[0]._source == args[1]._source
+            return args[0].source is not None and args[0].source == args[1].source
         result = super().__torch_function__(func, types, args, kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Traced)]
         sources = tuple(dict.fromkeys(name for leaf in inputs for name in getattr(leaf, "sources", ())))
         several = isinstance(result, tuple | list)
         for index, output in enumerate(result if several else [result]):
             if isinstance(output, Traced) and not any(output is leaf for leaf in inputs):
-                output._made = (func, args, kwargs, index if several else None)
-                output._source, output.sources = None, sources
+                output.made = (func, args, kwargs, index if several else None)
+                output.source, output.sources = None, sources
         return result
 
     def value(self, leaf: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """The tensor itself; ``leaf`` gives those of the checkpoint."""
-        if self._source is not None:
-            return leaf(self._source)
-        if self._made is None:
+        if self.source is not None:
+            return leaf(self.source)
+        if self.made is None:
             raise AssertionError("a traced tensor came from nowhere")
-        func, args, kwargs, index = self._made
+        func, args, kwargs, index = self.made
         args, kwargs = tree_map(lambda x: x.value(leaf) if isinstance(x, Traced) else x, (args, kwargs))
         result = func(*args, **kwargs)
         found: torch.Tensor = result if index is None else result[index]
@@ -70,14 +70,13 @@ class Traced(torch.Tensor):
     @property
     def is_leaf_of_checkpoint(self) -> bool:
         """Whether it is one of the checkpoint's tensors as it is."""
-        return self._source is not None
+        return self.source is not None
 
 
 class Names:
     """The tensors of a checkpoint by the names of this model.
 
     Args:
-        manifest: of the checkpoint.
         wanted: the model's parameters: all names of each, with its shape.
         to_ours: translations of the models that are distributed here, from Hugging Face's states.
     """
@@ -132,7 +131,6 @@ def read_into(
     Args:
         target: ``[wanted.elements]`` in any shape.
         wanted: the region, of the shape that the tensor has here.
-        traced: what it is made of.
         key: the state key to read, by the checkpoint's name.
     """
     if traced.is_leaf_of_checkpoint:

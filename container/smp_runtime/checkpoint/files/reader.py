@@ -24,10 +24,6 @@ class CheckpointReader:
     """The tensors of a partial checkpoint.
 
     Files are mapped, not read: what is copied out of them is all the memory that reading takes.
-
-    Args:
-        folder: of the checkpoint.
-        manifest: of the folder.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:

@@ -78,7 +78,7 @@ class Region:
 
     def same_slice(self, other: Region) -> bool:
         """Whether both are parts of the same slice."""
-        return self._bounds(other.axis) == other._bounds(self.axis)
+        return self.bounds(other.axis) == other.bounds(self.axis)
 
     def overlaps(self, other: Region) -> bool:
         """Whether both may have elements in common; slices of different axes always may."""
@@ -87,10 +87,10 @@ class Region:
         axis = self.axis if self.axis is not None else other.axis
         if self.axis not in (None, axis) or other.axis not in (None, axis) or axis is None:
             return True
-        mine, theirs = self._bounds(axis), other._bounds(axis)
+        mine, theirs = self.bounds(axis), other.bounds(axis)
         return max(mine[0], theirs[0]) < min(mine[1], theirs[1])
 
-    def _bounds(self, axis: int | None) -> tuple[int, int]:
+    def bounds(self, axis: int | None) -> tuple[int, int]:
         """Start and stop along an axis, which is this region's own or one that it is not cut along."""
         if self.axis is not None:
             return self.start, self.stop
@@ -103,9 +103,7 @@ def copy_common(target: torch.Tensor, wanted: Region, source: torch.Tensor, give
 
     Args:
         target: flat, ``[wanted.elements]``. All of a slice, unless both regions are of the same slice.
-        wanted: the region that it is.
         source: flat, ``[given.elements]``.
-        given: the region that it is.
 
     Returns:
         How many elements were copied.
@@ -122,7 +120,7 @@ def copy_common(target: torch.Tensor, wanted: Region, source: torch.Tensor, give
     if axis is None or given.axis not in (None, axis):
         raise AssertionError("regions that are cut along different axes go through the whole tensor")
     outer, inner = math.prod(wanted.shape[:axis]), math.prod(wanted.shape[axis + 1 :])
-    (t0, t1), (s0, s1) = wanted._bounds(axis), given._bounds(axis)
+    (t0, t1), (s0, s1) = wanted.bounds(axis), given.bounds(axis)
     low, high = max(t0, s0), min(t1, s1)
     if low >= high:
         return 0

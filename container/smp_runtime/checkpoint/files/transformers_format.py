@@ -168,7 +168,6 @@ def write_transformers(
         config: of the model, as a dictionary.
         largest_file: in bytes; a tensor that is larger has a file of its own.
         make: gives the values of a tensor that may have none yet; for safetensors one after the other.
-        save_id: put into every file.
 
     Returns:
         The files of weights.

@@ -38,7 +38,7 @@ _numpy: Any = getattr(np, "_core", None) or np.core
 _NUMPY = [
     np.ndarray,
     np.dtype,
-    _numpy.multiarray._reconstruct,
+    _numpy.multiarray._reconstruct,  # noqa: SLF001 - what pickles of arrays name
     _numpy.multiarray.scalar,
     *{type(np.dtype(kind)) for kind in np.typecodes["All"].replace("O", "")},
 ]

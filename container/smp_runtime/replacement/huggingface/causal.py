@@ -101,7 +101,13 @@ def register_causal(
             raise NotDistributableError(
                 "its configuration has add_cross_attention, which is not distributed; use the original"
             )
-        made = {**settings(config), "add_lm_head": with_head, "with_cross_outputs": has_cross, "state_names": names}
+        made = {
+            **_common(config),
+            **settings(config),
+            "add_lm_head": with_head,
+            "with_cross_outputs": has_cross,
+            "state_names": names,
+        }
         if not with_head:
             made["lm_head_bias"] = False
         return (), made
@@ -117,6 +123,19 @@ def register_causal(
             translations=(names.to_theirs, names.to_ours),
         ),
     )
+
+
+def _common(config: Any) -> dict[str, Any]:
+    """What all of them have: norms in front of both halves and behind the last layer, and normal weights."""
+    return {
+        "vocab_size": config.vocab_size,
+        "initializer_range": config.initializer_range,
+        "use_normal_initialization": True,
+        "pre_layernorm": True,
+        "post_layernorm": False,
+        "final_layernorm": True,
+        "tie_word_embeddings": config.tie_word_embeddings,
+    }
 
 
 def _forward_hook(kind: type) -> Callable[..., Arguments]:

@@ -8,7 +8,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.distributed_module import NotDistributableError
 from smp_runtime.nn.transformer import DistributedTransformer
 from smp_runtime.replacement.huggingface.causal import activation
-from smp_runtime.replacement.huggingface.translation import EncoderNames, LayerNames
+from smp_runtime.replacement.huggingface.translation import EncoderNames, LayerNames, parameter_names
 from smp_runtime.replacement.registration import Arguments, Registration, register
 
 if TYPE_CHECKING:
@@ -16,24 +16,18 @@ if TYPE_CHECKING:
 
 NAMES = EncoderNames(
     LayerNames(
-        {
-            "attention.self.query.weight": "attention.query.weight",
-            "attention.self.query.bias": "attention.query.bias",
-            "attention.self.key.weight": "attention.key.weight",
-            "attention.self.key.bias": "attention.key.bias",
-            "attention.self.value.weight": "attention.value.weight",
-            "attention.self.value.bias": "attention.value.bias",
-            "attention.output.dense.weight": "attention.dense.weight",
-            "attention.output.dense.bias": "attention.dense.bias",
-            "attention.output.LayerNorm.weight": "attention.layernorm.weight",
-            "attention.output.LayerNorm.bias": "attention.layernorm.bias",
-            "intermediate.dense.weight": "output.dense1.weight",
-            "intermediate.dense.bias": "output.dense1.bias",
-            "output.dense.weight": "output.dense2.weight",
-            "output.dense.bias": "output.dense2.bias",
-            "output.LayerNorm.weight": "output.layernorm.weight",
-            "output.LayerNorm.bias": "output.layernorm.bias",
-        }
+        parameter_names(
+            {
+                "attention.self.query": "attention.query",
+                "attention.self.key": "attention.key",
+                "attention.self.value": "attention.value",
+                "attention.output.dense": "attention.dense",
+                "attention.output.LayerNorm": "attention.layernorm",
+                "intermediate.dense": "output.dense1",
+                "output.dense": "output.dense2",
+                "output.LayerNorm": "output.layernorm",
+            }
+        )
     )
 )
 
@@ -71,7 +65,7 @@ def init_hook(config: Any, *_: Any, **__: Any) -> Arguments:
     }
 
 
-def forward_hook(
+def forward_hook(  # noqa: PLR0913 - the signature of the original
     hidden_states: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     head_mask: Any = None,
@@ -108,7 +102,7 @@ def return_hook(result: tuple[Any, ...]) -> Any:
     return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=result[0])
 
 
-def register_encoder(kind: type) -> None:
+def register_model(kind: type) -> None:
     """Register an encoder's class."""
     register(
         kind,

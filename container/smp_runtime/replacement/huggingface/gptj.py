@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from smp_runtime.nn.distributed_module import NotDistributableError
 from smp_runtime.replacement.huggingface.causal import activation, register_causal
-from smp_runtime.replacement.huggingface.translation import CausalNames, LayerNames, translators
+from smp_runtime.replacement.huggingface.translation import CausalNames, LayerNames, parameter_names, translators
 
 NAMES = CausalNames(
     root="transformer",
     layers="h",
-    outer={
-        "wte.weight": "word_embedding.weight",
-        "ln_f.weight": "layernorm.weight",
-        "ln_f.bias": "layernorm.bias",
-    },
+    outer={**parameter_names({"wte": "word_embedding"}, "weight"), **parameter_names({"ln_f": "layernorm"})},
     layer=LayerNames(
         {
-            "ln_1.weight": "attention.pre_layernorm.weight",
-            "ln_1.bias": "attention.pre_layernorm.bias",
+            **parameter_names({"ln_1": "attention.pre_layernorm"}),
             "attn.k_proj.weight": "attention.key.weight",
             "attn.v_proj.weight": "attention.value.weight",
             "attn.q_proj.weight": "attention.query.weight",
             "attn.out_proj.weight": "attention.dense.weight",
-            "mlp.fc_in.weight": "output.dense1.weight",
-            "mlp.fc_in.bias": "output.dense1.bias",
-            "mlp.fc_out.weight": "output.dense2.weight",
-            "mlp.fc_out.bias": "output.dense2.bias",
+            **parameter_names({"mlp.fc_in": "output.dense1", "mlp.fc_out": "output.dense2"}),
         }
     ),
 )
@@ -47,7 +40,6 @@ def settings(config: Any) -> dict[str, Any]:
         "attention_head_size": size,
         "hidden_size": config.n_embd,
         "intermediate_size": config.n_inner if config.n_inner is not None else 4 * config.n_embd,
-        "vocab_size": config.vocab_size,
         "num_positions": 0,
         "causal_mask_size": config.n_positions,
         "attention_dropout_prob": config.attn_pdrop,
@@ -55,12 +47,6 @@ def settings(config: Any) -> dict[str, Any]:
         "embedding_dropout_prob": config.embd_pdrop,
         "activation": activation(config.activation_function),
         "layernorm_epsilon": config.layer_norm_epsilon,
-        "initializer_range": config.initializer_range,
-        "use_normal_initialization": True,
-        "pre_layernorm": True,
-        "post_layernorm": False,
-        "final_layernorm": True,
-        "tie_word_embeddings": config.tie_word_embeddings,
         "lm_head_bias": True,
         "attention_in_fp32": True,
         "parallel_attn_output": True,
@@ -72,11 +58,7 @@ def settings(config: Any) -> dict[str, Any]:
     }
 
 
-def register_model(kind: type) -> None:
-    """Register GPT-J's class ``kind``."""
-    register_causal(kind, settings, NAMES)
-
-
+register_model = functools.partial(register_causal, settings=settings, names=NAMES)
 translate_hf_state_dict_to_smdistributed_gptj, translate_state_dict_to_hf_gptj = translators(
     NAMES, "Hugging Face's GPT-J"
 )

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from smp_runtime.replacement.huggingface.causal import activation, register_causal
-from smp_runtime.replacement.huggingface.translation import CausalNames, LayerNames, translators
+from smp_runtime.replacement.huggingface.translation import CausalNames, LayerNames, parameter_names, translators
 
 NAMES = CausalNames(
     root="transformer",
     layers="h",
     outer={
-        "wte.weight": "word_embedding.weight",
-        "wpe.weight": "position_embedding.weight",
-        "ln_f.weight": "layernorm.weight",
-        "ln_f.bias": "layernorm.bias",
+        **parameter_names({"wte": "word_embedding", "wpe": "position_embedding"}, "weight"),
+        **parameter_names({"ln_f": "layernorm"}),
     },
     layer=LayerNames(
         {
-            "ln_1.weight": "attention.pre_layernorm.weight",
-            "ln_1.bias": "attention.pre_layernorm.bias",
+            **parameter_names({"ln_1": "attention.pre_layernorm"}),
             "attn.attention.k_proj.weight": "attention.key.weight",
             "attn.attention.v_proj.weight": "attention.value.weight",
             "attn.attention.q_proj.weight": "attention.query.weight",
-            "attn.attention.out_proj.weight": "attention.dense.weight",
-            "attn.attention.out_proj.bias": "attention.dense.bias",
-            "ln_2.weight": "output.pre_layernorm.weight",
-            "ln_2.bias": "output.pre_layernorm.bias",
-            "mlp.c_fc.weight": "output.dense1.weight",
-            "mlp.c_fc.bias": "output.dense1.bias",
-            "mlp.c_proj.weight": "output.dense2.weight",
-            "mlp.c_proj.bias": "output.dense2.bias",
+            **parameter_names({"attn.attention.out_proj": "attention.dense", "ln_2": "output.pre_layernorm"}),
+            **parameter_names({"mlp.c_fc": "output.dense1", "mlp.c_proj": "output.dense2"}),
         }
     ),
 )
@@ -44,7 +36,6 @@ def settings(config: Any) -> dict[str, Any]:
         "attention_head_size": config.hidden_size // config.num_heads,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size or 4 * config.hidden_size,
-        "vocab_size": config.vocab_size,
         "num_positions": config.max_position_embeddings,
         "causal_mask_size": config.max_position_embeddings,
         "attention_dropout_prob": float(config.attention_dropout),
@@ -52,12 +43,6 @@ def settings(config: Any) -> dict[str, Any]:
         "embedding_dropout_prob": float(config.embed_dropout),
         "activation": activation(config.activation_function),
         "layernorm_epsilon": config.layer_norm_epsilon,
-        "initializer_range": config.initializer_range,
-        "use_normal_initialization": True,
-        "pre_layernorm": True,
-        "post_layernorm": False,
-        "final_layernorm": True,
-        "tie_word_embeddings": config.tie_word_embeddings,
         "attention_in_fp32": True,
         "scale_attention_scores": False,
         "use_qkv_bias": False,
@@ -65,11 +50,7 @@ def settings(config: Any) -> dict[str, Any]:
     }
 
 
-def register_model(kind: type) -> None:
-    """Register GPT-Neo's class ``kind``."""
-    register_causal(kind, settings, NAMES)
-
-
+register_model = functools.partial(register_causal, settings=settings, names=NAMES)
 translate_hf_state_dict_to_smdistributed_gptneo, translate_state_dict_to_hf_gptneo = translators(
     NAMES, "Hugging Face's GPT-Neo"
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -15,6 +15,18 @@ if TYPE_CHECKING:
 
 #: Causal masks and frequencies that older versions of Transformers saved and the distributed layers compute.
 _COMPUTED = re.compile(r"(^|\.)(attn|attn\.attention|attention|self_attn)\.(masked_)?bias$|(^|\.)rotary_emb\.inv_freq$")
+
+
+def parameter_names(
+    modules: Mapping[str, str | tuple[str, ...]], *kinds: Literal["weight", "bias"]
+) -> dict[str, str | tuple[str, ...]]:
+    """Names of parameters from those of the modules that have them: of weight and bias, if no ``kinds`` are given."""
+
+    def of(target: str | tuple[str, ...], kind: str) -> str | tuple[str, ...]:
+        return f"{target}.{kind}" if isinstance(target, str) else tuple(f"{part}.{kind}" for part in target)
+
+    kinds = kinds or ("weight", "bias")
+    return {f"{theirs}.{kind}": of(ours, kind) for theirs, ours in modules.items() for kind in kinds}
 
 
 @dataclass(frozen=True)
@@ -62,9 +74,7 @@ class CausalNames:
 
     Attributes:
         root: Hugging Face's name of the model inside the one with the head.
-        layers: its list of layers.
         outer: the distributed model's name for each parameter outside the layers, by Hugging Face's in the model inside.
-        layer: of each layer.
         head: Hugging Face's name of the head's weight; tied to the word embedding if the distributed model has none.
         head_bias: of its bias.
     """
@@ -258,15 +268,18 @@ def _replaced(state: Mapping[str, Any], prefix: str, below: Mapping[str, Any]) -
 class Names(Protocol):
     """Names of one kind of model, both ways."""
 
-    def to_ours(self, state: Mapping[str, Any]) -> dict[str, Any]: ...
+    def to_ours(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state under the distributed modules' names."""
 
-    def to_theirs(self, state: Mapping[str, Any]) -> dict[str, Any]: ...
+    def to_theirs(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state under Hugging Face's names."""
 
 
 class Translator(Protocol):
     """``translate(state_dict, max_seq_len=None)``; ``max_seq_len`` is accepted."""
 
-    def __call__(self, state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]: ...
+    def __call__(self, state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
+        """The state under the other names."""
 
 
 def translators(names: Names, model: str) -> tuple[Translator, Translator]:
