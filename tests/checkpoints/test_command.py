@@ -441,10 +441,10 @@ def test_streaming_takes_the_memory_of_one_tensor(solo, tmp_path):
         "import sys\n"
         "from click.testing import CliRunner\n"
         "from smp_estimator.cli.main import main\n"
-        "from smp_runtime.checkpoint import conversion\n"
+        "from smp_runtime.checkpoint.files import conversion\n"
         "def anonymous():\n"  # what is mapped from files can be dropped at any time
         "    return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('RssAnon'))\n"
-        "from smp_runtime.checkpoint import safetensors_file\n"
+        "from smp_runtime.checkpoint.files import safetensors_writer as safetensors_file\n"
         "before, peak, write = anonymous(), 0, safetensors_file._write\n"
         "def watched(value, file):\n"
         "    global peak\n"

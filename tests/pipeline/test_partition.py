@@ -110,7 +110,7 @@ def test_within_a_tenth_of_the_best_of_all_cuts(groups):
         found = tree_of(draw, most=8 - groups // 2, groups=groups)
         settings = CostSettings(
             memory_weight=draw.choice([0.0, 0.2, 0.8, 1.0]),
-            in_flight=in_flight_counts(stages, 4, stages + 2, backward_first=draw.random() < 0.8),
+            in_flight=in_flight_counts("interleaved" if draw.random() < 0.8 else "simple", stages, 4, stages + 2),
             link_operations=draw.choice([0.0, 0.1]),
             round_trip=draw.choice([0.0, 0.1]),
         )
@@ -210,7 +210,7 @@ def traced(model: nn.Module) -> Trace:
 def test_transformers(kind, tied, blocks, stages, skips_tracing):
     model = tiny(kind)
     found = untraced(model) if skips_tracing else traced(model)
-    settings = CostSettings(0.2, in_flight_counts(stages, 4, stages + 2, backward_first=True))
+    settings = CostSettings(0.2, in_flight_counts("interleaved", stages, 4, stages + 2))
     assignment = partition(found, stages, settings)
     assignment.check(model, stages)
     assert len({assignment.stage_of(path) for path in tied}) <= 1
