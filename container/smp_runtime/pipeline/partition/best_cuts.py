@@ -92,11 +92,8 @@ def _send(crossing: Crossing, length: int, add: Callable[[int, int, int, float],
     else:
         add(0, p, p + 1, cost)
     if not crossing.consumer_outside:  # all consumers are here too
-        first, last = consumers[0], consumers[-1]
-        if p is None:
-            add(0, first, last + 1, -cost)
-        else:
-            add(0, min(first, p), max(last, p) + 1, -cost)
+        here = consumers if p is None else (*consumers, p)
+        add(0, min(here), max(here) + 1, -cost)
 
 
 def best_cuts(costs: Sequence[Matrix], may_be_empty: Sequence[bool]) -> tuple[float, float, list[int]] | None:

@@ -101,11 +101,6 @@ class StageCost:
 class CostModel:
     """The costs of one model over a number of stages.
 
-    Args:
-        trace: the model.
-        stages: their number.
-        settings: weights.
-
     Raises:
         SMPUserError: settings that do not fit the number of stages.
     """

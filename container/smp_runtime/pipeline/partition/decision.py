@@ -65,8 +65,6 @@ def decide(
     Args:
         module: the whole model.
         tracing: used on one rank, unless ``skip_tracing`` or a manual or loaded partition makes it unnecessary.
-        manual: what the script has set by hand.
-        control: brings the decision to every rank.
         tracing_rank: global rank that decides.
         optimizer_bytes: state per element of a trained parameter.
 

@@ -37,7 +37,6 @@ class ManualAssignment:
     put them.
 
     Args:
-        stages: their number.
         default: stage of modules built outside all contexts.
         automatic: whether the model is partitioned automatically.
 
@@ -82,12 +81,7 @@ class ManualAssignment:
         module.__dict__[_CALLS] = (*before, (call, stage))
 
     def review(self, model: nn.Module, loaded: Assignment | None = None) -> None:
-        """Warn of calls of :meth:`set_partition` that do not count, when the partition is decided.
-
-        Args:
-            model: the whole model.
-            loaded: the partition where it was read from a file; None where the script was asked.
-        """
+        """Warn of calls of :meth:`set_partition` that do not count, when the partition is decided or ``loaded`` from a file."""
         tree = ModuleTree(model)
         marked = [(node, tree.modules[key].__dict__.get(_CALLS, ())) for key, node in tree.nodes()]
         seen = {call for _, calls in marked for call, _ in calls}
@@ -127,11 +121,7 @@ class ManualAssignment:
         return {node.path: stage for stage, node in settings if stage is not None}
 
     def resolve(self, model: nn.Module, trace: Trace | None = None) -> Assignment:
-        """The stages of all modules as the script has set them.
-
-        Args:
-            model: the model.
-            trace: if known, parameters that a module uses of another are checked too.
+        """The stages of all modules as the script has set them; with a trace, parameters that others use are checked too.
 
         Raises:
             SMPUserError: modules that share a parameter are set apart, or the default is missing.

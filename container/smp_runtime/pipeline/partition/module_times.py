@@ -35,13 +35,7 @@ def run_repeatedly(
     seconds: float = SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[_Round]:
-    """Run several times, in bounded time.
-
-    Args:
-        run: gives what one run measured.
-        runs: most runs that count.
-        seconds: after which no further run begins.
-        clock: in seconds.
+    """Run at most so many times that count, and begin no run after so many seconds of the clock.
 
     Returns:
         What the runs gave that count: without the first, unless there was no time for another.
@@ -58,9 +52,6 @@ def median_times(rounds: Sequence[Mapping[str, float]], kinds: Mapping[str, Hash
     Args:
         rounds: of every run, the seconds of each module's own code by path; a module that did not run is not in it.
         kinds: the same for modules that do the same work, by path.
-
-    Returns:
-        Seconds by path.
     """
     taken: dict[str, list[float]] = {}
     for one in rounds:

@@ -34,8 +34,6 @@ class HeldParameter:
 
     Attributes:
         name: full name of its first holder's attribute: the same for all holders of a shared parameter.
-        elements: number of elements.
-        bytes: size of the parameter.
         trained: whether it gets a gradient and optimizer state.
     """
 
@@ -51,7 +49,6 @@ class ModuleNode:
 
     Attributes:
         path: as in ``named_modules()``; the root is ``""``.
-        type_name: name of its class.
         children: modules registered in it, in the order in which they, or modules in them, were first called;
             those that were not called follow in registration order.
         parameters: held directly, each once.
@@ -100,10 +97,7 @@ class ModuleNode:
 class Flow:
     """Tensors that one module's own frame makes, or holds as a parameter, and others compute with.
 
-    Attributes:
-        producer: path of the module that makes them.
-        consumers: paths of the modules whose own frames use them.
-        bytes: of one microbatch.
+    Paths of modules, and bytes of one microbatch.
     """
 
     producer: str
@@ -116,8 +110,7 @@ class ForeignUse:
     """A module computes with a parameter that another one holds, or with a buffer or attribute that changes there.
 
     Attributes:
-        user: path of the module whose own frame uses it.
-        holder: path of the module that holds it.
+        user, holder: paths of the two.
         parameter: its full name; of a buffer or attribute, too.
         kind: ``parameter``, ``buffer`` or ``attribute``.
     """
@@ -133,7 +126,6 @@ class Trace:
     """What is known of a model before it is split.
 
     Attributes:
-        root: the tree.
         flows: which module computes with what another one made; empty if the model was not traced.
         foreign_uses: see there; empty if the model was not traced.
         attributes: path and name of each attribute with tensors that the module, or another one, sets in forward.

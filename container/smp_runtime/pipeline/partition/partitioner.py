@@ -47,8 +47,6 @@ def partition(
     Args:
         trace: the model, from :func:`~smp_runtime.pipeline.partition.tracing.trace` or
             :func:`~smp_runtime.pipeline.partition.module_tree.untraced`.
-        stages: their number.
-        settings: how costs are weighed.
         pinned: stages that were set by hand, by path; modules in a pinned module go with it unless they are pinned
             themselves.
 
@@ -77,12 +75,7 @@ def partition(
 
 
 class _Search:
-    """One decision.
-
-    Attributes:
-        used: stages that got something, after :meth:`best`.
-        parts: what is placed.
-    """
+    """One decision; ``used`` are the stages that got something, after :meth:`best`."""
 
     def __init__(self, model: CostModel, pinned: Mapping[str, int]) -> None:
         self.model = model
@@ -134,9 +127,10 @@ class _Search:
         groups = [free[i] if group.stage is None else group.stage for i, group in enumerate(self.parts.groups)]
         bare = set(range(self.model.stages)) - set(groups)
         too_few = len(bare) > len(self.parts.sequence)
-        costs = []
-        for stage in range(self.model.stages):
-            costs.append(self._segment_costs(stage, frozenset(i for i, at in enumerate(groups) if at == stage)))
+        costs = [
+            self._segment_costs(stage, frozenset(i for i, at in enumerate(groups) if at == stage))
+            for stage in range(self.model.stages)
+        ]
         cut = best_cuts(costs, [too_few or stage not in bare for stage in range(self.model.stages)])
         if cut is None:
             return None

@@ -50,12 +50,10 @@ class Parts:
     """What can be placed.
 
     Args:
-        model: costs.
         pinned: stages that were set by hand, by path.
 
     Attributes:
         sequence: units that are cut into segments.
-        groups: what each of them needs in sum, and where it is.
         place_of: for every path its position in the sequence, or the number of its group.
 
     Raises:
@@ -186,8 +184,7 @@ def _opened(
 ) -> Iterator[Unit]:
     open_it = node.path in must_open or costs[node.path] > grain or node is model.trace.root or node.is_container
     if node.children and node.is_divisible and open_it:
-        children = callees_in_order(node)
-        for child in children:
+        for child in callees_in_order(node):
             yield from _opened(model, child, grain, costs, must_open, followers)
         if node.path not in followers:
             yield Unit((node.path,), model.needs[node.path])

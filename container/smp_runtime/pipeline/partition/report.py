@@ -136,7 +136,4 @@ def _ranges(stages: Sequence[int]) -> str:
 
 def _few(groups: list[tuple[tuple[str, ...], str]]) -> list[tuple[tuple[str, ...], str]]:
     """Modules far apart are news; that a list of parameters goes with its owner is not."""
-    apart = [
-        (paths, name) for paths, name in groups if not any(path and paths[0].startswith(path) for path in paths[1:])
-    ]
-    return apart[:8]
+    return [group for group in groups if not any(path and group[0][0].startswith(path) for path in group[0][1:])][:8]

@@ -44,18 +44,7 @@ _LOOKUPS = {
     torch.ops.aten._embedding_bag,  # noqa: SLF001 - its name as an operator
 }
 #: Functions that read a parameter's value without giving a tensor.
-_READERS = {
-    "item",
-    "tolist",
-    "numpy",
-    "__bool__",
-    "__float__",
-    "__int__",
-    "__index__",
-    "__array__",
-    "equal",
-    "allclose",
-}
+_READERS = set("item tolist numpy __bool__ __float__ __int__ __index__ __array__ equal allclose".split())
 
 
 def trace(
@@ -72,8 +61,7 @@ def trace(
     ``backward()`` does nothing meanwhile.
 
     Args:
-        model: the whole model, with values or on the meta device.
-        run: calls the step function with one microbatch.
+        model: with values or on the meta device.
         device: where the model will be trained; decides what moving memory costs against computing.
         times: measure seconds too, by running several times more; see :mod:`smp_runtime.pipeline.partition.module_times`.
         memory: measure what autograd keeps for backward; otherwise it is estimated from the sizes of what modules
@@ -271,10 +259,8 @@ class _Recorder(_Calls):
 
     def _made(self, tensor: torch.Tensor, node: ModuleNode) -> None:
         storage = storage_of(tensor)
-        reference = (
-            StorageWeakRef(tensor.untyped_storage()) if storage not in self._makers else self._makers[storage][0]
-        )
-        self._makers[storage] = reference, node
+        known = self._makers.get(storage)
+        self._makers[storage] = known[0] if known else StorageWeakRef(tensor.untyped_storage()), node
         self._versions[storage] += 1
 
     def _maker(self, tensor: torch.Tensor) -> ModuleNode:

@@ -92,12 +92,8 @@ def smooth(segments: Iterable[Segment]) -> list[Segment]:
         for column in zip(*alike, strict=True):
             seconds = statistics.median(segment.seconds for segment in column)
             # No median of times exceeds that of durations, since no time exceeds its duration.
-            times = [statistics.median(at) for at in zip(*_give_times(column), strict=True)]
+            times = [statistics.median(at for _, at in gives) for gives in zip(*(s.gives for s in column), strict=True)]
             for segment in column:
                 gives = tuple((event, at) for (event, _), at in zip(segment.gives, times, strict=True))
                 smoothed[segment.action] = replace(segment, seconds=seconds, gives=gives)
     return [smoothed[segment.action] for segment in segments]
-
-
-def _give_times(column: Sequence[Segment]) -> list[list[float]]:
-    return [[at for _, at in segment.gives] for segment in column]

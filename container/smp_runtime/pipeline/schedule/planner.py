@@ -64,7 +64,6 @@ def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: f
 
     Args:
         segments: all segments of all ranks of one pipeline group, durations smoothed (see :func:`.schedules.smooth`).
-        policy: what the order must keep to, besides.
         active: most microbatches begun and not finished.
         latency: seconds from rank to rank.
 

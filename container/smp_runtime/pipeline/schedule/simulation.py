@@ -46,8 +46,6 @@ def simulate(orders: Orders, segments: Iterable[Segment], *, active: int, latenc
     """Run ``orders`` on the recorded graph: every rank starts the next action of its order as soon as it can.
 
     Args:
-        orders: for every rank, its actions in order.
-        segments: the recorded graph.
         active: most microbatches begun and not finished; one more begins only when another has finished everywhere.
         latency: seconds from rank to rank.
 

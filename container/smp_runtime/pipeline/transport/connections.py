@@ -72,7 +72,6 @@ def connect_all(control: ControlPlane, ranks: Sequence[int], seconds: float) -> 
     Args:
         control: exchanges the addresses and the secret that tells members from strangers.
         ranks: global ranks; members are named by their position here.
-        seconds: deadline for all of it.
 
     Returns:
         Blocking sockets by position.

@@ -130,15 +130,10 @@ class Release(NamedTuple):
 
 
 class StepKind(NamedTuple):
-    """What steps have in common that take an equal course, as a rule.
+    """What steps have in common that take an equal course, as a rule."""
 
-    Attributes:
-        course: step function and modes.
-        shapes: of its arguments.
-    """
-
-    course: Hashable
-    shapes: Hashable
+    course: Hashable  # step function and modes
+    shapes: Hashable  # of its arguments
 
 
 class StepCall(Protocol):
@@ -213,16 +208,11 @@ class Record(NamedTuple):
 
 
 class Fail(NamedTuple):
-    """An error that ends the step on all stages.
-
-    Attributes:
-        place: what raised: a module or the step function.
-        failure: the error itself.
-    """
+    """An error that ends the step on all stages."""
 
     stage: int
     rank: int
-    place: str
+    place: str  # what raised: a module or the step function
     failure: FailureRecord
 
 

@@ -65,18 +65,12 @@ def pack(tree: Any, *, modules: Mapping[int, str] | None = None, name: str | Non
         ) from error
 
 
-def unpack(
-    head: bytes,
-    tensors: Sequence[Any],
-    *,
-    module_of: Callable[[str], nn.Module] | None = None,
-) -> Any:
+def unpack(head: bytes, tensors: Sequence[Any], *, module_of: Callable[[str], nn.Module] | None = None) -> Any:
     """The tree that :func:`pack` took apart.
 
     Args:
         head: of the :class:`Packed`.
         tensors: what stands in the place of each of its tensors, in the same order.
-        module_of: finds a module of the model by its path.
 
     Raises:
         SMPRuntimeError: a class or function of the tree does not exist here.

@@ -39,7 +39,6 @@ class Announcement(NamedTuple):
     Attributes:
         channel: position in the receiver's channels.
         dtype: name inside ``torch``.
-        shape: sizes.
         stride: in elements; None for a contiguous tensor.
     """
 
@@ -106,11 +105,6 @@ def _fills_memory(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-def byte_count(tensor: torch.Tensor) -> int:
-    """Bytes of the tensor's elements."""
-    return tensor.numel() * tensor.element_size()
 
 
 def bytes_of(tensor: torch.Tensor, size: int, *, writable: bool = False) -> memoryview:
@@ -315,8 +309,6 @@ def meet(
         mine: global rank of the caller.
         ranks: of the pipeline group, in the same order everywhere.
         channels: to and from each other rank.
-        device: of the tensors.
-        seconds: deadline for all of it.
 
     Raises:
         DeadlineError: a rank did not take part in time.

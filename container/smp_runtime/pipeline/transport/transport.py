@@ -22,7 +22,6 @@ from smp_runtime.pipeline.transport.tensor_channels import (
     Announcement,
     TensorChannel,
     announce,
-    byte_count,
     bytes_of,
     channel_of,
     choose_channels,
@@ -30,6 +29,7 @@ from smp_runtime.pipeline.transport.tensor_channels import (
     meet,
     use_device,
 )
+from smp_runtime.tensors.nested import tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -159,7 +159,6 @@ class Transport:
         connection is lost is dropped: ``on_lost`` has told, or is about to.
 
         Args:
-            stage: receiver.
             head: small; pickled.
             tensors: sent detached, with their strides if they fill their memory.
             copy: False promises that nobody changes the tensors' memory any more, which saves a copy of what cannot be
@@ -188,7 +187,7 @@ class Transport:
             # Memory that was made on the way here belongs to nobody else.
             made = tensor if inline is None else inline
             ours = not copy or (made is not given and made.data_ptr() != given.data_ptr())
-            count = byte_count(tensor)
+            count = tensor_bytes(tensor)
             if inline is None:
                 posted.append((peer.out[channel], tensor if ours else tensor.detach().clone()))
             elif count:
