@@ -149,7 +149,7 @@ def contents_of(
     if model.shards is not None and entries and (share.has_copies or share.rdp < parts):
         flat, made.first = flat_groups(session, model, entries, share, apart)
     if share.rdp == 0 and share.leads_tensors:
-        _describe(made, model)
+        _describe(made, model, session.ranks.rank_in(Group.PP))
     _module_file(made, model, share)
     if share.writes(parts):
         _shard_file(made, model, share, parts, flat)
@@ -174,7 +174,7 @@ def _is_json(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _describe(made: Contents, model: DistributedModel) -> None:
+def _describe(made: Contents, model: DistributedModel, stage: int) -> None:
     for record in local_records(model):
         made.parameters[record.name] = TensorRecord(
             tuple(record.shape),
@@ -185,7 +185,6 @@ def _describe(made: Contents, model: DistributedModel) -> None:
             record.parameter.requires_grad,
         )
     for holding in buffers(model):
-        stage = model._part.stage if model._part.stage_of is not None else 0
         made.buffers[holding.name] = TensorRecord(
             holding.region.shape, _dtype(holding.tensor), stage=stage, trained=False
         )

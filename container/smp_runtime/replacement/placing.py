@@ -42,7 +42,8 @@ def place(module: nn.Module, registry: ParameterRegistry) -> None:
 
 def watch_batches(module: nn.Module) -> None:
     """With a common batch, find out in the first forward passes whether the ranks of a group have it."""
-    if any(isinstance(hook, SameBatch) for hook in module._forward_pre_hooks.values()):
+    hooks = module._forward_pre_hooks.values()  # noqa: SLF001 - PyTorch has no public list of them
+    if any(isinstance(hook, SameBatch) for hook in hooks):
         return
     first = next(distributed_modules(module), None)
     if first is not None and first.tensor_group.size > 1 and first.tensor_group.prescaled:

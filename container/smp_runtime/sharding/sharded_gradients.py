@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from smp_config import Group
-from smp_runtime.comm.collectives import Work
-from smp_runtime.job.ranks import Ranks
-from smp_runtime.sharding.flat_unit import ShardedUnit
 from smp_runtime.sharding.gather_order import GatherTrace, refuse_unequal, sharing_positions
+
+if TYPE_CHECKING:
+    from smp_runtime.comm.collectives import Work
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.sharding.flat_unit import ShardedUnit
 
 #: Below this many elements, units share a collective: latency outweighs what an earlier start wins.
 _SMALLEST = 2**18
