@@ -321,3 +321,19 @@ def test_private_names_of_pytorch_are_used_behind_one_door():
         for line, name in (*texts, *_definitions(tree)):
             is_known = name in in_place or name not in inherited
             assert is_known, f"{path.relative_to(ROOT)}:{line} says {name}, a name of PyTorch: list it in {DOOR.name}"
+
+
+@pytest.mark.parametrize("name", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_documents_name_files_that_are_there(name):
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a working copy of git")
+    files = {f"/{file}" for file in listed.stdout.splitlines() if (ROOT / file).exists()}
+    folders = {f"{parent}/" for file in files for parent in Path(file).parents}
+    # Files of Python and folders anywhere, in pictures too; other files where they are marked as code.
+    text = (ROOT / name).read_text()
+    named = set(re.findall(r"(?<![\w/.:<$-])\.?\w[\w./-]*(?:\.py\b|/(?=[\s`|,;:.)]))", text))
+    named |= set(re.findall(r"`(\.?\w[\w./-]*\.(?:md|toml|yaml))`", text))
+    assert len(named) > 20
+    for path in sorted(named):
+        assert any(file.endswith(f"/{path}") for file in files | folders), f"{name} names {path}"
