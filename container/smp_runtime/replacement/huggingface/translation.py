@@ -19,7 +19,7 @@ _COMPUTED = re.compile(r"(^|\.)(attn|attn\.attention|attention|self_attn)\.(mask
 
 def parameter_names(
     modules: Mapping[str, str | tuple[str, ...]], *kinds: Literal["weight", "bias"]
-) -> dict[str, str | tuple[str, ...]]:
+) -> dict[str, Any]:
     """Names of parameters from those of the modules that have them: of weight and bias, if no ``kinds`` are given."""
 
     def of(target: str | tuple[str, ...], kind: str) -> str | tuple[str, ...]:
