@@ -16,14 +16,11 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import wire
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 #: The link of the figures that are published: bits per second, seconds, and the packets of a cloud's inner network.
 RATE = 1_000_000_000

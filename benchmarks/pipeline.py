@@ -20,13 +20,11 @@ import json
 import os
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from data_parallel import make_gpt
 from launching import print_machine, run_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 FORWARD, BACKWARD = 0.020, 0.040
 CASES: dict[str, tuple[int, dict[str, Any]]] = {

@@ -23,14 +23,12 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launching import print_machine
 from namespaces import DELAY, measure, received, run_ranks_on, two_hosts, why_not
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MIB = 2**20
 #: MiB of the whole, and how often each side gathers it in one round.

@@ -24,12 +24,9 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 DEVICE = "/dev/net/tun"
 #: Packets, those within a larger one each counted, that may be on their way in one direction; more are dropped.

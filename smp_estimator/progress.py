@@ -9,13 +9,11 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, Protocol, TextIO
 
 from smp_config.progress import ProgressRecord, parse_progress
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from types import TracebackType
 
 #: Without a terminal: seconds between two progress lines.
 PLAIN_INTERVAL_SECONDS = 10.0

@@ -8,15 +8,13 @@ off until such a client is used.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import botocore.credentials
 from botocore.exceptions import NoCredentialsError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # The warning announces SDK v3 on every import; this package is made for v2 on purpose.
 os.environ.setdefault("SAGEMAKER_SUPPRESS_V2_WARNING", "1")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test needs a name server; PyTorch asks one for the name of 127.0.0.1 whenever a rank connects.
@@ -11,9 +12,6 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 os.environ.setdefault("SAGEMAKER_SUPPRESS_V2_WARNING", "1")
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 MOST_RANKS = 4
 

@@ -5,13 +5,10 @@ Source of the defaults and rules: the public page on SMDDP Collectives for shard
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from smp_config.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 SCRATCH_VARIABLE = "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES"
 SORT_VARIABLE = "SMDDP_AG_SORT_BUFFER_SIZE_BYTES"

@@ -5,12 +5,9 @@ from __future__ import annotations
 import bisect
 import json
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 #: A line of this prefix on a rank's standard error is a failure record.
 FAILURE_PREFIX = "smp-failure "

@@ -5,10 +5,8 @@ Planning counts with it before a job starts, and the runtime partitions for it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping
+from typing import Literal, get_args
 
 #: What ``pipeline`` may be; :mod:`smp_runtime.pipeline.schedule.policies` says how each runs.
 Schedule = Literal["interleaved", "simple", "_only_forward"]

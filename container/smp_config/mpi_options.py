@@ -7,13 +7,10 @@ variables for the ranks as ``-x NAME=VALUE``. All three become :class:`MpiOption
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from smp_config.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 #: Options that set one parameter of a component: two words follow.
 _PARAMETER_OPTIONS = frozenset({"mca", "gmca", "pmixmca", "gpmixmca", "prtemca", "omca"})

@@ -6,14 +6,12 @@ One file per rank. Times are seconds of that rank's own monotonic clock; ``offse
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from smp_config.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 #: Switches recording on: the number of steps that every rank keeps.
 TIMELINE_VARIABLE = "SMP_TIMELINE"

@@ -7,14 +7,11 @@ letter of the placement varies fastest over global ranks. The sharding axis divi
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from smp_config.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Group(enum.Enum):

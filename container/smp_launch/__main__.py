@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import click
 
@@ -23,9 +23,6 @@ from smp_launch.status import LeaderStatus, StatusDir
 from smp_launch.supervise import grace_seconds, say
 from smp_launch.tree import Tree
 from smp_launch.worker import serve_leader, wait_for_leader
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 #: Exit code when the job's settings or this machine cannot work.
 _CANNOT_START = 2

@@ -6,16 +6,15 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp_config.failure import FailureRecord, parse_failure
 from smp_config.limits import FAILURE_CHARACTERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-    from pathlib import Path
-
     from smp_launch.output import Line
 
 #: Names a folder of the launcher's machine where a failing rank leaves its record whole, as ``<rank>.json``. Lines

@@ -12,6 +12,7 @@ import selectors
 import signal
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import IO, TYPE_CHECKING
 
@@ -20,8 +21,6 @@ from smp_launch.login import FOLLOW, READY
 from smp_launch.ssh import Client, port
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from smp_launch.signals import StopRequests
     from smp_launch.status import LeaderStatus
 

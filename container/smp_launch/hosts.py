@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import enum
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from smp_config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from smp_config.job import JobSettings
 
 #: Set when several hosts of the job are processes on this machine.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +36,6 @@ from smp_launch.supervise import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from smp_config.job import JobSettings
 
 #: Exit codes for a stop that the script did not turn into a success, as a shell has them.

@@ -9,15 +9,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from smp_launch.command import as_root, without_scheduler
 from smp_launch.environment import HOST_VARIABLE
 from smp_launch.status import LeaderStatus, StatusDir
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 #: The request of the leader to be followed: its standard input stays open until it ends.
 FOLLOW = "smp-launch-follow"

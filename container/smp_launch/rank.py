@@ -14,8 +14,9 @@ import subprocess
 import sys
 import threading
 import types
+from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
 from smp_launch import ending
 from smp_launch.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
@@ -24,9 +25,6 @@ from smp_launch.network import network_defaults, usable_interface
 from smp_launch.output import STARTED_PREFIX
 from smp_launch.processes import adopt_orphans
 from smp_launch.tree import BASE_VARIABLE, Tree
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, MutableMapping, Sequence
 
 #: Where the launchers that we know say which rank this is.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")

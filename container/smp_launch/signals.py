@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING
+from types import TracebackType
 
 from smp_launch.processes import kill_descendants
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 #: With value 1, standard input is a pipe that ends when the parent dies.
 LIFELINE_VARIABLE = "SMP_LAUNCH_LIFELINE"

@@ -6,6 +6,7 @@ import os
 import selectors
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from smp_launch.errors import LaunchError, Stopped
@@ -13,8 +14,6 @@ from smp_launch.processes import kill_descendants
 from smp_launch.toolkit import DOWNLOAD, REQUIREMENTS, REQUIREMENTS_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from smp_launch.environment import TrainingEnvironment
     from smp_launch.signals import StopRequests
 

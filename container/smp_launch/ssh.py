@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,6 @@ from typing import TYPE_CHECKING
 from smp_launch.errors import LaunchError, Stopped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from smp_launch.signals import StopRequests
 
 #: The port of the hosts' ssh servers.

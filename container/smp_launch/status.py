@@ -9,13 +9,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 #: Names the folder that the hosts of one machine share.
 STATUS_VARIABLE = "SMP_LAUNCH_STATUS_DIR"

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, TYPE_CHECKING
@@ -19,8 +20,6 @@ from smp_launch.output import STARTED_PREFIX, LineAssembler
 from smp_launch.processes import adopt_orphans, descendants, kill_descendants, reap, watch_end
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
     from smp_launch.failure import FailureCollector
     from smp_launch.signals import StopRequests
 

@@ -9,10 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
 
 #: The two things that it does; a failure's report begins with one of them and a line break.
 DOWNLOAD = "download"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from smp_config.errors import ConfigError
 from smp_launch.errors import LaunchError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 #: Names the base folder.
 BASE_VARIABLE = "SAGEMAKER_BASE_DIR"

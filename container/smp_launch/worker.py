@@ -10,6 +10,7 @@ import selectors
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +25,6 @@ from smp_launch.status import STATUS_VARIABLE, LeaderStatus, StatusDir
 from smp_launch.supervise import grace_seconds, say
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from _typeshed import FileDescriptorLike
 
     from smp_launch.signals import StopRequests

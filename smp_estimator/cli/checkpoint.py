@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,6 @@ from smp_config import ConfigError
 from smp_estimator.cli.console import console
 
 if TYPE_CHECKING:  # the commands import the runtime when they run, so that this package stays light
-    from collections.abc import Callable
-
     from smp_runtime.checkpoint.files.manifest import FoundCheckpoint, Manifest
 
 #: Folders below PATH in which checkpoints are looked for.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import json
 import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from rich.markup import escape
@@ -19,9 +20,6 @@ from smp_estimator.cli.checkpoint import checkpoint
 from smp_estimator.cli.console import console
 from smp_estimator.cli.timeline import timeline
 from smp_estimator.local.uris import address_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 LOCAL_TYPES = ("local", "local_gpu")
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from smp_config.progress import PROGRESS_PREFIX
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 #: Fields of a progress record that the service records as metrics of the same name.
 METRICS = ("loss", "eval_loss", "samples_per_second", "step")

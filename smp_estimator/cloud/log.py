@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from botocore.config import Config
@@ -12,8 +13,6 @@ from botocore.exceptions import ClientError
 from smp_config.progress import parse_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from smp_estimator.progress import Event
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"

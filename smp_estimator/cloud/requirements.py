@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -13,9 +15,6 @@ from packaging.version import InvalidVersion, Version
 from smp_config import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
     from packaging.specifiers import SpecifierSet
 
 _HEADING = "# what the model parallel runtime needs"

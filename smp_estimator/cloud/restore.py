@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from smp_config import ConfigError
 from smp_config.job import CARRIED
@@ -13,9 +14,6 @@ from smp_estimator.cloud.source import USER_PROGRAM
 from smp_estimator.local.uris import is_file_uri, path_of
 from smp_estimator.sdk import InstanceGroup
 from smp_estimator.settings.translation import from_hyperparameters
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 logger = logging.getLogger(__name__)
 

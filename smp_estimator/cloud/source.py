@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from smp_config import ConfigError
 from smp_estimator.cloud import entry, requirements
 from smp_estimator.cloud.wheel import build_wheel, travelling_requirements
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 #: What the platform starts; it prepares the runtime and runs the user's script.
 PROGRAM = "smp_entry.py"

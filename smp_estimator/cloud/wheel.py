@@ -6,14 +6,11 @@ import base64
 import hashlib
 import importlib.metadata
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import smp_config
 from smp_config.version import __version__
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 DISTRIBUTION = "smp-estimator"
 

@@ -8,14 +8,12 @@ import os
 import shutil
 import tarfile
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from smp_estimator.local.copying import copy_folder, is_left_out
 from smp_estimator.local.uris import bucket_and_key, is_s3_uri, path_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 logger = logging.getLogger(__name__)
 

@@ -7,15 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp_estimator.local.log import JobLog, LineSplitter
 from smp_estimator.local.stop import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
     from smp_estimator.local.tree import HostTree, JobTree
 
 #: What a host runs: the same module as the image's training program.

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from smp_config import ConfigError
 from smp_config.errors import suggest
 from smp_estimator.local.uris import is_file_uri, is_s3_uri, path_of, require_address
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,8 +19,6 @@ from smp_estimator.local.uris import is_file_uri, path_of, require_address
 from smp_estimator.sdk import LocalSagemakerClient, LocalSession
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from smp_estimator.local.code import CodeSource
 
 logger = logging.getLogger(__name__)

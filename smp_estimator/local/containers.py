@@ -7,17 +7,15 @@ folders of the containers are gone. So their failure files are read while the SD
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from smp_estimator.local.failure import failure_text
 from smp_estimator.sdk import LocalContainers, UnexpectedStatusException
 from smp_launch.tree import Tree
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 #: What the job that runs in this context leaves; None where nobody asked.
 _left: ContextVar[_Left | None] = ContextVar("left", default=None)

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,8 +21,6 @@ from smp_estimator.local.log import JobLog
 from smp_estimator.local.stop import kill_job
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from smp_estimator.local.tree import JobTree
 
 logger = logging.getLogger(__name__)

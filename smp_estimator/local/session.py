@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import boto3
 from botocore.exceptions import BotoCoreError, ClientError
@@ -25,10 +27,6 @@ from smp_estimator.sdk import (
     load_sagemaker_config,
     validate_sagemaker_config,
 )
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterable, Sequence
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,9 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 #: Name of the environment variable that marks every process of a job.
 TOKEN_VARIABLE = "SMP_JOB_TOKEN"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_launch.tree import Tree
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
     from smp_estimator.local.channels import Channel
 
 #: Where a script finds its checkpoints inside a container.

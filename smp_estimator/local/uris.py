@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from smp_config import ConfigError
-
-if TYPE_CHECKING:
-    import os
 
 
 def is_file_uri(uri: object) -> bool:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from smp_config import ConfigError, Group
 from smp_config.instances import instances
 from smp_estimator.planning.forecast import RULE_OF_16, RULE_OF_20, Forecast, Verdict
 from smp_estimator.planning.memory import is_half
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 GB = 1e9
 

@@ -9,6 +9,7 @@ adds an fp32 copy of the gradients, which this library does not keep; it is prin
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,6 @@ from smp_estimator.planning.pipeline import in_flight, layers_of_stage
 from smp_estimator.planning.workload import OPTIMIZER_BYTES, Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from smp_estimator.planning.batches import Batches
     from smp_estimator.planning.model_shape import ModelShape, Weight
 

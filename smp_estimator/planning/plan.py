@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,6 @@ from smp_estimator.planning.request import request_for
 from smp_estimator.planning.table import as_text, plan_table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from rich.console import Group
 
     from smp_config import ModelParallelParameters

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from smp_config import ConfigError, ModelParallelParameters, smddp
 from smp_config.errors import suggest
 from smp_config.instances import instance
 from smp_estimator.planning.model_shape import ModelShape
 from smp_estimator.planning.workload import Workload
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ Sharded data parallelism, whose page says "start with a small number, and gradua
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -23,9 +24,6 @@ from smp_estimator.planning.forecast import Verdict
 from smp_estimator.planning.plan import Plan
 from smp_estimator.planning.request import Request, request_for
 from smp_estimator.planning.table import COLOURS, as_text, labelled
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 #: GPUs without bfloat16 arithmetic.
 _NO_BFLOAT16 = ("K80", "V100", "T4")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -11,9 +12,6 @@ from rich.text import Text
 
 from smp_estimator.planning.advice import GB, Change, SmallerCluster, amount, rule_line
 from smp_estimator.planning.forecast import Forecast, Verdict
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 COLOURS = {
     Verdict.FITS: "green",

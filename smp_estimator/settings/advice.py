@@ -6,14 +6,13 @@ Nothing here refuses anything: each sentence says what was seen, why it matters,
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_config.instances import GIB, Instance, instance, instances
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from smp_config import JobSettings
 
 #: Hyperparameters that say how many samples a rank reads for one step.

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from smp_config import ConfigError, JobSettings
 from smp_config.instances import instance
 from smp_config.job import DATA_PARALLEL_ENABLED, DEFAULT_MPI_OPTIONS, MPI_OPTIONS
 from smp_config.mpi_options import MpiOption, parse_mpi_options, variables
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 #: Makes NCCL use the Elastic Fabric Adapter.
 EFA_VARIABLES = {"FI_PROVIDER": "efa", "NCCL_PROTO": "simple"}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from smp_estimator.timeline.steps import JobTimeline, RankStep, Step
 
 KIND_WORDS = {"F": "forward", "B": "backward", "S": "step function"}

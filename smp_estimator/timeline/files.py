@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 from smp_config import ConfigError
 from smp_config.timeline import FILE_PREFIX, FILE_SUFFIX, TIMELINE_VARIABLE, parse_timeline
 from smp_estimator.local.uris import is_file_uri, is_s3_uri, path_of
 from smp_estimator.timeline.steps import JobTimeline
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _PATTERN = f"{FILE_PREFIX}*{FILE_SUFFIX}"
 _ARCHIVES = ("*.tar.gz", "*.tgz")

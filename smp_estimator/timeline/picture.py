@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,6 @@ from smp_config import ConfigError
 from smp_estimator.timeline.chrome import KIND_WORDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from smp_estimator.timeline.steps import RankStep, Step
 
 _COLOURS = {"F": "#5b8fd9", "B": "#e8964a", "S": "#9b9b9b"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -10,8 +11,6 @@ from smp_config import ConfigError
 from smp_estimator.planning.pipeline import idle_fraction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from smp_config.timeline import Kind, RankTimeline, StepTimeline
 
 

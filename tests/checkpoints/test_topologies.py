@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 import torch
 from support.checkpoint_training import TOPOLOGIES, resume_each, resume_train_save, train_and_save
 from support.rank_pool import RankPool
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 STOP, END = 10, 20
 

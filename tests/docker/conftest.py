@@ -11,15 +11,13 @@ import logging
 import os
 import subprocess
 import uuid
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.docker_client import ACCESS_KEY, BUCKET, IMAGE_VARIABLE, NETWORK, REGION, SECRET_KEY, Containers, docker
 from support.jobs import ENTRYPOINTS, TINY, model_parallel, some_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 
 @pytest.fixture(scope="session", autouse=True)

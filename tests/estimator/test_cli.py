@@ -6,7 +6,8 @@ import json
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
@@ -14,9 +15,6 @@ from click.testing import CliRunner, Result
 
 from smp_estimator.cli import doctor
 from smp_estimator.cli.main import main
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GOOD = {
     "smdistributed": {"modelparallel": {"enabled": True, "parameters": {"ddp": True, "tensor_parallel_degree": 4}}},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cloud import IMAGE, ROLE, Cloud, service
@@ -12,10 +14,6 @@ from support.jobs import model_parallel
 
 from smp_config import ConfigError
 from smp_estimator import ProcessSession, SMPEstimator
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 VADER = "--mca btl_vader_single_copy_mechanism none"
 EFA = "-x FI_PROVIDER=efa -x NCCL_PROTO=simple"

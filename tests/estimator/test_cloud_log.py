@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cloud import Cloud, boto_session, service, set_status
@@ -12,10 +14,6 @@ from support.jobs import model_parallel
 from smp_config.progress import ProgressRecord, format_progress
 from smp_estimator import SMPEstimator
 from smp_estimator.cloud.log import CloudLog
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 JOB = "watched"
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cloud import Cloud, service
 from support.jobs import model_parallel
 
 from smp_config import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 DATA_PARALLEL = {"smdistributed": {"dataparallel": {"enabled": True}}}
 

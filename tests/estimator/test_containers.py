@@ -11,14 +11,12 @@ import re
 import sys
 import tarfile
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
 from support.jobs import model_parallel
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Make = Callable[..., Any]
 

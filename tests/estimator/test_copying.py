@@ -5,17 +5,15 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from smp_config import ConfigError
 from smp_estimator.local import artifacts, copying
 from smp_estimator.local.code import CodeSource
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def names(folder: Path) -> list[str]:

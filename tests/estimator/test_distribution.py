@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from support.jobs import model_parallel
@@ -13,9 +14,6 @@ from support.jobs import model_parallel
 from smp_config import ConfigError, ModelParallelParameters
 from smp_estimator.settings import distribution as strategies
 from smp_estimator.settings import translation
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def read(distribution: Any, *, hosts: int | None = 1, process_mode: bool = True, instance_type: str = "local") -> Any:

@@ -11,14 +11,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from sagemaker.exceptions import UnexpectedStatusException
 from support.fake_jobs import FAKE_BOOTSTRAP, gone_within, marked
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Make = Callable[..., Any]
 

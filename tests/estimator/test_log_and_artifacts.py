@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import tarfile
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from smp_config.progress import ProgressRecord, format_progress
 from smp_estimator.local import artifacts
 from smp_estimator.local.log import JobLog, LineSplitter
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_followers_get_every_line_and_the_newest_record(tmp_path: Path) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import boto3
 import pytest
 from botocore.exceptions import NoCredentialsError
 from support.fake_jobs import FAKE_BOOTSTRAP
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NOTEBOOK = """
 import os, socket, sys, traceback

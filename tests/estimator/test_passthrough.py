@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cloud import ROLE, Cloud, service
 from support.jobs import model_parallel
 
 from smp_estimator import SMPEstimator, SMPHuggingFace
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 STRATEGIES: dict[str, Any] = {
     "torch_distributed": {"torch_distributed": {"enabled": True}},

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cloud import Cloud, service
@@ -12,10 +14,6 @@ from support.configurations import RIGHT, WRONG, Probe
 
 from smp_config import ConfigError
 from smp_estimator import SMPEstimator
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")

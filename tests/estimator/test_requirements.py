@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from smp_config import ConfigError
 from smp_estimator.cloud.requirements import combined
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 OURS = ["click>=8.1", "pydantic>=2.7", "rich>=13", "safetensors"]
 

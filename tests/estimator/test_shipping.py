@@ -11,8 +11,9 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from support.cloud import Cloud, service
@@ -22,9 +23,6 @@ from smp_config import ConfigError
 from smp_config.version import __version__
 from smp_estimator import SMPEstimator
 from smp_estimator.cloud import entry, images, wheel
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 WHEEL = f"smp_estimator-{__version__}-py3-none-any.whl"
 

@@ -7,8 +7,10 @@ import json
 import os
 import re
 import tarfile
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -17,10 +19,6 @@ from support.jobs import model_parallel
 
 from smp_config import ConfigError
 from smp_estimator.settings import distribution as strategies
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
 

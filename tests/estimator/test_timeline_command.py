@@ -5,7 +5,8 @@ from __future__ import annotations
 import builtins
 import json
 import tarfile
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -15,9 +16,6 @@ from smp_config.timeline import RankTimeline, StepTimeline, parse_timeline, step
 from smp_estimator.cli.main import main
 from smp_estimator.timeline import JobTimeline, read_timeline
 from smp_estimator.timeline.chrome import chrome_trace
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MS = 1e-3
 

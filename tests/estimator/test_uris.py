@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from smp_estimator.local.uris import address_of, path_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize("name", ["my out", "é", "100%", "50%25", "a%20b", "x#y", "x?y", "new folder/inside"])

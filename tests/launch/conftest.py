@@ -14,14 +14,12 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PYTHON = os.environ.get("SMP_TEST_PYTHON", sys.executable)
 PACKAGES = Path(__file__).resolve().parents[2] / "container"

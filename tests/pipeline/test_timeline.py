@@ -6,7 +6,8 @@ import logging
 import queue
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,9 +23,6 @@ from smp_runtime.pipeline.observe.recorder import (
     recorder_of_job,
     share_clock,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def record(recorder: Recorder, *numbers: int, actions: int = 3) -> None:

@@ -11,8 +11,9 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,6 @@ import torch
 from smp_runtime.comm.control import ControlPlane, SoloCarrier
 from smp_runtime.errors import DeadlineError, SMPRuntimeError
 from smp_runtime.pipeline.transport.transport import Transport
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 CPU = torch.device("cpu")
 #: Longer than anything here takes, even on a busy machine.

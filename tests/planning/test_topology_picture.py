@@ -5,16 +5,13 @@ from __future__ import annotations
 import io
 import struct
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from smp_config import ConfigError, Group, Topology
 from smp_estimator.planning.topology_picture import appearance, group_text, save_png, shown_groups
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 EXAMPLE = Topology(32, tensor=4, sharded=4)
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
 from moto import mock_aws
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 ROLE = "arn:aws:iam::123456789012:role/service-role/me"
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/smp:1"

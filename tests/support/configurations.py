@@ -6,11 +6,9 @@ Arguments are merged over those of a job that is in order: two ml.p4d.24xlarge (
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 
 @dataclass(frozen=True)

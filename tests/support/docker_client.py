@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import yaml
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 IMAGE_VARIABLE = "SMP_TEST_IMAGE"
 REGION = "us-east-1"

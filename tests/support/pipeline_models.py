@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from support.models import TiedNet, loss_of, token_batch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 WIDTH = 6
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -12,9 +13,6 @@ from support.models import part
 from support.pipeline_models import CASES, Pair, built, scattered
 from support.rank_training import training_step
 from support.reference import Alone, divided
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def cast(batch: tuple[torch.Tensor, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -12,14 +12,12 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class RankFailed(AssertionError):

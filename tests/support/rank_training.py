@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from support.models import part, token_loss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
     import torch
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -13,8 +14,6 @@ from smp_runtime.activations.offloading import Offloader
 from smp_runtime.job import session as sessions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from smp_runtime.job.ranks import Ranks
 
 logger = logging.getLogger("smp")

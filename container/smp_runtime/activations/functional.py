@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -12,9 +13,6 @@ from smp_runtime.activations.regions import is_off, run_region
 from smp_runtime.activations.sequential import run_sequential
 from smp_runtime.activations.strategies import Strategy
 from smp_runtime.errors import SMPUserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def checkpoint(module: Callable[..., Any], *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from smp_runtime.activations.kept_tensor import Stored
 from smp_runtime.activations.load_order import Entry, Key, Tape
 from smp_runtime.tensors.torch_private import backward_pass
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Use(Protocol):

@@ -8,6 +8,7 @@ that runs, and a check that no module of another pipeline stage is called inside
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +22,6 @@ from smp_runtime.tensors.random_state import RandomState
 from smp_runtime.tensors.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from smp_runtime.activations.activations import Activations
     from smp_runtime.activations.offloading import Offloader
 

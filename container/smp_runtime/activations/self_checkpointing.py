@@ -7,12 +7,10 @@ checkpointed where it runs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from smp_runtime.activations.activations import Activations
@@ -10,8 +11,6 @@ from smp_runtime.activations.regions import is_off, run_region
 from smp_runtime.activations.strategies import Strategy, grouped
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import nn
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from smp_runtime.activations import marking
 from smp_runtime.activations.functional import checkpoint
 from smp_runtime.activations.self_checkpointing import FLAG, FUNCTION, checkpoints_itself, passes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def take_over(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp_runtime.checkpoint.files.manifest import (
@@ -20,8 +21,6 @@ from smp_runtime.comm.control import host_name
 from smp_runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from smp_runtime.job.session import Session
 
 logger = logging.getLogger("smp")

@@ -7,6 +7,8 @@ import logging
 import os
 import random
 import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp_runtime.checkpoint.files.manifest import (
@@ -23,9 +25,6 @@ from smp_runtime.comm.control import host_name
 from smp_runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
     from smp_runtime.checkpoint.rank_agreement import Exchange
     from smp_runtime.job.session import Session
 

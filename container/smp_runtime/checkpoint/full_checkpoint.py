@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_runtime.checkpoint.files import user_content as user_contents
@@ -15,9 +17,6 @@ from smp_runtime.checkpoint.full_weights import plan_weights, write_weights
 from smp_runtime.errors import CheckpointError, SMPUserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
     from smp_runtime.job.session import Session
     from smp_runtime.model.distributed_model import DistributedModel
     from smp_runtime.optim.distributed_optimizer import DistributedOptimizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_runtime.checkpoint.files.reader import map_file
@@ -13,8 +14,6 @@ from smp_runtime.optim.gathered_state import (
 from smp_runtime.tensors.nested import unshared
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from smp_runtime.model.distributed_model import DistributedModel
     from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 

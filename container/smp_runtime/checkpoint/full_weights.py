@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +26,6 @@ from smp_runtime.checkpoint.files.whole_file import write_tensors
 from smp_runtime.checkpoint.load_partial import Loading
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from smp_runtime.job.session import Session
     from smp_runtime.model.distributed_model import DistributedModel
 

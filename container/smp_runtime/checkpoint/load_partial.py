@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,6 @@ from smp_runtime.pipeline.partition.assignment import Assignment
 from smp_runtime.tensors.nested import unshared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from smp_runtime.checkpoint.files.tensor_regions import Region
     from smp_runtime.job.session import Session
     from smp_runtime.model.distributed_model import DistributedModel

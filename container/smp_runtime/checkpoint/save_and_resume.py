@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,6 @@ from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     from smp_runtime.job.session import Session
 
 logger = logging.getLogger("smp")

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,8 +40,6 @@ from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.errors import CheckpointError, DeadlineError, SMPUserError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from smp_runtime.job.session import Session
     from smp_runtime.model.distributed_model import DistributedModel
     from smp_runtime.optim.distributed_optimizer import DistributedOptimizer

@@ -5,13 +5,11 @@ Another implementation (the hierarchical all-gather, a counter of bytes) stands 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # Their names changed in PyTorch 2.13; the old ones warn there.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

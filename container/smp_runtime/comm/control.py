@@ -12,13 +12,11 @@ import pickle
 import socket
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from smp_runtime.errors import DeadlineError, SMPRuntimeError, SMPUserError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 #: Seconds after which a wait for another rank is an error; ``SMP_TIMEOUT_SECONDS`` changes it.
 DEFAULT_TIMEOUT_SECONDS = 1800.0

@@ -10,16 +10,13 @@ import contextlib
 import gc
 import os
 import socket
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from smp_config import ModelParallelParameters, smddp
 from smp_runtime.errors import SMPUserError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 #: Differs between machines, and is the same in all containers of one.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -15,6 +15,7 @@ over the ranks with them, without a collective of their own (unless the transpor
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,8 +25,6 @@ from smp_runtime.comm.buckets import Bucket, make_buckets
 from smp_runtime.data_parallel.bucket_transports import AllReduceTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from smp_runtime.comm.bucket_transport import Transport, Travel
     from smp_runtime.comm.collectives import Collectives
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from smp_config import Group
@@ -9,8 +10,6 @@ from smp_runtime.data_parallel.reducer import GradientReducer
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import torch
 
     from smp_runtime.comm.bucket_transport import Transport

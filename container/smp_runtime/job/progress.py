@@ -6,15 +6,12 @@ import json
 import os
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import torch
 
 from smp_config.progress import ProgressRecord, format_progress
 from smp_runtime.comm.devices import peak_memory_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 #: Hyperparameters by which scripts commonly name the number of optimizer steps.
 TOTAL_STEPS_NAMES = "max_steps steps num_steps total_steps train_steps num_train_steps max_train_steps".split()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -16,8 +17,6 @@ from smp_runtime.smddp.collectives import collectives_of
 from smp_runtime.smddp.registration import BACKEND, register
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
     import torch.distributed as dist
 

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,6 @@ from smp_runtime.job.progress import ProgressReporter
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE, Ranks
 
 if TYPE_CHECKING:
-    import types
-
     from torch import nn
 
     from smp_runtime.comm.collectives import Collectives

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +14,6 @@ from smp_runtime.data_parallel.gradient_scaling import AccumulationScale
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.model.stages import Stages
 

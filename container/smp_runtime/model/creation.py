@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +16,6 @@ from smp_runtime.pipeline.partition.manual_stages import ManualAssignment
 from smp_runtime.replacement import scopes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from smp_runtime.job.session import Session
 
 

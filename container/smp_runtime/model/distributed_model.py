@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,10 +33,6 @@ from smp_runtime.parameters.precision import Precision
 from smp_runtime.tensors.torch_private import dtype_asked_for
 
 if TYPE_CHECKING:
-    import contextlib
-    import functools
-    from collections.abc import Callable, Mapping
-
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
     from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
     from smp_runtime.pipeline.partition.assignment import Assignment

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from smp_config import Group
@@ -14,8 +15,6 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.torch_private import at_end_of_backward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     import torch
     from torch import nn
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +17,6 @@ from smp_runtime.data_parallel.joining import JoinedModel
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.model.gradient_window import GradientWindow
     from smp_runtime.model.local_part import LocalPart

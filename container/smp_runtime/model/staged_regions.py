@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -21,8 +22,6 @@ from smp_runtime.pipeline.transport.messages import GroupCall
 from smp_runtime.tensors.random_state import RandomState, task_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
 
 logger = logging.getLogger("smp")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +33,6 @@ from smp_runtime.tensors.swapping import swap_contents
 from smp_runtime.tensors.torch_private import tree_map
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from smp_runtime.job.session import Session
     from smp_runtime.job.trained import TrainedOptimizer
     from smp_runtime.model.local_part import LocalPart

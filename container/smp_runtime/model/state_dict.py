@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +16,6 @@ from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensors.torch_private import IncompatibleKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.model.local_part import LocalPart
     from smp_runtime.model.placed import Placed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,8 +11,6 @@ from torch import nn
 from smp_config import Group
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from smp_runtime.model.local_part import LocalPart
     from smp_runtime.model.placed import Placed
     from smp_runtime.parameters.registry import ParameterRegistry

@@ -6,7 +6,8 @@ PyTorch's meta tensors alone would not do: ``real.add_(meta)`` silently does not
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -16,9 +17,6 @@ from smp_runtime.module_state.entries import Slot, Taken
 from smp_runtime.tensors.nested import argument_tensors, leaves_of
 from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass as _Plainly
 from smp_runtime.tensors.torch_private import make_subclass, rebuild_parameter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 
 class AbsentTensor(torch.Tensor):

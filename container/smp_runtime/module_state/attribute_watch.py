@@ -6,11 +6,10 @@ script or of PyTorch, is changed; and threads that are not watched see the modul
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from torch import nn
 
 _set_class = object.__dict__["__class__"].__set__

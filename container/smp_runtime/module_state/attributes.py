@@ -10,6 +10,7 @@ one after the other, tells them from mere leftovers: a microbatch reads them bef
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,6 @@ from smp_runtime.module_state.attribute_watch import AttributeWatch
 from smp_runtime.module_state.entries import ABSENT, Entries, Slot, Taken
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from torch import nn
 
 #: The holder's identity and the name there.

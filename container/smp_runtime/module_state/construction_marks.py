@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 #: Guards the two below. ``nn.Module`` is patched while a context of any thread is open, and acts for that thread only.
 _lock = threading.Lock()

@@ -7,13 +7,11 @@ The one record below all that belongs to a microbatch (``attributes``), that sta
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 #: Entries of a module that are dictionaries of their own: their contents are taken and put back one by one.
 REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})

@@ -7,6 +7,7 @@ modules, each task finds the flags again that it had.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smp_runtime.errors import SMPUserError
@@ -14,8 +15,6 @@ from smp_runtime.tensors.random_state import RandomState
 from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
     import torch
     from torch import nn
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,9 +14,6 @@ from smp_runtime.module_state.entries import REGISTRIES, Entries
 from smp_runtime.tensors.nested import tensors_in
 from smp_runtime.tensors.random_state import OtherGenerators
 from smp_runtime.tensors.torch_private import NORMS_WITH_STATISTICS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 logger = logging.getLogger("smp")
 

@@ -6,7 +6,8 @@ import contextlib
 import copyreg
 import inspect
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +19,6 @@ from smp_runtime.parameters.slices import TensorSlice
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.initialisation import Fill, make_parameter, weight_stream
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def current_group() -> TensorGroup:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -10,9 +11,6 @@ from smp_runtime.activations.marking import is_marked, mark, unmark
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.nn.layer import DistributedTransformerLayer, enter_all
 from smp_runtime.tensor_parallel.activation_layout import choose_flow
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class DistributedTransformer(DistributedModule):

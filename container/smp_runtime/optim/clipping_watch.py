@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,6 @@ from torch.nn.utils import clip_grad
 from smp_config import Group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from smp_runtime.job.session import Session
 
 logger = logging.getLogger("smp")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,6 @@ from smp_runtime.optim.master_gradients import MasterGradients
 from smp_runtime.optim.state_dict import SavedOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from smp_runtime.job.trained import TrainedModel
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +13,6 @@ from smp_config import Group
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.job.trained import TrainedModel
     from smp_runtime.optim.gathered_state import Records

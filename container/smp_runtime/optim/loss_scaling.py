@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from smp_runtime.errors import SMPUserError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 #: Arguments of dynamic loss scaling, with their documented defaults.
 DYNAMIC_DEFAULTS: dict[str, float | int | bool] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +12,6 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.torch_private import unscale
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +14,6 @@ from smp_runtime.optim.whole_state import load_state, whole_state
 from smp_runtime.parameters.slices import part_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.job.session import Session
     from smp_runtime.job.trained import TrainedModel

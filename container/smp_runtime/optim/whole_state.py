@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +12,6 @@ from smp_runtime.errors import CheckpointError
 from smp_runtime.tensors.nested import unshared
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from smp_runtime.job.trained import SharedState
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
 

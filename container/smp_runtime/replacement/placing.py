@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,6 @@ from smp_runtime.replacement.same_batch import SameBatch
 from smp_runtime.tensor_parallel.group import TensorGroup, gather_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from smp_runtime.parameters.registry import ParameterRegistry
     from smp_runtime.parameters.slices import TensorSlice
 

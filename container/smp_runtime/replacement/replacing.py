@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from smp_config import Group
@@ -19,8 +20,6 @@ from smp_runtime.replacement.scopes import Mark, mark_of
 from smp_runtime.tensor_parallel.initialisation import weight_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from torch import nn
 
     from smp_runtime.tensor_parallel.group import TensorGroup

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -12,9 +13,6 @@ from smp_config.errors import suggest
 from smp_runtime.errors import SMPUserError
 from smp_runtime.module_state.construction_marks import marking
 from smp_runtime.replacement.builtin import known_arguments
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 _MARK = "_smp_tensor_parallelism"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,8 +15,6 @@ from smp_runtime.comm.devices import plain_backend
 from smp_runtime.smddp.process_group import SmddpProcessGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from smp_runtime.comm.collectives import Collectives, Work
     from smp_runtime.job.ranks import Ranks
 

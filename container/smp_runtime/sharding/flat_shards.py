@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -12,8 +13,6 @@ from smp_runtime.parameters.optimizer_shards import OptimizerShard
 from smp_runtime.sharding.flat_unit import FlatUnit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
     from smp_config import Group
     from smp_runtime.comm.collectives import Collectives
     from smp_runtime.job.ranks import Ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,6 @@ from torch import nn
 from smp_runtime.tensors.torch_private import storage_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from smp_runtime.comm.collectives import Work
 
 #: Elements to which shards are rounded up, so that vector instructions and GPU loads stay aligned.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from smp_runtime.job.ranks import Ranks
 
 #: How many expected needs may be skipped before the order counts as another one.

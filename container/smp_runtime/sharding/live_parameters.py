@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,8 +11,6 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.sharding.gather_order import GatherTrace, NeedOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from smp_runtime.sharding.all_gather import Gathering
     from smp_runtime.sharding.flat_unit import ShardedUnit
 

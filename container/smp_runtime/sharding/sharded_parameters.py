@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +30,6 @@ from smp_runtime.sharding.unit_plan import ShardingOptions, is_sharded, plan_uni
 from smp_runtime.tensors.torch_private import before_loading
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
     from smp_runtime.parameters.precision import Precision

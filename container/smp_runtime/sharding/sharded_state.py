@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +13,6 @@ from smp_runtime.sharding.flat_shards import FlatShards
 from smp_runtime.sharding.flat_unit import WholeUnit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from smp_config import Group
     from smp_runtime.comm.bucket_transport import Travel
     from smp_runtime.comm.collectives import Work

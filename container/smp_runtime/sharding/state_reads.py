@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +13,6 @@ from torch import nn
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from smp_runtime.sharding.flat_unit import ShardedUnit
     from smp_runtime.sharding.module_hooks import ModuleUses
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,6 @@ from torch import nn
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from smp_config import ModelParallelParameters
 
 #: Modules that only hold others and are never called themselves.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,6 @@ from smp_config.errors import ConfigError
 from smp_runtime.comm.control import host_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch.distributed as dist
 
 

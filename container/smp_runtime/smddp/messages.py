@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from smp_runtime.smddp.buffers import Piece, RingBuffer
 from smp_runtime.smddp.work import MessageWork
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from smp_config.buffers import BufferSizes
     from smp_runtime.smddp.items import Item
     from smp_runtime.smddp.layout import HostGrid

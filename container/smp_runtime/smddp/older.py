@@ -6,7 +6,8 @@ Scripts import it as ``import smdistributed.dataparallel.torch.distributed as di
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,6 @@ from torch.nn.parallel import DistributedDataParallel as _TorchDistributedDataPa
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.smddp.registration import BACKEND, register
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 #: Where launchers say which of its host's ranks this is.
 _LOCAL_RANK_VARIABLES = ("SMDATAPARALLEL_LOCAL_RANK", "LOCAL_RANK", "SMP_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")

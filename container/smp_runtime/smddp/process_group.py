@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +25,6 @@ from smp_runtime.tensors.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from datetime import timedelta
-
     from smp_config.buffers import BufferSizes
     from smp_runtime.smddp.work import MessageWork, StreamWork
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +14,6 @@ from smp_runtime.smddp.work import StreamWork
 from smp_runtime.tensors.torch_private import all_gather_single, all_gather_single_coalesced, timeout_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from datetime import timedelta
-
     from smp_config.buffers import BufferSizes
     from smp_runtime.smddp.items import Item
     from smp_runtime.smddp.layout import HostGrid

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import Work
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 #: Seconds between two looks at a stream by a wait that has a limit.
 _LOOK = 0.001

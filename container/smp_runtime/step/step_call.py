@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Hashable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.nested import leaves_of
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
 
 #: Elements of the first tensor that are added up, to see whether ranks have read the same batch.
 _PROBED_ELEMENTS = 4096

@@ -9,6 +9,7 @@ sequence, padded if the number of ranks does not divide it.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -20,8 +21,6 @@ from smp_runtime.tensor_parallel.masks import additive, agree_on_mask, agree_on_
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from smp_runtime.tensor_parallel.group import TensorGroup
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +12,6 @@ import torch
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from smp_runtime.comm.collectives import Work
 
 VARIABLE = "SMP_NCCL_THROTTLE_LIMIT"

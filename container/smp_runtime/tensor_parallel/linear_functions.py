@@ -6,15 +6,13 @@ along which activations are sliced between the halves, or None when they are rep
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from smp_runtime.tensor_parallel.group import TensorGroup, join
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def _weight_gradient(gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:

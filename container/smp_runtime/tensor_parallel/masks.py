@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,8 +11,6 @@ from smp_config import Group
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from smp_runtime.tensor_parallel.group import TensorGroup
 
 

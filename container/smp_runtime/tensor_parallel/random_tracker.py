@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,8 +22,6 @@ from smp_config import Group
 from smp_runtime.parameters.deferred_creation import Deferral
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.tensor_parallel.group import TensorGroup
 

@@ -7,14 +7,12 @@ fetches them, and from then on works with a plain tensor.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass, make_without_elements, tree_map
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 #: Call numbers from the step function down: ``(2, 0)`` is the first remote call inside the third one.
 Path = tuple[int, ...]

@@ -9,11 +9,10 @@ keeps only its inputs. Where both want a module, the other stage answers: it che
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
 
 

@@ -12,7 +12,9 @@ knows, for which a function would only hide what happens. The same tests try the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from smp_runtime.errors import SMPRuntimeError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from datetime import timedelta
 
 #: The oldest and the newest release that all tests of the runtime are run with; setup.cfg says what older ones lack.
 TESTED = ("2.8", "2.15")

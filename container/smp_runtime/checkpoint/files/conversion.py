@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,9 +24,6 @@ from smp_runtime.checkpoint.files.transformers_format import (
 )
 from smp_runtime.checkpoint.files.whole_file import write_tensors
 from smp_runtime.errors import SMPUserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 #: The name of each kind of model that can be distributed, by Transformers' ``model_type``.
 _FAMILIES = {

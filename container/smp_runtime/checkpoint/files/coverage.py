@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
 
 from smp_runtime.checkpoint.files.manifest import MASTER, MODULE, Manifest, Piece, TensorRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
 
 Range = tuple[int, int]
 

@@ -9,14 +9,12 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from smp_runtime.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
 
 #: Version of the layout; a reader refuses a newer one.
 FORMAT = 1

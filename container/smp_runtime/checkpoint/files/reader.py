@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,10 +12,6 @@ from smp_runtime.checkpoint.files.manifest import EXTRA, MASTER, MODULE, Manifes
 from smp_runtime.checkpoint.files.tensor_regions import Region, copy_common
 from smp_runtime.checkpoint.files.whole_file import UNREADABLE, refused_object
 from smp_runtime.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
 
 #: Where a file keeps a state key, if not ``file["state"][name][key]``.
 _SECTIONS = {MODULE: ("module", "shards"), MASTER: ("masters",)}

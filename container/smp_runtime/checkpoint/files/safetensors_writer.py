@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from typing import IO, TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 
 from smp_runtime.checkpoint.files.whole_file import whole_file
 from smp_runtime.errors import SMPUserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
 
 #: The format's names of types.
 _NAMES: dict[torch.dtype, str] = {

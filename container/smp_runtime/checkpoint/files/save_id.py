@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from smp_runtime.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 #: A key of the optimizer's state and of the user content, an attribute of a state, and metadata of safetensors.
 SAVE_ID = "_smp_save"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from smp_runtime.checkpoint.files.manifest import TensorRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 #: Causal masks and the like that older versions of Transformers saved and newer ones compute.
 _COMPUTED = re.compile(

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from smp_runtime.checkpoint.files.whole_file import UNREADABLE, arrays_are_safe, refused_object
 from smp_runtime.errors import CheckpointError, SMPUserError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def to_bytes(content: Any, *, trusted: bool = False) -> bytes:

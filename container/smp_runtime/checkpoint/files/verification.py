@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from smp_runtime.checkpoint.files.coverage import uncovered
 from smp_runtime.checkpoint.files.manifest import MASTER, MODULE, FoundCheckpoint, verify
 from smp_runtime.checkpoint.files.reader import CheckpointReader
 from smp_runtime.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def problems_of(found: FoundCheckpoint) -> list[str]:

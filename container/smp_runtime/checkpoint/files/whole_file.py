@@ -8,17 +8,15 @@ import os
 import pickle
 import socket
 import zipfile
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from smp_runtime.checkpoint.files.manifest import FileRecord
 from smp_runtime.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 #: What reading a damaged file may raise.
 UNREADABLE = (

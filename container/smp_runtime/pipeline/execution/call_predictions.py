@@ -7,6 +7,7 @@ arguments (structure, shapes, types, modes) have given the same structure at lea
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from smp_runtime.pipeline.execution.value_store import child_of
@@ -14,8 +15,6 @@ from smp_runtime.pipeline.transport.messages import Reply, Slot
 from smp_runtime.pipeline.transport.packing import unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
-
     from smp_runtime.tensors.handles import Meta, Name, Path
 
 #: Equal results before calls return without waiting.

@@ -7,14 +7,13 @@ is done last, and with it the microbatch, whose values all stages may forget the
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from smp_runtime.pipeline.schedule.actions import TaskKind
 from smp_runtime.pipeline.transport.messages import Done, Release, Value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from smp_runtime.pipeline.execution.messenger import Messenger
     from smp_runtime.pipeline.execution.module_server import ModuleServer
     from smp_runtime.pipeline.execution.running_step import Microbatches

@@ -15,6 +15,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +26,6 @@ from smp_runtime.pipeline.execution.task import Abandoned, Order, Task, Watch
 from smp_runtime.pipeline.schedule.actions import Action, Event, Segment, TaskKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from smp_runtime.module_state.attributes import Attributes
     from smp_runtime.pipeline.schedule.policies import Policy
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 import traceback
 import types
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +18,6 @@ from smp_runtime.pipeline.transport.messages import Fail
 from smp_runtime.pipeline.transport.transport import StageFailed
 
 if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable, Collection, Sequence
-
     import torch
 
     from smp_runtime.pipeline.execution.conductor import Conductor

@@ -6,6 +6,7 @@ requests of the next step early would add gradients that its script has not clea
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,6 @@ from smp_runtime.pipeline.transport.messages import Begin, Done, Fail, Release, 
 from smp_runtime.pipeline.transport.transport import Transport
 
 if TYPE_CHECKING:
-    import threading
-
     from smp_runtime.comm.control import ControlPlane
     from smp_runtime.pipeline.execution.failures import Alarm
 

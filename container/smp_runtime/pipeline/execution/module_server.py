@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -18,9 +19,6 @@ from smp_runtime.pipeline.transport.messages import Back, Call, Reply, Slot
 from smp_runtime.pipeline.transport.packing import Packed, pack, unpack
 from smp_runtime.tensors.handles import Handle, Meta, Path
 from smp_runtime.tensors.torch_private import call_with_hooks, run_backward
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 logger = logging.getLogger("smp")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,6 @@ from smp_runtime.pipeline.schedule.planner import plan as make_plan
 from smp_runtime.pipeline.schedule.simulation import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
-
     from smp_runtime.pipeline.schedule.policies import Policy
     from smp_runtime.pipeline.transport.messages import Begin, Record, StepKind
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -43,9 +45,6 @@ from smp_runtime.tensors import module_calls
 from smp_runtime.tensors.random_state import OtherGenerators, RandomState
 
 if TYPE_CHECKING:
-    import contextlib
-    from collections.abc import Callable, Sequence
-
     from smp_runtime.comm.control import ControlPlane
     from smp_runtime.pipeline.execution.task import Watch
     from smp_runtime.pipeline.transport.transport import Transport

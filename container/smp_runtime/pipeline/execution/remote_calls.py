@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,6 @@ from smp_runtime.tensors.handles import Handle, Meta, Name, Path
 from smp_runtime.tensors.torch_private import backward_pass, will_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from smp_runtime.pipeline.execution.task import Task
 
 

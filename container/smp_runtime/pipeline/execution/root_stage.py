@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import functools
 import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +20,6 @@ from smp_runtime.pipeline.transport.packing import pack, unpack
 from smp_runtime.tensors.handles import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from smp_runtime.pipeline.execution.plan_store import PlanStore
     from smp_runtime.pipeline.execution.running_step import RunningStep
 

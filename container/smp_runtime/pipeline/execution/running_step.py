@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from smp_runtime.comm.control import timeout_seconds
@@ -13,8 +14,6 @@ from smp_runtime.pipeline.transport.messages import Begin, Diverged, End, Record
 from smp_runtime.tensors.random_state import seed_other_generators, task_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
     import torch
 
     from smp_runtime.pipeline.execution.messenger import Messenger

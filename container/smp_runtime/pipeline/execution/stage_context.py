@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,6 @@ from smp_runtime.tensors.random_state import RandomState, task_seed
 from smp_runtime.tensors.torch_private import default_device, saved_tensor_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from smp_runtime.module_state.attributes import Attributes
     from smp_runtime.pipeline.execution.conductor import Conductor
     from smp_runtime.pipeline.execution.task import Task, Watch

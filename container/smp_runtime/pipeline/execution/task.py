@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_runtime.pipeline.schedule.actions import Action, Event, TaskKind
 
 if TYPE_CHECKING:
-    import contextvars
-    from collections.abc import Callable, Sequence
-
     import torch
 
     from smp_runtime.tensors.random_state import RandomState

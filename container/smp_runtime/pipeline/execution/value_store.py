@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.pipeline.transport.messages import Deliver, Value
 
 if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable, Sequence
-
     import torch
 
     from smp_runtime.pipeline.execution.conductor import Conductor

@@ -15,6 +15,7 @@ import socket
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,8 +25,6 @@ from smp_runtime.comm.control import RUNTIME_CHANNEL
 from smp_runtime.errors import SMPRuntimeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     from smp_runtime.comm.control import ControlPlane
 
 logger = logging.getLogger("smp")

@@ -6,14 +6,11 @@ something crosses the border of a segment depends on ``i`` and ``j`` only.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 Matrix = NDArray[np.float64]
 

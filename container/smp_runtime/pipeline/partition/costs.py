@@ -7,14 +7,13 @@ every machine) unless execution times were traced.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from smp_runtime.pipeline.partition.module_tree import ModuleNode, Trace
 
 #: Operations that a device does while one byte crosses the link to another stage, and nothing hides it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,6 @@ from smp_runtime.pipeline.partition.report import describe
 from smp_runtime.pipeline.partition.tracing import trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from smp_config import ModelParallelParameters
     from smp_runtime.comm.control import ControlPlane
     from smp_runtime.pipeline.partition.manual_stages import ManualAssignment

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -16,9 +16,6 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.module_state.construction_marks import marking
 from smp_runtime.pipeline.partition.assignment import Assignment, check_together, some
 from smp_runtime.pipeline.partition.module_tree import ModuleNode, ModuleTree, Trace, untraced
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 logger = logging.getLogger("smp")
 

@@ -9,11 +9,9 @@ that equal blocks are equal to the partition; one that is clearly slower than it
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeVar
 
 #: Runs that count; the one before them warms up.
 RUNS = 7

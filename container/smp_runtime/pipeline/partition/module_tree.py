@@ -8,17 +8,14 @@ it calls. Add up a subtree for the whole.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from smp_runtime.errors import SMPUserError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 #: These hold modules and have no code of their own that calls them.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

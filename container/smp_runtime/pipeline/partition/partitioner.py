@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,6 @@ from smp_runtime.pipeline.partition.costs import CostModel, CostSettings, Need
 from smp_runtime.pipeline.partition.placeable_parts import Parts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
     from smp_runtime.pipeline.partition.module_tree import Trace
 
 logger = logging.getLogger("smp")

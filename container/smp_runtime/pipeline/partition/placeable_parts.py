@@ -7,15 +7,12 @@ modules in a module before its own frame. Units that must be on one stage and ar
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.partition.costs import CostModel, Need
 from smp_runtime.pipeline.partition.module_tree import ModuleNode, together_with_reasons
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 #: A module that costs less than this part of a mean stage is not split.
 _GRAIN = 0.02

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from smp_runtime.pipeline.partition.costs import CostModel, CostSettings, StageCost, balance, callees
 from smp_runtime.pipeline.partition.module_tree import ModuleNode, Trace, together_with_reasons
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from smp_runtime.pipeline.partition.assignment import Assignment
 
 #: Shares that are not shown as 0.0%.

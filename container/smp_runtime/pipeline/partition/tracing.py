@@ -12,7 +12,8 @@ import functools
 import threading
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,9 +29,6 @@ from smp_runtime.pipeline.partition.module_times import median_times, run_repeat
 from smp_runtime.pipeline.partition.module_tree import Flow, ForeignUse, ModuleNode, ModuleTree, Trace, order_by_call
 from smp_runtime.tensors.nested import argument_tensors, storage_of, tensor_bytes, tensors_in, total_bytes
 from smp_runtime.tensors.torch_private import TorchDispatchMode, is_operator
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 #: Floating point operations that a device does while it moves one byte of its memory.
 _MACHINE_BALANCE = {"cpu": 10.0}

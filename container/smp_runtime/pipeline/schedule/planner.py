@@ -9,6 +9,7 @@ that holds fewer microbatches in flight, since activations cost memory.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,6 @@ from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment
 from smp_runtime.pipeline.schedule.simulation import Clock, Graph, replay, summary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from smp_runtime.pipeline.schedule.policies import Policy
 
 #: Simulated segments (segments × rules) that a search may cost; about 5 µs each. Of a bigger graph, only the rules that are

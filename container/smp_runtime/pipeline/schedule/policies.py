@@ -6,13 +6,11 @@ a schedule holds at once stands in :mod:`smp_config.in_flight`, since planning w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.schedule.actions import TaskKind
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
 
 
 class Policy:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from smp_runtime.pipeline.schedule.actions import Action, Event, Orders, ScheduleError, Segment, TaskKind
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
 
 _NANOSECONDS = 1_000_000_000
 #: What happens at a time, to a node or microbatch; ends before arrivals, so that a rank that gets free sees all that is there.

@@ -12,14 +12,13 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from smp_runtime.errors import DeadlineError, SMPRuntimeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from smp_runtime.comm.control import ControlPlane
 
 _TOKEN_BYTES = 32

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from smp_runtime.tensors.handles import Meta, Name, Path
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
     import torch
 
     from smp_config.failure import FailureRecord

@@ -7,13 +7,12 @@ import select
 import socket
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from smp_runtime.pipeline.transport.tensor_channels import TensorChannel
 
 _READ_AHEAD_BYTES = 2**16

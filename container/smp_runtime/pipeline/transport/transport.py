@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from smp_runtime.comm.control import ControlPlane, timeout_seconds
@@ -32,8 +33,6 @@ from smp_runtime.pipeline.transport.tensor_channels import (
 from smp_runtime.tensors.nested import tensor_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import torch
     import torch.distributed as dist
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +16,6 @@ from smp_runtime.replacement.registration import Arguments, Registration, regist
 from smp_runtime.tensor_parallel.masks import additive
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from smp_runtime.replacement.huggingface.translation import CausalNames
 
 #: Arguments of ``forward`` that ask for what a distributed model does not have.

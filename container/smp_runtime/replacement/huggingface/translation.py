@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from smp_runtime.job import session as sessions
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
 #: Causal masks and frequencies that older versions of Transformers saved and the distributed layers compute.
 _COMPUTED = re.compile(r"(^|\.)(attn|attn\.attention|attention|self_attn)\.(masked_)?bias$|(^|\.)rotary_emb\.inv_freq$")
 
 
-def parameter_names(
-    modules: Mapping[str, str | tuple[str, ...]], *kinds: Literal["weight", "bias"]
-) -> dict[str, Any]:
+def parameter_names(modules: Mapping[str, str | tuple[str, ...]], *kinds: Literal["weight", "bias"]) -> dict[str, Any]:
     """Names of parameters from those of the modules that have them: of weight and bias, if no ``kinds`` are given."""
 
     def of(target: str | tuple[str, ...], kind: str) -> str | tuple[str, ...]:
