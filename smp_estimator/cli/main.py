@@ -393,7 +393,3 @@ def doctor(mode: tuple[str, ...], role: str | None) -> None:
     console().print(table)
     if mode and any(found.ok is False for found in findings):
         raise click.exceptions.Exit(1)
-
-
-if __name__ == "__main__":
-    main()

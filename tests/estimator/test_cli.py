@@ -277,7 +277,7 @@ def test_run_runs(tmp_path: Path) -> None:
         "print('rank', os.environ['SMP_RANK'], 'of', os.environ['SMP_WORLD_SIZE'], word, steps)\n"
         "pathlib.Path(os.environ['SM_MODEL_DIR'], 'x.txt').write_text('x')\n"
     )
-    command = [sys.executable, "-m", "smp_estimator.cli.main", "run", str(script), "--processes", "2"]
+    command = [sys.executable, "-m", "smp_estimator.cli", "run", str(script), "--processes", "2"]
     command += ["--hyperparameter", "steps=7", "--channel", f"train={data}", "--output", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
