@@ -115,3 +115,31 @@ def test_leaving_after_the_last_step_is_no_error_for_a_stage_that_is_late(ranks)
     settings = {"partitions": 3, "auto_partition": False, "default_partition": 2}
     results = ranks(_comes_late, 3, config=settings, timeout=60)
     assert [result == results[0] for result in results] == [True] * 3
+
+
+def test_a_pipeline_ends_with_the_session_though_its_model_is_gone(ranks):
+    def threads():
+        import threading
+
+        import torch
+        from torch import nn
+
+        import smdistributed.modelparallel.torch as smp
+
+        def train():
+            model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+
+            @smp.step
+            def step(x):
+                model.backward(model(x).sum())
+
+            step(torch.ones(4, 4))
+
+        train()  # nobody holds the model afterwards
+        during = [thread.name for thread in threading.enumerate() if thread.name.startswith("smp-pipeline")]
+        smp.shutdown()
+        return during, [thread.name for thread in threading.enumerate() if thread.name.startswith("smp-")]
+
+    for during, after in ranks(threads, 2, config={"pipeline_parallel_degree": 2, "ddp": True}):
+        assert during
+        assert after == []

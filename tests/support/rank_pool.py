@@ -6,6 +6,7 @@ and a fresh session. A pool that saw a failure is thrown away, so no case inheri
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -138,3 +139,8 @@ def _serve(pipe: Any, rank: int, port: int) -> None:
             session.shutdown()
         os.environ.clear()
         os.environ.update(before)
+        # Models lie in reference cycles, and with them process groups, whose threads would go on asking their closed
+        # connections. What is left is not looked at again, so that this takes little time.
+        del function, args, answer
+        gc.collect()
+        gc.freeze()

@@ -120,6 +120,10 @@ class Ranks:
             self._kept[kind] = make()
         return cast("T", self._kept[kind])
 
+    def forget(self) -> None:
+        """Let go of what :meth:`keep` has made, which holds this record: the job is left."""
+        self._kept.clear()
+
     def kept(self, kind: type[T]) -> T | None:
         """What :meth:`keep` has made, if it has."""
         return self._kept.get(kind)

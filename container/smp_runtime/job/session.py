@@ -57,6 +57,7 @@ class Session:
         module_manager: what clients ask about distributed modules.
         has_failed: whether an exception that nobody caught ends this process.
         at_close: run when the session closes, before anything is released: what must be brought to its end.
+        at_leave: run after these, whether the script still holds its model or not: what ends threads and connections.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Session:
         self.module_manager = self.ranks.keep(ModuleManager, ModuleManager)
         self.has_failed = False
         self.at_close: list[Callable[[], None]] = []
+        self.at_leave: list[Callable[[], None]] = []
         # Lists, not sets: every rank must walk over them in the same order.
         self._models: list[weakref.ref[TrainedModel]] = []
         self._optimizers: list[weakref.ref[TrainedOptimizer]] = []
@@ -127,13 +129,14 @@ class Session:
                 finish()
             except Exception as error:  # the rest is released all the same
                 failure = failure or error
-        for model in self.models:
-            model.leave()
+        for leave in self.at_leave:
+            leave()
         if self.has_failed:
             self.ranks.groups.abandon()
         else:
             self.ranks.groups.close()
         self.ranks.control.close()
+        self.ranks.forget()
         if failure is not None:
             raise failure
 

@@ -124,9 +124,6 @@ class TrainedModel(Hashable, Protocol):
     def abandon_step(self) -> None:
         """A microbatch raised."""
 
-    def leave(self) -> None:
-        """The rank leaves the job."""
-
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """All parameters."""
 

@@ -202,10 +202,6 @@ class DistributedModel(WrappedModule):
         for hook in list(self._post_partition_hooks.values()):
             hook(self, self._session.optimizer)
 
-    def leave(self) -> None:
-        """The rank leaves the job: end the pipeline in good order."""
-        self._stages.leave()
-
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

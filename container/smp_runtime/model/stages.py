@@ -120,6 +120,7 @@ class Stages:
         """
         assignment.check(self.part.module, self._ranks.size(Group.PP))
         self.assignment = assignment
+        self._session.at_leave.append(self.leave)  # also where the script has let go of its model
         self.part.stage_of = assignment.stage_of
         self.part.registry.place_stages(assignment.stage_of)
 
@@ -170,7 +171,7 @@ class Stages:
         """The rank leaves the job: end the pipeline in good order."""
         if self.pipeline is not None:
             self.pipeline.close()
-            self.pipeline = None
+            self.pipeline = self.regions = None
         if self._absent_attributes is not None:
             self._absent_attributes.remove()
             self._absent_attributes = None
