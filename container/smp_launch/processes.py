@@ -11,6 +11,9 @@ from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
 
+#: Of a process that has begun to end, in the flags of its ``/proc/PID/stat`` (PF_EXITING in Linux's sched.h).
+_EXITING = 0x4
+
 #: Seconds to wait for processes to vanish after SIGKILL; only an uninterruptible system call outlives it.
 _KILL_PATIENCE = 3.0
 
@@ -96,3 +99,12 @@ def watch_end(pid: int) -> int | None:
         raise
     except OSError:
         return None
+
+
+def is_ending(pid: int) -> bool:
+    """Whether the process has begun to end: its connections close before its end can be seen."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return False
+    return bool(int(fields[6]) & _EXITING)

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING
 
 from smp_launch.ending import EXIT_SECONDS
 from smp_launch.output import STARTED_PREFIX, LineAssembler
-from smp_launch.processes import adopt_orphans, descendants, kill_descendants, reap, watch_end
+from smp_launch.processes import adopt_orphans, descendants, is_ending, kill_descendants, reap, watch_end
 
 if TYPE_CHECKING:
     from smp_launch.failure import FailureCollector
@@ -101,6 +101,7 @@ class Supervisor:
     _why: str = field(init=False, default="")
     _open_pipes: int = field(init=False, default=0)
     _started: int = field(init=False, default=0)
+    _watched: dict[int, int] = field(init=False, default_factory=dict)
     _ended: int = field(init=False, default=0)
     _failure_seen: bool = field(init=False, default=False)
     _stop_sent: bool = field(init=False, default=False)
@@ -173,7 +174,10 @@ class Supervisor:
             if started := _STARTED.search(line.text):
                 self._on_rank_start(int(started[1]), int(started[2]))
             else:
+                unheard = not self.collector.records
                 shown += self.collector.take(line)
+                if unheard and self.collector.records:
+                    self._on_first_record()
         show(shown, descriptor)
         if not data:
             self._selector.unregister(pipe)
@@ -194,14 +198,21 @@ class Supervisor:
         if watched is None:
             self._outcome.ended_unheard = None  # the system has no way to watch a process
         else:
+            self._watched[rank] = pid
             on_end = partial(self._on_rank_end, rank, watched)
             self._selector.register(watched, selectors.EVENT_READ, on_end)
+
+    def _on_first_record(self) -> None:
+        """Who is ending now has done so unheard, though its end is not told yet: others lost its connections before."""
+        if self._outcome.ended_unheard is not None:
+            self._outcome.ended_unheard.update(rank for rank, pid in self._watched.items() if is_ending(pid))
 
     def _on_rank_end(self, rank: int, watched: int | None) -> None:
         """When the last rank has ended, mpirun must too; it waits for children of ranks that hold their output."""
         if watched is not None:
             self._selector.unregister(watched)
             os.close(watched)
+            del self._watched[rank]
         if self._outcome.first_ended is None:
             self._outcome.first_ended = rank
         if not self.collector.records and self._outcome.ended_unheard is not None:

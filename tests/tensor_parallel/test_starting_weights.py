@@ -81,9 +81,10 @@ def _peak():
     config = GPT2Config(**GPT2)
     gc.collect()
     # Watched where the storages are made: the making of a parameter leaves all modes, so hook it there too.
+    from smp_runtime.parameters import deferred_creation
     from smp_runtime.tensor_parallel import initialisation
 
-    watch, original = Alive(), torch.utils._python_dispatch._disable_current_modes
+    watch, original = Alive(), initialisation.without_modes
 
     class Watching:
         def __enter__(self):
@@ -95,14 +96,14 @@ def _peak():
             watch.__exit__(*error)
             return self.outer.__exit__(*error)
 
-    initialisation.torch.utils._python_dispatch._disable_current_modes = Watching
+    initialisation.without_modes = deferred_creation.without_modes = Watching
     try:
         with smp.model_creation(tensor_parallelism=True, distribute_embedding=True):
             model = AutoModelForCausalLM.from_config(config)
         meta = all(parameter.is_meta for parameter in model.parameters())
         model = smp.DistributedModel(model)
     finally:
-        initialisation.torch.utils._python_dispatch._disable_current_modes = original
+        initialisation.without_modes = deferred_creation.without_modes = original
     remains = sum(p.nbytes for p in model.parameters())
     largest = max(4 * record.shape[0] * (record.shape[1] if len(record.shape) > 1 else 1) for record in model.registry)
     return meta, watch.peak, remains, largest
