@@ -119,6 +119,7 @@ def _serve(pipe: Any, rank: int, port: int) -> None:
     torch.set_num_threads(1)
     from smp_runtime.job import session
 
+    gc.freeze()  # what every case needs is not looked at when a case's rest is collected
     pipe.send_bytes(b"ready")
     while True:
         try:
@@ -140,7 +141,6 @@ def _serve(pipe: Any, rank: int, port: int) -> None:
         os.environ.clear()
         os.environ.update(before)
         # Models lie in reference cycles, and with them process groups, whose threads would go on asking their closed
-        # connections. What is left is not looked at again, so that this takes little time.
+        # connections.
         del function, args, answer
         gc.collect()
-        gc.freeze()
