@@ -178,12 +178,13 @@ class ModuleUses:
     # -- backward --------------------------------------------------------------------------------------------------
 
     def _watch_gradients(self, unit: ShardedUnit) -> None:
-        weak = weakref.ref(self)
+        # Python does not see the way from a tensor to its hooks: what they hold would never be let go of.
+        weak, weak_unit = weakref.ref(self), weakref.ref(unit)
 
         def hook(index: int) -> Callable[[torch.Tensor], None]:
             def gradient_added(parameter: torch.Tensor) -> None:
-                me = weak()
-                if me is not None and me.gradients.arrived(unit, index, parameter):
+                me, unit = weak(), weak_unit()
+                if me is not None and unit is not None and me.gradients.arrived(unit, index, parameter):
                     me.gradients_complete(unit)
 
             return gradient_added
