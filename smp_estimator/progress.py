@@ -204,10 +204,7 @@ class LiveView(_TrackingView):
         super().__init__()
         self._console = console
         self._live = Live(
-            get_renderable=lambda: render(self._tracker),
-            console=console,
-            refresh_per_second=4,
-            transient=False,
+            get_renderable=lambda: render(self._tracker), console=console, refresh_per_second=4, transient=False
         )
 
     def line(self, text: str) -> None:

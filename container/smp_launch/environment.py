@@ -28,16 +28,15 @@ JOB_NAME_VARIABLE = "TRAINING_JOB_NAME"
 
 #: Hyperparameters that steer the container itself and are not handed on in ``SM_FRAMEWORK_PARAMS``.
 _CONTAINER_PARAMETERS = frozenset(
-    [
-        "sagemaker_program",
-        "sagemaker_submit_directory",
-        "sagemaker_container_log_level",
-        "sagemaker_job_name",
-        "sagemaker_region",
-        "sagemaker_enable_cloudwatch_metrics",
-        "sagemaker_use_env_vars_prefix",
-    ]
+    """sagemaker_program sagemaker_submit_directory sagemaker_container_log_level sagemaker_job_name sagemaker_region
+    sagemaker_enable_cloudwatch_metrics sagemaker_use_env_vars_prefix""".split()
 )
+
+#: What ``SM_TRAINING_ENV`` repeats of the other variables.
+_IN_TRAINING_ENV = """current_host current_instance_group current_instance_group_hosts current_instance_type distribution_instance_groups
+    framework_module hosts input_config_dir input_data_config instance_groups instance_groups_dict is_hetero job_name
+    log_level model_dir module_dir module_name network_interface_name num_cpus num_gpus num_neurons output_data_dir
+    output_dir output_intermediate_dir resource_config user_entry_point""".split()
 
 _DEFAULT_LOG_LEVEL = 20  # logging.INFO
 
@@ -219,37 +218,7 @@ class TrainingEnvironment:
             "input_dir": str(tree.input_dir),
             "is_master": self.current_host == self.hosts[0],
             "master_hostname": self.hosts[0],
-            **{
-                name: values[name]
-                for name in [
-                    "current_host",
-                    "current_instance_group",
-                    "current_instance_group_hosts",
-                    "current_instance_type",
-                    "distribution_instance_groups",
-                    "framework_module",
-                    "hosts",
-                    "input_config_dir",
-                    "input_data_config",
-                    "instance_groups",
-                    "instance_groups_dict",
-                    "is_hetero",
-                    "job_name",
-                    "log_level",
-                    "model_dir",
-                    "module_dir",
-                    "module_name",
-                    "network_interface_name",
-                    "num_cpus",
-                    "num_gpus",
-                    "num_neurons",
-                    "output_data_dir",
-                    "output_dir",
-                    "output_intermediate_dir",
-                    "resource_config",
-                    "user_entry_point",
-                ]
-            },
+            **{name: values[name] for name in _IN_TRAINING_ENV},
         }
         values.update({f"channel_{name}": str(tree.data_dir / name) for name in self.channels})
         values.update({f"hp_{name}": value for name, value in self.user_hyperparameters.items()})

@@ -93,14 +93,7 @@ class Job:
 
     def program(self) -> list[str]:
         """What every rank runs: the wrapper around the user's script."""
-        return [
-            sys.executable,
-            "-m",
-            "smp_launch.rank",
-            "--",
-            self.entry_point,
-            *self.training.user_arguments(),
-        ]
+        return [sys.executable, "-m", "smp_launch.rank", "--", self.entry_point, *self.training.user_arguments()]
 
     def environment(self, environ: Mapping[str, str], announced: Mapping[str, str]) -> dict[str, str]:
         """What mpirun and the ranks inherit: the user's variables, ``announced``, and what the wrapper needs to know."""
@@ -108,20 +101,12 @@ class Job:
         inherited = {name: value for name, value in as_root(environ).items() if name not in own}
         if self.mpi is not None:
             inherited = without_scheduler(inherited)
-        return {
-            **inherited,
-            **announced,
-            HOST_VARIABLE: self.training.current_host,
-        }
+        return {**inherited, **announced, HOST_VARIABLE: self.training.current_host}
 
     @contextmanager
     def announced(self, environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
         """What ranks on other hosts must get from the leader; the rest of their environment is their own host's."""
-        values = {
-            **self.buffers.to_environment(),
-            LAYOUT_VARIABLE: self.layout.to_text(),
-            "PYTHONUNBUFFERED": "1",
-        }
+        values = {**self.buffers.to_environment(), LAYOUT_VARIABLE: self.layout.to_text(), "PYTHONUNBUFFERED": "1"}
         if self.layout.kind is not Kind.DATA_PARALLEL or PORT_VARIABLE in environ:
             yield values
         else:

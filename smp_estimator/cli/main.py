@@ -343,7 +343,7 @@ def run(
         "hyperparameters": {name: _value(text) for name, text in _pairs(hyperparameter, "--hyperparameter")},
         "distribution": {
             "smdistributed": {
-                "modelparallel": {"enabled": True, "parameters": _dictionary(parameters, "--parameters")},
+                "modelparallel": {"enabled": True, "parameters": _dictionary(parameters, "--parameters")}
             },
             "mpi": {"enabled": True, "processes_per_host": processes},
         },

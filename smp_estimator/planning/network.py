@@ -34,13 +34,7 @@ def data_parallel_bytes(ranks: int, elements: float, element_bytes: int) -> floa
 
 
 def sharded_bytes(
-    ranks: int,
-    degree: int,
-    elements: float,
-    element_bytes: int,
-    *,
-    accumulation: int = 1,
-    keep_gathered: bool = False,
+    ranks: int, degree: int, elements: float, element_bytes: int, *, accumulation: int = 1, keep_gathered: bool = False
 ) -> float:
     """Sharded data parallelism in two hops (Zhang et al. 2022, MiCS): k·3(s−1)/s·Ψb + 2(r−1)/r·Ψb/s.
 

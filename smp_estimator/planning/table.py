@@ -13,12 +13,7 @@ from rich.text import Text
 from smp_estimator.planning.advice import GB, Change, SmallerCluster, amount, rule_line
 from smp_estimator.planning.forecast import Forecast, Verdict
 
-COLOURS = {
-    Verdict.FITS: "green",
-    Verdict.TIGHT: "yellow",
-    Verdict.DOES_NOT_FIT: "red",
-    Verdict.UNKNOWN: "blue",
-}
+COLOURS = {Verdict.FITS: "green", Verdict.TIGHT: "yellow", Verdict.DOES_NOT_FIT: "red", Verdict.UNKNOWN: "blue"}
 
 
 def plan_table(
