@@ -33,10 +33,12 @@ _CONTAINER_PARAMETERS = frozenset(
 )
 
 #: What ``SM_TRAINING_ENV`` repeats of the other variables.
-_IN_TRAINING_ENV = """current_host current_instance_group current_instance_group_hosts current_instance_type distribution_instance_groups
-    framework_module hosts input_config_dir input_data_config instance_groups instance_groups_dict is_hetero job_name
-    log_level model_dir module_dir module_name network_interface_name num_cpus num_gpus num_neurons output_data_dir
-    output_dir output_intermediate_dir resource_config user_entry_point""".split()
+_IN_TRAINING_ENV = frozenset(
+    """current_host current_instance_group current_instance_group_hosts current_instance_type
+    distribution_instance_groups framework_module hosts input_config_dir input_data_config instance_groups
+    instance_groups_dict is_hetero job_name log_level model_dir module_dir module_name network_interface_name num_cpus
+    num_gpus num_neurons output_data_dir output_dir output_intermediate_dir resource_config user_entry_point""".split()
+)
 
 _DEFAULT_LOG_LEVEL = 20  # logging.INFO
 
