@@ -227,6 +227,14 @@ class TrainingEnvironment:
         return {f"SM_{name.upper()}": _text(value) for name, value in values.items()}
 
 
+def seconds_of(environ: Mapping[str, str], name: str, default: float) -> float:
+    """The seconds that a variable sets; nonsense counts as ``default``."""
+    try:
+        return max(0.0, float(environ.get(name, default)))
+    except ValueError:
+        return default
+
+
 def cpu_count() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

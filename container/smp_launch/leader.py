@@ -18,12 +18,10 @@ from smp_launch.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
 from smp_launch.failure import REPORT_VARIABLE, Cause, FailureCollector
 from smp_launch.followers import Followers
 from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
-from smp_launch.network import shared_memory_warning
-from smp_launch.rendezvous import PORT_VARIABLE, reserved_port
-from smp_launch.scratch import private_dir
+from smp_launch.locked_folders import STATUS_VARIABLE, LeaderStatus, private_dir
+from smp_launch.network import PORT_VARIABLE, reserved_port, shared_memory_warning
 from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
 from smp_launch.ssh import Client
-from smp_launch.status import STATUS_VARIABLE, LeaderStatus
 from smp_launch.supervise import (
     FAILURE_PATIENCE,
     FAILURE_PATIENCE_ALONE,
@@ -125,14 +123,6 @@ class Job:
         return f"{layout.describe()} ({by}; {each}) run {shown}"
 
 
-@dataclass(frozen=True)
-class OtherHosts:
-    """How the leader reaches hosts on other machines, and sees that they live."""
-
-    client: Client
-    followers: Followers
-
-
 def run_over_hosts(job: Job, stop: StopRequests, environ: Mapping[str, str]) -> tuple[int, Cause | None]:
     """Wait until every other host lets us in, run the ranks of all, and tell the hosts how it ended.
 
@@ -144,16 +134,17 @@ def run_over_hosts(job: Job, stop: StopRequests, environ: Mapping[str, str]) -> 
         Stopped: a request to stop came before the first rank ran.
     """
     others = [host for host in job.layout.hosts if host != job.layout.leader]
-    with private_dir(Path(tempfile.gettempdir())) as folder:
-        client = Client.create(folder, environ)
-        with Followers.reach(others, client, stop, environ) as followers:
-            code, cause = run_job(job, stop, environ, OtherHosts(client, followers))
-            followers.publish(LeaderStatus(code, cause.headline if cause else ""))
-            return code, cause
+    with (
+        private_dir(Path(tempfile.gettempdir())) as folder,
+        Followers.reach(others, Client.create(folder, environ), stop, environ) as followers,
+    ):
+        code, cause = run_job(job, stop, environ, followers)
+        followers.publish(LeaderStatus(code, cause.headline if cause else ""))
+        return code, cause
 
 
 def run_job(
-    job: Job, stop: StopRequests, environ: Mapping[str, str], others: OtherHosts | None = None
+    job: Job, stop: StopRequests, environ: Mapping[str, str], others: Followers | None = None
 ) -> tuple[int, Cause | None]:
     """Run the ranks to their end.
 
@@ -172,13 +163,13 @@ def run_job(
     supervisor = Supervisor(
         stop,
         collector,
-        lambda: bool(others and others.followers.lost()),
+        lambda: bool(others and others.lost()),
         FAILURE_PATIENCE if job.mpi else FAILURE_PATIENCE_ALONE,
         ranks=job.layout.world_size,
         local=job.layout.one_machine,
         grace=grace_seconds(environ),
         tags=job.mpi.dialect.tags if job.mpi else None,
-        apart=others.followers.pids if others else (),
+        apart=others.pids if others else (),
     )
     with _private_dirs(job, others) as dirs, job.announced(environ) as announced:
         passed = job.environment(environ, announced)
@@ -193,7 +184,7 @@ def run_job(
     show(collector.finish(), 2)
     if outcome.returncode == 0 and not collector.records:
         return 0, None
-    if others is not None and (cause := _lost_host(others.followers, collector)) is not None:
+    if others is not None and (cause := _lost_host(others, collector)) is not None:
         return _exit_code(outcome), cause
     program = job.mpi.path.name if job.mpi else job.entry_point
     return _exit_code(outcome), _cause(collector, outcome, program)
@@ -204,11 +195,10 @@ def _lost_host(followers: Followers, collector: FailureCollector) -> Cause | Non
     lost, when = followers.lost(), followers.lost_when
     if not lost or when is None or any(r.host in lost or 0 < r.when < when - _SAME_MOMENT for r in collector.records):
         return None
-    consequences = "\n\n".join(f"then {r.headline()}\n{r.traceback}" for r in collector.records)
     return Cause(
         f"host {', '.join(lost)} is gone: its connection to the leader ended while the ranks were running; "
         "see its own log; often the machine ran out of memory, or the container was stopped",
-        consequences,
+        collector.consequences(),
     )
 
 
@@ -235,13 +225,13 @@ def _exit_code(outcome: Outcome) -> int:
 
 
 @contextmanager
-def _private_dirs(job: Job, others: OtherHosts | None) -> Iterator[PrivateDirs]:
+def _private_dirs(job: Job, others: Followers | None) -> Iterator[PrivateDirs]:
     """Folders for sockets and shared memory that vanish with the job, even when its ranks were killed.
 
     With other machines mpirun would look for them there too, so they stay where it puts them itself.
     """
     if not job.layout.one_machine:
-        yield PrivateDirs(agent=others.client.agent if others else None)
+        yield PrivateDirs(agent=others.agent if others else None)
         return
     with ExitStack() as stack:
         session = stack.enter_context(private_dir(Path(tempfile.gettempdir())))

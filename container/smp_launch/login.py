@@ -14,7 +14,7 @@ from pathlib import Path
 
 from smp_launch.command import as_root, without_scheduler
 from smp_launch.environment import HOST_VARIABLE
-from smp_launch.status import LeaderStatus, StatusDir
+from smp_launch.locked_folders import LeaderStatus, StatusDir
 
 #: The request of the leader to be followed: its standard input stays open until it ends.
 FOLLOW = "smp-launch-follow"
