@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
-from smp_config.progress import ProgressRecord, parse_progress
+from smp_config.records import ProgressRecord, parse_progress
 
 #: Without a terminal: seconds between two progress lines.
 PLAIN_INTERVAL_SECONDS = 10.0

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_config.errors import ConfigError, suggest
-from smp_config.job import SCRIPT_SUFFIXES, decoded_hyperparameter
-from smp_config.limits import PLATFORM_PREFIX
+from smp_config.job import PLATFORM_PREFIX, SCRIPT_SUFFIXES, decoded_hyperparameter
 
 if TYPE_CHECKING:
     from smp_launch.tree import Tree

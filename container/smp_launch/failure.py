@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smp_config.failure import FailureRecord, parse_failure
-from smp_config.limits import FAILURE_CHARACTERS
+from smp_config.records import FAILURE_CHARACTERS, FailureRecord, parse_failure
 
 if TYPE_CHECKING:
     from smp_launch.output import Line

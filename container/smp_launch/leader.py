@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smp_config.buffers import BufferSizes
 from smp_config.mpi_options import MergedOptions, MpiOption, parse_mpi_options, variables
+from smp_config.smddp import BufferSizes
 from smp_launch.command import OpenMpi, PrivateDirs, as_root, mpi_options, mpirun_command, without_scheduler
 from smp_launch.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
 from smp_launch.failure import REPORT_VARIABLE, Cause, FailureCollector

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from smp_config.progress import PROGRESS_PREFIX
+from smp_config.records import PROGRESS_PREFIX
 
 #: Fields of a progress record that the service records as metrics of the same name.
 METRICS = ("loss", "eval_loss", "samples_per_second", "step")

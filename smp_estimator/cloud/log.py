@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
-from smp_config.progress import parse_progress
+from smp_config.records import parse_progress
 
 if TYPE_CHECKING:
     from smp_estimator.progress import Event

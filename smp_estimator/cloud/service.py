@@ -13,7 +13,7 @@ from typing import Any
 from botocore.model import ServiceModel
 
 from smp_config import ConfigError
-from smp_config.limits import HYPERPARAMETER_CHARACTERS
+from smp_config.job import HYPERPARAMETER_CHARACTERS
 from smp_estimator.local.uris import is_file_uri, is_s3_uri
 from smp_estimator.sdk import FileSystemInput, TrainingInput
 from smp_estimator.settings.variables import is_variable

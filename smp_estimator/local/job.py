@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
-from smp_config.limits import STOP_GRACE_SECONDS
+from smp_config.job import STOP_GRACE_SECONDS
 from smp_estimator.local.artifacts import address, deliver, merged_files
 from smp_estimator.local.bootstrap import Bootstrap, environment_of
 from smp_estimator.local.failure import failure_text

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from smp_config.progress import ProgressRecord, parse_progress
+from smp_config.records import ProgressRecord, parse_progress
 
 #: A progress bar that redraws its line is let through at most this often, in seconds.
 _REDRAW_SECONDS = 1.0

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from smp_config.buffers import BufferSizes
 from smp_config.instances import Instance, instance
+from smp_config.smddp import BufferSizes
 from smp_estimator.planning.batches import Batches, batches_of
 from smp_estimator.planning.memory import StageMemory, memory
 from smp_estimator.planning.network import Traffic, traffic

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from smp_config import Group, ModelParallelParameters, Topology
-from smp_config.buckets import effective_bucket_bytes
-from smp_config.buffers import BufferSizes
+from smp_config.in_flight import effective_bucket_bytes
+from smp_config.smddp import BufferSizes
 from smp_estimator.planning.activations import LayerCost, StageActivations, stage_activations
 from smp_estimator.planning.pipeline import in_flight, layers_of_stage
 from smp_estimator.planning.workload import OPTIMIZER_BYTES, Workload

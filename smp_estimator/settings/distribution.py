@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp_config import ConfigError, Group, JobSettings, ModelParallelParameters, Topology
-from smp_config.buffers import BufferSizes
 from smp_config.errors import suggest
 from smp_config.instances import Instance, instance, instances
-from smp_config.job import MP_PARAMETERS, MPI_PROCESSES
-from smp_config.limits import HYPERPARAMETER_CHARACTERS
+from smp_config.job import HYPERPARAMETER_CHARACTERS, MP_PARAMETERS, MPI_PROCESSES
 from smp_config.mpi_options import MpiOption, check_mpi_options, variables
+from smp_config.smddp import BufferSizes
 from smp_estimator.settings.translation import hyperparameters, mirrored_environment
 from smp_estimator.settings.variables import separated
 

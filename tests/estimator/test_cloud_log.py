@@ -11,7 +11,7 @@ import pytest
 from support.cloud import Cloud, boto_session, service, set_status
 from support.jobs import model_parallel
 
-from smp_config.progress import ProgressRecord, format_progress
+from smp_config.records import ProgressRecord, format_progress
 from smp_estimator import SMPEstimator
 from smp_estimator.cloud.log import CloudLog
 
