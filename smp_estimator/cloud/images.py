@@ -94,13 +94,12 @@ def choose_huggingface(
     return transformers, torch, _python(py_version, row, f"pytorch_version {torch}")
 
 
-def check_torch(version: str | None, name: str, framework: str = "pytorch") -> None:
+def check_torch(version: str | None, name: str) -> None:
     """Refuse a version that is too old for the runtime.
 
     Args:
         version: of PyTorch, e.g. ``"1.13.1"``.
         name: of the argument, for the message.
-        framework: whose images are searched for the nearest version.
 
     Raises:
         ConfigError: naming the nearest version that has an image.

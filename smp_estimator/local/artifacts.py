@@ -1,4 +1,4 @@
-"""What a job leaves: ``model.tar.gz`` and ``output.tar.gz``, written whole or not at all."""
+"""What a job leaves: ``model.tar.gz`` and ``output.tar.gz``, written whole or not at all, or why it failed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from smp_estimator.local.copying import copy_folder, is_left_out
+from smp_estimator.local.tree import copy_folder, is_left_out
 from smp_estimator.local.uris import bucket_and_key, is_s3_uri, path_of
 
 logger = logging.getLogger(__name__)
 
 #: Weights hardly compress, so the fastest level costs little space and saves much time.
 _COMPRESSION_LEVEL = 1
+
+#: Most of a failure file that an error message carries, in characters.
+_REASON_CHARACTERS = 8000
 
 
 def merged_files(directories: Sequence[Path]) -> dict[str, Path]:
@@ -108,6 +111,17 @@ def address(destination: str, name: str, job_name: str, *, compressed: bool) -> 
         bucket, key = bucket_and_key(destination)
         return "s3://" + "/".join(part for part in (bucket, key, job_name, last) if part)
     return f"file://{path_of(destination)}/{last}"
+
+
+def failure_text(path: Path) -> str | None:
+    """What a host's failure file says, cut where an error message would become unreadable; None without one."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+    if not text:
+        return None
+    return text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]} …"
 
 
 def _walk(directory: Path) -> Iterator[tuple[str, Path]]:

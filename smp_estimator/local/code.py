@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_config import ConfigError
-from smp_estimator.local.copying import copy_folder
+from smp_estimator.local.tree import copy_folder
 from smp_estimator.local.uris import bucket_and_key, is_s3_uri
 
 _NEVER_SHIPPED = ("__pycache__", ".git", ".ipynb_checkpoints")

@@ -14,9 +14,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_config.job import STOP_GRACE_SECONDS
-from smp_estimator.local.artifacts import address, deliver, merged_files
+from smp_estimator.local.artifacts import address, deliver, failure_text, merged_files
 from smp_estimator.local.bootstrap import Bootstrap, environment_of
-from smp_estimator.local.failure import failure_text
 from smp_estimator.local.log import JobLog
 from smp_estimator.local.stop import kill_job
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from smp_estimator.planning.model_shape import ModelShape
-    from smp_estimator.planning.workload import Workload
+    from smp_estimator.planning.request import Workload
 
 
 @dataclass(frozen=True)

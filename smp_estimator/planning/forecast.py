@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from smp_config.instances import Instance, instance
 from smp_config.smddp import BufferSizes
-from smp_estimator.planning.batches import Batches, batches_of
+from smp_estimator.planning.batches import Batches, batches_of, idle_fraction
 from smp_estimator.planning.memory import StageMemory, memory
 from smp_estimator.planning.network import Traffic, traffic
-from smp_estimator.planning.pipeline import idle_fraction
 
 if TYPE_CHECKING:
     from typing_extensions import Self

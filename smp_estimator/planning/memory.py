@@ -17,8 +17,8 @@ from smp_config import Group, ModelParallelParameters, Topology
 from smp_config.in_flight import effective_bucket_bytes
 from smp_config.smddp import BufferSizes
 from smp_estimator.planning.activations import LayerCost, StageActivations, stage_activations
-from smp_estimator.planning.pipeline import in_flight, layers_of_stage
-from smp_estimator.planning.workload import OPTIMIZER_BYTES, Workload
+from smp_estimator.planning.batches import in_flight, layers_of_stage
+from smp_estimator.planning.request import OPTIMIZER_BYTES, Workload
 
 if TYPE_CHECKING:
     from smp_estimator.planning.batches import Batches

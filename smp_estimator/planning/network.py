@@ -15,7 +15,7 @@ from smp_estimator.planning.memory import StageMemory, is_half
 if TYPE_CHECKING:
     from smp_estimator.planning.batches import Batches
     from smp_estimator.planning.model_shape import ModelShape
-    from smp_estimator.planning.workload import Workload
+    from smp_estimator.planning.request import Workload
 
 
 def gather_bytes(ranks: int, size: float) -> float:

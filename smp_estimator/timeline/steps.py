@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from smp_config import ConfigError
-from smp_estimator.planning.pipeline import idle_fraction
+from smp_estimator.planning.batches import idle_fraction
 
 if TYPE_CHECKING:
     from smp_config.timeline import Kind, RankTimeline, StepTimeline
