@@ -267,7 +267,7 @@ class TrainsWithSMP(Planned, _SDK):
         self._check_code()
         shows_training(logs)  # refuses words that the SDK does not know
         if self._process_mode:
-            checks.check_inputs(inputs, process_mode=True)
+            checks.check_inputs(inputs)
             self._advise(distribution, inputs)
             return self._fit_here(inputs, wait, logs, job_name, experiment_config)
         if job_name is not None and not is_pipeline_variable(job_name):

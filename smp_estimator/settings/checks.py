@@ -174,17 +174,12 @@ def _require_script(path: Path, given: str, relative_to: str) -> None:
     )
 
 
-def check_inputs(inputs: Any, *, process_mode: bool) -> None:
-    """Check the channels given to ``fit()``: addresses, and that local directories exist.
-
-    Args:
-        process_mode: the job runs on this machine, so ``file://`` addresses are read here.
+def check_inputs(inputs: Any) -> None:
+    """Check the channels given to ``fit()`` of a job on this machine: addresses, and that local directories exist.
 
     Raises:
         ConfigError: naming the channel.
     """
-    if inputs is None or not process_mode:
-        return
     for name, value in inputs.items() if isinstance(inputs, Mapping) else [("training", inputs)]:
         if isinstance(value, os.PathLike):
             raise ConfigError(
