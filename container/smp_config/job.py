@@ -139,11 +139,7 @@ class JobSettings(BaseModel):
 
     @classmethod
     def from_hyperparameters(cls, hyperparameters: Mapping[str, Any]) -> JobSettings:
-        """Read a job's hyperparameters; each value may be a Python value or its JSON text.
-
-        Raises:
-            ConfigError: a carried value that cannot be read.
-        """
+        """Read a job's hyperparameters, Python values or their JSON text; raises ConfigError for one that cannot be read."""
         carried = {name: decoded_hyperparameter(hyperparameters[name]) for name in CARRIED if name in hyperparameters}
         mpi = None
         if MPI_ENABLED in carried:

@@ -97,11 +97,7 @@ class MergedOptions:
         return [word for option in self.options for word in option.arguments()]
 
     def raise_for_conflicts(self) -> None:
-        """Refuse options given twice with different values.
-
-        Raises:
-            ConfigError: naming every such option with its values.
-        """
+        """Raise ConfigError, naming each with its values, for options given twice with different values."""
         if not self.conflicts:
             return
         given = "; ".join(" and ".join(f"'{option}'" for option in group) for group in self.conflicts)
@@ -179,11 +175,7 @@ def merge(defaults: Iterable[MpiOption], custom: Iterable[MpiOption]) -> MergedO
 
 
 def check_mpi_options(text: str) -> list[MpiOption]:
-    """Parse, and refuse contradictions; what the client calls before it sends a job.
-
-    Raises:
-        ConfigError: as :func:`parse_mpi_options` and :meth:`MergedOptions.raise_for_conflicts`.
-    """
+    """Parse, and refuse contradictions, before a job is sent; raises ConfigError as the two do."""
     options = parse_mpi_options(text)
     merge((), options).raise_for_conflicts()
     return options

@@ -274,11 +274,7 @@ class ModelParallelParameters(BaseModel):
         return {"cluster": "DPT", "spread": "TPD"}.get(self.placement_strategy, self.placement_strategy)
 
     def topology(self, world_size: int) -> Topology:
-        """Lay these degrees over ``world_size`` processes.
-
-        Raises:
-            ConfigError: when the degrees do not fit.
-        """
+        """Lay these degrees over ``world_size`` processes; raises ConfigError when they do not fit."""
         return Topology(
             world_size,
             pipeline=self.pipeline_parallel_degree,

@@ -47,11 +47,7 @@ def train() -> None:
 
 
 def run(stop: StopRequests, environ: Mapping[str, str]) -> int:
-    """Run this host's part of the job; write the failure file when it fails.
-
-    Returns:
-        The exit code.
-    """
+    """Run this host's part of the job, and write the failure file when it fails; gives the exit code."""
     tree = Tree.from_environment(environ)
     try:
         code, cause = _run(tree, stop, environ)

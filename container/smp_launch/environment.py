@@ -145,11 +145,7 @@ class TrainingEnvironment:
         return name
 
     def check_channels(self) -> None:
-        """See that every channel's data is there.
-
-        Raises:
-            ConfigError: naming the channel and the folder.
-        """
+        """Raise ConfigError, naming the channel and the folder, where a channel's data is missing."""
         for name, channel in self.channels.items():
             path = self.tree.data_dir / name
             mode = channel.get("TrainingInputMode", "File") if isinstance(channel, Mapping) else "File"

@@ -209,7 +209,6 @@ class FailureCollector:
         Args:
             code: the rank and its exit code.
             is_told: whether mpirun said so; otherwise it is a guess.
-            ended_unheard: ranks that ended before any had told of a failure; None when unknown.
         """
         rank, number = code
         if any(r.rank == rank for r in self.records) or (ended_unheard is not None and rank not in ended_unheard):
@@ -241,11 +240,7 @@ class FailureCollector:
 
 
 def write_failure(path: Path, cause: Cause) -> bool:
-    """Write the failure file at once and whole, unless there is one (a script may write its own).
-
-    Returns:
-        Whether it was written.
-    """
+    """Write the failure file at once and whole, unless there is one (a script may write its own); gives whether it was written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(cause.text(), encoding="utf-8", errors="replace")

@@ -146,10 +146,7 @@ def run_over_hosts(job: Job, stop: StopRequests, environ: Mapping[str, str]) -> 
 def run_job(
     job: Job, stop: StopRequests, environ: Mapping[str, str], others: Followers | None = None
 ) -> tuple[int, Cause | None]:
-    """Run the ranks to their end.
-
-    Args:
-        others: needed when the job has hosts on other machines.
+    """Run the ranks to their end; needs ``others`` when the job has hosts on other machines.
 
     Returns:
         The exit code, and why the job failed when it is not 0.

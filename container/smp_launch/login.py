@@ -24,10 +24,7 @@ READY = "ready"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve one login.
-
-    Args:
-        arguments: the launcher's process id, this host's name, the folder of the leader's status.
+    """Serve one login; the launcher's process id, this host's name and the folder of the leader's status are given.
 
     Returns:
         The exit code, for :data:`FOLLOW`; any other request replaces this process.

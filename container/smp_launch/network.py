@@ -47,11 +47,7 @@ def network_defaults(
 
 
 def usable_interface(interface: str, one_machine: bool, known: Path = Path("/sys/class/net")) -> str:
-    """The interface for the ranks' connections: the platform's, or loopback where it is missing and not needed.
-
-    Args:
-        one_machine: whether all ranks run on this machine.
-    """
+    """The interface for the ranks' connections: the platform's, or loopback where it is missing and all run on this machine."""
     if one_machine and (interface == "lo" or (known.is_dir() and not (known / interface).exists())):
         return LOOPBACK
     return interface

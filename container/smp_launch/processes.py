@@ -68,14 +68,11 @@ def descendants(apart: Collection[int] = ()) -> set[int]:
 
 
 def kill_descendants(spare: int | None = None, apart: Collection[int] = ()) -> list[int]:
-    """SIGKILL everything below this process until nothing is left.
+    """SIGKILL everything below this process until nothing is left; gives what is there after some seconds (normally nothing).
 
     Args:
         spare: a process to let live.
         apart: processes to let live with everything below them.
-
-    Returns:
-        Those that are still there after some seconds (normally none).
     """
     deadline = time.monotonic() + _KILL_PATIENCE
     while (left := sorted(descendants(apart) - {spare})) and time.monotonic() < deadline:
@@ -100,11 +97,7 @@ def reap(keep: Collection[int] = ()) -> None:
 
 
 def watch_end(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process has ended; None where the system has none to give.
-
-    Raises:
-        ProcessLookupError: it has ended already.
-    """
+    """A descriptor that is readable when the process has ended, None where there is none; ProcessLookupError if it is gone."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:

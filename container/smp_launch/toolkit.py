@@ -96,13 +96,8 @@ def main() -> None:
 def child(arguments: Sequence[str]) -> int:
     """``REPORT FOLDER [URI]``: fetch the archive ``URI`` into ``FOLDER``, and install what its requirements name.
 
-    Both in one process, because the toolkit takes a second to import.
-
-    Args:
-        arguments: ``REPORT`` is the number of a descriptor that gets the reason of a failure.
-
-    Returns:
-        The exit code.
+    Both in one process, because the toolkit takes a second to import. ``REPORT`` is the number of a descriptor that gets
+    the reason of a failure; the exit code is then 1.
     """
     report, folder, *uri = arguments
     task = _DOWNLOAD if uri else _REQUIREMENTS

@@ -303,11 +303,7 @@ def convert(
 
 
 def _find(path: str) -> tuple[Path, list[FoundCheckpoint]]:
-    """The folder of checkpoints that PATH means, with what is in it, the newest first.
-
-    Raises:
-        ConfigError: there are none, or in several folders.
-    """
+    """The folder of checkpoints that PATH means, and what is in it, the newest first; raises ConfigError without just one."""
     from smp_runtime.checkpoint.files.manifest import MANIFEST, PARTIAL, checkpoints_in, inspect_folder
 
     if path.startswith("s3://"):

@@ -48,11 +48,7 @@ main.add_command(checkpoint)
 
 
 def _literal(text: str, what: str) -> Any:
-    """JSON, or a Python literal such as ``{"ddp": True}``.
-
-    Raises:
-        ConfigError: neither.
-    """
+    """JSON, or a Python literal such as ``{"ddp": True}``; raises ConfigError for what is neither."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as as_json:
@@ -119,11 +115,7 @@ def validate(file: Any, instance_type: str | None, instance_count: int | None) -
 
 
 def _parted(found: dict[str, Any]) -> tuple[dict[str, Any], str | None, int | None]:
-    """The distribution (or parameters) of a file, and the instances that it names.
-
-    Raises:
-        ConfigError: a value of another type.
-    """
+    """The distribution (or parameters) of a file, and its instances; raises ConfigError for values of another type."""
     kind, hosts = found.get("instance_type"), found.get("instance_count")
     if not isinstance(kind, str | None):
         raise ConfigError(

@@ -95,11 +95,7 @@ def choose_huggingface(
 
 
 def check_torch(version: str | None, name: str) -> None:
-    """Refuse a version that is too old for the runtime.
-
-    Args:
-        version: of PyTorch, e.g. ``"1.13.1"``.
-        name: of the argument, for the message.
+    """Refuse a version of PyTorch that is too old for the runtime; ``name`` is that of the argument.
 
     Raises:
         ConfigError: naming the nearest version that has an image.

@@ -45,10 +45,7 @@ class CloudTrainingJob(TrainingJob):
     sagemaker_session: Any
 
     def wait(self, logs: Any = "All") -> None:
-        """Wait for the end.
-
-        Args:
-            logs: as in ``fit()``.
+        """Wait for the end; ``logs`` as in ``fit()``.
 
         Raises:
             UnexpectedStatusException: the job failed; the message has the reason that the job gave.

@@ -36,11 +36,9 @@ def metric_definitions() -> list[dict[str, str]]:
 
 
 def fill_in_cloud(sdk: dict[str, Any], say: Callable[[str], None], *, ships_runtime: bool) -> None:
-    """Fill in the defaults among the arguments for the SDK's class.
+    """Fill in the defaults among ``sdk``, the arguments for the SDK's class; ``say`` is told about what is allowed but unwise.
 
     Args:
-        sdk: changed in place.
-        say: told about what is allowed but unwise, one sentence each.
         ships_runtime: the runtime travels with the code, into a stock image.
     """
     if sdk.get("debugger_hook_config") is None:
@@ -60,10 +58,7 @@ def fill_in_cloud(sdk: dict[str, Any], say: Callable[[str], None], *, ships_runt
 
 
 def check_request(estimator: Any, hyperparameters: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Check what the service would refuse after the upload.
-
-    Args:
-        say: told about what is allowed but unwise, one sentence each.
+    """Check what the service would refuse after the upload; ``say`` is told about what is allowed but unwise.
 
     Raises:
         ConfigError: naming the setting and a value that works.

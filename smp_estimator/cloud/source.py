@@ -49,10 +49,6 @@ _TAGS = "Wheel-Version: 1.0\nGenerator: smp-estimator\nRoot-Is-Purelib: true\nTa
 def with_runtime(entry_point: str, source_dir: str | None) -> Iterator[Path]:
     """A folder with what a job runs: the user's files (as links), the wheel, its requirements and the program.
 
-    Args:
-        entry_point: relative to ``source_dir``, or a path when there is none.
-        source_dir: a local directory, or None.
-
     Raises:
         ConfigError: the user has a file of one of our names, or requirements that contradict ours.
     """
@@ -91,17 +87,7 @@ def wheel_name() -> str:
 
 
 def build_wheel(folder: Path) -> Path:
-    """Write the wheel of the package that runs here.
-
-    Args:
-        folder: an existing directory.
-
-    Returns:
-        The path of the wheel.
-
-    Raises:
-        RuntimeError: the package runs from files that were never installed.
-    """
+    """Write the wheel of the package that runs here into ``folder``; raises RuntimeError if it was never installed."""
     info = f"{DISTRIBUTION.replace('-', '_')}-{__version__}.dist-info"
     files = dict(_package_files())
     files[f"{info}/METADATA"] = _metadata().encode()

@@ -40,16 +40,7 @@ def merged_files(directories: Sequence[Path]) -> dict[str, Path]:
 
 
 def pack(directories: Sequence[Path], name: str, destination: str) -> str:
-    """Pack directories into one archive at ``destination``.
-
-    Args:
-        directories: merged by :func:`merged_files`.
-        name: ``"model.tar.gz"`` or ``"output.tar.gz"``.
-        destination: a local directory.
-
-    Returns:
-        The path of the archive.
-    """
+    """Pack directories, merged by :func:`merged_files`, into the archive ``name`` in a local directory; gives its path."""
     folder = Path(destination)
     folder.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
@@ -71,7 +62,7 @@ def pack(directories: Sequence[Path], name: str, destination: str) -> str:
 def deliver(
     directories: Sequence[Path], name: str, destination: str, job_name: str, session: Any, *, compressed: bool
 ) -> str:
-    """Put what hosts left at the job's output path.
+    """Put what hosts left at the job's output path, and give the address of the archive (or folder).
 
     Args:
         directories: one per host.
@@ -79,9 +70,6 @@ def deliver(
         destination: the ``file://`` or ``s3://`` output path.
         session: uploads to S3.
         compressed: False leaves a folder ``name`` of plain files instead of ``name.tar.gz``.
-
-    Returns:
-        The address of the archive (or folder).
     """
     target = address(destination, name, job_name, compressed=compressed)
     if not is_s3_uri(destination):

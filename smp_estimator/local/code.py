@@ -47,7 +47,6 @@ class CodeSource:
 
         Args:
             target: a directory that does not exist yet, directly inside the job's root.
-            session: gives the S3 access of the SDK.
 
         Raises:
             ConfigError: naming a file that cannot be copied.

@@ -30,11 +30,7 @@ def wants_processes(image_uri: Any, sdk: dict[str, Any]) -> bool:
 
 
 def fill_in_here(entry_point: Any, image_uri: Any, sdk: dict[str, Any]) -> str:
-    """Fill in what a job on this machine does not need; returns what stands for the image.
-
-    Args:
-        entry_point, image_uri: as given to the estimator.
-        sdk: the other arguments for the SDK's class; changed in place.
+    """Fill in among ``sdk``, the arguments for the SDK's class, what a job here does not need; gives what stands for the image.
 
     Raises:
         ConfigError: there is no script.

@@ -204,10 +204,7 @@ class ProcessSession(LocalSession):
         return self.sagemaker_client.job(job_name)
 
     def wait_for_job(self, job: str, poll: float = 5) -> dict[str, Any]:
-        """Wait without showing anything.
-
-        Returns:
-            The job's description.
+        """Wait without showing anything, and give the job's description.
 
         Raises:
             UnexpectedStatusException: the job failed; the message says why.
@@ -278,11 +275,7 @@ def session_of(job_name: str) -> ProcessSession | None:
 
 
 def shows_training(log_type: str | bool | Iterable[str]) -> bool:
-    """Whether the SDK's ``logs=`` argument asks for the log of the training itself.
-
-    Raises:
-        ConfigError: a word that the SDK does not know.
-    """
+    """Whether the SDK's ``logs=`` argument asks for the training's own log; raises ConfigError for a word it does not know."""
     if isinstance(log_type, bool):
         return log_type
     wanted = {log_type} if isinstance(log_type, str) else set(log_type or ["None"])

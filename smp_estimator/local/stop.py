@@ -34,11 +34,7 @@ def job_processes(token: str, sessions: Iterable[int]) -> set[int]:
 
 
 def kill_job(token: str, sessions: Iterable[int], deadline_seconds: float = 2.0) -> set[int]:
-    """SIGKILL every process of a job, again and again until none is left.
-
-    Returns:
-        Process ids that were still alive at the deadline; empty except when the system refuses to let them die.
-    """
+    """SIGKILL every process of a job until none is left; gives those that the system refuses to let die."""
     sessions = set(sessions)
     deadline = time.monotonic() + deadline_seconds
     pause = 0.01

@@ -90,7 +90,6 @@ class JobTree:
 
         Args:
             hyperparameters: values as the platform writes them, each a string.
-            channels: linked into every host's ``input/data``.
             checkpoints: directory that every host's ``checkpoints`` is a link to; None gives each host its own folder.
             session: gives the S3 access of the SDK, for channels that must be downloaded.
         """
@@ -140,12 +139,7 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def copy_folder(source: Path, target: Path, leave_out: Callable[[Path], bool] = lambda _: False) -> None:
-    """Copy a directory with what its links point to, and without what :func:`is_left_out` names.
-
-    Args:
-        source: a directory.
-        target: written to; may exist.
-        leave_out: what else is not copied, by its path.
+    """Copy a directory with what its links point to, without what :func:`is_left_out` or ``leave_out`` names.
 
     Raises:
         shutil.Error: files that cannot be read or written, as a list of (from, to, reason).

@@ -106,11 +106,7 @@ def batches_of(
 
 
 def batch_for(topology: Topology, global_batch: int, *, prescaled: bool = False, accumulation: int = 1) -> int:
-    """The script's batch size that makes ``global_batch`` samples per optimizer step.
-
-    Raises:
-        ConfigError: the readers do not divide it.
-    """
+    """The script's batch size for ``global_batch`` samples per optimizer step; raises ConfigError if no whole one gives them."""
     each = (topology.size(Group.RDP) if prescaled else topology.size(Group.DP)) * accumulation
     if global_batch < 1 or global_batch % each:
         near = max(1, round(global_batch / each)) * each

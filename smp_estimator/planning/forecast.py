@@ -60,11 +60,7 @@ class Forecast:
 
     @classmethod
     def of(cls, request: Request) -> Self:
-        """Compute it.
-
-        Raises:
-            ConfigError: degrees that do not fit the processes, or microbatches that do not divide the batch.
-        """
+        """Compute it; raises ConfigError for degrees that do not fit the processes, or a batch that microbatches do not divide."""
         parameters, workload = request.parameters, request.workload
         topology = parameters.topology(request.world)
         batch = batches_of(
@@ -81,11 +77,7 @@ class Forecast:
         return cls(request, topology, batch, tuple(stages), sent)
 
     def changed(self, settings: Mapping[str, Any] | None = None, **fields: Any) -> Self:
-        """The same with something else: settings of mp_parameters, or keywords of :func:`smp_estimator.planning.plan`.
-
-        Raises:
-            ConfigError: the degrees no longer fit.
-        """
+        """The same with other settings of mp_parameters or keywords of ``plan()``; raises ConfigError if degrees no longer fit."""
         return self.of(self.request.changed(settings, **fields))
 
     @property

@@ -127,11 +127,7 @@ class ModelShape:
 
     @classmethod
     def named(cls, name: str) -> ModelShape:
-        """One of the published shapes in :data:`SHAPES`.
-
-        Raises:
-            ConfigError: an unknown name.
-        """
+        """One of the published shapes in :data:`SHAPES`; raises ConfigError for an unknown name."""
         if name not in SHAPES:
             raise ConfigError(
                 f"there is no model named {name!r}{suggest(name, SHAPES)}; known are {', '.join(SHAPES)}: use one of "

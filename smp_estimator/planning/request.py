@@ -54,11 +54,7 @@ class Workload:
         self.checkpointed_layers(1)
 
     def checkpointed_layers(self, layers: int) -> int:
-        """Layers that are recomputed together; 0 when nothing is.
-
-        Raises:
-            ConfigError: an unknown strategy.
-        """
+        """Layers that are recomputed together, 0 when nothing is; raises ConfigError for an unknown strategy."""
         strategy = self.activation_checkpointing
         if strategy is None:
             return 0
@@ -124,11 +120,7 @@ def request_for(
     environment: Mapping[str, str] | None,
     workload: Mapping[str, Any],
 ) -> Request:
-    """Settle the arguments of :func:`smp_estimator.planning.plan`.
-
-    Raises:
-        ConfigError: an argument that cannot be used.
-    """
+    """Settle the arguments of :func:`smp_estimator.planning.plan`; raises ConfigError for one that cannot be used."""
     script = _workload(workload)
     if isinstance(instance_count, bool) or not isinstance(instance_count, int) or instance_count < 1:
         raise ConfigError(f"instance_count is {instance_count!r}; it is a number of instances: set it to 1 or more")

@@ -85,11 +85,7 @@ def _turns_on(distribution: Any, library: str) -> bool:
 
 
 def refuse_unknown_strategies(distribution: Any, *, process_mode: bool = False) -> None:
-    """Find what the SDK would drop silently: a misspelt strategy, or a value that is no dictionary.
-
-    Raises:
-        ConfigError: naming the nearest known strategy.
-    """
+    """Raise ConfigError for what the SDK would drop silently: a misspelt strategy, or a value that is no dictionary."""
     if distribution is None:
         return
     if not isinstance(distribution, Mapping):
@@ -199,10 +195,7 @@ class SettingsReader:
 
 
 def group_names(distribution: Mapping[str, Any], instance_groups: Sequence[Any] | None) -> dict[str, Any]:
-    """Settle which instance groups of a heterogeneous cluster train.
-
-    Returns:
-        A copy of ``distribution`` whose ``instance_groups`` are names.
+    """A copy of ``distribution`` that names the instance groups of a heterogeneous cluster that train.
 
     Raises:
         ConfigError: a group that the estimator does not have, or several groups without a choice.
@@ -243,11 +236,7 @@ def _refuse_torchrun(distribution: Mapping[str, Any]) -> None:
 
 
 def _topology(parameters: ModelParallelParameters, per_host: int, hosts: int) -> Topology:
-    """Lay the degrees over all processes of the job.
-
-    Raises:
-        ConfigError: the degrees do not fit ``hosts`` × ``per_host``.
-    """
+    """Lay the degrees over all processes of the job; raises ConfigError if they do not fit ``hosts`` × ``per_host``."""
     world = per_host * hosts
     pipeline, tensor = parameters.pipeline_parallel_degree, parameters.tensor_parallel_degree
     came_about = f"{world} processes = mpi.processes_per_host {per_host} × instance_count {hosts}"

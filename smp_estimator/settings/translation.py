@@ -82,7 +82,7 @@ def from_hyperparameters(carried: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def mirrored_environment(settings: JobSettings, environment: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``environment`` together with the variables of the collectives that ``custom_mpi_options`` sets with ``-x``.
+    """``environment`` with the variables of the collectives that ``custom_mpi_options`` sets with ``-x``.
 
     Raises:
         ConfigError: both set one variable, to different values.

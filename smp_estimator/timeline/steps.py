@@ -138,10 +138,7 @@ class JobTimeline:
 
     @classmethod
     def of(cls, files: Iterable[tuple[str, RankTimeline]]) -> JobTimeline:
-        """Put the ranks' files together.
-
-        Args:
-            files: (name for messages, content).
+        """Put the ranks' files, each with a name for messages, together.
 
         Raises:
             ConfigError: files of different jobs, two files of one rank, or no step that all ranks recorded.

@@ -179,11 +179,7 @@ def _runs(rank: RankStep, origin: float, width: float) -> Iterator[tuple[float, 
 
 
 def chrome_trace(timeline: JobTimeline, only: Step | None = None) -> dict[str, Any]:
-    """A trace in the JSON object format; times in microseconds from the first block.
-
-    Args:
-        only: this step instead of all.
-    """
+    """A trace of all steps, or ``only`` one, in the JSON object format; times in microseconds from the first block."""
     steps = [only] if only is not None else list(timeline.steps)
     origin = min(min(step.window[0], *(rank.start for rank in step.ranks)) for step in steps)
     events: list[dict[str, Any]] = []
