@@ -30,7 +30,7 @@ _RULES: Mapping[str, Callable[[int, int, int], int]] = {
 
 
 def in_flight_counts(schedule: str, stages: int, microbatches: int, active: int) -> tuple[int, ...]:
-    """Microbatches of a step whose activations each stage keeps at once; ``active``: the most in flight (``active_microbatches``)."""
+    """Microbatches of a step whose activations each stage keeps at once; ``active``: most in flight (``active_microbatches``)."""
     most = max(1, min(microbatches, active))
     return tuple(_RULES[schedule](stage, stages, most) for stage in range(stages))
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from smp_config.instances import Instance, instance
-from smp_config.smddp import BufferSizes
 from smp_estimator.planning.batches import Batches, batches_of, idle_fraction
 from smp_estimator.planning.memory import StageMemory, memory
 from smp_estimator.planning.network import Traffic, traffic
@@ -70,10 +69,8 @@ class Forecast:
             sequence=request.shape.sequence,
             accumulation=workload.accumulation,
         )
-        buffers = BufferSizes.from_environment(dict(request.environment)) if request.uses_smddp else None
-        stages = memory(request.shape, parameters, topology, workload, batch, smddp=buffers)
-        worst = max(stages, key=lambda stage: stage.total)
-        sent = traffic(request.shape, parameters, topology, workload, batch, worst)
+        stages = memory(request, topology, batch)
+        sent = traffic(request, topology, batch, max(stages, key=lambda stage: stage.total))
         return cls(request, topology, batch, tuple(stages), sent)
 
     def changed(self, settings: Mapping[str, Any] | None = None, **fields: Any) -> Self:
