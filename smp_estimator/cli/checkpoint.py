@@ -320,7 +320,8 @@ def _find(path: str) -> tuple[Path, list[FoundCheckpoint]]:
         return folder.parent, [inspect_folder(folder)]
     if found := checkpoints_in(folder):
         return folder, found
-    below = sorted({p.parent for p in folder.rglob(f"*{PARTIAL}") if p.is_dir() and _depth(folder, p) <= _DEPTH})
+    partial = (p for p in folder.rglob(f"*{PARTIAL}") if p.is_dir() and len(p.relative_to(folder).parts) <= _DEPTH)
+    below = sorted({p.parent for p in partial})
     if len(below) > 1:
         raise ConfigError(
             f"PATH is {path}, below which {len(below)} folders have checkpoints: give one of them, such as "
@@ -332,10 +333,6 @@ def _find(path: str) -> tuple[Path, list[FoundCheckpoint]]:
             "path that the script hands to smp.save_checkpoint, or the estimator's checkpoint_s3_uri"
         )
     return below[0], checkpoints_in(below[0])
-
-
-def _depth(folder: Path, path: Path) -> int:
-    return len(path.relative_to(folder).parts)
 
 
 def _choose(

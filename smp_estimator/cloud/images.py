@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from smp_config import ConfigError
+from smp_estimator.sdk import config_for_framework
 
 #: The oldest PyTorch that the runtime works with.
 TORCH_FLOOR = (2, 4)
@@ -112,8 +113,6 @@ def check_torch(version: str | None, name: str) -> None:
 
 
 def _training_images(framework: str) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:
-    from smp_estimator.sdk import config_for_framework
-
     training = config_for_framework(framework)["training"]
     return training["versions"], training.get("version_aliases", {})
 

@@ -13,6 +13,7 @@ from typing import Any
 from smp_config import ConfigError
 from smp_estimator.local.tree import copy_folder
 from smp_estimator.local.uris import bucket_and_key, is_s3_uri
+from smp_estimator.sdk import custom_extractall_tarfile
 
 _NEVER_SHIPPED = ("__pycache__", ".git", ".ipynb_checkpoints")
 
@@ -84,8 +85,6 @@ def _copy(source: Path, target: Path, job_root: Path) -> None:
 
 def _unpack(uri: str, target: Path, session: Any) -> None:
     """Download a ``sourcedir.tar.gz`` and unpack it with the SDK's checks of member paths."""
-    from smp_estimator.sdk import custom_extractall_tarfile
-
     bucket, key = bucket_and_key(uri)
     with tempfile.NamedTemporaryFile(suffix=".tar.gz") as archive:
         session.s3_resource.Bucket(bucket).download_file(key, archive.name)
