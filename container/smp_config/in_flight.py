@@ -16,7 +16,7 @@ SCHEDULES: tuple[str, ...] = get_args(Schedule)
 BUCKET_CAP_BYTES = 25 * 2**20
 
 #: Below this latency outweighs what an earlier start wins.
-_SMALLEST = 2**20
+_SMALLEST_BUCKET = 2**20
 
 #: Microbatches at a stage of a pipeline, from its position, the number of stages, and the most that are in flight.
 _RULES: Mapping[str, Callable[[int, int, int], int]] = {
@@ -45,4 +45,4 @@ def effective_bucket_bytes(total_bytes: int, cap_bytes: int = BUCKET_CAP_BYTES) 
 
     The last bucket of a step has nothing to hide behind, so it should be a small part of the whole.
     """
-    return min(cap_bytes, max(_SMALLEST, total_bytes // 8))
+    return min(cap_bytes, max(_SMALLEST_BUCKET, total_bytes // 8))
