@@ -25,7 +25,7 @@ from smp_runtime.tensors.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from smp_config.buffers import BufferSizes
+    from smp_config.smddp import BufferSizes
     from smp_runtime.smddp.work import MessageWork, StreamWork
 
 logger = logging.getLogger("smp")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smp_config.failure import FailureRecord
+from smp_config.records import FailureRecord
 from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.pipeline.transport.messages import Fail
 from smp_runtime.pipeline.transport.transport import StageFailed

@@ -10,7 +10,7 @@ from smp_runtime.tensors.handles import Meta, Name, Path
 if TYPE_CHECKING:
     import torch
 
-    from smp_config.failure import FailureRecord
+    from smp_config.records import FailureRecord
 
 
 class Slot(NamedTuple):
