@@ -73,15 +73,10 @@ def checkpoint_sequential(
 
 @dataclass(frozen=True)
 class Strategy:
-    """A checkpointing strategy.
+    """A checkpointing strategy."""
 
-    Attributes:
-        name: ``each``, ``contiguous`` or ``group_N``.
-        most: most children in one region.
-    """
-
-    name: str
-    most: float
+    name: str  # ``each``, ``contiguous`` or ``group_N``
+    most: float  # most children in one region
 
     @classmethod
     def parse(cls, name: object) -> Strategy:

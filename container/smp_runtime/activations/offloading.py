@@ -70,21 +70,13 @@ class Use(Protocol):
 
 @dataclass
 class Figures:
-    """What the offloader has done; bytes of tensors that may leave.
+    """What the offloader has done; bytes of tensors that may leave."""
 
-    Attributes:
-        resident: on the device now.
-        peak: most on the device at once.
-        left: copied to CPU memory.
-        came: copied back.
-        late: tensors that were copied back only when they were needed already.
-    """
-
-    resident: int = 0
-    peak: int = 0
-    left: int = 0
-    came: int = 0
-    late: int = 0
+    resident: int = 0  # on the device now
+    peak: int = 0  # most on the device at once
+    left: int = 0  # copied to CPU memory
+    came: int = 0  # copied back
+    late: int = 0  # tensors that were copied back only when they were needed already
 
 
 class Offloader:

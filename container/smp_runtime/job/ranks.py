@@ -64,33 +64,19 @@ class StepState:
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """The place of a rank in its job.
+    """The place of a rank in its job."""
 
-    Attributes:
-        cfg: the typed configuration, the same on all ranks.
-        topology: all groups.
-        rank: global position.
-        local_rank: position among the ranks whose launcher announced the same host name.
-        local_size: their number.
-        device: where this rank computes.
-        backend: of the process groups.
-        control: carries small Python objects between ranks.
-        groups: carry tensors.
-        collectives: what the strategies communicate through.
-        step: what of a step runs on this rank now.
-    """
-
-    cfg: ModelParallelParameters
-    topology: Topology
-    rank: int
-    local_rank: int
-    local_size: int
-    device: torch.device
-    backend: str
-    control: ControlPlane
-    groups: ProcessGroups
-    collectives: Collectives
-    step: StepState
+    cfg: ModelParallelParameters  # the typed configuration, the same on all ranks
+    topology: Topology  # all groups
+    rank: int  # global position
+    local_rank: int  # position among the ranks whose launcher announced the same host name
+    local_size: int  # their number
+    device: torch.device  # where this rank computes
+    backend: str  # of the process groups
+    control: ControlPlane  # carries small Python objects between ranks
+    groups: ProcessGroups  # carry tensors
+    collectives: Collectives  # what the strategies communicate through
+    step: StepState  # what of a step runs on this rank now
     _kept: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @classmethod

@@ -74,21 +74,17 @@ class LocalPart:
 
 @dataclass
 class Placed:
-    """What the recipe has made of this rank's part; nothing before the model is partitioned.
+    """What the recipe has made of this rank's part; nothing before the model is partitioned."""
 
-    Attributes:
-        optimizer_shards: what the optimizer updates instead of the parameters; None when it updates the parameters.
-        sharded_state: how optimizer state is shared out over the replicas, or None.
-        shards: the same with parameters and gradients too, under sharded data parallelism.
-        frozen: parameters that are not trained, and that nothing averages.
-        is_away: whether ``model.cpu()`` has moved the weights from the device that trains.
-    """
-
+    #: What the optimizer updates instead of the parameters; None when it updates the parameters.
     optimizer_shards: dict[nn.Parameter, OptimizerShard | None] | None = None
+    #: How optimizer state is shared out over the replicas, or None.
     sharded_state: ShardedState | ShardedParameters | None = None
+    #: The same with parameters and gradients too, under sharded data parallelism.
     shards: ShardedParameters | None = None
+    #: Parameters that are not trained, and that nothing averages.
     frozen: list[nn.Parameter] = field(default_factory=list)
-    is_away: bool = False
+    is_away: bool = False  # whether ``model.cpu()`` has moved the weights from the device that trains
 
     def refresh(self) -> None:
         """Master weights follow what was written into the model."""

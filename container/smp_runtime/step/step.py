@@ -243,19 +243,12 @@ def _first_scalar(merged: Any) -> list[torch.Tensor]:
 
 
 class StepCall(NamedTuple):
-    """One call of a step function.
+    """One call of a step function."""
 
-    Attributes:
-        function: its name.
-        modes: whether gradients are recorded, and each model's training flag.
-        shapes: of its arguments.
-        probe: a sum over the first tensor's first elements; None where nobody has looked.
-    """
-
-    function: str
-    modes: tuple[bool, ...]
-    shapes: Hashable
-    probe: float | None
+    function: str  # its name
+    modes: tuple[bool, ...]  # whether gradients are recorded, and each model's training flag
+    shapes: Hashable  # of its arguments
+    probe: float | None  # a sum over the first tensor's first elements; None where nobody has looked
 
     def check(self, root: StepCall, rank: int, root_rank: int) -> str:
         """Compare this rank's call with the root stage's.

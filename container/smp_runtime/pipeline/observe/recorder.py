@@ -53,17 +53,11 @@ class ClockSample(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedClock:
-    """What the ranks agree on before they record.
+    """What the ranks agree on before they record."""
 
-    Attributes:
-        job: names this run.
-        offset: seconds to add to the own clock to get rank 0's.
-        error: most seconds that ``offset`` can be wrong by.
-    """
-
-    job: str
-    offset: float = 0.0
-    error: float = 0.0
+    job: str  # names this run
+    offset: float = 0.0  # seconds to add to the own clock to get rank 0's
+    error: float = 0.0  # most seconds that ``offset`` can be wrong by
 
 
 def estimate_offset(samples: Iterable[ClockSample]) -> tuple[float, float]:

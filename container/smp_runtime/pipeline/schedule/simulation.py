@@ -21,23 +21,16 @@ _END, _ARRIVAL, _FINISHED = range(3)
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a simulated schedule. Seconds throughout.
+    """What came of a simulated schedule. Seconds throughout."""
 
-    Attributes:
-        start, finish: of every action.
-        makespan: end of the last action.
-        idle: per rank, the fraction of the makespan in which it computes nothing.
-        in_flight: per rank, the most microbatches that had begun a segment of their forward phase there and not yet ended
-            their last segment there. What a rank's activations grow with.
-        active: the most microbatches begun and not finished, over all ranks.
-    """
-
-    start: dict[Action, float]
+    start: dict[Action, float]  # of every action, like the next
     finish: dict[Action, float]
-    makespan: float
-    idle: dict[int, float]
+    makespan: float  # end of the last action
+    idle: dict[int, float]  # per rank, the fraction of the makespan in which it computes nothing
+    #: Per rank, the most microbatches that had begun a segment of their forward phase there and not yet ended their last segment
+    #: there. What a rank's activations grow with.
     in_flight: dict[int, int]
-    active: int
+    active: int  # the most microbatches begun and not finished, over all ranks
 
 
 def simulate(orders: Orders, segments: Iterable[Segment], *, active: int, latency: float = 0.0) -> Run:

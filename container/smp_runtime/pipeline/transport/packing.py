@@ -19,17 +19,12 @@ from smp_runtime.errors import SMPRuntimeError, SMPUserError
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A tree without its tensors.
+    """A tree without its tensors."""
 
-    Attributes:
-        head: equal for trees of equal structure, so that it can be compared and used as a key.
-        tensors: each tensor once, in the order of first appearance; never touched, so they may be handles.
-        mutable: whether the tree holds anything that a callee could change and its caller would see.
-    """
-
-    head: bytes
+    head: bytes  # equal for trees of equal structure, so that it can be compared and used as a key
+    #: Each tensor once, in the order of first appearance; never touched, so they may be handles.
     tensors: list[torch.Tensor]
-    mutable: bool
+    mutable: bool  # whether the tree holds anything that a callee could change and its caller would see
 
 
 def pack(tree: Any, *, modules: Mapping[int, str] | None = None, name: str | None = None) -> Packed:
