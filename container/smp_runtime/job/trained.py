@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
     from smp_runtime.parameters.precision import Precision
     from smp_runtime.parameters.registry import ParameterRegistry
+    from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
+    from smp_runtime.pipeline.partition.assignment import Assignment
 
 
 Translate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -66,20 +68,6 @@ class SharedParameters(SharedState, Protocol):
         """The norm that every update clips its gradients to."""
 
 
-class Stages(Protocol):
-    """On which stage of a pipeline each module lies."""
-
-    def stage_of(self, path: str) -> int:
-        """The stage of a module, by any of its paths."""
-
-
-class StepRunner(Protocol):
-    """Runs the microbatches of a step through the stages of a pipeline."""
-
-    def run_step(self, kind: Any, microbatches: Sequence[functools.partial[Any]], call: Any) -> list[Any]:
-        """Run one step; returns what each microbatch has returned."""
-
-
 class TrainedModel(Hashable, Protocol):
     """A wrapped model.
 
@@ -110,11 +98,11 @@ class TrainedModel(Hashable, Protocol):
         """The same with parameters and gradients, or None."""
 
     @property
-    def assignment(self) -> Stages | None:
+    def assignment(self) -> Assignment | None:
         """Which stage has which module; None without a pipeline, or before it is decided."""
 
     @property
-    def pipeline(self) -> StepRunner | None:
+    def pipeline(self) -> Pipeline | None:
         """Runs its steps, or None."""
 
     def partition(self, microbatch: functools.partial[Any]) -> None:

@@ -107,10 +107,8 @@ class DistributedModel(WrappedModule):
             lambda: (ask := trains()) is not None and ask(),
             passes_per_reduction=backward_passes_per_step,
             bucket_bytes=int(bucket_cap_mb * 2**20),
-            reducer_options={
-                "overlap": overlapping_allreduce and ranks.cfg.overlapping_allreduce,
-                "bucket_view": gradient_as_bucket_view,
-            },
+            overlap=overlapping_allreduce and ranks.cfg.overlapping_allreduce,
+            bucket_view=gradient_as_bucket_view,
         )
         self._replicas = Replicas(part, placed, ranks, self._window, broadcasts_buffers=broadcast_buffers)
         self._backward = Backward(

@@ -75,23 +75,18 @@ class StepFunction:
             )
         count = session.ranks.cfg.microbatches
         names = self._argument_names(len(bound) + len(args))[len(bound) :]
-        axes = [self._axes.get(name, 0) for name in names]
-        split_args = [
+        axes = [self._axes.get(name, 0) for name in (*names, *kwargs)]
+        values = [*args, *kwargs.values()]
+        split = [
             [value] * count if name in self._whole else split_argument(name, value, count, axis)
-            for name, value, axis in zip(names, args, axes, strict=True)
+            for name, value, axis in zip((*names, *kwargs), values, axes, strict=True)
         ]
-        split_kwargs = {
-            name: [value] * count
-            if name in self._whole
-            else split_argument(name, value, count, self._axes.get(name, 0))
-            for name, value in kwargs.items()
-        }
         microbatches = [
             functools.partial(
                 self._function,
                 *bound,
-                *(slices[index] for slices in split_args),
-                **{name: slices[index] for name, slices in split_kwargs.items()},
+                *(slices[index] for slices in split[: len(args)]),
+                **{name: slices[index] for name, slices in zip(kwargs, split[len(args) :], strict=True)},
             )
             for index in range(count)
         ]
@@ -112,9 +107,8 @@ class StepFunction:
         trained = [model.finish_step() for model in models]
         merged = merge_outputs(returned, detach=self._detach)
         if any(trained):
-            samples = batch_samples([*args, *kwargs.values()], [*axes, *(self._axes.get(name, 0) for name in kwargs)])
             replicas = session.ranks.size(Group.RDP if session.ranks.cfg.prescaled_batch else Group.DP)
-            session.progress.note_samples(samples * replicas)
+            session.progress.note_samples(batch_samples(values, axes) * replicas)
             session.progress.note_loss(_first_scalar(merged))
         session.ranks.step.count += 1
         return merged

@@ -128,7 +128,7 @@ class Pipeline:
         conductor.report_to(
             is_admitted=running_step.microbatches.is_admitted,
             diverged=running_step.leave_order,
-            failed=self._alarm.task_failed,
+            failed=self._alarm.raised,
             finished=completion.code_ended,
             idle=messenger.tell_now,
         )

@@ -71,7 +71,7 @@ def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: f
     best = _search(facts)
     graph = facts.graph
     sequence = best.clock.order
-    run = summary(graph, replay(graph, sequence, active, graph.ns))  # without the waits that the rule chose
+    run = summary(graph, replay(graph, sequence, active))  # without the waits that the rule chose
     return Plan(
         orders={rank: tuple(graph.segments[i].action for i in sequence[r]) for r, rank in enumerate(graph.ranks)},
         makespan=run.makespan,
@@ -307,7 +307,7 @@ class _Try:
 
 def _run(facts: _Facts, rule: _Rule, keys: Sequence[float] | None = None) -> _Try:
     choice = _Choice(facts, rule, keys)
-    clock = Clock(facts.graph, facts.active, facts.graph.ns).run(choice)
+    clock = Clock(facts.graph, facts.active).run(choice)
     if clock.done < len(facts.graph.segments):
         raise AssertionError(f"the rule {rule} got stuck after {clock.done} of {len(facts.graph.segments)} segments")
     return _Try(rule, clock, choice.capped)
