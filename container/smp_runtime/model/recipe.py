@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.model.backward import Backward
     from smp_runtime.model.gradient_window import GradientWindow
-    from smp_runtime.model.placed import Placed
+    from smp_runtime.model.local_part import Placed
     from smp_runtime.model.replicas import Replicas
     from smp_runtime.model.stages import Stages
 

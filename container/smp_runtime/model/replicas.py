@@ -19,8 +19,7 @@ from smp_runtime.errors import SMPUserError
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.model.gradient_window import GradientWindow
-    from smp_runtime.model.local_part import LocalPart
-    from smp_runtime.model.placed import Placed
+    from smp_runtime.model.local_part import LocalPart, Placed
 
 
 class Replicas:

@@ -17,8 +17,7 @@ from smp_runtime.tensors.torch_private import IncompatibleKeys
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
-    from smp_runtime.model.local_part import LocalPart
-    from smp_runtime.model.placed import Placed
+    from smp_runtime.model.local_part import LocalPart, Placed
 
 PARTIAL_KEY = "_smp_is_partial"
 

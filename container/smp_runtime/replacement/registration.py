@@ -14,7 +14,7 @@ from torch import nn
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
-    from smp_runtime.job.module_manager import Translate
+    from smp_runtime.job.trained import Translate
 
 #: Arguments of a call: positional ones, and keywords.
 Arguments = tuple[Any, Mapping[str, Any]]
