@@ -13,7 +13,7 @@ import torch
 
 from smp_config import Group
 from smp_runtime.checkpoint.files.manifest import EXTRA, MASTER, MODULE, OptimizerRecord, Piece, TensorRecord
-from smp_runtime.checkpoint.live_tensors import (
+from smp_runtime.checkpoint.live_state import (
     Updated,
     buffers,
     extras,

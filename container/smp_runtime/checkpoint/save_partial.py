@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from smp_config import Group
 from smp_config.version import __version__
-from smp_runtime.checkpoint import random_states
 from smp_runtime.checkpoint.files.manifest import (
     PARTITION,
     USER_CONTENT,
@@ -33,7 +32,7 @@ from smp_runtime.checkpoint.files.name_translation import translation_names
 from smp_runtime.checkpoint.files.transformers_format import CONFIG, config_of
 from smp_runtime.checkpoint.files.whole_file import write_recorded
 from smp_runtime.checkpoint.folder_transaction import FolderTransaction, not_saved
-from smp_runtime.checkpoint.live_tensors import updated
+from smp_runtime.checkpoint.live_state import random_file, random_state, updated
 from smp_runtime.checkpoint.rank_agreement import ControlExchange, Exchange, background_exchange
 from smp_runtime.checkpoint.rank_contents import Apart, Contents, Share, contents_of, optimizer_record
 from smp_runtime.comm.control import timeout_seconds
@@ -205,7 +204,7 @@ class Saver:
                 jobs[name] = _given(build(self._copied))
             else:
                 jobs[name] = functools.partial(build, _live)
-        jobs[random_states.file_name(session.ranks.rank)] = _given(random_states.random_state(session))
+        jobs[random_file(session.ranks.rank)] = _given(random_state(session))
         if transaction.keeps_order:
             jobs[USER_CONTENT] = _given(content)
             if model.assignment is not None:

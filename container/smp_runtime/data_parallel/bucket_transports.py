@@ -9,8 +9,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from smp_runtime.comm.bucket_transport import Travel
-    from smp_runtime.comm.buckets import Bucket
+    from smp_runtime.comm.buckets import Bucket, Travel
     from smp_runtime.comm.collectives import Collectives
 
 

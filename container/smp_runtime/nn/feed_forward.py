@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from smp_runtime.nn.half_block import HalfBlock
-from smp_runtime.nn.projections import ColumnProjection, RowProjection
+from smp_runtime.nn.linear import ColumnProjection, RowProjection
 from smp_runtime.nn.settings import ACTIVATIONS, LayerSettings
 
 if TYPE_CHECKING:

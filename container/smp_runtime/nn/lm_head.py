@@ -16,10 +16,10 @@ from smp_runtime.nn.embedding import VocabularyEmbedding, WholeEmbedding
 from smp_runtime.nn.norm import RowNorm
 from smp_runtime.nn.transformer import DistributedTransformer
 from smp_runtime.tensor_parallel import collectives
-from smp_runtime.tensor_parallel.cross_entropy import split_cross_entropy
 from smp_runtime.tensor_parallel.initialisation import constant, normal
 from smp_runtime.tensor_parallel.masks import agree_on_shape
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
+from smp_runtime.tensor_parallel.split_functions import split_cross_entropy
 
 #: Targets that do not count.
 IGNORED = -100

@@ -9,9 +9,16 @@ import torch
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.optim.gathered_state import HALF_KEY, copied, of_all_stages, own_parts, whole_values
-from smp_runtime.optim.whole_state import load_state, whole_state
-from smp_runtime.parameters.slices import part_of
+from smp_runtime.optim.whole_state import (
+    HALF_KEY,
+    copied,
+    load_state,
+    of_all_stages,
+    own_parts,
+    whole_state,
+    whole_values,
+)
+from smp_runtime.parameters.registry import part_of
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from smp_config import Group
-from smp_runtime.sharding.gather_order import GatherTrace, refuse_unequal, sharing_positions
+from smp_runtime.sharding.live_parameters import GatherTrace, refuse_unequal, sharing_positions
 
 if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Work

@@ -14,7 +14,7 @@ from smp_runtime.sharding.flat_unit import WholeUnit
 
 if TYPE_CHECKING:
     from smp_config import Group
-    from smp_runtime.comm.bucket_transport import Travel
+    from smp_runtime.comm.buckets import Travel
     from smp_runtime.comm.collectives import Work
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.parameters.precision import Precision

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from smp_runtime.tensor_parallel import collectives
-from smp_runtime.tensor_parallel.linear_functions import columns, rows
 from smp_runtime.tensor_parallel.masks import additive, agree_on_mask, agree_on_shape
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
+from smp_runtime.tensor_parallel.split_functions import columns, rows
 
 if TYPE_CHECKING:
     from smp_runtime.tensor_parallel.group import TensorGroup

@@ -11,9 +11,14 @@ from typing import Any
 import torch
 
 from smp_runtime.checkpoint.files.manifest import MODULE, PARTIAL, Manifest
-from smp_runtime.checkpoint.files.name_translation import Traced, translations_to_theirs
+from smp_runtime.checkpoint.files.name_translation import (
+    Traced,
+    each_once,
+    names_of_each,
+    record_of,
+    translations_to_theirs,
+)
 from smp_runtime.checkpoint.files.reader import CheckpointReader
-from smp_runtime.checkpoint.files.state_names import each_once, names_of_each, record_of
 from smp_runtime.checkpoint.files.transformers_format import (
     CONFIG,
     LARGEST_FILE,

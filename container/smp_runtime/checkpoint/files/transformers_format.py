@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from smp_runtime.checkpoint.files.safetensors_writer import as_it_is, size_of, write_safetensors
-from smp_runtime.checkpoint.files.save_id import SAVE_ID, id_of_state, marked_state
-from smp_runtime.checkpoint.files.whole_file import write_tensors, write_text
+from smp_runtime.checkpoint.files.whole_file import SAVE_ID, marked_state, write_tensors, write_text
 from smp_runtime.errors import CheckpointError
 
 SAFETENSORS = "model.safetensors"
@@ -97,7 +96,7 @@ def save_ids(path: Path) -> dict[str, str | None]:
             with safe_open(file, "pt", device="cpu") as opened:
                 ids[str(file)] = (opened.metadata() or {}).get(SAVE_ID)
         else:
-            ids[str(file)] = id_of_state(_unpickled(file, "cpu"))
+            ids[str(file)] = getattr(_unpickled(file, "cpu"), SAVE_ID, None)
     return ids
 
 
