@@ -44,20 +44,7 @@ class DistributedAttentionLayer(HalfBlock):
         post_layernorm: bool = True,
         **options: Any,
     ) -> None:
-        settings = LayerSettings.checked(
-            num_attention_heads=num_attention_heads,
-            attention_head_size=attention_head_size,
-            hidden_size=hidden_size,
-            attention_dropout_prob=attention_dropout_prob,
-            hidden_dropout_prob=hidden_dropout_prob,
-            layernorm_epsilon=layernorm_epsilon,
-            initializer_range=initializer_range,
-            use_normal_initialization=use_normal_initialization,
-            causal_mask_size=causal_mask_size,
-            pre_layernorm=pre_layernorm,
-            post_layernorm=post_layernorm,
-            **options,
-        )
+        settings = LayerSettings.of(locals())
         super().__init__(settings)
         self.cross_attention = cross_attention
         self.num_local_heads = self.share_of("num_attention_heads", num_attention_heads)
@@ -121,10 +108,6 @@ class DistributedAttentionLayer(HalfBlock):
     def ready(self) -> list[torch.Tensor | None]:
         """The parameters that work on rows, ready for use."""
         return self._row_parameters(self.dense.bias)
-
-    def normed(self, states: torch.Tensor, ready: list[torch.Tensor | None]) -> torch.Tensor:
-        """What attention reads."""
-        return states if self.pre_layernorm is None else self.pre_layernorm(states, ready[0], ready[1])
 
     def change(
         self,

@@ -42,12 +42,9 @@ class DistributedLinear(DistributedModule):
             self._dtype = dtype
         self.share_of("in_features", in_features)
         self.add_split("weight", (out_features, in_features), 1, uniform_for(in_features))
-        if bias:
-            # It is added to this rank's own output.
-            reduction = Group.RDP if self.tensor_group.prescaled else Group.DP
-            self.add_whole("bias", (out_features,), uniform_for(in_features), reduction)
-        else:
-            self.register_parameter("bias", None)
+        # It is added to this rank's own output.
+        reduction = Group.RDP if self.tensor_group.prescaled else Group.DP
+        self.add_whole("bias", (out_features,), uniform_for(in_features), reduction, exists=bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``[batch, …, in]`` to ``[batch, …, out]``."""
@@ -93,10 +90,7 @@ class ColumnProjection(_Projection):
     def __init__(self, in_features: int, out_features: int, std: float | None, bias: bool = True) -> None:
         super().__init__(in_features, std)
         self.add_split("weight", (out_features, in_features), 0, self._fill_weight)
-        if bias:
-            self.add_split("bias", (out_features,), 0, self._fill_bias)
-        else:
-            self.register_parameter("bias", None)
+        self.add_split("bias", (out_features,), 0, self._fill_bias, exists=bias)
 
 
 class RowProjection(_Projection):
@@ -112,7 +106,4 @@ class RowProjection(_Projection):
     ) -> None:
         super().__init__(in_features, std)
         self.add_split("weight", (out_features, in_features), 1, self._fill_weight)
-        if bias:
-            self.add_whole("bias", (out_features,), self._fill_bias, reduction)
-        else:
-            self.register_parameter("bias", None)
+        self.add_whole("bias", (out_features,), self._fill_bias, reduction, exists=bias)

@@ -47,10 +47,7 @@ class RowNorm(DistributedModule):
         self.epsilon = epsilon
         self.rms = rms
         self.add_whole("weight", (hidden,), constant(1.0), reduction)
-        if rms:
-            self.register_parameter("bias", None)
-        else:
-            self.add_whole("bias", (hidden,), constant(0.0), reduction)
+        self.add_whole("bias", (hidden,), constant(0.0), reduction, exists=not rms)
 
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None
