@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from smp_runtime.comm.collectives import Work
 
 
 @dataclass(eq=False)
@@ -88,6 +91,19 @@ class Travel(Protocol):
     def land(self) -> torch.Tensor:
         """Wait; returns the flat result."""
         ...
+
+
+class Reducing:
+    """A bucket in a collective that leaves the result in a tensor."""
+
+    def __init__(self, work: Work, result: torch.Tensor) -> None:
+        self._work = work
+        self._result = result
+
+    def land(self) -> torch.Tensor:
+        """Wait; returns the flat result."""
+        self._work.wait()
+        return self._result
 
 
 class Transport(Protocol):

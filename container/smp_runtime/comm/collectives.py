@@ -27,6 +27,15 @@ class Work(Protocol):
         """Return when the tensors can be used."""
 
 
+class _Nothing:
+    def wait(self) -> None:
+        pass
+
+
+#: A collective that is over.
+NOTHING: Work = _Nothing()
+
+
 class Collectives(Protocol):
     """Asynchronous collectives over a process group; tensors are contiguous and used in place."""
 

@@ -5,22 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from smp_runtime.comm.buckets import Bucket, Reducing, Travel
+
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from smp_runtime.comm.buckets import Bucket, Travel
     from smp_runtime.comm.collectives import Collectives
-
-
-class _Reduced:
-    def __init__(self, work: Any, buffer: torch.Tensor) -> None:
-        self._work = work
-        self._buffer = buffer
-
-    def land(self) -> torch.Tensor:
-        self._work.wait()
-        return self._buffer
 
 
 class AllReduceTransport:
@@ -36,7 +27,7 @@ class AllReduceTransport:
 
     def launch(self, bucket: Bucket, buffer: torch.Tensor, position: int, is_last: bool) -> Travel:
         """Start to sum the bucket over the group."""
-        return _Reduced(self._collectives.all_reduce(buffer, self._group), buffer)
+        return Reducing(self._collectives.all_reduce(buffer, self._group), buffer)
 
     def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
         """Never called, as ``lands_in_gradients`` says."""

@@ -22,12 +22,11 @@ import torch
 import torch.distributed as dist
 
 from smp_config import Group
-from smp_runtime.comm.buckets import Bucket, make_buckets
+from smp_runtime.comm.buckets import Bucket, Transport, Travel, make_buckets
 from smp_runtime.data_parallel.bucket_transports import AllReduceTransport
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
-    from smp_runtime.comm.buckets import Transport, Travel
     from smp_runtime.comm.collectives import Collectives
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.parameters.registry import ParameterRegistry

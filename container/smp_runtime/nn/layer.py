@@ -57,9 +57,8 @@ class DistributedTransformerLayer(DistributedModule):
         post_layernorm: bool = True,
         **options: Any,
     ) -> None:
-        settings = LayerSettings.of(locals())
         super().__init__()
-        self.settings = settings
+        self.settings = LayerSettings.of(locals())
         arguments = self.settings.as_arguments()
         self.flow: Flow = choose_flow(self.tensor_group)
         self.converts = True

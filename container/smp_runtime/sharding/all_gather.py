@@ -81,13 +81,14 @@ class HierarchicalGathering:
     def start(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """See :class:`Gathering`."""
         block = shard.numel() * self._hosts
+        # In place: a rank's block is where the second phase will put it.
         mine = full[self._local * block : (self._local + 1) * block]
         first = self._collectives.all_gather(mine, shard, self._across)
         return _TwoPhases(self, first, full, mine)
 
-    def second(self, full: torch.Tensor, mine: torch.Tensor) -> Work:
+    def second(self, full: torch.Tensor, mine: torch.Tensor) -> list[Work]:
         """The phase inside the host."""
-        return self._collectives.all_gather(full, mine, self._inside)
+        return [self._collectives.all_gather(full, mine, self._inside)]
 
 
 class BackendGathering:
@@ -128,7 +129,7 @@ class BackendGathering:
         self._group.tries_phases(shard.nbytes, full.device.type)  # counts it, and says once which buffer is too small
         arrived = torch.empty(len(self._rows), shard.numel(), dtype=shard.dtype, device=shard.device)
         first = self._collectives.all_gather(arrived.view(-1), shard, self._across)
-        return _RowByRow(self, first, full, arrived)
+        return _TwoPhases(self, first, full, arrived)
 
     def second(self, full: torch.Tensor, arrived: torch.Tensor) -> list[Work]:
         """The phase inside the host."""
@@ -139,8 +140,14 @@ class BackendGathering:
         ]
 
 
-class _RowByRow:
-    def __init__(self, gathering: BackendGathering, first: Work, full: torch.Tensor, arrived: torch.Tensor) -> None:
+class _TwoPhases:
+    def __init__(
+        self,
+        gathering: HierarchicalGathering | BackendGathering,
+        first: Work,
+        full: torch.Tensor,
+        arrived: torch.Tensor,
+    ) -> None:
         self._gathering = gathering
         self._first = first
         self._full = full
@@ -150,19 +157,6 @@ class _RowByRow:
         self._first.wait()
         for work in self._gathering.second(self._full, self._arrived):
             work.wait()
-
-
-class _TwoPhases:
-    def __init__(self, gathering: HierarchicalGathering, first: Work, full: torch.Tensor, mine: torch.Tensor) -> None:
-        self._gathering = gathering
-        self._first = first
-        self._full = full
-        self._mine = mine
-
-    def wait(self) -> None:
-        self._first.wait()
-        # In place: a rank's block is where the second phase will put it.
-        self._gathering.second(self._full, self._mine).wait()
 
 
 def make_gathering(ranks: Ranks, *, hierarchical: bool) -> Gathering:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from smp_config import Group
+from smp_runtime.comm.collectives import NOTHING, Collectives, Work
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
-    from smp_runtime.comm.collectives import Collectives, Work
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.parameters.registry import TensorSlice
 
@@ -126,7 +126,7 @@ class TensorGroup:
     def start_all_reduce(self, tensor: torch.Tensor) -> Work:
         """Begin to sum ``tensor`` over the group, in place."""
         if self.is_tracing:
-            return _NOTHING
+            return NOTHING
         return self._throttle.launched(self._collectives.all_reduce(tensor, self._group), tensor)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ class TensorGroup:
     def start_gather(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
         """Begin to gather; the first result is ``[size, *tensor.shape]`` once the second is waited for."""
         if self.is_tracing:
-            return tensor.expand(self.size, *tensor.shape).clone(), _NOTHING
+            return tensor.expand(self.size, *tensor.shape).clone(), NOTHING
         full = tensor.new_empty((self.size, *tensor.shape))
         work = self._collectives.all_gather(full.view(-1), tensor.contiguous().view(-1), self._group)
         return full, self._throttle.launched(work, full)
@@ -155,7 +155,7 @@ class TensorGroup:
         """Begin to sum over the group, each rank keeping its part along ``dim``, which the size divides."""
         parts = part(tensor, self.size, dim).contiguous()
         if self.is_tracing:
-            return parts[self.rank].clone(), _NOTHING
+            return parts[self.rank].clone(), NOTHING
         mine = torch.empty_like(parts[0])
         work = self._collectives.reduce_scatter(mine.view(-1), parts.view(-1), self._group)
         return mine, self._throttle.launched(work, parts)
@@ -186,16 +186,6 @@ class TensorGroup:
         work = self._collectives.all_to_all(received.view(-1), sent.view(-1), self._group)
         self._throttle.launched(work, sent).wait()
         return join(received, joined)
-
-
-class _Nothing:
-    """A collective that need not be waited for."""
-
-    def wait(self) -> None:
-        pass
-
-
-_NOTHING = _Nothing()
 
 
 def join(stacked: torch.Tensor, dim: int) -> torch.Tensor:

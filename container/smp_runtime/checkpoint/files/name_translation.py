@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from smp_runtime.checkpoint.files.manifest import TensorRecord
+from smp_runtime.checkpoint.files.manifest import Manifest, TensorRecord
 from smp_runtime.errors import CheckpointError
 from smp_runtime.tensors.torch_private import tree_leaves, tree_map
 
 if TYPE_CHECKING:
-    from smp_runtime.checkpoint.files.manifest import Manifest
     from smp_runtime.checkpoint.files.reader import CheckpointReader
     from smp_runtime.checkpoint.files.tensor_regions import Region
 
