@@ -140,11 +140,6 @@ def updated(model: DistributedModel, optimizer: DistributedOptimizer) -> list[Up
     return found
 
 
-def is_elementwise(value: Any, of: torch.Tensor) -> bool:
-    """Whether a value of an optimizer's state has one number for each element of what is updated."""
-    return isinstance(value, torch.Tensor) and value.shape == of.shape and value.dim() > 0
-
-
 def random_file(rank: int) -> str:
     """The file of a rank's random state."""
     return f"rng_{rank}.pt"

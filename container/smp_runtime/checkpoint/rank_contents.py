@@ -17,13 +17,13 @@ from smp_runtime.checkpoint.live_state import (
     Updated,
     buffers,
     extras,
-    is_elementwise,
     local_records,
     masters,
     updated,
     weights,
 )
 from smp_runtime.checkpoint.object_files import partial_suffix
+from smp_runtime.optim.whole_state import is_elementwise
 from smp_runtime.tensors.torch_private import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:

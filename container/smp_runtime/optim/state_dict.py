@@ -83,7 +83,7 @@ class SavedOptimizer(torch.optim.Optimizer):
         ranks, to_first = self._ranks, gather_to_rank0
         first = ranks.rank == 0 or not to_first
         keeps = not to_first or ranks.rank_in(Group.RDP) == 0
-        state, half = self._gathered_state(to_first=to_first), self._half_states(keep=keeps)
+        state, half = self._gathered_state(to_first=to_first), self.fp16_states(keep=keeps)
         if self._model is None or not half or not keeps:
             return state if first else {}
         names = sorted(half["masters"])
@@ -134,14 +134,12 @@ class SavedOptimizer(torch.optim.Optimizer):
         else:
             load_state(self.optimizer, self._originals, self._model.optimizer_shards or {}, state)
 
-    def fp16_states(self) -> dict[str, Any]:
+    def fp16_states(self, *, keep: bool = True) -> dict[str, Any]:
         """Float32 master weights by parameter name, and the state of loss scaling; empty without half precision.
 
-        With sharded state they are gathered, so every rank of the data parallel group calls it.
+        With sharded state they are gathered, so every rank of the data parallel group calls it; one that does not ``keep``
+        them gets no weights.
         """
-        return self._half_states(keep=True)
-
-    def _half_states(self, *, keep: bool) -> dict[str, Any]:
         if self._model is None or not self._model.precision.is_half:
             return {}
         masters = {shard.parameter: shard.optimized.detach() for shard in self._optimizer_shards}

@@ -51,12 +51,7 @@ def whole_state(
         shard = optimizer_shards.get(parameter)
         updated = parameter if parameter not in optimizer_shards else shard.optimized if shard is not None else None
         for key, value in (optimizer.state.get(updated, {}) if updated is not None else {}).items():
-            shaped = (
-                isinstance(value, torch.Tensor)
-                and updated is not None
-                and value.shape == updated.shape
-                and value.dim() > 0
-            )
+            shaped = updated is not None and is_elementwise(value, updated)
             (tensors if shaped else others).setdefault(key, {})[parameter] = value
     if gatherer is not None:
         tensors = {
@@ -69,6 +64,11 @@ def whole_state(
             for parameter, value in values.items():
                 state.setdefault(numbers[parameter], {})[key] = value
     return {"state": {number: state[number] for number in sorted(state)}, "param_groups": groups}
+
+
+def is_elementwise(value: Any, of: torch.Tensor) -> bool:
+    """Whether a value of an optimizer's state has one number for each element of what is updated."""
+    return isinstance(value, torch.Tensor) and value.shape == of.shape and value.dim() > 0
 
 
 def _all_keys(

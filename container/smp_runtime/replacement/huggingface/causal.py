@@ -96,10 +96,7 @@ def register_causal(
     with_head = kind.__name__.endswith(("LMHeadModel", "ForCausalLM"))
 
     def init_hook(config: Any, *_: Any, **__: Any) -> Arguments:
-        if getattr(config, "add_cross_attention", False):
-            raise NotDistributableError(
-                "its configuration has add_cross_attention, which is not distributed; use the original"
-            )
+        refuse_cross_attention(config)
         made = {
             **_common(config),
             **settings(config),
@@ -122,6 +119,14 @@ def register_causal(
             translations=(names.to_theirs, names.to_ours),
         ),
     )
+
+
+def refuse_cross_attention(config: Any) -> None:
+    """Raise NotDistributableError for a configuration with cross attention."""
+    if getattr(config, "add_cross_attention", False):
+        raise NotDistributableError(
+            "its configuration has add_cross_attention, which is not distributed; use the original"
+        )
 
 
 def _common(config: Any) -> dict[str, Any]:
