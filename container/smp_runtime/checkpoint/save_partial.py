@@ -163,14 +163,13 @@ class Saver:
             report.failure = _words(error)
         report.failure = undescribed or report.failure
         together = session.ranks.cfg.sharded_data_parallel_degree > 1
+        complete = functools.partial(_complete, transaction, report, first, jobs, described, keep, together)
         if exchange is None:
-            _complete(
-                transaction, report, first, jobs, described, ControlExchange(session.ranks.control), keep, together
-            )
+            complete(ControlExchange(session.ranks.control))
             return
         self._thread = threading.Thread(
             target=self._in_background,
-            args=(transaction, report, first, jobs, described, exchange, keep, together),
+            args=(functools.partial(complete, exchange),),
             name="smp-checkpoint",
             daemon=True,  # the session waits for it when it closes, in time and in good order
         )
@@ -186,9 +185,9 @@ class Saver:
             logger.warning("async_save needs a newer PyTorch: this checkpoint is saved at once")
         return None
 
-    def _in_background(self, *arguments: Any) -> None:
+    def _in_background(self, complete: Callable[[], None]) -> None:
         try:
-            _complete(*arguments)
+            complete()
         except Exception as error:
             logger.error("%s", error)
             self._error = error
@@ -258,9 +257,9 @@ def _complete(
     first: Callable[[], None] | None,
     jobs: Mapping[str, Callable[[], Any]],
     described: Described | None,
-    exchange: Exchange,
     keep: int | None,
     together: bool,
+    exchange: Exchange,
 ) -> None:
     """Write this rank's files, and commit with all ranks.
 

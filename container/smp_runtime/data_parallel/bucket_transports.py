@@ -14,12 +14,19 @@ if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Collectives
 
 
-class AllReduceTransport:
+class _InGradients:
+    lands_in_gradients = True
+
+    def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
+        """Never called, as ``lands_in_gradients`` says."""
+        raise AssertionError("the result lands in the gradients")
+
+
+class AllReduceTransport(_InGradients):
     """Every rank gets the average of every gradient."""
 
     carries_tail = True
     divides = True
-    lands_in_gradients = True
 
     def __init__(self, collectives: Collectives, group: dist.ProcessGroup) -> None:
         self._collectives = collectives
@@ -28,10 +35,6 @@ class AllReduceTransport:
     def launch(self, bucket: Bucket, buffer: torch.Tensor, position: int, is_last: bool) -> Travel:
         """Start to sum the bucket over the group."""
         return Reducing(self._collectives.all_reduce(buffer, self._group), buffer)
-
-    def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
-        """Never called, as ``lands_in_gradients`` says."""
-        raise AssertionError("an all-reduced bucket lands in the gradients")
 
 
 class HookBucket:
@@ -80,12 +83,11 @@ class _FromHook:
         return value[0] if isinstance(value, list | tuple) else value
 
 
-class HookTransport:
+class HookTransport(_InGradients):
     """A hook in the form of PyTorch's DDP communication hooks averages the buckets."""
 
     carries_tail = False
     divides = False
-    lands_in_gradients = True
 
     def __init__(
         self,
@@ -107,7 +109,3 @@ class HookTransport:
         future = self._hook(self._state, HookBucket(bucket, buffer, position, is_last, self._parameters))
         self._previous = None if is_last else future
         return _FromHook(future)
-
-    def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
-        """Never called, as ``lands_in_gradients`` says."""
-        raise AssertionError("a hook's result lands in the gradients")

@@ -128,7 +128,7 @@ def tp_register_with_module(
     forward_hook: Callable[..., Any] | None = None,
     return_hook: Callable[..., Any] | None = None,
 ) -> None:
-    """Register ``dist_module`` as the distributed form of ``module_cls``; see :class:`tp_register`.
+    """Register ``dist_module`` as the distributed form of ``module_cls``; see :func:`tp_register`.
 
     Call it before the modules are created, since their arguments are noted then.
     """

@@ -130,8 +130,17 @@ def refuse_cross_attention(config: Any) -> None:
 
 
 def _common(config: Any) -> dict[str, Any]:
-    """What all of them have: norms in front of both halves and behind the last layer, and normal weights."""
+    """What all of them have: norms in front of both halves and behind the last layer, and normal weights.
+
+    Sizes are read under the names that all configurations of Transformers know.
+    """
     return {
+        "num_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "attention_head_size": config.hidden_size // config.num_attention_heads,
+        "hidden_size": config.hidden_size,
+        "num_positions": 0,
+        "causal_mask_size": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
         "initializer_range": config.initializer_range,
         "use_normal_initialization": True,
