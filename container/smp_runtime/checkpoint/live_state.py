@@ -121,22 +121,11 @@ def updated(model: DistributedModel, optimizer: DistributedOptimizer) -> list[Up
                     f"{len(model.registry)}; a checkpoint names parameters by the model's names: pass optimizer= one that was "
                     "made from model.parameters()"
                 ) from None
-            optimizer_shards = model.optimizer_shards or {}
-            if optimizer.updates(model) and parameter in optimizer_shards:
-                shard = optimizer_shards[parameter]
-                flat = (shard.start, shard.stop) if shard is not None else (0, 0)
-                found.append(
-                    Updated(
-                        record.name,
-                        index,
-                        parameter,
-                        shard.optimized if shard is not None else None,
-                        region_of(record, flat),
-                        record,
-                    )
-                )
-            else:
-                found.append(Updated(record.name, index, parameter, parameter, region_of(record), record))
+            mine, flat = parameter, None
+            if optimizer.updates(model) and parameter in (shards := model.optimizer_shards or {}):
+                shard = shards[parameter]
+                mine, flat = (None, (0, 0)) if shard is None else (shard.optimized, (shard.start, shard.stop))
+            found.append(Updated(record.name, index, parameter, mine, region_of(record, flat), record))
     return found
 
 

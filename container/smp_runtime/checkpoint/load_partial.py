@@ -109,11 +109,8 @@ class Loading:
                     )
                     if part
                 )
-                + (
-                    "; build the model as when it was saved"
-                    if shapes
-                    else "; build the model as when it was saved, or pass strict=False"
-                )
+                + "; build the model as when it was saved"
+                + ("" if shapes else ", or pass strict=False")
             )
         if (missing or unexpected) and self._session.ranks.rank == 0:
             logger.warning(

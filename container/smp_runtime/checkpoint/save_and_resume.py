@@ -168,12 +168,7 @@ def resume_from_checkpoint(
         if checkpoint.manifest is not None:
             sharded = sharded or checkpoint.manifest.topology.get("sharded", 1) > 1
         plans[checkpoint.name] = plan = Loading(
-            session,
-            checkpoint,
-            model,
-            optimizer,
-            strict=strict,
-            states=load_sharded_optimizer_state or not sharded,
+            session, checkpoint, model, optimizer, strict=strict, states=load_sharded_optimizer_state or not sharded
         )
         return plan.files()
 

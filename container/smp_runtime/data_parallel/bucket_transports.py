@@ -90,10 +90,7 @@ class HookTransport(_InGradients):
     divides = False
 
     def __init__(
-        self,
-        state: Any,
-        hook: Callable[[Any, Any], torch.futures.Future[Any]],
-        parameters: Sequence[torch.Tensor],
+        self, state: Any, hook: Callable[[Any, Any], torch.futures.Future[Any]], parameters: Sequence[torch.Tensor]
     ) -> None:
         self._state = state
         self._hook = hook

@@ -247,11 +247,7 @@ class GradientReducer:
 
     def _buckets_in(self, order: list[int]) -> list[Bucket]:
         return make_buckets(
-            self._parameters,
-            order,
-            self._bucket_bytes,
-            reduce_dtype=self._reduce_dtype,
-            persistent=self._bucket_view,
+            self._parameters, order, self._bucket_bytes, reduce_dtype=self._reduce_dtype, persistent=self._bucket_view
         )
 
     def _set_buckets(self, buckets: list[Bucket]) -> None:

@@ -22,8 +22,11 @@ class Replica(Protocol):
         """Copy the weights of a rank that was among the last to be done; every rank calls it."""
 
 
-class JoinedModel(Joinable):
-    """What PyTorch's ``Join`` context needs to know of a wrapped model."""
+class JoinedModel(Joinable, JoinHook):
+    """What PyTorch's ``Join`` context needs to know of a wrapped model, and what a rank does that has run out of batches.
+
+    It takes part in every step of the others with gradients of zero, then takes over their weights.
+    """
 
     def __init__(self, model: Replica, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
@@ -32,8 +35,8 @@ class JoinedModel(Joinable):
         self._device = device
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What a rank does that has run out of batches."""
-        return _Shadow(self._model)
+        """This object itself."""
+        return self
 
     @property
     def join_device(self) -> torch.device:
@@ -45,17 +48,12 @@ class JoinedModel(Joinable):
         """The ranks that wait for each other."""
         return self._group
 
-
-class _Shadow(JoinHook):
-    """Takes part in every step of the others with gradients of zero, then takes over their weights."""
-
-    def __init__(self, model: Replica) -> None:
-        self._model = model
-
     def main_hook(self) -> None:
+        """The others make a step."""
         self._model.shadow_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
+        """All have run out of batches."""
         self._model.take_over(is_last_joiner)
 
 

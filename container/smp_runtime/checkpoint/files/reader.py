@@ -93,9 +93,7 @@ class CheckpointReader:
         if not wanted.is_slice and not all(wanted.same_slice(r) or not wanted.overlaps(r) for _, _, r in given):
             # A part of a slice, from other slices: through the slice.
             slice_ = torch.empty(wanted.slice_shape, dtype=target.dtype, device="cpu")
-            region = Region.of(
-                wanted.shape, wanted.axis, (wanted.start, wanted.stop) if wanted.axis is not None else None
-            )
+            region = Region.of(wanted.shape, wanted.axis, (wanted.start, wanted.stop))
             self.fill(slice_, region, key, name)
             flat.copy_(slice_.view(-1)[wanted.first : wanted.last])
             return

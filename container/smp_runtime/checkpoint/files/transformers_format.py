@@ -178,7 +178,9 @@ def write_transformers(
     former = set(_files_of(file))
     shards = list(_shards(weights, largest_file))
     stem, ending = file.name.rsplit(".", 1)
-    names = [file.name] if len(shards) == 1 else _shard_names(stem, ending, len(shards))
+    names = [file.name]
+    if len(shards) > 1:
+        names = [f"{stem}-{number:05d}-of-{len(shards):05d}.{ending}" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
         target = file.with_name(name)
         if ending == "safetensors":
@@ -209,10 +211,6 @@ def _files_of(file: Path) -> Iterator[Path]:
     for path in file.parent.iterdir():
         if path.name in (file.name, file.name + INDEX) or of_a_shard.fullmatch(path.name):
             yield path
-
-
-def _shard_names(stem: str, ending: str, count: int) -> list[str]:
-    return [f"{stem}-{number:05d}-of-{count:05d}.{ending}" for number in range(1, count + 1)]
 
 
 def _shards(weights: Mapping[str, torch.Tensor], largest_file: int) -> Iterator[dict[str, torch.Tensor]]:
