@@ -121,7 +121,8 @@ def updated(model: DistributedModel, optimizer: DistributedOptimizer) -> list[Up
                     f"{len(model.registry)}; a checkpoint names parameters by the model's names: pass optimizer= one that was "
                     "made from model.parameters()"
                 ) from None
-            mine, flat = parameter, None
+            mine: nn.Parameter | None = parameter
+            flat: tuple[int, int] | None = None
             if optimizer.updates(model) and parameter in (shards := model.optimizer_shards or {}):
                 shard = shards[parameter]
                 mine, flat = (None, (0, 0)) if shard is None else (shard.optimized, (shard.start, shard.stop))

@@ -61,7 +61,7 @@ class SavedOptimizer(torch.optim.Optimizer):
     def _gathered_state(self, *, to_first: bool) -> dict[str, Any]:
         """:meth:`state_dict` on every rank, or on the first rank of the job and nothing of worth elsewhere."""
         ranks, keeps = self._ranks, not to_first or self._ranks.rank_in(Group.RDP) == 0
-        state = self.optimizer.state_dict() if self._model is None else self._stage_state(keep=keeps)
+        state = self._stage_state(keep=keeps)
         if not keeps:
             return {}
         if ranks.size(Group.TP) > 1:
@@ -101,13 +101,11 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     def stage_state(self) -> dict[str, Any]:
         """The state of this stage's parameters, with the numbers that they have in the whole; marked as partial."""
-        if self._model is None:
-            return {**self.optimizer.state_dict(), PARTIAL_KEY: True}
         return {**self._stage_state(), PARTIAL_KEY: True}
 
     def _stage_state(self, *, keep: bool = True) -> dict[str, Any]:
         if self._model is None:
-            raise AssertionError("no model is bound")
+            return self.optimizer.state_dict()
         gatherer, optimizer_shards = self._model.sharded_state, self._model.optimizer_shards or {}
         return whole_state(self.optimizer, self._originals, optimizer_shards, gatherer, keep=keep)
 
