@@ -33,8 +33,6 @@ class RowNorm(DistributedModule):
     """The norm of a distributed layer: over the last dim, of rows that may lie on several ranks.
 
     Args:
-        hidden: size of the last dim.
-        epsilon: added to the variance.
         rms: root mean square norm, without mean and bias.
         reduction: over which group gradients are averaged.
     """
