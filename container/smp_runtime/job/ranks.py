@@ -14,7 +14,7 @@ from smp_config import ConfigError, Group, ModelParallelParameters, Topology
 from smp_runtime.comm.control import ControlPlane, host_name
 from smp_runtime.comm.devices import assign_gpus, choose_backend, sharing_warning, use_device, visible_gpus
 from smp_runtime.comm.groups import ProcessGroups
-from smp_runtime.smddp.collectives import collectives_of
+from smp_runtime.smddp.process_group import collectives_of
 from smp_runtime.smddp.registration import BACKEND, register
 
 if TYPE_CHECKING:

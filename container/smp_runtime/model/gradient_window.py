@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from smp_config import Group
-from smp_runtime.data_parallel.backward_agreement import BackwardAgreement
 from smp_runtime.data_parallel.bucket_transports import HookTransport
-from smp_runtime.data_parallel.reducer_set import Reducer, make_reducer
+from smp_runtime.data_parallel.reducer import Reducer, make_reducer
+from smp_runtime.data_parallel.uneven_batches import BackwardAgreement
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.torch_private import at_end_of_backward
 

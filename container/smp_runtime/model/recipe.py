@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from smp_config import Group
 from smp_config.in_flight import effective_bucket_bytes
 from smp_runtime.activations.marking import carry_over, marks
-from smp_runtime.data_parallel.reducer_set import sharing_group
+from smp_runtime.data_parallel.reducer import sharing_group
 from smp_runtime.parameters.deferred_creation import Deferrals, materialize
 from smp_runtime.parameters.optimizer_shards import master_shard, parameter_shard
 from smp_runtime.replacement.replacing import distribute

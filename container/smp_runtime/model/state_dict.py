@@ -10,7 +10,7 @@ import torch
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
-from smp_runtime.parameters.slices import part_of
+from smp_runtime.parameters.registry import part_of
 from smp_runtime.replacement.placing import whole_state
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensors.torch_private import IncompatibleKeys

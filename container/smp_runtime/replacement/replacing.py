@@ -111,12 +111,7 @@ def _wanted(module: nn.Module, mark: Mark, automatic: Mapping[str, Any]) -> Regi
 
 
 def _try(
-    title: str,
-    original: nn.Module,
-    how: Registration,
-    mark: Mark,
-    automatic: Mapping[str, Any],
-    group: TensorGroup,
+    title: str, original: nn.Module, how: Registration, mark: Mark, automatic: Mapping[str, Any], group: TensorGroup
 ) -> nn.Module | None:
     if how.arguments is None and not was_noted(original):
         _left_alone(title, "it was created before its class was registered; register the class first", group)
