@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 from smp_config import ConfigError
 from smp_config.job import INSTANCE_TYPE
 from smp_estimator.cloud import images, restore, service, source
-from smp_estimator.cloud.defaults import fill_in_cloud
 from smp_estimator.cloud.job import CloudTrainingJob
 from smp_estimator.local.client import ProcessClient, check_job_name
 from smp_estimator.local.code import CodeSource
 from smp_estimator.local.containers import failing_rank_told
-from smp_estimator.local.process_mode import LOCAL_TYPES, PROCESS_IMAGE, fill_in_here, wants_processes
+from smp_estimator.local.process_mode import (
+    LOCAL_TYPES,
+    PROCESS_IMAGE,
+    ProcessTrainingJob,
+    fill_in_here,
+    wants_processes,
+)
 from smp_estimator.local.session import ProcessSession, session_of, shows_training
-from smp_estimator.local.training_job import ProcessTrainingJob
 from smp_estimator.local.uris import is_s3_uri
 from smp_estimator.planned import Planned
 from smp_estimator.sdk import (
@@ -28,7 +32,7 @@ from smp_estimator.sdk import (
 )
 from smp_estimator.settings import advice, checks, translation
 from smp_estimator.settings import distribution as strategies
-from smp_estimator.settings.reader import SettingsReader
+from smp_estimator.settings.distribution import SettingsReader
 
 if TYPE_CHECKING:
     _SDK = Framework
@@ -127,7 +131,7 @@ class TrainsWithSMP(Planned, _SDK):
             with restore.lenient_when_attaching(self._reader.say):
                 self._choose_image(sdk)
         self._ship_runtime = (not image_uri or images.is_stock(image_uri)) if ship_runtime is None else ship_runtime
-        fill_in_cloud(sdk, self._reader.say, ships_runtime=self._ship_runtime)
+        service.fill_in_cloud(sdk, self._reader.say, ships_runtime=self._ship_runtime)
 
     # -- checks --------------------------------------------------------------------------------------------
 
@@ -224,7 +228,7 @@ class TrainsWithSMP(Planned, _SDK):
                 uploaded = super()._stage_user_code_in_s3()
             finally:
                 self.entry_point, self.source_dir = given
-        return UploadedCode(s3_prefix=uploaded.s3_prefix, script_name=source.program_of(*given))
+        return UploadedCode(s3_prefix=uploaded.s3_prefix, script_name=CodeSource(*given).program)
 
     def _script_mode_hyperparam_update(self, code_dir: str, script: str) -> None:
         if self._ships():
@@ -263,7 +267,7 @@ class TrainsWithSMP(Planned, _SDK):
         self._check_code()
         shows_training(logs)  # refuses words that the SDK does not know
         if self._process_mode:
-            checks.check_inputs(inputs, process_mode=True)
+            checks.check_inputs(inputs)
             self._advise(distribution, inputs)
             return self._fit_here(inputs, wait, logs, job_name, experiment_config)
         if job_name is not None and not is_pipeline_variable(job_name):

@@ -10,10 +10,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
-from smp_config.progress import ProgressRecord, parse_progress
+from smp_config.records import ProgressRecord, parse_progress
 
 #: Without a terminal: seconds between two progress lines.
 PLAIN_INTERVAL_SECONDS = 10.0
@@ -25,23 +24,28 @@ _WINDOW = 50
 Event = str | ProgressRecord | None
 
 
-class View(Protocol):
-    """Something that shows a job; used as a context manager."""
+class View:
+    """Something that shows a job, with the tracker that its records go to; used as a context manager."""
+
+    def __init__(self) -> None:
+        self._tracker = Tracker()
 
     def line(self, text: str) -> None:
         """A line of the job's log."""
+        print(text, flush=True)
 
     def update(self, record: ProgressRecord) -> None:
         """A new progress record."""
+        self._tracker.update(record)
+        self.tick()
 
     def tick(self) -> None:
         """Nothing new; a clock may be redrawn."""
 
-    def __enter__(self) -> View: ...
+    def __enter__(self) -> View:
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 def show(events: Iterable[Event], *, view: View | None = None, timeout_seconds: float | None = None) -> None:
@@ -148,22 +152,7 @@ def write_line(text: str, stream: TextIO) -> None:
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
-class _TrackingView:
-    """What the views share: the tracker that records go to."""
-
-    def __init__(self) -> None:
-        self._tracker = Tracker()
-
-    def update(self, record: ProgressRecord) -> None:
-        """Take the record in."""
-        self._tracker.update(record)
-        self.tick()
-
-    def tick(self) -> None:
-        """Nothing to redraw here."""
-
-
-class PlainView(_TrackingView):
+class PlainView(View):
     """Lines only, for files, pipes and logs: a progress line first, every ten seconds, and last."""
 
     def __init__(self, stream: TextIO, interval_seconds: float = PLAIN_INTERVAL_SECONDS) -> None:
@@ -183,9 +172,6 @@ class PlainView(_TrackingView):
         if time.monotonic() - self._printed_at >= self._interval:
             self._print()
 
-    def __enter__(self) -> PlainView:
-        return self
-
     def __exit__(self, *_: object) -> None:
         if self._tracker.record is not self._printed:
             self._print()
@@ -195,7 +181,7 @@ class PlainView(_TrackingView):
         self.line(self._tracker.compact())
 
 
-class LiveView(_TrackingView):
+class LiveView(View):
     """A terminal: the log scrolls above a bar that stays at the bottom."""
 
     def __init__(self, console: Any) -> None:
@@ -204,10 +190,7 @@ class LiveView(_TrackingView):
         super().__init__()
         self._console = console
         self._live = Live(
-            get_renderable=lambda: render(self._tracker),
-            console=console,
-            refresh_per_second=4,
-            transient=False,
+            get_renderable=lambda: render(self._tracker), console=console, refresh_per_second=4, transient=False
         )
 
     def line(self, text: str) -> None:
@@ -216,7 +199,7 @@ class LiveView(_TrackingView):
 
         self._console.print(Text.from_ansi(text), soft_wrap=True)
 
-    def __enter__(self) -> LiveView:
+    def __enter__(self) -> View:
         self._live.start()
         return self
 
@@ -224,7 +207,7 @@ class LiveView(_TrackingView):
         self._live.stop()
 
 
-class NotebookView(_TrackingView):
+class NotebookView(View):
     """A notebook: one display that is replaced in place, and the log as the cell's output below it.
 
     Made on the notebook's own display protocol, since rich's live display needs widgets that many lack.
@@ -235,16 +218,12 @@ class NotebookView(_TrackingView):
         self._handle: Any = None
         self._drawn_at = float("-inf")
 
-    def line(self, text: str) -> None:
-        """Print below the display."""
-        print(text, flush=True)
-
     def tick(self) -> None:
         """Draw again, unless that was done a moment ago."""
         if time.monotonic() - self._drawn_at >= _NOTEBOOK_INTERVAL_SECONDS:
             self._draw()
 
-    def __enter__(self) -> NotebookView:
+    def __enter__(self) -> View:
         from IPython.display import display
 
         self._handle = display(self._content(), raw=True, display_id=True)

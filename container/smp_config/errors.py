@@ -15,11 +15,7 @@ class ConfigError(ValueError):
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Name the known word nearest to ``word``.
-
-    Returns:
-        ``", did you mean 'x'?"`` or an empty string when nothing is near; made to be appended to a sentence.
-    """
+    """``", did you mean 'x'?"`` with the known word nearest to ``word``, to end a sentence with; empty when none is near."""
     by_folded = {name.casefold(): name for name in known}
     near = difflib.get_close_matches(str(word).casefold(), list(by_folded), n=1, cutoff=0.6)
     return f", did you mean '{by_folded[near[0]]}'?" if near else ""

@@ -1,6 +1,6 @@
-"""The schedules of a pipeline by name, and how many microbatches a stage holds at once in each.
+"""What a step has in flight: microbatches at a stage, by the schedule of the pipeline, and buckets of gradients.
 
-Planning counts with it before a job starts, and the runtime partitions for it.
+Planning counts with it before a job starts, and the runtime partitions for it and fills the buckets.
 """
 
 from __future__ import annotations
@@ -11,6 +11,12 @@ from typing import Literal, get_args
 #: What ``pipeline`` may be; :mod:`smp_runtime.pipeline.schedule.policies` says how each runs.
 Schedule = Literal["interleaved", "simple", "_only_forward"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
+
+#: Default of ``bucket_cap_mb``, in bytes.
+BUCKET_CAP_BYTES = 25 * 2**20
+
+#: Below this latency outweighs what an earlier start wins.
+_SMALLEST_BUCKET = 2**20
 
 #: Microbatches at a stage of a pipeline, from its position, the number of stages, and the most that are in flight.
 _RULES: Mapping[str, Callable[[int, int, int], int]] = {
@@ -24,14 +30,7 @@ _RULES: Mapping[str, Callable[[int, int, int], int]] = {
 
 
 def in_flight_counts(schedule: str, stages: int, microbatches: int, active: int) -> tuple[int, ...]:
-    """Microbatches whose activations each stage keeps at once.
-
-    Args:
-        schedule: one of :data:`SCHEDULES`.
-        stages: their number.
-        microbatches: in a step.
-        active: most in flight at once (``active_microbatches``).
-    """
+    """Microbatches of a step whose activations each stage keeps at once; ``active``: most in flight (``active_microbatches``)."""
     most = max(1, min(microbatches, active))
     return tuple(_RULES[schedule](stage, stages, most) for stage in range(stages))
 
@@ -41,4 +40,9 @@ def default_active(stages: int) -> int:
     return stages + 2
 
 
-__all__ = ["SCHEDULES", "Schedule", "default_active", "in_flight_counts"]
+def effective_bucket_bytes(total_bytes: int, cap_bytes: int = BUCKET_CAP_BYTES) -> int:
+    """The size at which buckets are closed: at most ``cap_bytes``, an eighth of a small model.
+
+    The last bucket of a step has nothing to hide behind, so it should be a small part of the whole.
+    """
+    return min(cap_bytes, max(_SMALLEST_BUCKET, total_bytes // 8))

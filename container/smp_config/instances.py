@@ -51,15 +51,9 @@ def _catalogue() -> dict[str, Instance]:
     return {
         name: Instance(
             name=name,
-            gpus=row["gpus"],
-            gpu=row["gpu"],
-            gpu_memory_bytes=row["gpu_memory_mib"] * MIB,
-            network_gbps=row["network_gbps"],
-            network_burst=row["network_burst"],
-            efa=row["efa"],
-            rdma=row["rdma"],
-            nvlink=row["nvlink"],
-            host_memory_bytes=row["host_memory_gib"] * GIB,
+            gpu_memory_bytes=row.pop("gpu_memory_mib") * MIB,
+            host_memory_bytes=row.pop("host_memory_gib") * GIB,
+            **row,
         )
         for name, row in json.loads(text).items()
     }

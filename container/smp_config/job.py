@@ -15,6 +15,15 @@ from smp_config.parameters import ModelParallelParameters, Whole
 #: Silences a warning of Open MPI inside containers; harmless when given twice.
 DEFAULT_MPI_OPTIONS = "--mca btl_vader_single_copy_mechanism none"
 
+#: Most characters that the service accepts in one hyperparameter value (CreateTrainingJob).
+HYPERPARAMETER_CHARACTERS = 2500
+
+#: Hyperparameters of this name prefix belong to the platform, not to the user's script.
+PLATFORM_PREFIX = "sagemaker_"
+
+#: Seconds between the platform's SIGTERM and its SIGKILL.
+STOP_GRACE_SECONDS = 120
+
 #: Endings of entry points that the launcher starts: with Python, with bash.
 SCRIPT_SUFFIXES = (".py", ".sh")
 
@@ -130,11 +139,7 @@ class JobSettings(BaseModel):
 
     @classmethod
     def from_hyperparameters(cls, hyperparameters: Mapping[str, Any]) -> JobSettings:
-        """Read a job's hyperparameters; each value may be a Python value or its JSON text.
-
-        Raises:
-            ConfigError: a carried value that cannot be read.
-        """
+        """Read a job's hyperparameters, Python values or their JSON text; raises ConfigError for one that cannot be read."""
         carried = {name: decoded_hyperparameter(hyperparameters[name]) for name in CARRIED if name in hyperparameters}
         mpi = None
         if MPI_ENABLED in carried:

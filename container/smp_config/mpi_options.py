@@ -23,54 +23,12 @@ _TOOLKIT_VARIABLE = "NCCL_DEBUG"
 
 #: Options that take no word. Whatever is neither here nor above takes the next word when that is not an option.
 _FLAGS = frozenset(
-    [
-        "allow-run-as-root",
-        "bind-to-core",
-        "bind-to-none",
-        "bind-to-socket",
-        "bycore",
-        "bynode",
-        "byslot",
-        "continuous",
-        "debug-daemons",
-        "debug-daemons-file",
-        "display-allocation",
-        "display-devel-allocation",
-        "display-devel-map",
-        "display-map",
-        "display-topo",
-        "do-not-launch",
-        "do-not-resolve",
-        "enable-recovery",
-        "forward-signals",
-        "get-stack-traces",
-        "h",
-        "help",
-        "index-argv-by-rank",
-        "leave-session-attached",
-        "merge-stderr-to-stdout",
-        "nolocal",
-        "nooversubscribe",
-        "nousage-of-slots",
-        "novm",
-        "oversubscribe",
-        "pernode",
-        "q",
-        "quiet",
-        "report-bindings",
-        "report-child-jobs-separately",
-        "report-state-on-timeout",
-        "show-progress",
-        "staged",
-        "tag-output",
-        "timestamp-output",
-        "use-hwthread-cpus",
-        "v",
-        "V",
-        "verbose",
-        "version",
-        "xml",
-    ]
+    """allow-run-as-root bind-to-core bind-to-none bind-to-socket bycore bynode byslot continuous debug-daemons
+    debug-daemons-file display-allocation display-devel-allocation display-devel-map display-map display-topo
+    do-not-launch do-not-resolve enable-recovery forward-signals get-stack-traces h help index-argv-by-rank
+    leave-session-attached merge-stderr-to-stdout nolocal nooversubscribe nousage-of-slots novm oversubscribe
+    pernode q quiet report-bindings report-child-jobs-separately report-state-on-timeout show-progress staged
+    tag-output timestamp-output use-hwthread-cpus v V verbose version xml""".split()
 )
 
 #: What the job's own settings decide; the words that name the setting to change instead.
@@ -85,16 +43,7 @@ _RESERVED = {
 
 #: What would put something else before the lines of the ranks than their number, or take the lines elsewhere.
 _OUTPUT_OPTIONS = frozenset(
-    [
-        "merge-stderr-to-stdout",
-        "output-directory",
-        "output-filename",
-        "output-proctable",
-        "timestamp-output",
-        "xml",
-        "xml-file",
-        "xterm",
-    ]
+    "merge-stderr-to-stdout output-directory output-filename output-proctable timestamp-output xml xml-file xterm".split()
 )
 _OUTPUT_PARAMETERS = frozenset(["orte_timestamp_output", "orte_output_filename", "orte_xml_output", "orte_xml_file"])
 
@@ -148,11 +97,7 @@ class MergedOptions:
         return [word for option in self.options for word in option.arguments()]
 
     def raise_for_conflicts(self) -> None:
-        """Refuse options given twice with different values.
-
-        Raises:
-            ConfigError: naming every such option with its values.
-        """
+        """Raise ConfigError, naming each with its values, for options given twice with different values."""
         if not self.conflicts:
             return
         given = "; ".join(" and ".join(f"'{option}'" for option in group) for group in self.conflicts)
@@ -230,11 +175,7 @@ def merge(defaults: Iterable[MpiOption], custom: Iterable[MpiOption]) -> MergedO
 
 
 def check_mpi_options(text: str) -> list[MpiOption]:
-    """Parse, and refuse contradictions; what the client calls before it sends a job.
-
-    Raises:
-        ConfigError: as :func:`parse_mpi_options` and :meth:`MergedOptions.raise_for_conflicts`.
-    """
+    """Parse, and refuse contradictions, before a job is sent; raises ConfigError as the two do."""
     options = parse_mpi_options(text)
     merge((), options).raise_for_conflicts()
     return options

@@ -11,15 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StrictBool,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
 from smp_config.errors import ConfigError, suggest
 from smp_config.in_flight import Schedule, default_active
@@ -86,9 +78,7 @@ class ModelParallelParameters(BaseModel):
         1, ge=1, description="Processes that share each distributed layer; above 1 needs ddp."
     )
     sharded_data_parallel_degree: Whole = Field(
-        1,
-        ge=1,
-        description="Processes that share parameters, gradients and optimizer state; 1 turns sharding off.",
+        1, ge=1, description="Processes that share parameters, gradients and optimizer state; 1 turns sharding off."
     )
     microbatches: Whole = Field(1, ge=1, description="Slices of a batch that run through the pipeline; 1 means none.")
     active_microbatches: Whole | None = Field(
@@ -101,20 +91,14 @@ class ModelParallelParameters(BaseModel):
         "memory", description="Tensor parallelism: less activation memory, or less communication."
     )
     memory_weight: Real | None = Field(
-        None,
-        ge=0.0,
-        le=1.0,
-        description="Balance of memory (1) against time (0); default 0.2 for speed, else 0.8.",
+        None, ge=0.0, le=1.0, description="Balance of memory (1) against time (0); default 0.2 for speed, else 0.8."
     )
     placement_strategy: str = Field(
-        "cluster",
-        description="cluster (DPT), spread (TPD) or any permutation of D, P, T; right-most varies fastest.",
+        "cluster", description="cluster (DPT), spread (TPD) or any permutation of D, P, T; right-most varies fastest."
     )
     auto_partition: StrictBool = Field(True, description="Split the model automatically.")
     default_partition: Whole | None = Field(
-        None,
-        ge=0,
-        description="Stage of modules outside every smp.partition; required when auto_partition is off.",
+        None, ge=0, description="Stage of modules outside every smp.partition; required when auto_partition is off."
     )
     ddp: StrictBool = Field(False, description="Data parallelism with gradient all-reduce.")
     ddp_dist_backend: Literal["auto", "nccl", "smddp", "gloo"] = Field(
@@ -290,11 +274,7 @@ class ModelParallelParameters(BaseModel):
         return {"cluster": "DPT", "spread": "TPD"}.get(self.placement_strategy, self.placement_strategy)
 
     def topology(self, world_size: int) -> Topology:
-        """Lay these degrees over ``world_size`` processes.
-
-        Raises:
-            ConfigError: when the degrees do not fit.
-        """
+        """Lay these degrees over ``world_size`` processes; raises ConfigError when they do not fit."""
         return Topology(
             world_size,
             pipeline=self.pipeline_parallel_degree,

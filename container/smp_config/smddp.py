@@ -1,8 +1,16 @@
-"""When the all-gather of SMDDP is used by itself: the supported configurations of its documentation."""
+"""The all-gather of SMDDP: when it is used by itself, and its buffers: two variables, their rules, and when they are small.
+
+Source of the supported configurations, defaults and rules: the public pages on SMDDP Collectives for sharded data
+parallelism.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from smp_config.errors import ConfigError
 
 if TYPE_CHECKING:
     from smp_config.parameters import ModelParallelParameters
@@ -12,6 +20,18 @@ BACKEND = "smddp"
 
 #: The instance that the documentation names.
 SUPPORTED_INSTANCE = "ml.p4d.24xlarge"
+
+SCRATCH_VARIABLE = "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES"
+SORT_VARIABLE = "SMDDP_AG_SORT_BUFFER_SIZE_BYTES"
+
+#: Every size is a multiple of this many bytes.
+BUFFER_GRAIN = 8192
+
+DEFAULT_SCRATCH_BYTES = 16 * 1024 * 1024
+DEFAULT_SORT_BYTES = 128 * 1024 * 1024
+
+#: GPUs of the node that the documented rule (sort buffer ≥ degree · input / 8) was written for.
+_DOCUMENTED_RANKS_PER_NODE = 8
 
 
 def is_automatic(parameters: ModelParallelParameters, instance_type: str | None, hosts: int) -> bool:
@@ -28,3 +48,80 @@ def is_automatic(parameters: ModelParallelParameters, instance_type: str | None,
 def is_chosen(parameters: ModelParallelParameters, instance_type: str | None, hosts: int) -> bool:
     """Whether a job's collectives are SMDDP's: asked for by name, which works anywhere, or by itself."""
     return parameters.ddp_dist_backend == BACKEND or is_automatic(parameters, instance_type, hosts)
+
+
+@dataclass(frozen=True)
+class BufferSizes:
+    """Sizes in bytes.
+
+    Attributes:
+        scratch: holds the input of one all-gather on its way to other nodes.
+        sort: holds what arrives from other nodes before it is put in order.
+    """
+
+    scratch: int = DEFAULT_SCRATCH_BYTES
+    sort: int = DEFAULT_SORT_BYTES
+
+    @classmethod
+    def from_environment(cls, *sources: Mapping[str, str]) -> BufferSizes:
+        """Read both variables; of several sources (``-x`` options, the environment) the first that has one wins.
+
+        Raises:
+            ConfigError: a value that is not a positive multiple of 8192.
+        """
+        return cls(
+            scratch=_size(SCRATCH_VARIABLE, DEFAULT_SCRATCH_BYTES, sources),
+            sort=_size(SORT_VARIABLE, DEFAULT_SORT_BYTES, sources),
+        )
+
+    def to_environment(self) -> dict[str, str]:
+        """Both variables as they are handed to the ranks."""
+        return {SCRATCH_VARIABLE: str(self.scratch), SORT_VARIABLE: str(self.sort)}
+
+    def fallback_reason(self, input_bytes: int, sharding_degree: int, implementation_bytes: int = 0) -> str | None:
+        """Why an all-gather must use the plain backend, with all sizes; None when the buffers suffice.
+
+        Args:
+            input_bytes: what one rank puts in.
+            implementation_bytes: what the implementation itself puts into the sort buffer on this layout of ranks;
+                the larger of this and the documented rule decides.
+        """
+        if input_bytes > self.scratch:
+            return (
+                f"the input of {input_bytes} bytes is larger than {SCRATCH_VARIABLE}={self.scratch}; "
+                f"{_multiple_at_least(input_bytes)} would hold it"
+            )
+        documented = -(-sharding_degree * input_bytes // _DOCUMENTED_RANKS_PER_NODE)
+        needed = max(documented, implementation_bytes)
+        if self.sort < needed:
+            return (
+                f"the gathered data needs {needed} bytes ({input_bytes} bytes of input, sharding degree "
+                f"{sharding_degree}), more than {SORT_VARIABLE}={self.sort}; {_multiple_at_least(needed)} would hold it"
+            )
+        return None
+
+
+def _size(variable: str, default: int, sources: tuple[Mapping[str, str], ...]) -> int:
+    given = next((source[variable] for source in sources if variable in source), None)
+    if given is None:
+        return default
+    try:
+        size = int(str(given).strip())
+    except ValueError:
+        raise ConfigError(
+            f"{variable} is {given!r}, not a whole number; it is a size in bytes and must be a multiple of "
+            f"{BUFFER_GRAIN}; the default is {default}"
+        ) from None
+    if size >= BUFFER_GRAIN and size % BUFFER_GRAIN == 0:
+        return size
+    below = size // BUFFER_GRAIN * BUFFER_GRAIN
+    nearest = [str(value) for value in (below, below + BUFFER_GRAIN) if value >= BUFFER_GRAIN] or [str(BUFFER_GRAIN)]
+    why = f"{size} = {size // BUFFER_GRAIN} × {BUFFER_GRAIN} + {size % BUFFER_GRAIN}" if size > 0 else f"{size} ≤ 0"
+    raise ConfigError(
+        f"{variable} is {size}; it must be a positive multiple of {BUFFER_GRAIN}, and {why}; "
+        f"set it to {' or '.join(nearest)} (the default is {default})"
+    )
+
+
+def _multiple_at_least(size: int) -> int:
+    return -(-size // BUFFER_GRAIN) * BUFFER_GRAIN

@@ -88,10 +88,7 @@ class RankTimeline(BaseModel):
 
 
 def parse_timeline(text: str | bytes, where: str) -> RankTimeline:
-    """Read a rank's file.
-
-    Args:
-        where: the file's name, for messages.
+    """Read a rank's file; ``where`` is its name, for messages.
 
     Raises:
         ConfigError: it is broken, or of a version that this one does not know.
@@ -114,11 +111,7 @@ def parse_timeline(text: str | bytes, where: str) -> RankTimeline:
 
 
 def steps_to_keep(environ: Mapping[str, str]) -> int:
-    """How many steps a rank keeps, from ``SMP_TIMELINE``; 0 when recording is off.
-
-    Raises:
-        ConfigError: the variable is no number of steps.
-    """
+    """How many steps a rank keeps, by ``SMP_TIMELINE``; 0 when recording is off; raises ConfigError if it is no number."""
     text = environ.get(TIMELINE_VARIABLE, "").strip()
     if not text:
         return 0

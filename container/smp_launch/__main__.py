@@ -17,10 +17,10 @@ from smp_launch.errors import LaunchError, Stopped
 from smp_launch.failure import Cause, write_failure
 from smp_launch.hosts import SIMULATED_VARIABLE, Kind, Layout
 from smp_launch.leader import Job, run_job, run_over_hosts, stop_code
+from smp_launch.locked_folders import LeaderStatus, StatusDir
 from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
-from smp_launch.source import prepare_code
-from smp_launch.status import LeaderStatus, StatusDir
 from smp_launch.supervise import grace_seconds, say
+from smp_launch.toolkit import prepare_code
 from smp_launch.tree import Tree
 from smp_launch.worker import serve_leader, wait_for_leader
 
@@ -47,11 +47,7 @@ def train() -> None:
 
 
 def run(stop: StopRequests, environ: Mapping[str, str]) -> int:
-    """Run this host's part of the job; write the failure file when it fails.
-
-    Returns:
-        The exit code.
-    """
+    """Run this host's part of the job, and write the failure file when it fails; gives the exit code."""
     tree = Tree.from_environment(environ)
     try:
         code, cause = _run(tree, stop, environ)

@@ -29,50 +29,17 @@ _VERSION_PATIENCE = 30.0
 
 #: Variables of a host that must not reach other hosts.
 _HOST_ONLY = frozenset(
-    [
-        "_",
-        "HOME",
-        "HOSTNAME",
-        "OLDPWD",
-        "PWD",
-        "SHELL",
-        "SHLVL",
-        "TERM",
-        "TMPDIR",
-        "USER",
-        "LOGNAME",
-        "MAIL",
-        "CURRENT_HOST",
-        "SSH_CONNECTION",
-        "SSH_CLIENT",
-    ]
+    "_ HOME HOSTNAME OLDPWD PWD SHELL SHLVL TERM TMPDIR USER LOGNAME MAIL CURRENT_HOST SSH_CONNECTION SSH_CLIENT".split()
 )
 
 #: What an outer mpirun leaves in the environment; it would confuse an inner one.
-_OUTER_MPI = (
-    "OMPI_COMM_WORLD_",
-    "OMPI_APP_",
-    "OMPI_UNIVERSE",
-    "PMIX_NAMESPACE",
-    "PMIX_RANK",
-    "PMIX_SERVER",
-    "PRTE_LAUNCHED",
+_OUTER_MPI = tuple(
+    "OMPI_COMM_WORLD_ OMPI_APP_ OMPI_UNIVERSE PMIX_NAMESPACE PMIX_RANK PMIX_SERVER PRTE_LAUNCHED".split()
 )
 
 #: What batch systems leave in the environment of an allocation. mpirun would take its hosts and its way to start
 #: processes from there: SLURM, PBS and Torque, LSF, Cobalt, LoadLeveler, Cray's ALPS and PALS, Flux.
-_SCHEDULERS = (
-    "SLURM_",
-    "SLURMD_",
-    "PBS_",
-    "LSB_",
-    "COBALT_",
-    "LOADL",
-    "ALPS_",
-    "BASIL_",
-    "PALS_",
-    "FLUX_",
-)
+_SCHEDULERS = ("SLURM_", "SLURMD_", "PBS_", "LSB_", "COBALT_", "LOADL", "ALPS_", "BASIL_", "PALS_", "FLUX_")
 #: Those of Grid Engine have names that others use too; without this one mpirun does not look at them.
 _GRID_ENGINE = "PE_HOSTFILE"
 
@@ -112,18 +79,12 @@ DIALECTS: Mapping[int, Dialect] = {
     4: Dialect(
         tagging=MpiOption("tag-output"),
         tags="fragments",
-        one_machine=(
-            MpiOption("mca", "btl", "self,vader"),
-            MpiOption("mca", "oob_tcp_if_include", LOOPBACK),
-        ),
+        one_machine=(MpiOption("mca", "btl", "self,vader"), MpiOption("mca", "oob_tcp_if_include", LOOPBACK)),
         session_dir=("mca", "orte_tmpdir_base"),
         memory_dir="btl_vader_backing_directory",
         interface=(("mca", "btl_tcp_if_include"), ("mca", "oob_tcp_if_include")),
         agent=("mca", "plm_rsh_agent"),
-        daemons=(
-            MpiOption("mca", "plm_rsh_no_tree_spawn", "1"),
-            MpiOption("mca", "orte_leave_session_attached", "1"),
-        ),
+        daemons=(MpiOption("mca", "plm_rsh_no_tree_spawn", "1"), MpiOption("mca", "orte_leave_session_attached", "1")),
         translated={MpiOption("output", "", "tag"): MpiOption("tag-output")},
     ),
     5: Dialect(
@@ -139,10 +100,7 @@ DIALECTS: Mapping[int, Dialect] = {
             MpiOption("prtemca", "plm_ssh_no_tree_spawn", "1"),
             MpiOption("prtemca", "prte_leave_session_attached", "1"),
         ),
-        translated={
-            MpiOption("tag-output"): MpiOption("output", "", "tag"),
-            _NO_SINGLE_COPY_4: _NO_SINGLE_COPY_5,
-        },
+        translated={MpiOption("tag-output"): MpiOption("output", "", "tag"), _NO_SINGLE_COPY_4: _NO_SINGLE_COPY_5},
     ),
 }
 
@@ -256,11 +214,7 @@ def mpi_options(
 
 
 def mpirun_command(
-    mpi: OpenMpi,
-    layout: Layout,
-    options: MergedOptions,
-    program: Sequence[str],
-    exported: Iterable[str] = (),
+    mpi: OpenMpi, layout: Layout, options: MergedOptions, program: Sequence[str], exported: Iterable[str] = ()
 ) -> list[str]:
     """The whole command line.
 

@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from smp_config.failure import FailureRecord, format_failure
+from smp_config.records import FailureRecord, format_failure
 from smp_launch.failure import REPORT_SUFFIX, REPORT_VARIABLE
 
 #: Seconds for exit handlers and open files. Other ranks wait for this one meanwhile, and none of them may hang in it.

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_config.errors import ConfigError, suggest
-from smp_config.job import SCRIPT_SUFFIXES, decoded_hyperparameter
-from smp_config.limits import PLATFORM_PREFIX
+from smp_config.job import PLATFORM_PREFIX, SCRIPT_SUFFIXES, decoded_hyperparameter
 
 if TYPE_CHECKING:
     from smp_launch.tree import Tree
@@ -28,15 +27,16 @@ JOB_NAME_VARIABLE = "TRAINING_JOB_NAME"
 
 #: Hyperparameters that steer the container itself and are not handed on in ``SM_FRAMEWORK_PARAMS``.
 _CONTAINER_PARAMETERS = frozenset(
-    [
-        "sagemaker_program",
-        "sagemaker_submit_directory",
-        "sagemaker_container_log_level",
-        "sagemaker_job_name",
-        "sagemaker_region",
-        "sagemaker_enable_cloudwatch_metrics",
-        "sagemaker_use_env_vars_prefix",
-    ]
+    """sagemaker_program sagemaker_submit_directory sagemaker_container_log_level sagemaker_job_name sagemaker_region
+    sagemaker_enable_cloudwatch_metrics sagemaker_use_env_vars_prefix""".split()
+)
+
+#: What ``SM_TRAINING_ENV`` repeats of the other variables.
+_IN_TRAINING_ENV = frozenset(
+    """current_host current_instance_group current_instance_group_hosts current_instance_type
+    distribution_instance_groups framework_module hosts input_config_dir input_data_config instance_groups
+    instance_groups_dict is_hetero job_name log_level model_dir module_dir module_name network_interface_name num_cpus
+    num_gpus num_neurons output_data_dir output_dir output_intermediate_dir resource_config user_entry_point""".split()
 )
 
 _DEFAULT_LOG_LEVEL = 20  # logging.INFO
@@ -145,11 +145,7 @@ class TrainingEnvironment:
         return name
 
     def check_channels(self) -> None:
-        """See that every channel's data is there.
-
-        Raises:
-            ConfigError: naming the channel and the folder.
-        """
+        """Raise ConfigError, naming the channel and the folder, where a channel's data is missing."""
         for name, channel in self.channels.items():
             path = self.tree.data_dir / name
             mode = channel.get("TrainingInputMode", "File") if isinstance(channel, Mapping) else "File"
@@ -219,41 +215,19 @@ class TrainingEnvironment:
             "input_dir": str(tree.input_dir),
             "is_master": self.current_host == self.hosts[0],
             "master_hostname": self.hosts[0],
-            **{
-                name: values[name]
-                for name in [
-                    "current_host",
-                    "current_instance_group",
-                    "current_instance_group_hosts",
-                    "current_instance_type",
-                    "distribution_instance_groups",
-                    "framework_module",
-                    "hosts",
-                    "input_config_dir",
-                    "input_data_config",
-                    "instance_groups",
-                    "instance_groups_dict",
-                    "is_hetero",
-                    "job_name",
-                    "log_level",
-                    "model_dir",
-                    "module_dir",
-                    "module_name",
-                    "network_interface_name",
-                    "num_cpus",
-                    "num_gpus",
-                    "num_neurons",
-                    "output_data_dir",
-                    "output_dir",
-                    "output_intermediate_dir",
-                    "resource_config",
-                    "user_entry_point",
-                ]
-            },
+            **{name: values[name] for name in _IN_TRAINING_ENV},
         }
         values.update({f"channel_{name}": str(tree.data_dir / name) for name in self.channels})
         values.update({f"hp_{name}": value for name, value in self.user_hyperparameters.items()})
         return {f"SM_{name.upper()}": _text(value) for name, value in values.items()}
+
+
+def seconds_of(environ: Mapping[str, str], name: str, default: float) -> float:
+    """The seconds that a variable sets; nonsense counts as ``default``."""
+    try:
+        return max(0.0, float(environ.get(name, default)))
+    except ValueError:
+        return default
 
 
 def cpu_count() -> int:

@@ -8,11 +8,7 @@ class LaunchError(RuntimeError):
 
 
 class Stopped(RuntimeError):
-    """A request to stop came before the first rank ran.
-
-    Args:
-        by: the signal's name.
-    """
+    """A request to stop came before the first rank ran, ``by`` the signal of this name."""
 
     def __init__(self, by: str) -> None:
         super().__init__(f"the job was stopped by {by} before its ranks had started")

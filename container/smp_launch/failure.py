@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smp_config.failure import FailureRecord, parse_failure
-from smp_config.limits import FAILURE_CHARACTERS
+from smp_config.records import FAILURE_CHARACTERS, FailureRecord, parse_failure
 
 if TYPE_CHECKING:
     from smp_launch.output import Line
@@ -28,8 +27,9 @@ _HEADLINE_CHARACTERS = 640
 #: mpirun's own messages stand between two such lines.
 _RULE = re.compile(r"-{20,}$")
 
-_BY_SIGNAL = re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node \S+ exited on signal (?P<signal>\d+)")
-_BY_CODE = re.compile(r"Process name: \S*,(?P<rank>\d+)\] Exit code: (?P<code>\d+)")
+#: Of messages that say which rank ended by which signal, or with which exit code.
+_BY_SIGNAL = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
+_BY_CODE = re.compile(r"Process name: \S*,(\d+)\] Exit code: (\d+)")
 
 #: Messages that only say that a rank ended, which this module says better.
 _UNDERSTOOD = re.compile(
@@ -77,24 +77,22 @@ class FailureCollector:
     Args:
         host_of: gives the host's name of a rank.
         mpirun: whether mpirun runs the ranks; without it every line is the script's own.
+
+    Attributes:
+        release_at: when :meth:`release` is due, in seconds of ``time.monotonic()``; infinity when nothing is held back.
     """
 
     host_of: Callable[[int], str]
     mpirun: bool = True
     records: list[FailureRecord] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
+    release_at: float = float("inf")
     _block: list[str] | None = None
-    _release_at: float = float("inf")
-
-    @property
-    def release_at(self) -> float:
-        """When :meth:`release` is due, in seconds of ``time.monotonic()``; infinity when nothing is held back."""
-        return self._release_at
 
     @property
     def failing(self) -> bool:
         """Whether a rank is known to have failed."""
-        return bool(self.records) or any(_BY_SIGNAL.search(m) or _BY_CODE.search(m) for m in self.messages)
+        return bool(self.records or self._ended(_BY_SIGNAL) or self._ended(_BY_CODE))
 
     def take(self, line: Line) -> list[str]:
         """Hear a line.
@@ -127,12 +125,12 @@ class FailureCollector:
 
     def release(self) -> list[str]:
         """The lines held back so far, as no end of their block came; to be called at :attr:`release_at`."""
-        block, self._block, self._release_at = self._block or [], None, float("inf")
+        block, self._block, self.release_at = self._block or [], None, float("inf")
         self._note(block)
         return block
 
     def _hold(self, text: str) -> None:
-        self._block, self._release_at = [text], time.monotonic() + _HOLD_SECONDS
+        self._block, self.release_at = [text], time.monotonic() + _HOLD_SECONDS
 
     def read_reports(self, folder: Path) -> None:
         """Add the records that ranks left in ``folder``; they replace the same ranks' lines, which may be cut."""
@@ -150,7 +148,7 @@ class FailureCollector:
         return self._end_block(self._block) if self._block else []
 
     def _end_block(self, block: list[str]) -> list[str]:
-        self._block, self._release_at = None, float("inf")
+        self._block, self.release_at = None, float("inf")
         return [] if _UNDERSTOOD.search(self._note(block)) else block
 
     def _note(self, block: list[str]) -> str:
@@ -178,8 +176,7 @@ class FailureCollector:
             ended_unheard: ranks that ended before any had told of a failure; None when unknown.
         """
         record = min(self.records, key=lambda r: r.when or float("inf")) if self.records else None
-        death = self._death()
-        code = self._exit_code()
+        death, code = self._ended(_BY_SIGNAL), self._ended(_BY_CODE)
         is_told = code is not None
         if death is None and code is None and first_ended is not None:
             # mpirun does not always say it, but its exit code is that of the first rank that failed.
@@ -196,7 +193,7 @@ class FailureCollector:
             return Cause(
                 f"rank {rank} ({self.host_of(rank)}): ended with exit code {number}; it did not raise an exception, so the "
                 "script or a library called os._exit: its last words are in the log",
-                self._consequences(),
+                self.consequences(),
             )
         if record is not None:
             return Cause(_one_line(record.headline()), record.traceback or record.message)
@@ -212,7 +209,6 @@ class FailureCollector:
         Args:
             code: the rank and its exit code.
             is_told: whether mpirun said so; otherwise it is a guess.
-            ended_unheard: ranks that ended before any had told of a failure; None when unknown.
         """
         rank, number = code
         if any(r.rank == rank for r in self.records) or (ended_unheard is not None and rank not in ended_unheard):
@@ -220,20 +216,14 @@ class FailureCollector:
         # A rank that raises ends with 1, so that another code is not that of one who has told why.
         return is_told or (number != 1 and not any(r.error_type in _OWN_CODES for r in self.records))
 
-    def _consequences(self) -> str:
+    def consequences(self) -> str:
+        """What the ranks told, where something else is the cause."""
         return "\n\n".join(f"then {r.headline()}\n{r.traceback}" for r in self.records)
 
-    def _death(self) -> tuple[int, int] | None:
-        for message in self.messages:
-            if found := _BY_SIGNAL.search(message):
-                return int(found["rank"]), int(found["signal"])
-        return None
-
-    def _exit_code(self) -> tuple[int, int] | None:
-        for message in self.messages:
-            if found := _BY_CODE.search(message):
-                return int(found["rank"]), int(found["code"])
-        return None
+    def _ended(self, pattern: re.Pattern[str]) -> tuple[int, int] | None:
+        """The rank that ended first in the way of ``pattern``, and its signal or exit code."""
+        found = next(filter(None, map(pattern.search, self.messages)), None)
+        return (int(found[1]), int(found[2])) if found else None
 
     def _killed(self, rank: int, number: int, stopped_by: str | None) -> Cause:
         where = f"rank {rank} ({self.host_of(rank)})"
@@ -245,16 +235,12 @@ class FailureCollector:
         hint = _HINTS.get(signal.Signals(number)) if number in set(signal.Signals) else None
         return Cause(
             f"{where}: was killed by signal {number} ({_signal_name(number)})" + (f": {hint}" if hint else ""),
-            self._consequences(),
+            self.consequences(),
         )
 
 
 def write_failure(path: Path, cause: Cause) -> bool:
-    """Write the failure file at once and whole, unless there is one (a script may write its own).
-
-    Returns:
-        Whether it was written.
-    """
+    """Write the failure file at once and whole, unless there is one (a script may write its own); gives whether it was written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(cause.text(), encoding="utf-8", errors="replace")

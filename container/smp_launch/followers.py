@@ -16,13 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import IO, TYPE_CHECKING
 
+from smp_launch.environment import seconds_of
 from smp_launch.errors import LaunchError, Stopped
 from smp_launch.login import FOLLOW, READY
 from smp_launch.ssh import Client, port
 
 if TYPE_CHECKING:
+    from smp_launch.locked_folders import LeaderStatus
     from smp_launch.signals import StopRequests
-    from smp_launch.status import LeaderStatus
 
 #: Seconds for all hosts to let the leader in, from its start; they may first have to install requirements.
 PATIENCE_VARIABLE = "SMP_LAUNCH_HOSTS_PATIENCE"
@@ -148,9 +149,11 @@ class Followers:
     """All other hosts; a context manager that ends the connections.
 
     Attributes:
+        agent: what mpirun starts to reach one.
         lost_when: when :meth:`lost` first named a host, in seconds of ``time.time()``.
     """
 
+    agent: str
     lost_when: float | None = None
     _connections: list[_Connection] = field(default_factory=list)
 
@@ -162,7 +165,7 @@ class Followers:
             LaunchError: one is not there in time.
             Stopped: a request to stop came meanwhile.
         """
-        followers = cls(_connections=[_Connection(host) for host in hosts])
+        followers = cls(client.agent, _connections=[_Connection(host) for host in hosts])
         try:
             followers._reach(client, stop, hosts_patience(environ), port(environ))
         except BaseException:
@@ -235,8 +238,5 @@ class Followers:
 
 
 def hosts_patience(environ: Mapping[str, str]) -> float:
-    """Seconds that the hosts of a job wait for each other at the start; nonsense counts as the default."""
-    try:
-        return max(0.0, float(environ.get(PATIENCE_VARIABLE, DEFAULT_PATIENCE)))
-    except ValueError:
-        return DEFAULT_PATIENCE
+    """Seconds that the hosts of a job wait for each other at the start."""
+    return seconds_of(environ, PATIENCE_VARIABLE, DEFAULT_PATIENCE)

@@ -11,19 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smp_config.buffers import BufferSizes
 from smp_config.mpi_options import MergedOptions, MpiOption, parse_mpi_options, variables
+from smp_config.smddp import BufferSizes
 from smp_launch.command import OpenMpi, PrivateDirs, as_root, mpi_options, mpirun_command, without_scheduler
 from smp_launch.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
 from smp_launch.failure import REPORT_VARIABLE, Cause, FailureCollector
 from smp_launch.followers import Followers
 from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
-from smp_launch.network import shared_memory_warning
-from smp_launch.rendezvous import PORT_VARIABLE, reserved_port
-from smp_launch.scratch import private_dir
+from smp_launch.locked_folders import STATUS_VARIABLE, LeaderStatus, private_dir
+from smp_launch.network import PORT_VARIABLE, reserved_port, shared_memory_warning
 from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
 from smp_launch.ssh import Client
-from smp_launch.status import STATUS_VARIABLE, LeaderStatus
 from smp_launch.supervise import (
     FAILURE_PATIENCE,
     FAILURE_PATIENCE_ALONE,
@@ -93,14 +91,7 @@ class Job:
 
     def program(self) -> list[str]:
         """What every rank runs: the wrapper around the user's script."""
-        return [
-            sys.executable,
-            "-m",
-            "smp_launch.rank",
-            "--",
-            self.entry_point,
-            *self.training.user_arguments(),
-        ]
+        return [sys.executable, "-m", "smp_launch.rank", "--", self.entry_point, *self.training.user_arguments()]
 
     def environment(self, environ: Mapping[str, str], announced: Mapping[str, str]) -> dict[str, str]:
         """What mpirun and the ranks inherit: the user's variables, ``announced``, and what the wrapper needs to know."""
@@ -108,20 +99,12 @@ class Job:
         inherited = {name: value for name, value in as_root(environ).items() if name not in own}
         if self.mpi is not None:
             inherited = without_scheduler(inherited)
-        return {
-            **inherited,
-            **announced,
-            HOST_VARIABLE: self.training.current_host,
-        }
+        return {**inherited, **announced, HOST_VARIABLE: self.training.current_host}
 
     @contextmanager
     def announced(self, environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
         """What ranks on other hosts must get from the leader; the rest of their environment is their own host's."""
-        values = {
-            **self.buffers.to_environment(),
-            LAYOUT_VARIABLE: self.layout.to_text(),
-            "PYTHONUNBUFFERED": "1",
-        }
+        values = {**self.buffers.to_environment(), LAYOUT_VARIABLE: self.layout.to_text(), "PYTHONUNBUFFERED": "1"}
         if self.layout.kind is not Kind.DATA_PARALLEL or PORT_VARIABLE in environ:
             yield values
         else:
@@ -140,14 +123,6 @@ class Job:
         return f"{layout.describe()} ({by}; {each}) run {shown}"
 
 
-@dataclass(frozen=True)
-class OtherHosts:
-    """How the leader reaches hosts on other machines, and sees that they live."""
-
-    client: Client
-    followers: Followers
-
-
 def run_over_hosts(job: Job, stop: StopRequests, environ: Mapping[str, str]) -> tuple[int, Cause | None]:
     """Wait until every other host lets us in, run the ranks of all, and tell the hosts how it ended.
 
@@ -159,21 +134,19 @@ def run_over_hosts(job: Job, stop: StopRequests, environ: Mapping[str, str]) -> 
         Stopped: a request to stop came before the first rank ran.
     """
     others = [host for host in job.layout.hosts if host != job.layout.leader]
-    with private_dir(Path(tempfile.gettempdir())) as folder:
-        client = Client.create(folder, environ)
-        with Followers.reach(others, client, stop, environ) as followers:
-            code, cause = run_job(job, stop, environ, OtherHosts(client, followers))
-            followers.publish(LeaderStatus(code, cause.headline if cause else ""))
-            return code, cause
+    with (
+        private_dir(Path(tempfile.gettempdir())) as folder,
+        Followers.reach(others, Client.create(folder, environ), stop, environ) as followers,
+    ):
+        code, cause = run_job(job, stop, environ, followers)
+        followers.publish(LeaderStatus(code, cause.headline if cause else ""))
+        return code, cause
 
 
 def run_job(
-    job: Job, stop: StopRequests, environ: Mapping[str, str], others: OtherHosts | None = None
+    job: Job, stop: StopRequests, environ: Mapping[str, str], others: Followers | None = None
 ) -> tuple[int, Cause | None]:
-    """Run the ranks to their end.
-
-    Args:
-        others: needed when the job has hosts on other machines.
+    """Run the ranks to their end; needs ``others`` when the job has hosts on other machines.
 
     Returns:
         The exit code, and why the job failed when it is not 0.
@@ -187,13 +160,13 @@ def run_job(
     supervisor = Supervisor(
         stop,
         collector,
-        lambda: bool(others and others.followers.lost()),
+        lambda: bool(others and others.lost()),
         FAILURE_PATIENCE if job.mpi else FAILURE_PATIENCE_ALONE,
         ranks=job.layout.world_size,
         local=job.layout.one_machine,
         grace=grace_seconds(environ),
         tags=job.mpi.dialect.tags if job.mpi else None,
-        apart=others.followers.pids if others else (),
+        apart=others.pids if others else (),
     )
     with _private_dirs(job, others) as dirs, job.announced(environ) as announced:
         passed = job.environment(environ, announced)
@@ -208,7 +181,7 @@ def run_job(
     show(collector.finish(), 2)
     if outcome.returncode == 0 and not collector.records:
         return 0, None
-    if others is not None and (cause := _lost_host(others.followers, collector)) is not None:
+    if others is not None and (cause := _lost_host(others, collector)) is not None:
         return _exit_code(outcome), cause
     program = job.mpi.path.name if job.mpi else job.entry_point
     return _exit_code(outcome), _cause(collector, outcome, program)
@@ -219,11 +192,10 @@ def _lost_host(followers: Followers, collector: FailureCollector) -> Cause | Non
     lost, when = followers.lost(), followers.lost_when
     if not lost or when is None or any(r.host in lost or 0 < r.when < when - _SAME_MOMENT for r in collector.records):
         return None
-    consequences = "\n\n".join(f"then {r.headline()}\n{r.traceback}" for r in collector.records)
     return Cause(
         f"host {', '.join(lost)} is gone: its connection to the leader ended while the ranks were running; "
         "see its own log; often the machine ran out of memory, or the container was stopped",
-        consequences,
+        collector.consequences(),
     )
 
 
@@ -250,13 +222,13 @@ def _exit_code(outcome: Outcome) -> int:
 
 
 @contextmanager
-def _private_dirs(job: Job, others: OtherHosts | None) -> Iterator[PrivateDirs]:
+def _private_dirs(job: Job, others: Followers | None) -> Iterator[PrivateDirs]:
     """Folders for sockets and shared memory that vanish with the job, even when its ranks were killed.
 
     With other machines mpirun would look for them there too, so they stay where it puts them itself.
     """
     if not job.layout.one_machine:
-        yield PrivateDirs(agent=others.client.agent if others else None)
+        yield PrivateDirs(agent=others.agent if others else None)
         return
     with ExitStack() as stack:
         session = stack.enter_context(private_dir(Path(tempfile.gettempdir())))

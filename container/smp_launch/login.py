@@ -14,7 +14,7 @@ from pathlib import Path
 
 from smp_launch.command import as_root, without_scheduler
 from smp_launch.environment import HOST_VARIABLE
-from smp_launch.status import LeaderStatus, StatusDir
+from smp_launch.locked_folders import LeaderStatus, StatusDir
 
 #: The request of the leader to be followed: its standard input stays open until it ends.
 FOLLOW = "smp-launch-follow"
@@ -24,10 +24,7 @@ READY = "ready"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve one login.
-
-    Args:
-        arguments: the launcher's process id, this host's name, the folder of the leader's status.
+    """Serve one login; the launcher's process id, this host's name and the folder of the leader's status are given.
 
     Returns:
         The exit code, for :data:`FOLLOW`; any other request replaces this process.

@@ -1,12 +1,18 @@
-"""What a host's network and shared memory mean for the ranks: defaults for NCCL and EFA, and a warning."""
+"""What a host's network and shared memory mean for the ranks: defaults for NCCL and EFA, a port, and a warning."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from smp_config.instances import instance
+
+#: The port on which the ranks of a job meet.
+PORT_VARIABLE = "MASTER_PORT"
 
 #: Shared memory for each rank, in bytes, below which NCCL or data loader workers are likely to fail.
 SHARED_MEMORY_PER_RANK = 128 * 2**20
@@ -41,11 +47,7 @@ def network_defaults(
 
 
 def usable_interface(interface: str, one_machine: bool, known: Path = Path("/sys/class/net")) -> str:
-    """The interface for the ranks' connections: the platform's, or loopback where it is missing and not needed.
-
-    Args:
-        one_machine: whether all ranks run on this machine.
-    """
+    """The interface for the ranks' connections: the platform's, or loopback where it is missing and all run on this machine."""
     if one_machine and (interface == "lo" or (known.is_dir() and not (known / interface).exists())):
         return LOOPBACK
     return interface
@@ -66,3 +68,26 @@ def shared_memory_warning(ranks: int, folder: Path = Path("/dev/shm")) -> str | 
         f"{SHARED_MEMORY_PER_RANK // _MIB} MiB each and fail with a bus error; start the container with --shm-size={gib}g "
         f"(local mode: 'container_config: {{shm_size: {gib}g}}' below 'local' in ~/.sagemaker/config.yaml)"
     )
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of this machine that the system gives to nobody else; only who names it can listen there.
+
+    It is bound here without listening, and by others too, if they allow sharing as the stores of PyTorch do. So nothing
+    can take it between now and the moment when the first rank listens, nor between two process groups of one script.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            held = stack.enter_context(socket.socket(socket.AF_INET6))
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # IPv4 as well
+            _bind(held, "::")
+        except OSError:  # no IPv6 here
+            held = stack.enter_context(socket.socket(socket.AF_INET))
+            _bind(held, "")
+        yield held.getsockname()[1]
+
+
+def _bind(held: socket.socket, address: str) -> None:
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((address, 0))

@@ -6,7 +6,8 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -26,40 +27,55 @@ def adopt_orphans() -> bool:
         return False
 
 
-def descendants(root: int | None = None, apart: Collection[int] = ()) -> list[int]:
-    """Process ids of everything below ``root`` (default: this process), zombies and all below ``apart`` left out."""
-    children: dict[int, list[int]] = {}
+@dataclass(frozen=True)
+class Process:
+    """One process of this machine; ``ended``: only its exit code is left."""
+
+    pid: int
+    parent: int
+    session: int
+    ended: bool
+
+
+def all_processes() -> list[Process]:
+    """Every process of this machine; none where there is no ``/proc``."""
+    found = []
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            stat = (entry / "stat").read_bytes()
-        except OSError:
-            continue
-        state, parent = stat.rpartition(b")")[2].split()[:2]
-        if state not in (b"Z", b"X"):
-            children.setdefault(int(parent), []).append(int(entry.name))
-    found: list[int] = []
-    todo = [os.getpid() if root is None else root]
-    while todo:
-        below = [pid for pid in children.get(todo.pop(), []) if pid not in apart]
-        found += below
-        todo += below
+        if stat := _stat(int(entry.name)):
+            state, parent, _group, session = stat[:4]
+            found.append(Process(int(entry.name), int(parent), int(session), ended=state in (b"Z", b"X")))
     return found
 
 
-def kill_descendants(
-    spare: int | None = None, patience: float = _KILL_PATIENCE, apart: Collection[int] = ()
-) -> list[int]:
-    """SIGKILL everything below this process until nothing is left.
+def below(roots: Collection[int], table: Iterable[Process], apart: Collection[int] = ()) -> set[int]:
+    """Process ids of everything alive below ``roots``; ``apart`` and all below them left out."""
+    children: dict[int, list[int]] = {}
+    for process in table:
+        if not process.ended:
+            children.setdefault(process.parent, []).append(process.pid)
+    found: set[int] = set()
+    todo = list(roots)
+    while todo:
+        direct = set(children.get(todo.pop(), ())) - found - set(apart)
+        found |= direct
+        todo += direct
+    return found
+
+
+def descendants(apart: Collection[int] = ()) -> set[int]:
+    """Process ids of everything alive below this process; ``apart`` and all below them left out."""
+    return below([os.getpid()], all_processes(), apart)
+
+
+def kill_descendants(spare: int | None = None, apart: Collection[int] = ()) -> list[int]:
+    """SIGKILL everything below this process until nothing is left; gives what is there after some seconds (normally nothing).
 
     Args:
         spare: a process to let live.
         apart: processes to let live with everything below them.
-
-    Returns:
-        Those that are still there after ``patience`` seconds (normally none).
     """
-    deadline = time.monotonic() + patience
-    while (left := [pid for pid in descendants(apart=apart) if pid != spare]) and time.monotonic() < deadline:
+    deadline = time.monotonic() + _KILL_PATIENCE
+    while (left := sorted(descendants(apart) - {spare})) and time.monotonic() < deadline:
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -72,39 +88,33 @@ def kill_descendants(
 
 def reap(keep: Collection[int] = ()) -> None:
     """Collect the exit status of adopted children; ``keep`` are children whose status somebody else collects."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-        except OSError:
-            continue
-        pid = int(entry.name)
-        if fields[0] == b"Z" and int(fields[1]) == os.getpid() and pid not in keep:
+    for process in all_processes():
+        if process.ended and process.parent == os.getpid() and process.pid not in keep:
             try:
-                os.waitpid(pid, os.WNOHANG)
+                os.waitpid(process.pid, os.WNOHANG)
             except ChildProcessError:
                 pass
 
 
 def watch_end(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process has ended; None where the system has none to give.
-
-    Raises:
-        ProcessLookupError: it has ended already.
-    """
-    if not hasattr(os, "pidfd_open"):
-        return None
+    """A descriptor that is readable when the process has ended, None where there is none; ProcessLookupError if it is gone."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
         raise
-    except OSError:
+    except (AttributeError, OSError):
         return None
 
 
 def is_ending(pid: int) -> bool:
     """Whether the process has begun to end: its connections close before its end can be seen."""
+    stat = _stat(pid)
+    return bool(stat and int(stat[6]) & _EXITING)
+
+
+def _stat(pid: int) -> list[bytes]:
+    """What the system says of a process, behind its name, which may hold blanks and parentheses; empty when it is gone."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
-        return False
-    return bool(int(fields[6]) & _EXITING)
+        return []

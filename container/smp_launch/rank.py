@@ -107,10 +107,7 @@ def rank_variables(layout: Layout, rank: int, interface: str, cores: int) -> dic
     }
     if layout.kind is not Kind.SCRIPT:
         # Open MPI counts per machine; simulated hosts share one.
-        values |= {
-            "OMPI_COMM_WORLD_LOCAL_RANK": local,
-            "OMPI_COMM_WORLD_LOCAL_SIZE": str(layout.processes_per_host),
-        }
+        values |= {"OMPI_COMM_WORLD_LOCAL_RANK": local, "OMPI_COMM_WORLD_LOCAL_SIZE": str(layout.processes_per_host)}
     if layout.kind is Kind.DATA_PARALLEL:
         values |= {
             "RANK": str(rank),
@@ -234,10 +231,7 @@ def _whole_lines() -> None:
             continue  # closed by whoever started us: keep what there is
         errors = "backslashreplace" if name == "stderr" else before.errors
         stream = io.TextIOWrapper(
-            cast("IO[bytes]", _Descriptor(descriptor)),
-            encoding=before.encoding,
-            errors=errors,
-            line_buffering=True,
+            cast("IO[bytes]", _Descriptor(descriptor)), encoding=before.encoding, errors=errors, line_buffering=True
         )
         stream.mode = "w"  # type: ignore[misc]
         setattr(sys, name, stream)

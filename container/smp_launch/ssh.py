@@ -102,11 +102,7 @@ class Client:
 
     @classmethod
     def create(cls, folder: Path, environ: Mapping[str, str]) -> Client:
-        """Make a key and settings below ``folder``.
-
-        Raises:
-            LaunchError: there is no ssh.
-        """
+        """Make a key and settings below ``folder``; raises LaunchError if there is no ssh."""
         client, keygen = _program("ssh"), _program("ssh-keygen")
         _make_key(keygen, folder / "key")
         settings = folder / "config"

@@ -16,6 +16,7 @@ from functools import partial
 from typing import IO, TYPE_CHECKING
 
 from smp_launch.ending import EXIT_SECONDS
+from smp_launch.environment import seconds_of
 from smp_launch.output import STARTED_PREFIX, LineAssembler
 from smp_launch.processes import adopt_orphans, descendants, is_ending, kill_descendants, reap, watch_end
 
@@ -302,8 +303,5 @@ def say(text: str) -> None:
 
 
 def grace_seconds(environ: Mapping[str, str]) -> float:
-    """The grace, from the environment or the default; nonsense counts as the default."""
-    try:
-        return max(0.0, float(environ.get(GRACE_VARIABLE, DEFAULT_GRACE)))
-    except ValueError:
-        return DEFAULT_GRACE
+    """The grace, from the environment or the default."""
+    return seconds_of(environ, GRACE_VARIABLE, DEFAULT_GRACE)

@@ -29,11 +29,7 @@ class Tree:
         return cls(Path(environ.get(BASE_VARIABLE) or DEFAULT_BASE).absolute())
 
     def of_host(self, host: str, current_host: str) -> Tree:
-        """The tree of another simulated host: the same path with the host's name in place of ours.
-
-        Raises:
-            LaunchError: when no folder of this tree's path bears our host's name.
-        """
+        """The tree of another simulated host: the same path with its name for ours; raises LaunchError if no folder bears ours."""
         if host == current_host:
             return self
         parts = list(self.base.parts)
@@ -93,11 +89,7 @@ class Tree:
         return self.output_dir / "failure"
 
     def read_config(self, name: str) -> dict[str, Any]:
-        """Read ``input/config/<name>.json``.
-
-        Raises:
-            ConfigError: the file is missing, not JSON, or not an object.
-        """
+        """Read ``input/config/<name>.json``; raises ConfigError if it is missing, not JSON, or not an object."""
         path = self.config_dir / f"{name}.json"
         try:
             text = path.read_text(encoding="utf-8")

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 from smp_launch.errors import LaunchError
 from smp_launch.failure import Cause
 from smp_launch.followers import hosts_patience
+from smp_launch.locked_folders import STATUS_VARIABLE, LeaderStatus, StatusDir, private_dir
 from smp_launch.network import shared_memory_warning
 from smp_launch.processes import adopt_orphans, kill_descendants, reap
-from smp_launch.scratch import private_dir
 from smp_launch.ssh import login_program, serving, trusted_addresses
-from smp_launch.status import STATUS_VARIABLE, LeaderStatus, StatusDir
 from smp_launch.supervise import grace_seconds, say
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smp_config import ConfigError
+from smp_config import ConfigError as ConfigError
 
 
 class SMPError(Exception):
@@ -27,14 +27,3 @@ class DeadlineError(SMPRuntimeError):
 
 class CheckpointError(SMPRuntimeError):
     """A checkpoint is missing, incomplete or belongs to another model."""
-
-
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DeadlineError",
-    "NotInitializedError",
-    "SMPError",
-    "SMPRuntimeError",
-    "SMPUserError",
-]

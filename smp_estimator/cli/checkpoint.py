@@ -303,11 +303,7 @@ def convert(
 
 
 def _find(path: str) -> tuple[Path, list[FoundCheckpoint]]:
-    """The folder of checkpoints that PATH means, with what is in it, the newest first.
-
-    Raises:
-        ConfigError: there are none, or in several folders.
-    """
+    """The folder of checkpoints that PATH means, and what is in it, the newest first; raises ConfigError without just one."""
     from smp_runtime.checkpoint.files.manifest import MANIFEST, PARTIAL, checkpoints_in, inspect_folder
 
     if path.startswith("s3://"):
@@ -324,7 +320,8 @@ def _find(path: str) -> tuple[Path, list[FoundCheckpoint]]:
         return folder.parent, [inspect_folder(folder)]
     if found := checkpoints_in(folder):
         return folder, found
-    below = sorted({p.parent for p in folder.rglob(f"*{PARTIAL}") if p.is_dir() and _depth(folder, p) <= _DEPTH})
+    partial = (p for p in folder.rglob(f"*{PARTIAL}") if p.is_dir() and len(p.relative_to(folder).parts) <= _DEPTH)
+    below = sorted({p.parent for p in partial})
     if len(below) > 1:
         raise ConfigError(
             f"PATH is {path}, below which {len(below)} folders have checkpoints: give one of them, such as "
@@ -336,10 +333,6 @@ def _find(path: str) -> tuple[Path, list[FoundCheckpoint]]:
             "path that the script hands to smp.save_checkpoint, or the estimator's checkpoint_s3_uri"
         )
     return below[0], checkpoints_in(below[0])
-
-
-def _depth(folder: Path, path: Path) -> int:
-    return len(path.relative_to(folder).parts)
 
 
 def _choose(

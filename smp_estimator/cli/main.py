@@ -18,10 +18,12 @@ from smp_config.instances import GIB, instance
 from smp_config.parameters import KEYS
 from smp_estimator.cli.checkpoint import checkpoint
 from smp_estimator.cli.console import console
-from smp_estimator.cli.timeline import timeline
 from smp_estimator.local.uris import address_of
 
 LOCAL_TYPES = ("local", "local_gpu")
+
+#: Blocks of different hosts are not compared more finely than this part of a step without a word of caution.
+_CLOCK_TOLERANCE = 0.01
 
 
 class _Commands(click.Group):
@@ -43,15 +45,10 @@ def main() -> None:
 
 
 main.add_command(checkpoint)
-main.add_command(timeline)
 
 
 def _literal(text: str, what: str) -> Any:
-    """JSON, or a Python literal such as ``{"ddp": True}``.
-
-    Raises:
-        ConfigError: neither.
-    """
+    """JSON, or a Python literal such as ``{"ddp": True}``; raises ConfigError for what is neither."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as as_json:
@@ -118,11 +115,7 @@ def validate(file: Any, instance_type: str | None, instance_count: int | None) -
 
 
 def _parted(found: dict[str, Any]) -> tuple[dict[str, Any], str | None, int | None]:
-    """The distribution (or parameters) of a file, and the instances that it names.
-
-    Raises:
-        ConfigError: a value of another type.
-    """
+    """The distribution (or parameters) of a file, and its instances; raises ConfigError for values of another type."""
     kind, hosts = found.get("instance_type"), found.get("instance_count")
     if not isinstance(kind, str | None):
         raise ConfigError(
@@ -343,7 +336,7 @@ def run(
         "hyperparameters": {name: _value(text) for name, text in _pairs(hyperparameter, "--hyperparameter")},
         "distribution": {
             "smdistributed": {
-                "modelparallel": {"enabled": True, "parameters": _dictionary(parameters, "--parameters")},
+                "modelparallel": {"enabled": True, "parameters": _dictionary(parameters, "--parameters")}
             },
             "mpi": {"enabled": True, "processes_per_host": processes},
         },
@@ -361,6 +354,62 @@ def run(
     except ValueError as error:  # the job failed; the message holds the rank and its exception
         raise click.ClickException(str(error)) from None
     click.echo(f"model: {estimator.model_data}")
+
+
+# -- timeline ----------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.argument("job_output")
+@click.option(
+    "--step",
+    "number",
+    type=int,
+    help="Show, trace and draw this step; default: draw the newest training step, trace all.",
+)
+@click.option("--trace", type=click.Path(dir_okay=False), help="Write a trace for ui.perfetto.dev or chrome://tracing.")
+@click.option("--picture", type=click.Path(dir_okay=False), help="Draw one step; .png, .svg or .pdf.")
+def timeline(job_output: str, number: int | None, trace: str | None, picture: str | None) -> None:
+    """Show how busy the ranks of a pipeline were.
+
+    JOB_OUTPUT is what a job left: its output path or folder, or output.tar.gz. Ranks record with
+    environment={"SMP_TIMELINE": "10"}, the number of newest steps to keep.
+    """
+    from smp_estimator.timeline import read_timeline
+    from smp_estimator.timeline.views import chrome_trace, rank_table, save_picture, step_table
+
+    found = read_timeline(job_output)
+    step = found.step(number)
+    out = console()
+    if number is None:
+        out.print(step_table(found))
+    out.print(rank_table(step))
+    expected = f"{step.expected_idle:.1%} for {step.stages} equal stages and {step.microbatches} microbatches"
+    out.print(f"{step.title}: {step.idle:.1%} idle; (p − 1)/(m + p − 1) = {expected}")
+    if number is None and step is not found.steps[-1]:
+        newest = found.steps[-1]
+        out.print(
+            f"{step.title} is the newest training step; the newest of all is {newest.title}: --step {newest.number}"
+        )
+    if found.missing:
+        ranks = ", ".join(map(str, found.missing[:16]))
+        out.print(f"[yellow]warning[/yellow] no file of rank {ranks}: idle times and stages are those of the others")
+    if found.clock_error > _CLOCK_TOLERANCE * step.makespan:
+        out.print(
+            f"[yellow]warning[/yellow] clocks of the hosts are known to ±{found.clock_error * 1e3:.2g} ms: makespan and idle "
+            "fractions are no better"
+        )
+    try:
+        if trace:
+            made = chrome_trace(found, step if number is not None else None)
+            Path(trace).write_text(json.dumps(made), encoding="utf-8")
+            out.print(f"trace: {escape(trace)} (open it in ui.perfetto.dev)", soft_wrap=True)
+        if picture:
+            out.print(f"picture: {escape(str(save_picture(step, picture)))}", soft_wrap=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename} cannot be written: {error.strerror}; --trace and --picture name files in folders that exist"
+        ) from None
 
 
 # -- doctor ------------------------------------------------------------------------------------------------

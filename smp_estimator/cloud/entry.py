@@ -62,11 +62,7 @@ def unpacked(wheel: str) -> str:
 
 
 def prefer(site: str) -> None:
-    """Make the packages in ``site`` the ones that this process and its children import.
-
-    Raises:
-        RuntimeError: something else would still be imported.
-    """
+    """Have this process and its children import the packages in ``site``; raises RuntimeError if others would be."""
     others = [path for path in sys.path if os.path.isdir(os.path.join(path or ".", "smdistributed"))]
     sys.path.insert(0, site)
     before = os.environ.get("PYTHONPATH")
@@ -97,11 +93,7 @@ def host() -> str:
 
 
 def user_program() -> str:
-    """The user's script, relative to the code directory.
-
-    Raises:
-        RuntimeError: the job does not say.
-    """
+    """The user's script, relative to the code directory; raises RuntimeError if the job does not say."""
     carried = json.loads(os.environ.get("SM_FRAMEWORK_PARAMS") or "{}")
     if USER_PROGRAM not in carried:
         raise RuntimeError(

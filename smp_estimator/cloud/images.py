@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from smp_config import ConfigError
+from smp_estimator.sdk import config_for_framework
 
 #: The oldest PyTorch that the runtime works with.
 TORCH_FLOOR = (2, 4)
@@ -94,13 +95,8 @@ def choose_huggingface(
     return transformers, torch, _python(py_version, row, f"pytorch_version {torch}")
 
 
-def check_torch(version: str | None, name: str, framework: str = "pytorch") -> None:
-    """Refuse a version that is too old for the runtime.
-
-    Args:
-        version: of PyTorch, e.g. ``"1.13.1"``.
-        name: of the argument, for the message.
-        framework: whose images are searched for the nearest version.
+def check_torch(version: str | None, name: str) -> None:
+    """Refuse a version of PyTorch that is too old for the runtime; ``name`` is that of the argument.
 
     Raises:
         ConfigError: naming the nearest version that has an image.
@@ -117,8 +113,6 @@ def check_torch(version: str | None, name: str, framework: str = "pytorch") -> N
 
 
 def _training_images(framework: str) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:
-    from smp_estimator.sdk import config_for_framework
-
     training = config_for_framework(framework)["training"]
     return training["versions"], training.get("version_aliases", {})
 

@@ -30,11 +30,7 @@ _ELSEWHERE = "give image_uri, an image that has the runtime, which then does not
 
 
 def combined(path: Path, needed: Sequence[str]) -> str:
-    """The user's file with what the runtime needs after it.
-
-    Args:
-        path: the user's ``requirements.txt``; need not exist.
-        needed: the runtime's requirements.
+    """The user's ``requirements.txt``, which need not exist, with what the runtime needs after it.
 
     Raises:
         ConfigError: lines with which pip would refuse the runtime's, on a cluster that is paid for.

@@ -65,14 +65,7 @@ def completed(job_details: dict[str, Any]) -> dict[str, Any]:
 
 
 def restored(params: dict[str, Any], job_details: dict[str, Any]) -> dict[str, Any]:
-    """The SDK's arguments, with what it forgets or misplaces.
-
-    Args:
-        params: what the SDK made of the description; changed in place.
-
-    Returns:
-        ``params``.
-    """
+    """What the SDK made of a description, with what it forgets or misplaces; ``params`` is changed in place."""
     groups = job_details["ResourceConfig"].get("InstanceGroups")
     if groups:
         params["instance_groups"] = [

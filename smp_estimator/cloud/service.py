@@ -1,4 +1,4 @@
-"""Rules of the training service that a request breaks silently: found before anything is uploaded.
+"""What the training service makes of a request: defaults of a model parallel job, and rules that are broken silently.
 
 Limits are read from the service's own model in botocore where a client is at hand.
 """
@@ -13,7 +13,8 @@ from typing import Any
 from botocore.model import ServiceModel
 
 from smp_config import ConfigError
-from smp_config.limits import HYPERPARAMETER_CHARACTERS
+from smp_config.job import HYPERPARAMETER_CHARACTERS
+from smp_config.records import PROGRESS_PREFIX
 from smp_estimator.local.uris import is_file_uri, is_s3_uri
 from smp_estimator.sdk import FileSystemInput, TrainingInput
 from smp_estimator.settings.variables import is_variable
@@ -22,11 +23,42 @@ _BASE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9-]*")
 _VARIABLE_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
-def check_request(estimator: Any, hyperparameters: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Check what the service would refuse after the upload.
+#: Fields of a progress record that the service records as metrics of the same name.
+METRICS = ("loss", "eval_loss", "samples_per_second", "step")
+
+_NUMBER = r"([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)"
+
+
+def metric_definitions() -> list[dict[str, str]]:
+    """The default of ``metric_definitions``; also what a tuner needs to optimise one of them."""
+    # The quote before the name keeps "loss" from matching "eval_loss".
+    return [{"Name": name, "Regex": rf'{PROGRESS_PREFIX}\{{.*"{name}": ?{_NUMBER}'} for name in METRICS]
+
+
+def fill_in_cloud(sdk: dict[str, Any], say: Callable[[str], None], *, ships_runtime: bool) -> None:
+    """Fill in the defaults among ``sdk``, the arguments for the SDK's class; ``say`` is told about what is allowed but unwise.
 
     Args:
-        say: told about what is allowed but unwise, one sentence each.
+        ships_runtime: the runtime travels with the code, into a stock image.
+    """
+    if sdk.get("debugger_hook_config") is None:
+        sdk["debugger_hook_config"] = False
+    elif sdk["debugger_hook_config"]:
+        say(
+            "debugger_hook_config is on, but the debugger's hooks do not know distributed models and may fail the job; "
+            "debugger_hook_config=False is the default for model parallel jobs"
+        )
+    if sdk.get("metric_definitions") is None:
+        sdk["metric_definitions"] = metric_definitions()
+    if ships_runtime and sdk.get("enable_network_isolation") is True:
+        say(
+            "enable_network_isolation is True, and the stock image must install the runtime's requirements from a package "
+            "index; give image_uri, an image that has the runtime, unless the stock image has pydantic and safetensors"
+        )
+
+
+def check_request(estimator: Any, hyperparameters: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Check what the service would refuse after the upload; ``say`` is told about what is allowed but unwise.
 
     Raises:
         ConfigError: naming the setting and a value that works.

@@ -1,17 +1,26 @@
-"""The uploaded source of a job in a stock image: the user's files, and the runtime beside them."""
+"""The uploaded source of a job in a stock image: the user's files, and beside them the runtime as a wheel.
+
+The wheel is built from the package's own installed files: no network, no build tools, the same bytes every time.
+"""
 
 from __future__ import annotations
 
-import os
+import base64
+import hashlib
+import importlib.metadata
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
+import smp_config
 from smp_config import ConfigError
+from smp_config.version import __version__
 from smp_estimator.cloud import entry, requirements
-from smp_estimator.cloud.wheel import build_wheel, travelling_requirements
 
 #: What the platform starts; it prepares the runtime and runs the user's script.
 PROGRAM = "smp_entry.py"
@@ -19,14 +28,26 @@ PROGRAM = "smp_entry.py"
 #: Hyperparameter that names the user's script; of the platform's prefix, so that scripts never see it as an argument.
 USER_PROGRAM = entry.USER_PROGRAM
 
+DISTRIBUTION = "smp-estimator"
+
+#: The folder of this package.
+_OWN = Path(__file__).parents[1]
+
+#: The packages that lie beside ``smp_config``, in a checkout and where pip installed them.
+_BESIDE = ("smp_config", "smp_launch", "smp_runtime", "smdistributed")
+
+#: Dependencies that are part of every training image; replacing them would break what was built against them.
+_OF_THE_IMAGE = frozenset({"torch", "numpy", "mpi4py"})
+
+#: The date of every file in the archive, the earliest that a zip file can hold.
+_DATE = (1980, 1, 1, 0, 0, 0)
+
+_TAGS = "Wheel-Version: 1.0\nGenerator: smp-estimator\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
 
 @contextmanager
 def with_runtime(entry_point: str, source_dir: str | None) -> Iterator[Path]:
     """A folder with what a job runs: the user's files (as links), the wheel, its requirements and the program.
-
-    Args:
-        entry_point: relative to ``source_dir``, or a path when there is none.
-        source_dir: a local directory, or None.
 
     Raises:
         ConfigError: the user has a file of one of our names, or requirements that contradict ours.
@@ -52,14 +73,77 @@ def with_runtime(entry_point: str, source_dir: str | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def program_of(entry_point: str, source_dir: str | None) -> str:
-    """The user's script relative to the code directory."""
-    return entry_point if source_dir else os.path.basename(entry_point)
-
-
 def _add_requirements(path: Path) -> None:
     """Append ours to the user's; the platform installs the file before it starts the program."""
     text = requirements.combined(path, travelling_requirements())
     if path.is_symlink():
         path.unlink()
     path.write_text(text, encoding="utf-8")
+
+
+def wheel_name() -> str:
+    """File name of the wheel."""
+    return f"{DISTRIBUTION.replace('-', '_')}-{__version__}-py3-none-any.whl"
+
+
+def build_wheel(folder: Path) -> Path:
+    """Write the wheel of the package that runs here into ``folder``; raises RuntimeError if it was never installed."""
+    info = f"{DISTRIBUTION.replace('-', '_')}-{__version__}.dist-info"
+    files = dict(_package_files())
+    files[f"{info}/METADATA"] = _metadata().encode()
+    files[f"{info}/WHEEL"] = _TAGS.encode()
+    record = f"{info}/RECORD"
+    lines = [f"{name},sha256={_digest(content)},{len(content)}" for name, content in sorted(files.items())]
+    files[record] = "\n".join([*lines, f"{record},,", ""]).encode()
+    path = folder / wheel_name()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in sorted(files.items()):
+            entry = zipfile.ZipInfo(name, _DATE)
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, content)
+    return path
+
+
+def travelling_requirements() -> list[str]:
+    """What a training image lacks: the package's requirements without those that every training image brings."""
+    found = []
+    for needed in map(Requirement, importlib.metadata.requires(DISTRIBUTION) or ()):
+        wanted = needed.marker is None or needed.marker.evaluate({"extra": "runtime"})
+        if wanted and needed.name not in _OF_THE_IMAGE:
+            found.append(f"{needed.name}{needed.specifier}")
+    return sorted(set(found))
+
+
+def _package_files() -> Iterator[tuple[str, bytes]]:
+    # Looked up beside smp_config, not through the import system: another smdistributed may be installed here.
+    roots = {name: Path(smp_config.__file__).parent.parent / name for name in _BESIDE}
+    roots["smp_estimator"] = _OWN
+    for package, root in roots.items():
+        if not (root / "__init__.py").is_file():
+            raise RuntimeError(
+                f"the runtime cannot travel with the code: {root} has no {package} package; reinstall {DISTRIBUTION}, or "
+                "give image_uri, an image that has the runtime"
+            )
+        for path in sorted(root.rglob("*")):
+            relative = path.relative_to(root)
+            if path.is_file() and "__pycache__" not in relative.parts and path.suffix not in (".so", ".pyd", ".pyc"):
+                yield f"{package}/{relative.as_posix()}", path.read_bytes()
+
+
+def _metadata() -> str:
+    try:
+        return str(importlib.metadata.distribution(DISTRIBUTION).read_text("METADATA") or _egg_metadata())
+    except importlib.metadata.PackageNotFoundError:
+        raise RuntimeError(
+            f"{DISTRIBUTION} is imported from {_OWN.parent} but is not installed, so its "
+            "requirements are unknown; install it with pip, or give image_uri, an image that has the runtime"
+        ) from None
+
+
+def _egg_metadata() -> str:
+    return importlib.metadata.distribution(DISTRIBUTION).read_text("PKG-INFO") or ""
+
+
+def _digest(content: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()

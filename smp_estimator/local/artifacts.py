@@ -1,4 +1,4 @@
-"""What a job leaves: ``model.tar.gz`` and ``output.tar.gz``, written whole or not at all."""
+"""What a job leaves: ``model.tar.gz`` and ``output.tar.gz``, written whole or not at all, or why it failed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from smp_estimator.local.copying import copy_folder, is_left_out
+from smp_estimator.local.tree import copy_folder, is_left_out
 from smp_estimator.local.uris import bucket_and_key, is_s3_uri, path_of
 
 logger = logging.getLogger(__name__)
 
 #: Weights hardly compress, so the fastest level costs little space and saves much time.
 _COMPRESSION_LEVEL = 1
+
+#: Most of a failure file that an error message carries, in characters.
+_REASON_CHARACTERS = 8000
 
 
 def merged_files(directories: Sequence[Path]) -> dict[str, Path]:
@@ -37,16 +40,7 @@ def merged_files(directories: Sequence[Path]) -> dict[str, Path]:
 
 
 def pack(directories: Sequence[Path], name: str, destination: str) -> str:
-    """Pack directories into one archive at ``destination``.
-
-    Args:
-        directories: merged by :func:`merged_files`.
-        name: ``"model.tar.gz"`` or ``"output.tar.gz"``.
-        destination: a local directory.
-
-    Returns:
-        The path of the archive.
-    """
+    """Pack directories, merged by :func:`merged_files`, into the archive ``name`` in a local directory; gives its path."""
     folder = Path(destination)
     folder.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
@@ -68,7 +62,7 @@ def pack(directories: Sequence[Path], name: str, destination: str) -> str:
 def deliver(
     directories: Sequence[Path], name: str, destination: str, job_name: str, session: Any, *, compressed: bool
 ) -> str:
-    """Put what hosts left at the job's output path.
+    """Put what hosts left at the job's output path, and give the address of the archive (or folder).
 
     Args:
         directories: one per host.
@@ -76,9 +70,6 @@ def deliver(
         destination: the ``file://`` or ``s3://`` output path.
         session: uploads to S3.
         compressed: False leaves a folder ``name`` of plain files instead of ``name.tar.gz``.
-
-    Returns:
-        The address of the archive (or folder).
     """
     target = address(destination, name, job_name, compressed=compressed)
     if not is_s3_uri(destination):
@@ -108,6 +99,17 @@ def address(destination: str, name: str, job_name: str, *, compressed: bool) -> 
         bucket, key = bucket_and_key(destination)
         return "s3://" + "/".join(part for part in (bucket, key, job_name, last) if part)
     return f"file://{path_of(destination)}/{last}"
+
+
+def failure_text(path: Path) -> str | None:
+    """What a host's failure file says, cut where an error message would become unreadable; None without one."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+    if not text:
+        return None
+    return text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]} …"
 
 
 def _walk(directory: Path) -> Iterator[tuple[str, Path]]:

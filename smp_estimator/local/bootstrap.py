@@ -26,13 +26,7 @@ _FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP
 
 
 def environment_of(
-    tree: HostTree,
-    job: JobTree,
-    *,
-    job_name: str,
-    token: str,
-    region: str | None,
-    user: Mapping[str, str],
+    tree: HostTree, job: JobTree, *, job_name: str, token: str, region: str | None, user: Mapping[str, str]
 ) -> dict[str, str]:
     """The environment of one host's bootstrap: the notebook's, then the platform's, then the user's ``environment``."""
     inherited = {

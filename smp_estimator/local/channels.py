@@ -28,8 +28,7 @@ class Channel:
 
         Args:
             directory: ``input/data`` of one host.
-            downloads: where the job's hosts share what is fetched from S3 for it.
-            session: gives the S3 access of the SDK.
+            downloads: where the job's hosts share what is fetched from S3 for it, by ``session``.
         """
         target = directory / self.name
         if is_s3_uri(self.uri):
@@ -96,11 +95,7 @@ def _channel(entry: Mapping[str, Any]) -> Channel:
 
 
 def require_existing(path: Path, what: str) -> None:
-    """Check that a directory or file is there.
-
-    Raises:
-        ConfigError: naming the first missing folder and what lies beside it.
-    """
+    """Raise ConfigError for a path that does not exist, naming its first missing folder and what lies beside it."""
     if path.exists():
         return
     missing = path

@@ -38,11 +38,7 @@ _IGNORED = {
 
 
 def check_job_name(name: str) -> None:
-    """Refuse a name that the service refuses.
-
-    Raises:
-        ConfigError: with the rule.
-    """
+    """Raise ConfigError, with the rule, for a name that the service refuses."""
     if not _JOB_NAME.fullmatch(name):
         raise ConfigError(
             f"the job name {name!r} ({len(name)} characters) is not one that the service accepts; it comes from "
@@ -70,11 +66,7 @@ class ProcessClient(LocalSagemakerClient):
         self._expected_code: dict[str, CodeSource] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Every other call of the service.
-
-        Raises:
-            NotOnThisMachine: always.
-        """
+        """Every other call of the service: raises NotOnThisMachine."""
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise NotOnThisMachine(
@@ -144,11 +136,7 @@ class ProcessClient(LocalSagemakerClient):
         return {"Tags": list((job.request.get("Tags") if job else None) or [])}
 
     def job(self, name: str, operation: str = "DescribeTrainingJob") -> ProcessJob:
-        """The job of this name.
-
-        Raises:
-            ClientError: there is none, as the service would say it.
-        """
+        """The job of this name; without one raises ClientError, as the service would say it."""
         if name not in self._jobs:
             message = f"Requested resource not found: no training job {name!r} was started by this interpreter"
             raise ClientError({"Error": {"Code": "ValidationException", "Message": message}}, operation)
@@ -200,11 +188,7 @@ def _host_count(resources: Mapping[str, Any]) -> int:
 
 
 def _checkpoints(config: Mapping[str, str] | None) -> Path | None:
-    """The directory that holds the checkpoints across jobs.
-
-    Raises:
-        ConfigError: an address or path that a job on this machine cannot honour.
-    """
+    """The directory that holds the checkpoints across jobs; raises ConfigError for what this machine cannot honour."""
     if not config:
         return None
     uri = require_address(config["S3Uri"], "checkpoint_s3_uri")

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from smp_config import ConfigError
-from smp_estimator.local.copying import copy_folder
+from smp_estimator.local.tree import copy_folder
 from smp_estimator.local.uris import bucket_and_key, is_s3_uri
+from smp_estimator.sdk import custom_extractall_tarfile
 
 _NEVER_SHIPPED = ("__pycache__", ".git", ".ipynb_checkpoints")
 
@@ -47,7 +48,6 @@ class CodeSource:
 
         Args:
             target: a directory that does not exist yet, directly inside the job's root.
-            session: gives the S3 access of the SDK.
 
         Raises:
             ConfigError: naming a file that cannot be copied.
@@ -85,8 +85,6 @@ def _copy(source: Path, target: Path, job_root: Path) -> None:
 
 def _unpack(uri: str, target: Path, session: Any) -> None:
     """Download a ``sourcedir.tar.gz`` and unpack it with the SDK's checks of member paths."""
-    from smp_estimator.sdk import custom_extractall_tarfile
-
     bucket, key = bucket_and_key(uri)
     with tempfile.NamedTemporaryFile(suffix=".tar.gz") as archive:
         session.s3_resource.Bucket(bucket).download_file(key, archive.name)

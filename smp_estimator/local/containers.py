@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from smp_estimator.local.failure import failure_text
+from smp_estimator.local.artifacts import failure_text
 from smp_estimator.sdk import LocalContainers, UnexpectedStatusException
 from smp_launch.tree import Tree
 

@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
-from smp_config.limits import STOP_GRACE_SECONDS
-from smp_estimator.local.artifacts import address, deliver, merged_files
+from smp_config.job import STOP_GRACE_SECONDS
+from smp_estimator.local.artifacts import address, deliver, failure_text, merged_files
 from smp_estimator.local.bootstrap import Bootstrap, environment_of
-from smp_estimator.local.failure import failure_text
 from smp_estimator.local.log import JobLog
 from smp_estimator.local.stop import kill_job
 
@@ -62,6 +61,10 @@ class ProcessJob:
     """One job: started once, watched by a thread of its own until it is packed.
 
     The thread is not a daemon, so an interpreter that reaches its end waits for a running job.
+
+    Attributes:
+        status: where the job stands.
+        failure_reason: why it failed; None for every other status.
     """
 
     def __init__(
@@ -84,18 +87,13 @@ class ProcessJob:
         self._stopping = False
         self._interrupted = False
         self._timed_out = False
-        self._failure_reason: str | None = None
+        self.failure_reason: str | None = None
         self._created = self._ended = datetime.now().astimezone()
-        self._status = Status.IN_PROGRESS
+        self.status = Status.IN_PROGRESS
         self._transitions: list[dict[str, Any]] = []
         self._enter("Starting", "Starting the processes")
 
     # -- what a session calls ------------------------------------------------------------------------------
-
-    @property
-    def status(self) -> Status:
-        """Where the job stands."""
-        return self._status
 
     def start(self) -> None:
         """Start every host's bootstrap and the thread that watches them."""
@@ -145,11 +143,6 @@ class ProcessJob:
         """Where the model is, or will be."""
         return address(self._destination, "model", self.name, compressed=self._compressed)
 
-    @property
-    def failure_reason(self) -> str | None:
-        """Why it failed; None for every other status."""
-        return self._failure_reason
-
     def describe(self) -> dict[str, Any]:
         """What ``DescribeTrainingJob`` would answer."""
         finished = self.done.is_set()
@@ -158,7 +151,7 @@ class ProcessJob:
         answer: dict[str, Any] = {
             "TrainingJobName": self.name,
             "TrainingJobArn": f"arn:aws:sagemaker:local:000000000000:training-job/{self.name}",
-            "TrainingJobStatus": self._status.value,
+            "TrainingJobStatus": self.status.value,
             "SecondaryStatus": self._transitions[-1]["Status"],
             "SecondaryStatusTransitions": [dict(entry) for entry in self._transitions],
             "ModelArtifacts": {"S3ModelArtifacts": self.model_address},
@@ -182,8 +175,8 @@ class ProcessJob:
             answer["CheckpointConfig"] = dict(self.request["CheckpointConfig"])
         if finished:
             answer["TrainingEndTime"] = self._ended
-        if self._failure_reason is not None:
-            answer["FailureReason"] = self._failure_reason
+        if self.failure_reason is not None:
+            answer["FailureReason"] = self.failure_reason
         record = self.log.progress
         if record is not None and not finished:
             of = f"/{record.total_steps}" if record.total_steps else ""
@@ -220,7 +213,7 @@ class ProcessJob:
                 self._note_end(*value)
             elif kind == "stop":
                 self._stopping = True
-                self._status = Status.STOPPING
+                self.status = Status.STOPPING
                 self._enter("Stopping", "Stopping the job")
                 self._terminate(running, value)
             elif kind == "max_run":
@@ -300,13 +293,13 @@ class ProcessJob:
 
     def _conclude(self, status: Status, reason: str | None = None) -> None:
         self._ended = datetime.now().astimezone()
-        self._failure_reason = reason
+        self.failure_reason = reason
         if self._timed_out:
             self._enter("MaxRuntimeExceeded", "Training job runtime exceeded MaxRuntimeInSeconds")
         else:
             self._enter(status.value, reason or f"Training job {status.value.lower()}")
         self._transitions[-1]["EndTime"] = self._ended
-        self._status = status
+        self.status = status
 
     # -- small things --------------------------------------------------------------------------------------
 

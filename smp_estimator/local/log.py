@@ -8,10 +8,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from smp_config.progress import ProgressRecord, parse_progress
+from smp_config.records import ProgressRecord, parse_progress
 
 #: A progress bar that redraws its line is let through at most this often, in seconds.
 _REDRAW_SECONDS = 1.0
+
+#: Longest time without an item for who follows the log, so that a clock can be redrawn.
+_TICK_SECONDS = 0.25
 
 
 class JobLog:
@@ -48,12 +51,11 @@ class JobLog:
             self._file.close()
             self._changed.notify_all()
 
-    def follow(self, *, wait: bool = True, tick_seconds: float = 0.25) -> Iterator[str | ProgressRecord | None]:
-        """Every line from the first, and each new progress record, until the log is closed.
+    def follow(self, *, wait: bool = True) -> Iterator[str | ProgressRecord | None]:
+        """Every line from the first, and each new progress record, until the log is closed; None when nothing is new.
 
         Args:
             wait: False ends at what is there now.
-            tick_seconds: longest time without an item; then None is yielded so that a clock can be redrawn.
         """
         shown: ProgressRecord | None = None
         with self.path.open("rb") as reader:
@@ -61,7 +63,7 @@ class JobLog:
                 with self._changed:
                     closed, newest = self._closed, self.progress
                     if wait and not closed and newest is shown and not self._grown(reader.tell()):
-                        self._changed.wait(tick_seconds)
+                        self._changed.wait(_TICK_SECONDS)
                         closed, newest = self._closed, self.progress
                 # A line is written and flushed under the lock, so whatever is read here is whole.
                 for line in iter(reader.readline, b""):

@@ -1,4 +1,4 @@
-"""Process mode: when a job runs as processes of this machine, and what its estimator is then not asked for."""
+"""Process mode: when a job runs as processes of this machine, what its estimator is not asked for, and its job."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from smp_config import ConfigError
 from smp_config.version import __version__
 from smp_estimator.local.session import ProcessSession
+from smp_estimator.sdk import EstimatorBase, TrainingJob
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +30,7 @@ def wants_processes(image_uri: Any, sdk: dict[str, Any]) -> bool:
 
 
 def fill_in_here(entry_point: Any, image_uri: Any, sdk: dict[str, Any]) -> str:
-    """Fill in what a job on this machine does not need; returns what stands for the image.
-
-    Args:
-        entry_point, image_uri: as given to the estimator.
-        sdk: the other arguments for the SDK's class; changed in place.
+    """Fill in among ``sdk``, the arguments for the SDK's class, what a job here does not need; gives what stands for the image.
 
     Raises:
         ConfigError: there is no script.
@@ -57,3 +54,22 @@ def fill_in_here(entry_point: Any, image_uri: Any, sdk: dict[str, Any]) -> str:
     sdk.setdefault("debugger_hook_config", False)
     sdk.setdefault("disable_profiler", True)
     return PROCESS_IMAGE
+
+
+class ProcessTrainingJob(TrainingJob):
+    """A training job on this machine; the SDK's class refuses checkpoints and spot instances in local mode."""
+
+    @classmethod
+    def _add_spot_checkpoint_args(cls, local_mode: bool, estimator: EstimatorBase, train_args: dict[str, Any]) -> None:
+        if estimator.use_spot_instances:
+            logger.warning("use_spot_instances has no effect on this machine")
+        if estimator.checkpoint_s3_uri:
+            train_args["checkpoint_s3_uri"] = estimator.checkpoint_s3_uri
+        if estimator.checkpoint_local_path:
+            if not estimator.checkpoint_s3_uri:
+                raise ConfigError(
+                    f"checkpoint_local_path is {estimator.checkpoint_local_path!r}, but checkpoint_s3_uri is missing; the first "
+                    "is where the script writes, the second where the checkpoints stay: add "
+                    "checkpoint_s3_uri='file:///a/directory'"
+                )
+            train_args["checkpoint_local_path"] = estimator.checkpoint_local_path

@@ -130,7 +130,7 @@ class ProcessSession(LocalSession):
     @property
     def s3_resource(self) -> Any:
         """boto3's resource, as the SDK's functions expect it."""
-        return self._s3_part("resource", lambda: self.boto_session.resource)
+        return self._s3_part("resource")
 
     @s3_resource.setter
     def s3_resource(self, value: Any) -> None:
@@ -139,15 +139,16 @@ class ProcessSession(LocalSession):
     @property
     def s3_client(self) -> Any:
         """boto3's client, as the SDK's functions expect it."""
-        return self._s3_part("client", lambda: self.boto_session.client)
+        return self._s3_part("client")
 
     @s3_client.setter
     def s3_client(self, value: Any) -> None:
         self._set_s3_part("client", value)
 
-    def _s3_part(self, kind: str, maker: Callable[[], Any]) -> Any:
+    def _s3_part(self, kind: str) -> Any:
         if kind not in self._s3:
-            self._s3[kind] = maker()("s3", region_name=self._region_name, endpoint_url=self.s3_endpoint_url)
+            make = getattr(self.boto_session, kind)
+            self._s3[kind] = make("s3", region_name=self._region_name, endpoint_url=self.s3_endpoint_url)
         return self._s3[kind]
 
     def _set_s3_part(self, kind: str, value: Any) -> None:
@@ -204,10 +205,7 @@ class ProcessSession(LocalSession):
         return self.sagemaker_client.job(job_name)
 
     def wait_for_job(self, job: str, poll: float = 5) -> dict[str, Any]:
-        """Wait without showing anything.
-
-        Returns:
-            The job's description.
+        """Wait without showing anything, and give the job's description.
 
         Raises:
             UnexpectedStatusException: the job failed; the message says why.
@@ -278,11 +276,7 @@ def session_of(job_name: str) -> ProcessSession | None:
 
 
 def shows_training(log_type: str | bool | Iterable[str]) -> bool:
-    """Whether the SDK's ``logs=`` argument asks for the log of the training itself.
-
-    Raises:
-        ConfigError: a word that the SDK does not know.
-    """
+    """Whether the SDK's ``logs=`` argument asks for the training's own log; raises ConfigError for a word it does not know."""
     if isinstance(log_type, bool):
         return log_type
     wanted = {log_type} if isinstance(log_type, str) else set(log_type or ["None"])

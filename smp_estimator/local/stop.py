@@ -12,20 +12,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+
+from smp_launch.processes import Process, all_processes, below
 
 #: Name of the environment variable that marks every process of a job.
 TOKEN_VARIABLE = "SMP_JOB_TOKEN"
-
-_PROC = Path("/proc")
-
-
-@dataclass(frozen=True)
-class _Process:
-    pid: int
-    parent: int
-    session: int
 
 
 def job_processes(token: str, sessions: Iterable[int]) -> set[int]:
@@ -36,27 +28,13 @@ def job_processes(token: str, sessions: Iterable[int]) -> set[int]:
         sessions: process ids of the bootstraps, each the leader of its session.
     """
     sessions = set(sessions)
-    everything = _proc_table() if (_PROC / "self" / "stat").exists() else _ps_table()
+    everything = [p for p in all_processes() or _ps_table() if not p.ended]
     found = {p.pid for p in everything if p.session in sessions or p.pid in sessions or _marked(p.pid, token)}
-    children: dict[int, list[int]] = {}
-    for process in everything:
-        children.setdefault(process.parent, []).append(process.pid)
-    frontier = list(found)
-    while frontier:
-        for child in children.get(frontier.pop(), ()):
-            if child not in found:
-                found.add(child)
-                frontier.append(child)
-    found.discard(os.getpid())
-    return found
+    return (found | below(found, everything)) - {os.getpid()}
 
 
 def kill_job(token: str, sessions: Iterable[int], deadline_seconds: float = 2.0) -> set[int]:
-    """SIGKILL every process of a job, again and again until none is left.
-
-    Returns:
-        Process ids that were still alive at the deadline; empty except when the system refuses to let them die.
-    """
+    """SIGKILL every process of a job until none is left; gives those that the system refuses to let die."""
     sessions = set(sessions)
     deadline = time.monotonic() + deadline_seconds
     pause = 0.01
@@ -74,38 +52,20 @@ def kill_job(token: str, sessions: Iterable[int], deadline_seconds: float = 2.0)
     return set()
 
 
-def _proc_table() -> list[_Process]:
-    table = []
-    for entry in os.scandir(_PROC):
-        if not entry.name.isdigit():
-            continue
-        try:
-            stat = (_PROC / entry.name / "stat").read_text(errors="replace")
-        except OSError:
-            continue
-        # The command in parentheses may itself hold spaces and parentheses.
-        state, parent, _group, session = stat.rpartition(")")[2].split()[:4]
-        if state not in "ZX":
-            table.append(_Process(int(entry.name), int(parent), int(session)))
-    return table
-
-
-def _ps_table() -> list[_Process]:
+def _ps_table() -> list[Process]:
     """Without /proc the process group stands in for the session; orphans outside it are then not found."""
     listing = subprocess.run(
         ["ps", "-axo", "pid=,ppid=,pgid=,stat="], capture_output=True, text=True, timeout=10, check=False
     ).stdout
-    table = []
-    for line in listing.splitlines():
-        pid, parent, group, state = line.split()[:4]
-        if not state.startswith("Z"):
-            table.append(_Process(int(pid), int(parent), int(group)))
-    return table
+    rows = (line.split()[:4] for line in listing.splitlines())
+    return [
+        Process(int(pid), int(parent), int(group), ended=state.startswith("Z")) for pid, parent, group, state in rows
+    ]
 
 
 def _marked(pid: int, token: str) -> bool:
     try:
-        environment = (_PROC / str(pid) / "environ").read_bytes()
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return False
     return f"{TOKEN_VARIABLE}={token}".encode() in environment.split(b"\0")

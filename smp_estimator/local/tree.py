@@ -1,10 +1,12 @@
-"""The folders of a job: one ``/opt/ml`` per simulated host, filled as the platform fills it."""
+"""The folders of a job: one ``/opt/ml`` per simulated host, filled as the platform fills it; and copies of folders."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,8 @@ from smp_launch.tree import Tree
 
 if TYPE_CHECKING:
     from smp_estimator.local.channels import Channel
+
+logger = logging.getLogger(__name__)
 
 #: Where a script finds its checkpoints inside a container.
 CHECKPOINTS_IN_CONTAINER = "/opt/ml/checkpoints"
@@ -86,7 +90,6 @@ class JobTree:
 
         Args:
             hyperparameters: values as the platform writes them, each a string.
-            channels: linked into every host's ``input/data``.
             checkpoints: directory that every host's ``checkpoints`` is a link to; None gives each host its own folder.
             session: gives the S3 access of the SDK, for channels that must be downloaded.
         """
@@ -133,3 +136,46 @@ class JobTree:
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def copy_folder(source: Path, target: Path, leave_out: Callable[[Path], bool] = lambda _: False) -> None:
+    """Copy a directory with what its links point to, without what :func:`is_left_out` or ``leave_out`` names.
+
+    Raises:
+        shutil.Error: files that cannot be read or written, as a list of (from, to, reason).
+    """
+
+    def ignore(directory: str, names: list[str]) -> set[str]:
+        around = _around(Path(directory), source)
+        paths = (Path(directory, name) for name in names)
+        return {path.name for path in paths if leave_out(path) or _is_odd(path, around)}
+
+    shutil.copytree(source, target, ignore=ignore, dirs_exist_ok=True)
+
+
+def is_left_out(path: Path) -> bool:
+    """Whether a path cannot be copied, said as a warning.
+
+    These are links that lead back into a folder around them (the copy would have no end), links to
+    nothing, and what is neither file nor directory: pipes, sockets, devices.
+    """
+    return _is_odd(path, _around(path.parent, path.parent))
+
+
+def _is_odd(path: Path, around: set[str]) -> bool:
+    if not path.exists():
+        logger.warning("the link %s points to nothing and is left out", path)
+    elif not path.is_file() and not path.is_dir():
+        logger.warning("%s is neither a file nor a directory and is left out", path)
+    elif path.is_symlink() and path.is_dir() and os.path.realpath(path) in around:
+        logger.warning("the link %s leads back to %s, which holds it, and is left out", path, os.path.realpath(path))
+    else:
+        return False
+    return True
+
+
+def _around(directory: Path, top: Path) -> set[str]:
+    """Every folder that holds ``directory``, along the way from ``top`` as well as where its links really lead."""
+    way = [directory, *(parent for parent in directory.parents if parent.is_relative_to(top))]
+    real = {Path(os.path.realpath(folder)) for folder in way}
+    return {str(folder) for one in real for folder in (one, *one.parents)}

@@ -51,11 +51,7 @@ def bucket_and_key(uri: str) -> tuple[str, str]:
 
 
 def require_address(value: object, what: str) -> str:
-    """Check that ``value`` is a ``file://`` or ``s3://`` address.
-
-    Raises:
-        ConfigError: with the address that a plain path would need.
-    """
+    """``value``, a ``file://`` or ``s3://`` address; raises ConfigError, with the address a plain path would need, otherwise."""
     if is_file_uri(value) or is_s3_uri(value):
         return str(value)
     if isinstance(value, str) and "://" not in value:

@@ -9,8 +9,8 @@ from smp_estimator.planning.forecast import Verdict
 from smp_estimator.planning.memory import Kind
 from smp_estimator.planning.model_shape import SHAPES, ModelShape
 from smp_estimator.planning.plan import Plan, plan
+from smp_estimator.planning.request import Workload
 from smp_estimator.planning.suggest import Suggestion, suggest
-from smp_estimator.planning.workload import Workload
 
 __all__ = [
     "SHAPES",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from smp_estimator.planning.model_shape import ModelShape
-    from smp_estimator.planning.workload import Workload
+    from smp_estimator.planning.request import Workload
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,7 @@ def backward_bytes(shape: ModelShape, cost: LayerCost) -> int:
 
 def checkpoint_bytes(shape: ModelShape, cost: LayerCost) -> int:
     """The input of one checkpointed unit: 2·seq·batch·hidden bytes in half precision, sliced where activations are."""
-    return round(
-        cost.tokens(shape) * shape.hidden * cost.element_bytes / (cost.tensor if cost.sliced else 1),
-    )
+    return round(cost.tokens(shape) * shape.hidden * cost.element_bytes / (cost.tensor if cost.sliced else 1))
 
 
 def loss_bytes(shape: ModelShape, cost: LayerCost, *, distributed: bool = False, fp32_loss: bool = False) -> int:

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from smp_config.buffers import BufferSizes
 from smp_config.instances import Instance, instance
-from smp_estimator.planning.batches import Batches, batches_of
+from smp_estimator.planning.batches import Batches, batches_of, idle_fraction
 from smp_estimator.planning.memory import StageMemory, memory
 from smp_estimator.planning.network import Traffic, traffic
-from smp_estimator.planning.pipeline import idle_fraction
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -61,11 +59,7 @@ class Forecast:
 
     @classmethod
     def of(cls, request: Request) -> Self:
-        """Compute it.
-
-        Raises:
-            ConfigError: degrees that do not fit the processes, or microbatches that do not divide the batch.
-        """
+        """Compute it; raises ConfigError for degrees that do not fit the processes, or a batch that microbatches do not divide."""
         parameters, workload = request.parameters, request.workload
         topology = parameters.topology(request.world)
         batch = batches_of(
@@ -75,18 +69,12 @@ class Forecast:
             sequence=request.shape.sequence,
             accumulation=workload.accumulation,
         )
-        buffers = BufferSizes.from_environment(dict(request.environment)) if request.uses_smddp else None
-        stages = memory(request.shape, parameters, topology, workload, batch, smddp=buffers)
-        worst = max(stages, key=lambda stage: stage.total)
-        sent = traffic(request.shape, parameters, topology, workload, batch, worst)
+        stages = memory(request, topology, batch)
+        sent = traffic(request, topology, batch, max(stages, key=lambda stage: stage.total))
         return cls(request, topology, batch, tuple(stages), sent)
 
     def changed(self, settings: Mapping[str, Any] | None = None, **fields: Any) -> Self:
-        """The same with something else: settings of mp_parameters, or keywords of :func:`smp_estimator.planning.plan`.
-
-        Raises:
-            ConfigError: the degrees no longer fit.
-        """
+        """The same with other settings of mp_parameters or keywords of ``plan()``; raises ConfigError if degrees no longer fit."""
         return self.of(self.request.changed(settings, **fields))
 
     @property

@@ -14,15 +14,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from smp_config import Group, ModelParallelParameters, Topology
-from smp_config.buckets import effective_bucket_bytes
-from smp_config.buffers import BufferSizes
+from smp_config.in_flight import effective_bucket_bytes
+from smp_config.smddp import BufferSizes
 from smp_estimator.planning.activations import LayerCost, StageActivations, stage_activations
-from smp_estimator.planning.pipeline import in_flight, layers_of_stage
-from smp_estimator.planning.workload import OPTIMIZER_BYTES, Workload
+from smp_estimator.planning.batches import Batches, in_flight, layers_of_stage
+from smp_estimator.planning.request import OPTIMIZER_BYTES, Request, Workload
 
 if TYPE_CHECKING:
-    from smp_estimator.planning.batches import Batches
-    from smp_estimator.planning.model_shape import ModelShape, Weight
+    from smp_estimator.planning.model_shape import Weight
 
 
 class Kind(enum.Enum):
@@ -71,26 +70,13 @@ class StageMemory:
         return sum(self.kinds[kind] for kind in STATE)
 
 
-def memory(
-    shape: ModelShape,
-    parameters: ModelParallelParameters,
-    topology: Topology,
-    workload: Workload,
-    batch: Batches,
-    *,
-    smddp: BufferSizes | None = None,
-) -> list[StageMemory]:
-    """Memory of a GPU in each pipeline stage.
-
-    Args:
-        shape: the model; activations are left out when its width is unknown.
-        topology: those settings over all processes.
-        smddp: sizes of the SMDDP buffers when these collectives are used.
+def memory(request: Request, topology: Topology, batch: Batches) -> list[StageMemory]:
+    """Memory of a GPU in each pipeline stage; activations are left out when the model's width is unknown.
 
     Raises:
         ConfigError: more stages than layers.
     """
-    stages = parameters.pipeline_parallel_degree
+    shape, stages = request.shape, request.parameters.pipeline_parallel_degree
     held: list[list[Weight]] = [[] for _ in range(stages)]
     ranges = [layers_of_stage(shape.layers, stages, stage) for stage in range(stages)]
     owner = {layer: stage for stage, layers in enumerate(ranges) for layer in layers}
@@ -99,26 +85,10 @@ def memory(
     # Modules that share a parameter live in one stage, so the loss of a tied model is computed beside its embedding.
     loss_stage = 0 if shape.tied_embeddings else stages - 1
     found = []
-    for stage in range(stages):
-        activations = _activations(
-            shape, parameters, workload, batch, stage, len(ranges[stage]), has_loss=stage == loss_stage
-        )
-        found.append(
-            _stage(
-                stage,
-                len(ranges[stage]),
-                held[stage],
-                parameters,
-                topology,
-                workload,
-                activations,
-                smddp or _NO_BUFFERS,
-            )
-        )
+    for stage, layers in enumerate(map(len, ranges)):
+        activations = _activations(request, batch, stage, layers, has_loss=stage == loss_stage)
+        found.append(_stage(request, topology, stage, layers, held[stage], activations))
     return found
-
-
-_NO_BUFFERS = BufferSizes(0, 0)
 
 
 def embedding_is_distributed(parameters: ModelParallelParameters, workload: Workload) -> bool:
@@ -128,18 +98,10 @@ def embedding_is_distributed(parameters: ModelParallelParameters, workload: Work
     )
 
 
-def _activations(
-    shape: ModelShape,
-    parameters: ModelParallelParameters,
-    workload: Workload,
-    batch: Batches,
-    stage: int,
-    layers: int,
-    *,
-    has_loss: bool,
-) -> StageActivations:
-    if not shape.has_layers:
+def _activations(request: Request, batch: Batches, stage: int, layers: int, *, has_loss: bool) -> StageActivations:
+    if not request.shape.has_layers:
         return StageActivations(0, 0, 0)
+    parameters, workload = request.parameters, request.workload
     stages = parameters.pipeline_parallel_degree
     cost = LayerCost(
         samples=max(1, batch.group_batch // batch.microbatches),
@@ -150,7 +112,7 @@ def _activations(
     microbatches = batch.microbatches if stages > 1 else 1
     flying = in_flight(parameters.pipeline, stage, stages, microbatches, parameters.active_microbatches)
     return stage_activations(
-        shape,
+        request.shape,
         cost,
         workload,
         layers=layers,
@@ -168,15 +130,15 @@ def is_half(parameters: ModelParallelParameters) -> bool:
 
 
 def _stage(
+    request: Request,
+    topology: Topology,
     stage: int,
     layers: int,
     weights: Iterable[Weight],
-    parameters: ModelParallelParameters,
-    topology: Topology,
-    workload: Workload,
     activations: StageActivations,
-    smddp: BufferSizes,
 ) -> StageMemory:
+    parameters, workload = request.parameters, request.workload
+    smddp = BufferSizes.from_environment(dict(request.environment)) if request.uses_smddp else BufferSizes(0, 0)
     half = is_half(parameters)
     element = 2 if half else 4
     gradient = element + (4 if half and parameters.fp32_grad_accumulation else 0)

@@ -127,11 +127,7 @@ class ModelShape:
 
     @classmethod
     def named(cls, name: str) -> ModelShape:
-        """One of the published shapes in :data:`SHAPES`.
-
-        Raises:
-            ConfigError: an unknown name.
-        """
+        """One of the published shapes in :data:`SHAPES`; raises ConfigError for an unknown name."""
         if name not in SHAPES:
             raise ConfigError(
                 f"there is no model named {name!r}{suggest(name, SHAPES)}; known are {', '.join(SHAPES)}: use one of "
@@ -298,13 +294,17 @@ def _first(config: Any, *names: str) -> int:
     return 0
 
 
+_ROTARY: dict[str, Any] = {"tied_embeddings": False, "learned_positions": False}
+_LLAMA: dict[str, Any] = {**_ROTARY, "gated": True, "biases": False}
+_GPT2 = "GPT-2 (Radford et al. 2019)"
+
 #: Published shapes, named by model. Those of 10, 30 and 60 billion parameters stand for the reference points that give
 #: only a size; sequence length and vocabulary are those of the reference points.
 SHAPES: dict[str, ModelShape] = {
-    "gpt2": ModelShape(12, 768, 12, 50_257, 1024, source="GPT-2 (Radford et al. 2019)"),
-    "gpt2-medium": ModelShape(24, 1024, 16, 50_257, 1024, source="GPT-2 (Radford et al. 2019)"),
-    "gpt2-large": ModelShape(36, 1280, 20, 50_257, 1024, source="GPT-2 (Radford et al. 2019)"),
-    "gpt2-xl": ModelShape(48, 1600, 25, 50_257, 1024, source="GPT-2 (Radford et al. 2019)"),
+    "gpt2": ModelShape(12, 768, 12, 50_257, 1024, source=_GPT2),
+    "gpt2-medium": ModelShape(24, 1024, 16, 50_257, 1024, source=_GPT2),
+    "gpt2-large": ModelShape(36, 1280, 20, 50_257, 1024, source=_GPT2),
+    "gpt2-xl": ModelShape(48, 1600, 25, 50_257, 1024, source=_GPT2),
     "gpt2-10b": ModelShape(
         50, 4096, 16, 50_000, 512, source="GPT-2-like, 10B of ZeRO-Infinity (Rajbhandari et al. 2021)"
     ),
@@ -312,40 +312,18 @@ SHAPES: dict[str, ModelShape] = {
         48, 7168, 64, 50_000, 512, source="GPT-2 30B of the public SageMaker example notebooks: 48 × 7168, 64 heads"
     ),
     "gpt2-60b": ModelShape(75, 8192, 64, 50_000, 512, source="GPT-2-like, 60B of ZeRO (Rajbhandari et al. 2020)"),
-    "gptj-6b": ModelShape(
-        28, 4096, 16, 50_400, 2048, tied_embeddings=False, learned_positions=False, source="GPT-J (Wang et al. 2021)"
-    ),
-    "gpt-neox-20b": ModelShape(
-        44,
-        6144,
-        64,
-        50_432,
-        2048,
-        tied_embeddings=False,
-        learned_positions=False,
-        source="GPT-NeoX-20B (Black et al. 2022)",
-    ),
+    "gptj-6b": ModelShape(28, 4096, 16, 50_400, 2048, source="GPT-J (Wang et al. 2021)", **_ROTARY),
+    "gpt-neox-20b": ModelShape(44, 6144, 64, 50_432, 2048, source="GPT-NeoX-20B (Black et al. 2022)", **_ROTARY),
     "gpt-neox-65b": ModelShape(
         80,
         8192,
         64,
         50_432,
         2048,
-        tied_embeddings=False,
-        learned_positions=False,
         source="GPT-NeoX layers in the depth and width of LLaMA-65B (Touvron et al. 2023)",
+        **_ROTARY,
     ),
     "llama-7b": ModelShape(
-        32,
-        4096,
-        32,
-        32_000,
-        2048,
-        feed_forward=11_008,
-        tied_embeddings=False,
-        learned_positions=False,
-        gated=True,
-        biases=False,
-        source="LLaMA-7B (Touvron et al. 2023)",
+        32, 4096, 32, 32_000, 2048, feed_forward=11_008, source="LLaMA-7B (Touvron et al. 2023)", **_LLAMA
     ),
 }

@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from smp_config import Group, ModelParallelParameters, Topology
+from smp_config import Group, Topology
 from smp_estimator.planning.memory import StageMemory, is_half
 
 if TYPE_CHECKING:
     from smp_estimator.planning.batches import Batches
-    from smp_estimator.planning.model_shape import ModelShape
-    from smp_estimator.planning.workload import Workload
+    from smp_estimator.planning.request import Request
 
 
 def gather_bytes(ranks: int, size: float) -> float:
@@ -34,13 +33,7 @@ def data_parallel_bytes(ranks: int, elements: float, element_bytes: int) -> floa
 
 
 def sharded_bytes(
-    ranks: int,
-    degree: int,
-    elements: float,
-    element_bytes: int,
-    *,
-    accumulation: int = 1,
-    keep_gathered: bool = False,
+    ranks: int, degree: int, elements: float, element_bytes: int, *, accumulation: int = 1, keep_gathered: bool = False
 ) -> float:
     """Sharded data parallelism in two hops (Zhang et al. 2022, MiCS): k·3(s−1)/s·Ψb + 2(r−1)/r·Ψb/s.
 
@@ -94,15 +87,9 @@ class Traffic:
         return self.data + self.tensor + self.pipeline
 
 
-def traffic(
-    shape: ModelShape,
-    parameters: ModelParallelParameters,
-    topology: Topology,
-    workload: Workload,
-    batch: Batches,
-    stage: StageMemory,
-) -> Traffic:
+def traffic(request: Request, topology: Topology, batch: Batches, stage: StageMemory) -> Traffic:
     """Lower bound of what a rank of ``stage`` sends in one optimizer step."""
+    shape, parameters, workload = request.shape, request.parameters, request.workload
     b = 2 if is_half(parameters) else 4
     ranks, degree = topology.size(Group.RDP), parameters.sharded_data_parallel_degree
     k, tensor, stages = workload.accumulation, parameters.tensor_parallel_degree, parameters.pipeline_parallel_degree

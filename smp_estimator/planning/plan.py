@@ -104,7 +104,7 @@ def plan(
         processes_per_host: default: the GPUs of the instance.
         gpu_memory_bytes: memory of one GPU; default: the catalogue's.
         environment: of the job; sizes of the SMDDP buffers are read from it.
-        workload: fields of :class:`~smp_estimator.planning.workload.Workload`: ``activation_checkpointing``,
+        workload: fields of :class:`~smp_estimator.planning.request.Workload`: ``activation_checkpointing``,
             ``fused_attention``, ``dropout``, ``optimizer``, ``accumulation``, …
 
     Raises:

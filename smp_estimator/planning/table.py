@@ -13,25 +13,13 @@ from rich.text import Text
 from smp_estimator.planning.advice import GB, Change, SmallerCluster, amount, rule_line
 from smp_estimator.planning.forecast import Forecast, Verdict
 
-COLOURS = {
-    Verdict.FITS: "green",
-    Verdict.TIGHT: "yellow",
-    Verdict.DOES_NOT_FIT: "red",
-    Verdict.UNKNOWN: "blue",
-}
+COLOURS = {Verdict.FITS: "green", Verdict.TIGHT: "yellow", Verdict.DOES_NOT_FIT: "red", Verdict.UNKNOWN: "blue"}
 
 
 def plan_table(
     plan: Forecast, changes: Sequence[Change], fewer: Sequence[SmallerCluster], notes: Sequence[str]
 ) -> Group:
-    """The plan as a table of kinds by stage, with what to change and what to know below it.
-
-    Args:
-        plan: the numbers.
-        changes: what to change.
-        fewer: the same job on fewer instances.
-        notes: what to know.
-    """
+    """The plan as a table of kinds by stage, with what to change and what to know below it."""
     request, shape = plan.request, plan.request.shape
     known = plan.instance
     table = Table(title=None, title_justify="left")

@@ -16,13 +16,9 @@ if TYPE_CHECKING:
     from smp_config import JobSettings
 
 #: Hyperparameters that say how many samples a rank reads for one step.
-BATCH_NAMES = (
-    "batch_size",
-    "train_batch_size",
-    "per_device_train_batch_size",
-    "per_gpu_train_batch_size",
-    "per_device_batch_size",
-    "micro_batch_size",
+BATCH_NAMES = tuple(
+    """batch_size train_batch_size per_device_train_batch_size per_gpu_train_batch_size per_device_batch_size
+    micro_batch_size""".split()
 )
 
 #: Hyperparameters that give the shape of a transformer.
@@ -51,12 +47,7 @@ _LARGEST_SCRIPT_BYTES = 1_000_000
 
 
 def advise(
-    settings: JobSettings,
-    *,
-    hosts: int | None,
-    hyperparameters: Mapping[str, Any],
-    entry_point: Any,
-    source_dir: Any,
+    settings: JobSettings, *, hosts: int | None, hyperparameters: Mapping[str, Any], entry_point: Any, source_dir: Any
 ) -> Iterator[str]:
     """Sentences that apply to a model parallel job, most of them to none.
 

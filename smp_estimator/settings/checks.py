@@ -18,9 +18,7 @@ from smp_estimator.settings.variables import is_variable
 
 
 def require_text(value: Any, name: str, example: str) -> Any:
-    """Check the type of an argument that names something; path objects become text.
-
-    Values that are only known when a pipeline runs pass unchanged.
+    """An argument that names something, as text; values that are only known when a pipeline runs pass unchanged.
 
     Raises:
         ConfigError: neither text nor a path.
@@ -35,11 +33,7 @@ def require_text(value: Any, name: str, example: str) -> Any:
 
 
 def require_count(value: Any, name: str) -> None:
-    """Check that an argument is a whole number of at least 1.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise ConfigError unless an argument is left out or a whole number of at least 1."""
     if value is None or is_variable(value):
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -49,11 +43,7 @@ def require_count(value: Any, name: str) -> None:
 
 
 def require_mapping(value: Any, name: str) -> None:
-    """Check that an argument is a dictionary.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise ConfigError unless an argument is left out or a dictionary."""
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(
             f"{name} is {value!r}, a {type(value).__name__}; names and values are read from it: write a dictionary such "
@@ -62,11 +52,7 @@ def require_mapping(value: Any, name: str) -> None:
 
 
 def check_hyperparameters(hyperparameters: Mapping[str, Any]) -> None:
-    """Check that every hyperparameter can be sent.
-
-    Raises:
-        ConfigError: naming the one that cannot be written as JSON.
-    """
+    """Raise ConfigError, naming it, for a hyperparameter that cannot be written as JSON."""
     for name, value in hyperparameters.items():
         if is_variable(value):
             continue
@@ -80,11 +66,7 @@ def check_hyperparameters(hyperparameters: Mapping[str, Any]) -> None:
 
 
 def check_environment(environment: Mapping[str, Any] | None) -> None:
-    """Check that every environment variable is text, and those that the ranks would refuse.
-
-    Raises:
-        ConfigError: naming the one that is wrong.
-    """
+    """Raise ConfigError for an environment variable that is no text, and for those that the ranks would refuse."""
     for name, value in (environment or {}).items():
         if not isinstance(value, str) and not is_variable(value):
             raise ConfigError(
@@ -174,17 +156,8 @@ def _require_script(path: Path, given: str, relative_to: str) -> None:
     )
 
 
-def check_inputs(inputs: Any, *, process_mode: bool) -> None:
-    """Check the channels given to ``fit()``: addresses, and that local directories exist.
-
-    Args:
-        process_mode: the job runs on this machine, so ``file://`` addresses are read here.
-
-    Raises:
-        ConfigError: naming the channel.
-    """
-    if inputs is None or not process_mode:
-        return
+def check_inputs(inputs: Any) -> None:
+    """Raise ConfigError for a channel of a job on this machine that is no address, or a directory that does not exist."""
     for name, value in inputs.items() if isinstance(inputs, Mapping) else [("training", inputs)]:
         if isinstance(value, os.PathLike):
             raise ConfigError(
@@ -198,11 +171,7 @@ def check_inputs(inputs: Any, *, process_mode: bool) -> None:
 
 
 def check_output_path(output_path: Any) -> None:
-    """Check where the model goes.
-
-    Raises:
-        ConfigError: not an address, or a file.
-    """
+    """Raise ConfigError where the model cannot go: not an address, or a file."""
     if not output_path or is_variable(output_path):
         return
     uri = require_address(output_path, "output_path")

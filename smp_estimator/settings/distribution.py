@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp_config import ConfigError, Group, JobSettings, ModelParallelParameters, Topology
-from smp_config.buffers import BufferSizes
 from smp_config.errors import suggest
 from smp_config.instances import Instance, instance, instances
-from smp_config.job import MP_PARAMETERS, MPI_PROCESSES
-from smp_config.limits import HYPERPARAMETER_CHARACTERS
+from smp_config.job import HYPERPARAMETER_CHARACTERS, MP_PARAMETERS, MPI_PROCESSES
 from smp_config.mpi_options import MpiOption, check_mpi_options, variables
-from smp_estimator.settings.translation import hyperparameters, mirrored_environment
+from smp_config.smddp import BufferSizes
+from smp_estimator.settings.translation import hyperparameters, mirrored_environment, stock_image_conflicts
 from smp_estimator.settings.variables import separated
 
 logger = logging.getLogger(__name__)
@@ -86,11 +85,7 @@ def _turns_on(distribution: Any, library: str) -> bool:
 
 
 def refuse_unknown_strategies(distribution: Any, *, process_mode: bool = False) -> None:
-    """Find what the SDK would drop silently: a misspelt strategy, or a value that is no dictionary.
-
-    Raises:
-        ConfigError: naming the nearest known strategy.
-    """
+    """Raise ConfigError for what the SDK would drop silently: a misspelt strategy, or a value that is no dictionary."""
     if distribution is None:
         return
     if not isinstance(distribution, Mapping):
@@ -161,11 +156,46 @@ def read(
     return Distribution(settings, later)
 
 
-def group_names(distribution: Mapping[str, Any], instance_groups: Sequence[Any] | None) -> dict[str, Any]:
-    """Settle which instance groups of a heterogeneous cluster train.
+class SettingsReader:
+    """Reads the distribution of one estimator, on the way to a job several times, and keeps what it read.
 
-    Returns:
-        A copy of ``distribution`` whose ``instance_groups`` are names.
+    An estimator's attributes may be changed at any time, and its dictionaries from inside. So every step to a job asks
+    again, and what is read here is remembered with what it was read from.
+    """
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+        self._source = ""
+        self._kept: Distribution | None = None
+
+    def say(self, sentence: str) -> None:
+        """Warn, but of one thing only once."""
+        if sentence not in self._said:
+            self._said.add(sentence)
+            logger.warning("%s", sentence)
+
+    def read(self, distribution: dict[str, Any], *, stock_image: bool, **where: Any) -> Distribution:
+        """The typed distribution.
+
+        Args:
+            stock_image: the launcher of a stock image starts the job.
+            where: the other arguments of :func:`read`.
+
+        Raises:
+            ConfigError: as there; nothing is kept then.
+        """
+        # As text: it does not change with the user's dictionaries, and does not take True for 1.
+        source = repr((distribution, stock_image, where))
+        if self._kept is None or source != self._source:
+            found = read(distribution, say=self.say, **where)
+            for sentence in stock_image_conflicts(found.settings) if stock_image else ():
+                self.say(sentence)
+            self._source, self._kept = source, found
+        return self._kept
+
+
+def group_names(distribution: Mapping[str, Any], instance_groups: Sequence[Any] | None) -> dict[str, Any]:
+    """A copy of ``distribution`` that names the instance groups of a heterogeneous cluster that train.
 
     Raises:
         ConfigError: a group that the estimator does not have, or several groups without a choice.
@@ -206,11 +236,7 @@ def _refuse_torchrun(distribution: Mapping[str, Any]) -> None:
 
 
 def _topology(parameters: ModelParallelParameters, per_host: int, hosts: int) -> Topology:
-    """Lay the degrees over all processes of the job.
-
-    Raises:
-        ConfigError: the degrees do not fit ``hosts`` × ``per_host``.
-    """
+    """Lay the degrees over all processes of the job; raises ConfigError if they do not fit ``hosts`` × ``per_host``."""
     world = per_host * hosts
     pipeline, tensor = parameters.pipeline_parallel_degree, parameters.tensor_parallel_degree
     came_about = f"{world} processes = mpi.processes_per_host {per_host} × instance_count {hosts}"

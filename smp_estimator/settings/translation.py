@@ -20,15 +20,8 @@ RDMA_VARIABLES = {"FI_EFA_USE_DEVICE_RDMA": "1"}
 
 #: Parameters of ``--mca`` that the training toolkit of the stock images sets itself; a second one stops mpirun 4.1.
 _OF_THE_TOOLKIT = frozenset(
-    [
-        "btl",
-        "btl_tcp_if_include",
-        "btl_vader_single_copy_mechanism",
-        "oob_tcp_if_include",
-        "orte_abort_on_non_zero_status",
-        "plm_rsh_no_tree_spawn",
-        "pml",
-    ]
+    """btl btl_tcp_if_include btl_vader_single_copy_mechanism oob_tcp_if_include orte_abort_on_non_zero_status
+    plm_rsh_no_tree_spawn pml""".split()
 )
 
 #: Variables of the collectives that must reach the ranks however they are started.
@@ -37,9 +30,7 @@ _MIRRORED_NAMES = ("SMP_NCCL_THROTTLE_LIMIT",)
 
 
 def hyperparameters(
-    settings: JobSettings,
-    environment: Mapping[str, Any] | None = None,
-    later: Mapping[str, Any] | None = None,
+    settings: JobSettings, environment: Mapping[str, Any] | None = None, later: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """What the job carries, as Python values (the SDK encodes each as JSON).
 
@@ -91,7 +82,7 @@ def from_hyperparameters(carried: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def mirrored_environment(settings: JobSettings, environment: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``environment`` together with the variables of the collectives that ``custom_mpi_options`` sets with ``-x``.
+    """``environment`` with the variables of the collectives that ``custom_mpi_options`` sets with ``-x``.
 
     Raises:
         ConfigError: both set one variable, to different values.

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from smp_config import ConfigError
-from smp_estimator.planning.pipeline import idle_fraction
+from smp_estimator.planning.batches import idle_fraction
 
 if TYPE_CHECKING:
     from smp_config.timeline import Kind, RankTimeline, StepTimeline
@@ -138,10 +138,7 @@ class JobTimeline:
 
     @classmethod
     def of(cls, files: Iterable[tuple[str, RankTimeline]]) -> JobTimeline:
-        """Put the ranks' files together.
-
-        Args:
-            files: (name for messages, content).
+        """Put the ranks' files, each with a name for messages, together.
 
         Raises:
             ConfigError: files of different jobs, two files of one rank, or no step that all ranks recorded.

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
+from smp_runtime.activations.functional import Strategy, grouped
 from smp_runtime.activations.marking import recomputed_parts
-from smp_runtime.activations.strategies import Strategy, grouped
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.partition.module_tree import note_recomputed
 from smp_runtime.pipeline.partition.tracing import trace

@@ -201,8 +201,6 @@ def test_resuming_that_fails_on_one_rank_is_told_to_all(ranks, tmp_path):
     def run(path):
         import smdistributed.modelparallel.torch as smp
         from smp_runtime.checkpoint import find_checkpoint as finding
-        from smp_runtime.checkpoint import random_states
-        from smp_runtime.checkpoint.files import user_content
 
         model = _model()
         smp.save_checkpoint(path, tag="a", model=model)
@@ -212,9 +210,9 @@ def test_resuming_that_fails_on_one_rank_is_told_to_all(ranks, tmp_path):
         ):
             smp.resume_from_checkpoint(path)
         # While the files are read: the other rank must not wait for one that has left.
-        for owner, name in ((user_content, "read"), (random_states, "restore")):
+        for name in ("read_user_content", "restore_random_state"):
             with (
-                _fails(owner, name, 1),
+                _fails(checkpoints, name, 1),
                 pytest.raises(RuntimeError if smp.rank() == 1 else CheckpointError, match="broken"),
             ):
                 smp.resume_from_checkpoint(path)

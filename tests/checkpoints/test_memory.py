@@ -51,7 +51,7 @@ def _load(path):
     from torch.profiler import ProfilerActivity, profile
 
     import smdistributed.modelparallel.torch as smp
-    from smp_runtime.checkpoint.live_tensors import masters, updated, weights
+    from smp_runtime.checkpoint.live_state import masters, updated, weights
 
     model, optimizer, step = _model(smp.tp_size() > 1)
     if smp.pp_size() > 1:

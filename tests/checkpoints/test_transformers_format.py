@@ -11,8 +11,7 @@ from support.rank_training import training_step, updates
 from support.reference import train_alone
 
 import smdistributed.modelparallel.torch as smp
-from smp_runtime.checkpoint.files.name_translation import Traced
-from smp_runtime.checkpoint.files.state_names import record_of
+from smp_runtime.checkpoint.files.name_translation import Traced, record_of
 from smp_runtime.checkpoint.files.transformers_format import config_of, read_weights, write_transformers
 from smp_runtime.errors import CheckpointError, SMPUserError
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from smp_config.buffers import SCRATCH_VARIABLE, SORT_VARIABLE, BufferSizes
 from smp_config.errors import ConfigError
+from smp_config.smddp import SCRATCH_VARIABLE, SORT_VARIABLE, BufferSizes
 
 MIB = 1024 * 1024
 

@@ -7,8 +7,14 @@ import json
 import pytest
 
 from smp_config import ConfigError, JobSettings
-from smp_config.failure import FailureRecord, format_failure, parse_failure
-from smp_config.progress import ProgressRecord, format_progress, parse_progress
+from smp_config.records import (
+    FailureRecord,
+    ProgressRecord,
+    format_failure,
+    format_progress,
+    parse_failure,
+    parse_progress,
+)
 
 MODEL_PARALLEL = {
     "smdistributed": {"modelparallel": {"enabled": True, "parameters": {"partitions": 2, "ddp": True}}},

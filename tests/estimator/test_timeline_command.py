@@ -15,7 +15,7 @@ from smp_config import ConfigError
 from smp_config.timeline import RankTimeline, StepTimeline, parse_timeline, steps_to_keep
 from smp_estimator.cli.main import main
 from smp_estimator.timeline import JobTimeline, read_timeline
-from smp_estimator.timeline.chrome import chrome_trace
+from smp_estimator.timeline.views import chrome_trace
 
 MS = 1e-3
 

@@ -11,8 +11,8 @@ from smp_config.job import JobSettings
 from smp_launch.environment import TrainingEnvironment
 from smp_launch.errors import LaunchError
 from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
+from smp_launch.locked_folders import LeaderStatus, StatusDir
 from smp_launch.rank import rank_variables
-from smp_launch.status import LeaderStatus, StatusDir
 from smp_launch.tree import Tree
 
 PARAMETERS = {

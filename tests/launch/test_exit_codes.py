@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from smp_config.failure import FailureRecord, format_failure
+from smp_config.records import FailureRecord, format_failure
 from smp_launch.failure import Cause, FailureCollector
 from smp_launch.output import Line
 

@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from smp_config.failure import FailureRecord, format_failure
-from smp_config.limits import FAILURE_CHARACTERS
+from smp_config.records import FAILURE_CHARACTERS, FailureRecord, format_failure
 from smp_launch.failure import Cause, FailureCollector, write_failure
 from smp_launch.output import Line
 

@@ -14,10 +14,10 @@ import pytest
 
 from smp_launch.errors import LaunchError, Stopped
 from smp_launch.followers import PATIENCE_VARIABLE, Followers
+from smp_launch.locked_folders import LeaderStatus, StatusDir
 from smp_launch.login import FOLLOW, environment_of
 from smp_launch.signals import StopRequests
 from smp_launch.ssh import PORT_VARIABLE, TRUSTED_VARIABLE, Client, port, trusted_addresses
-from smp_launch.status import LeaderStatus, StatusDir
 
 PACKAGES = Path(__file__).resolve().parents[2] / "container"
 

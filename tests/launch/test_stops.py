@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from smp_config.limits import FAILURE_CHARACTERS
+from smp_config.records import FAILURE_CHARACTERS
 
 pytestmark = pytest.mark.job
 

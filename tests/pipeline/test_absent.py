@@ -14,7 +14,7 @@ from torch import nn
 from smp_runtime.errors import SMPUserError
 from smp_runtime.module_state.absent_tensors import AbsentAttribute, AbsentParameter, AbsentTensor, absent_parameter
 from smp_runtime.pipeline.transport.tensor_channels import dense
-from smp_runtime.tensors.swapping import swap_contents
+from smp_runtime.tensors.torch_private import swap_contents
 
 
 def _absent_linear():

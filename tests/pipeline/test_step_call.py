@@ -13,7 +13,7 @@ from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
-from smp_runtime.step.step_call import StepCall, probe
+from smp_runtime.step.step import StepCall, probe
 
 CONFIG = {"partitions": 2, "microbatches": 2}
 CALL = StepCall("train", (True, True), ((4, 2),), 1.5)

@@ -25,7 +25,7 @@ def _conductor(lock: Any, device: str, ended: threading.Event) -> Conductor:
     conductor.report_to(
         is_admitted=lambda task: True,
         diverged=lambda why: None,
-        failed=lambda task, error: ended.set(),
+        failed=lambda error, label: ended.set(),
         finished=finished,
         idle=lambda: None,
     )

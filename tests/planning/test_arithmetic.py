@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from smp_config import ConfigError, ModelParallelParameters, Topology
 from smp_estimator.planning import batch_for, batches, batches_of, plan
 from smp_estimator.planning import network as net
-from smp_estimator.planning.pipeline import idle_fraction, in_flight, layers_of_stage
+from smp_estimator.planning.batches import idle_fraction, in_flight, layers_of_stage
 
 
 def test_example_one_sharding_alone() -> None:

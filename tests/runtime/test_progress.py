@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import smdistributed.modelparallel.torch as smp
-from smp_config.progress import parse_progress
+from smp_config.records import parse_progress
 from smp_runtime.job import progress as module
 from smp_runtime.job.progress import ProgressReporter
 

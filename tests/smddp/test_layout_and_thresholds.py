@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from smp_config import ConfigError, ModelParallelParameters, smddp
-from smp_config.buffers import BUFFER_GRAIN, SCRATCH_VARIABLE, SORT_VARIABLE, BufferSizes
+from smp_config.smddp import BUFFER_GRAIN, SCRATCH_VARIABLE, SORT_VARIABLE, BufferSizes
 from smp_runtime.smddp.buffers import RingBuffer
 from smp_runtime.smddp.layout import HostGrid, agree
 

@@ -23,7 +23,7 @@ def test_rows_are_one_block_only_where_they_follow_each_other():
 
 
 def _phases(order):
-    from smp_config.buffers import BufferSizes
+    from smp_config.smddp import BufferSizes
     from smp_runtime.smddp.items import Item
     from smp_runtime.smddp.layout import HostGrid
     from smp_runtime.smddp.streams import StreamGather

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.attention_scores import Scoring, alibi_slopes, attend, rotate
-from smp_runtime.tensor_parallel.collective_throttle import Throttle
+from smp_runtime.tensor_parallel.group import Throttle
 
 
 def _qkv(heads=4, seq=6, size=8):

@@ -71,7 +71,6 @@ class Activations:
         self.offloader: Offloader | None = None
         self.regions = 0
         self._ranks = ranks
-        self._has_warned = False
         self._steps = 0
         if ranks is not None and ranks.cfg.offload_activations:
             self.offloader = Offloader(ranks.cfg.activation_loading_horizon, ranks.device, self._where)
@@ -117,18 +116,14 @@ class Activations:
         """A step begins; ``has_marks`` says whether any module is checkpointed."""
         if self.offloader is not None:
             self.offloader.begin_step()
-            self._warn_if_useless(has_marks)
+            placement = self.placement
+            is_used = has_marks or self.regions or (placement is not None and placement.groups)
+            if self._steps == 1 and not is_used:
+                logger.warning(
+                    "offload_activations is true, but no module is checkpointed, so no activation leaves the device; call "
+                    "smp.set_activation_checkpointing on the layers, or set offload_activations to false"
+                )
         self._steps += 1
-
-    def _warn_if_useless(self, has_marks: bool) -> None:
-        placement = self.placement
-        used = has_marks or self.regions or (placement is not None and placement.groups)
-        if self._steps == 1 and not used and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "offload_activations is true, but no module is checkpointed, so no activation leaves the device; call "
-                "smp.set_activation_checkpointing on the layers, or set offload_activations to false"
-            )
 
 
 _plain = Activations(None)

@@ -1,18 +1,21 @@
-"""``checkpoint`` and ``checkpoint_sequential``: regions that a model's own forward asks for."""
+"""Regions that a model's own forward asks for: ``checkpoint``, ``checkpoint_sequential`` and its strategies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch import nn
 
 from smp_runtime.activations.activations import Activations
-from smp_runtime.activations.marking import check_sequential
 from smp_runtime.activations.regions import is_off, run_region
-from smp_runtime.activations.sequential import run_sequential
-from smp_runtime.activations.strategies import Strategy
 from smp_runtime.errors import SMPUserError
+
+T = TypeVar("T")
 
 
 def checkpoint(module: Callable[..., Any], *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
@@ -65,5 +68,107 @@ def checkpoint_sequential(
         SMPUserError: an unknown strategy, or no ``nn.Sequential``.
     """
     how = Strategy.parse(strategy)
-    check_sequential(sequential_module, how)
-    return run_sequential(sequential_module, input, how, preserve_rng_state)
+    return run_sequential(check_sequential(sequential_module, how), input, how, preserve_rng_state)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A checkpointing strategy."""
+
+    name: str  # ``each``, ``contiguous`` or ``group_N``
+    most: float  # most children in one region
+
+    @classmethod
+    def parse(cls, name: object) -> Strategy:
+        """The strategy of a name.
+
+        Raises:
+            SMPUserError: no such strategy.
+        """
+        if name == "each":
+            return cls("each", 1)
+        if name == "contiguous":
+            return cls("contiguous", math.inf)
+        number = re.fullmatch(r"group_(-?\d+)", name) if isinstance(name, str) else None
+        if number is None:
+            raise SMPUserError(
+                f"strategy is {name!r}, which is none of the checkpointing strategies: use 'each' (every child on its own), "
+                "'contiguous' (all neighbours on one partition together) or 'group_N' with a number, such as 'group_4'"
+            )
+        if (most := int(number[1])) < 1:
+            raise SMPUserError(
+                f"strategy is {name!r}, but a region needs at least one child; use 'group_1' or more, or 'contiguous' for as many "
+                "as possible"
+            )
+        return cls(str(name), most)
+
+
+def grouped(
+    children: Sequence[T], stages: Sequence[int | None], strategy: Strategy
+) -> list[tuple[int | None, list[T]]]:
+    """Neighbours on the same stage, in regions of at most the strategy's size.
+
+    Args:
+        children: in the order of their calls.
+        stages: the stage of each; None for one that is not on a single stage, which stays alone.
+
+    Returns:
+        Stage and members of every region.
+    """
+    groups: list[tuple[int | None, list[T]]] = []
+    for child, stage in zip(children, stages, strict=True):
+        if groups and stage is not None and groups[-1][0] == stage and len(groups[-1][1]) < strategy.most:
+            groups[-1][1].append(child)
+        else:
+            groups.append((stage, [child]))
+    return groups
+
+
+def check_sequential(module: nn.Module, strategy: Strategy) -> nn.Sequential:
+    """The module, when its children can be put together.
+
+    Raises:
+        SMPUserError: they cannot.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise SMPUserError(
+            f"checkpointing with strategies needs an nn.Sequential, but got a {type(module).__name__}; make the layers an "
+            "nn.Sequential, or checkpoint them one by one"
+        )
+    if strategy.most > 1 and type(module).forward is not nn.Sequential.forward:
+        raise SMPUserError(
+            f"strategy {strategy.name!r} puts children together, but {type(module).__name__} has a forward of its own, which "
+            "calls them in its own way; use strategy 'each', or an nn.Sequential without it"
+        )
+    return module
+
+
+def run_sequential(module: nn.Sequential, value: Any, strategy: Strategy, preserve_rng_state: bool) -> Any:
+    """What ``module(value)`` gives, each group of children as one region on the stage where it lies.
+
+    Raises:
+        SMPUserError: a child is on several stages that were set by hand.
+    """
+    children = list(module)
+    if is_off():
+        return _chain(children, value)
+    here = Activations.here()
+    placement = here.placement
+    stages = [0 if placement is None else placement.stage_of(child) for child in children]
+    for stage, members in grouped(children, stages, strategy):
+        if placement is not None and stage is None:
+            placement.tell_split(members[0])
+            value = members[0](value)
+        elif placement is not None and stage != placement.stage:
+            value = placement.call(members, (value,), {}, preserve_rng_state)
+        else:
+            chain = functools.partial(_chain, members)
+            label = " + ".join(type(member).__name__ for member in members[:3])
+            value = run_region(chain, (value,), {}, here, preserve_rng_state=preserve_rng_state, label=label)
+    return value
+
+
+def _chain(members: Sequence[nn.Module], value: Any) -> Any:
+    for member in members:
+        value = member(value)
+    return value

@@ -13,15 +13,10 @@ Place = tuple[int | None, tuple[int, ...]]
 
 
 class Key(NamedTuple):
-    """A use of a region.
+    """A use of a region."""
 
-    Attributes:
-        place: microbatch, and call numbers of the pipeline task that runs it forward.
-        number: position among the regions of that task.
-    """
-
-    place: Place
-    number: int
+    place: Place  # microbatch, and call numbers of the pipeline task that runs it forward
+    number: int  # position among the regions of that task
 
 
 class Entry(NamedTuple):

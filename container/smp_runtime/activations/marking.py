@@ -1,18 +1,17 @@
-"""``smp.set_activation_checkpointing``: modules that keep only their inputs for backward."""
+"""Modules that are marked to keep only their inputs for backward, by the script or by a model that checkpoints itself."""
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
-from smp_runtime.activations import self_checkpointing as foreign
-from smp_runtime.activations.activations import Activations
+from smp_runtime.activations.activations import Activations, StagedRegions
+from smp_runtime.activations.functional import Strategy, check_sequential, checkpoint, run_sequential
 from smp_runtime.activations.regions import is_off, run_region
-from smp_runtime.activations.sequential import run_sequential
-from smp_runtime.activations.strategies import Strategy
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.tensors import module_calls
@@ -20,6 +19,8 @@ from smp_runtime.tensors import module_calls
 logger = logging.getLogger("smp")
 
 _MARK = "_smp_checkpointing"
+#: By which a model of Transformers checkpoints itself: whether it does, and how.
+FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 
 def set_activation_checkpointing(
@@ -59,7 +60,7 @@ def set_activation_checkpointing(
         check_sequential(module, how)
         if how.most == 1:
             for child in module:
-                _mark(child, _CheckpointedCall(child, preserve_rng_state))
+                mark(child, preserve_rng_state)
         else:
             _mark(module, _GroupedForward(module, how, preserve_rng_state))
         return
@@ -70,25 +71,7 @@ def set_activation_checkpointing(
             "called; leave it out, or make the layers an nn.Sequential"
         )
     for part in module if isinstance(module, nn.ModuleList) else [module]:
-        _mark(part, _CheckpointedCall(part, preserve_rng_state))
-
-
-def check_sequential(module: nn.Module, strategy: Strategy) -> None:
-    """Make sure that the children of a module can be put together.
-
-    Raises:
-        SMPUserError: they cannot.
-    """
-    if not isinstance(module, nn.Sequential):
-        raise SMPUserError(
-            f"checkpointing with strategies needs an nn.Sequential, but got a {type(module).__name__}; make the layers an "
-            "nn.Sequential, or checkpoint them one by one"
-        )
-    if strategy.most > 1 and type(module).forward is not nn.Sequential.forward:
-        raise SMPUserError(
-            f"strategy {strategy.name!r} puts children together, but {type(module).__name__} has a forward of its own, which "
-            "calls them in its own way; use strategy 'each', or an nn.Sequential without it"
-        )
+        mark(part, preserve_rng_state)
 
 
 class _CheckpointedCall:
@@ -103,7 +86,7 @@ class _CheckpointedCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         call = module_calls.own_call(module)
-        if is_off() or (foreign.checkpoints_itself(module) and not module.training):
+        if is_off() or (checkpoints_itself(module) and not module.training):
             return call(*args, **kwargs)
         here = Activations.here()
         if here.placement is not None and here.placement.stage_of(module) is None:
@@ -113,7 +96,7 @@ class _CheckpointedCall:
 
     def install(self) -> None:
         """Take the place of the module's own call, unless the call goes to another stage."""
-        foreign.let_pass(self.module)
+        let_pass(self.module)
         module_calls.answer(self.module, self)
 
     def on(self, module: nn.Module) -> _CheckpointedCall:
@@ -135,15 +118,12 @@ class _GroupedForward:
     def install(self) -> None:
         """Take the place of the module's own forward."""
         for child in self.module:
-            foreign.let_pass(child)
+            let_pass(child)
         self.module.__dict__["forward"] = self
 
     def on(self, module: nn.Module) -> _GroupedForward:
         """The same for another module."""
-        check_sequential(module, self.strategy)
-        if not isinstance(module, nn.Sequential):
-            raise AssertionError("checked above")
-        return _GroupedForward(module, self.strategy, self.preserve_rng_state)
+        return _GroupedForward(check_sequential(module, self.strategy), self.strategy, self.preserve_rng_state)
 
 
 _Marking = _CheckpointedCall | _GroupedForward
@@ -172,11 +152,6 @@ def mark(module: nn.Module, preserve_rng_state: bool = True) -> None:
 def is_marked(module: nn.Module) -> bool:
     """Whether a module is checkpointed."""
     return _MARK in module.__dict__
-
-
-def has_marks(model: nn.Module) -> bool:
-    """Whether any module of a model is checkpointed."""
-    return any(is_marked(module) for module in model.modules())
 
 
 def marked_parts(model: nn.Module) -> Iterator[nn.Module]:
@@ -233,3 +208,82 @@ def carry_over(before: dict[str, _Marking], model: nn.Module) -> None:
             "smp.set_activation_checkpointing on the layers of the wrapped model, after smp.DistributedModel",
             ", ".join(repr(path) for path in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else ""),
         )
+
+
+# -- models that checkpoint themselves, as those of Transformers after gradient_checkpointing_enable() -----------------
+# A layer of theirs wraps its own call on the side of the caller, which may be another stage than the one that runs it. Here
+# the layer keeps what it prepares for a checkpointed call (it drops caches), but the call itself passes, and the layer is
+# checkpointed where it runs.
+
+
+def checkpoints_itself(module: nn.Module) -> bool:
+    """Whether a module has a call of its own that looks at ``gradient_checkpointing``."""
+    return hasattr(type(module), FLAG) and type(module).__call__ is not nn.Module.__call__
+
+
+def let_pass(module: nn.Module) -> None:
+    """A layer that is checkpointed here prepares for it, but does not do it itself."""
+    if checkpoints_itself(module):
+        module.__dict__[FLAG] = True
+        module.__dict__[FUNCTION] = passes
+
+
+def passes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stands for the layer's checkpointing function: calls what it is given."""
+    # The layer has dropped caches among keyword arguments; a cache would be written a second time in backward.
+    return function(*(None if _is_cache(value) else value for value in args), **kwargs)
+
+
+def _is_cache(value: Any) -> bool:
+    return any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__)
+
+
+def take_over(model: nn.Module) -> None:
+    """Checkpoint here what checkpoints itself; on every rank, so that callers and owners agree."""
+    for module in model.modules():
+        function = module.__dict__.get(FUNCTION)
+        if function is passes and not getattr(module, FLAG):  # switched off since
+            unmark(module)
+        if function is None or function is passes or isinstance(function, _Ours) or not getattr(module, FLAG, False):
+            continue
+        settings = function.keywords if isinstance(function, functools.partial) else {}
+        preserve = bool(settings.get("preserve_rng_state", True))
+        if checkpoints_itself(module):
+            mark(module, preserve)
+        else:
+            module.__dict__[FUNCTION] = _Ours(preserve)
+
+
+class _Ours:
+    """The checkpointing function of a model that calls it around the calls of its layers."""
+
+    def __init__(self, preserve_rng_state: bool) -> None:
+        self._preserve = preserve_rng_state
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for ignored in ("use_reentrant", "preserve_rng_state"):
+            kwargs.pop(ignored, None)
+        owner = getattr(function, "__self__", None)
+        is_call = getattr(function, "__name__", "") in ("__call__", "forward", "_call_impl", "_wrapped_call_impl")
+        module = owner if is_call and isinstance(owner, nn.Module) else function
+        return checkpoint(module, *args, preserve_rng_state=self._preserve, **kwargs)
+
+
+def begin_step(module: nn.Module, placement: StagedRegions | None) -> None:
+    """A step of a model begins; every rank of a pipeline calls it.
+
+    Args:
+        module: what was wrapped.
+        placement: of its regions on the stages of a pipeline; None without one.
+
+    Raises:
+        SMPUserError: a checkpointed module is split over stages that were set by hand.
+    """
+    here = Activations.here()
+    if placement is not None:
+        here.placement = placement
+    if placement is not None or here.offloader is not None:
+        take_over(module)
+    if here.placement is not None:
+        here.placement.check(module)
+    here.step_begins(here.offloader is not None and any(map(is_marked, module.modules())))

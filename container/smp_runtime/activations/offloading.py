@@ -14,9 +14,50 @@ from typing import Any, Protocol
 
 import torch
 
-from smp_runtime.activations.kept_tensor import Stored
 from smp_runtime.activations.load_order import Entry, Key, Tape
+from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.torch_private import backward_pass
+
+
+class Stored:
+    """A tensor as it was when it was kept.
+
+    Attributes:
+        tensor: without its place in the graph; None while it is elsewhere.
+        bytes: of its elements.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor.detach()
+        self.bytes = tensor.numel() * tensor.element_size()
+        # Shared by all views, so that any change in place shows.
+        self._version = -1 if tensor.is_inference() else tensor._version
+
+    def take(self, label: str) -> torch.Tensor:
+        """The tensor, for the region ``label``.
+
+        Raises:
+            SMPUserError: it was changed in place meanwhile.
+        """
+        if self.tensor is None:
+            raise AssertionError("a tensor that is elsewhere was taken")
+        self.check(self.tensor, label)
+        return self.tensor
+
+    def check(self, tensor: torch.Tensor, label: str = "", since: int | None = None) -> None:
+        """Make sure that nobody has changed ``tensor`` since it was kept, or since its version was ``since``.
+
+        Raises:
+            SMPUserError: somebody has.
+        """
+        version = self._version if since is None else since
+        if version >= 0 and tensor._version != version:
+            where = f" {label!r}" if label else ""
+            raise SMPUserError(
+                f"an argument of shape {list(tensor.shape)} of the checkpointed region{where} was changed in place "
+                f"{tensor._version - version} times after the region began, and backward runs the region again from it; "
+                "change a copy (x = x + y instead of x += y)"
+            )
 
 
 class Use(Protocol):
@@ -29,21 +70,13 @@ class Use(Protocol):
 
 @dataclass
 class Figures:
-    """What the offloader has done; bytes of tensors that may leave.
+    """What the offloader has done; bytes of tensors that may leave."""
 
-    Attributes:
-        resident: on the device now.
-        peak: most on the device at once.
-        left: copied to CPU memory.
-        came: copied back.
-        late: tensors that were copied back only when they were needed already.
-    """
-
-    resident: int = 0
-    peak: int = 0
-    left: int = 0
-    came: int = 0
-    late: int = 0
+    resident: int = 0  # on the device now
+    peak: int = 0  # most on the device at once
+    left: int = 0  # copied to CPU memory
+    came: int = 0  # copied back
+    late: int = 0  # tensors that were copied back only when they were needed already
 
 
 class Offloader:

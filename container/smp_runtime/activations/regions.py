@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from smp_runtime.activations.kept_tensor import Stored
+from smp_runtime.activations.offloading import Offloader, Stored
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.tensors.handles import Handle
@@ -23,7 +23,6 @@ from smp_runtime.tensors.torch_private import TreeSpec, tree_flatten, tree_unfla
 
 if TYPE_CHECKING:
     from smp_runtime.activations.activations import Activations
-    from smp_runtime.activations.offloading import Offloader
 
 
 class _Here(threading.local):

@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smp_runtime.checkpoint.files import user_content as user_contents
-from smp_runtime.checkpoint.files.save_id import SAVE_ID, new_save_id, refuse_other_saves, unwrapped
-from smp_runtime.checkpoint.files.transformers_format import save_ids
-from smp_runtime.checkpoint.files.whole_file import write_bytes, write_tensors
+import torch
+
+from smp_runtime.checkpoint.files.manifest import EXTRA, MODULE, FoundCheckpoint, Manifest, Piece
+from smp_runtime.checkpoint.files.name_translation import each_once, names_of_each, record_of, renamed
+from smp_runtime.checkpoint.files.reader import CheckpointReader
+from smp_runtime.checkpoint.files.transformers_format import (
+    PICKLED,
+    SAFETENSORS,
+    config_of,
+    is_transformers_name,
+    read_weights,
+    save_ids,
+    weights_of,
+    write_transformers,
+)
+from smp_runtime.checkpoint.files.whole_file import (
+    SAVE_ID,
+    map_file,
+    marked_state,
+    read_user_content,
+    refuse_other_saves,
+    unwrapped,
+    write_bytes,
+    write_tensors,
+)
 from smp_runtime.checkpoint.folder_transaction import refuse_if_any_failed
-from smp_runtime.checkpoint.full_optimizer import load_full_state, read_full_state
-from smp_runtime.checkpoint.full_weights import plan_weights, write_weights
+from smp_runtime.checkpoint.load_partial import Loading
 from smp_runtime.errors import CheckpointError, SMPUserError
+from smp_runtime.optim.whole_state import HALF_KEY
+from smp_runtime.tensors.nested import unshared
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
     from smp_runtime.model.distributed_model import DistributedModel
     from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+
 
 logger = logging.getLogger("smp")
 
@@ -49,7 +73,7 @@ def save(
         state = model.state_to_save()
         optimizer_state = optimizer.full_state_dict(gather_to_rank0=True) if optimizer is not None else None
         if session.ranks.rank == 0:
-            save_id = new_save_id()
+            save_id = uuid.uuid4().hex
             content = user_content(save_id)
             folder.mkdir(parents=True, exist_ok=True)
             if optimizer_state is not None:
@@ -88,7 +112,7 @@ def resume(
     optimizer_state: dict[str, Any] | None = None
     try:
         plan = plan_weights(session, model, file, translate_function, strict=strict)
-        content, save_id = unwrapped(user_contents.read(content_file, trusted=trusted))
+        content, save_id = unwrapped(read_user_content(content_file, trusted=trusted))
         ids = {**save_ids(file), str(content_file): save_id}
         if optimizer is not None and optimizer_file.is_file():
             optimizer_state = read_full_state(optimizer_file, optimizer)
@@ -111,3 +135,153 @@ def resume(
     if optimizer is not None and optimizer_state is not None:
         load_full_state(model, optimizer, optimizer_state)
     return content
+
+
+Translate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+def write_weights(
+    session: Session,
+    model: DistributedModel,
+    state: Mapping[str, Any],
+    file: Path,
+    *,
+    translates: bool,
+    save_id: str | None = None,
+) -> None:
+    """Write a whole state, on one rank.
+
+    ``pytorch_model.bin`` and names that end in ``.safetensors`` are written so that Transformers loads the folder: each
+    tensor once, with the model's configuration beside it. Anything else is a file of ``torch.save``.
+
+    Args:
+        state: from ``model.state_dict()``.
+        file: its folder exists.
+        translates: to the names that the models had before they were distributed.
+
+    Raises:
+        SMPUserError: the format does not have a type.
+    """
+
+    def translated(whole: Mapping[str, Any]) -> Mapping[str, Any]:
+        return session.module_manager.translated(whole, model.module) if translates else whole
+
+    # Gathered from several ranks, the names of a tied weight do not share memory any more.
+    first_of = {name: record.name for record in model.registry for name in record.names}
+    if not is_transformers_name(file.name):
+        whole = translated({name: state.get(first_of.get(name, name), value) for name, value in state.items()})
+        on_cpu = {id(v): v.detach().cpu() for v in whole.values() if isinstance(v, torch.Tensor)}  # tied ones stay one
+        made = {name: on_cpu.get(id(value), value) for name, value in whole.items()}
+        write_tensors(marked_state(made, save_id), file)
+        return
+    once = translated({name: value for name, value in state.items() if first_of.get(name, name) == name})
+    tensors = each_once({name: value for name, value in once.items() if isinstance(value, torch.Tensor)})
+    write_transformers(file, tensors, config_of(model.module) if translates else None, save_id=save_id)
+    if file.name == PICKLED and weights_of(file.parent) != file and (file.parent / SAFETENSORS).exists():
+        logger.warning(
+            "%s was saved, but Transformers takes %s from the same folder first; save into a folder of its own",
+            file.name,
+            SAFETENSORS,
+        )
+
+
+def plan_weights(
+    session: Session, model: DistributedModel, path: Path, translate: Translate | None = None, *, strict: bool = True
+) -> Loading:
+    """Full weights on their way into a model of any topology: checked; ``load()`` of the result loads them.
+
+    Files are mapped and read tensor by tensor; each rank copies its own part.
+
+    Args:
+        path: a file of ``torch.save`` or of safetensors, an index of shards, or a folder of Transformers.
+        translate: applied to the state first.
+        strict: whether the names must agree exactly.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or it is of another model.
+    """
+    state: Mapping[str, Any] = read_weights(path)
+    if translate is not None:
+        state = translate(state)
+    reader = FullReader(path, renamed(state, model.module), model)
+    checkpoint = FoundCheckpoint(path.name, path, reader.manifest)
+    return Loading(session, checkpoint, model, None, strict=strict, states=False, reader=reader)
+
+
+class FullReader(CheckpointReader):
+    """A whole state as if it were a partial checkpoint of one rank.
+
+    Args:
+        path: where it is from, for messages.
+        state: tensors by name, and objects of modules with a state of their own making.
+        model: that will be loaded; of names that mean one tensor there, the first counts.
+    """
+
+    def __init__(self, path: Path, state: Mapping[str, Any], model: DistributedModel) -> None:
+        first_of = {name: record.name for record in model.registry for name in record.names}
+        objects = [name for name in state if name.rpartition(".")[2] == "_extra_state"]
+        tensors: dict[str, torch.Tensor] = {}
+        for name, value in state.items():
+            first = first_of.get(name, name)
+            if isinstance(value, torch.Tensor) and name not in objects and not (first != name and first in state):
+                tensors[name] = value
+        manifest = Manifest(
+            path.name,
+            parameters={first: record_of(state[first], tuple(others)) for first, *others in names_of_each(tensors)},
+        )
+        manifest.pieces[path.name] = {MODULE: dict.fromkeys(manifest.parameters, Piece())}
+        if objects:
+            manifest.pieces[path.name][EXTRA] = dict.fromkeys(objects, Piece(whole_object=True))
+        super().__init__(path, manifest)
+        self._files[path.name] = {"module": dict(state)}
+
+
+def read_full_state(file: Path, optimizer: DistributedOptimizer) -> dict[str, Any]:
+    """A file of an optimizer's full state, its tensors still on the disk, after comparing it with ``optimizer``.
+
+    Raises:
+        CheckpointError: it is damaged, or of other parameter groups.
+    """
+    state = map_file(file)
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    if not isinstance(groups, list) or not isinstance(state.get("state"), Mapping):
+        raise CheckpointError(
+            f"{file} holds no state of an optimizer, but a {type(state).__name__} without 'state' and 'param_groups'; save "
+            "optimizer.state_dict(), or pass load_optimizer=False"
+        )
+    there = [len(group["params"]) for group in groups]
+    here = [len(parameters) for parameters in optimizer.original_groups()]
+    if here != there:
+        raise CheckpointError(
+            f"the optimizer state in {file} has {len(there)} groups with {there} parameters, but the optimizer has {here}; "
+            "build it from the same parameter groups as when it was saved, or pass load_optimizer=False"
+        )
+    return dict(state)
+
+
+def load_full_state(model: DistributedModel, optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
+    """Load what :func:`read_full_state` gave, after the weights: what belongs to parameters as soon as these have a place.
+
+    Settings of groups and the loss scale are loaded now, so that what the script sets afterwards stays.
+    """
+    if model.partitioned:
+        optimizer.load_state_dict(state)
+        return
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update(unshared({key: value for key, value in saved.items() if key != "params"}))
+    half = dict(state.get(HALF_KEY) or {})
+    optimizer.load_loss_scale(half.pop("loss_scaler", None))
+
+    def load() -> None:
+        if model.precision.is_half and not optimizer.updates(model):
+            raise CheckpointError(
+                "the state of a resumed optimizer, with the float32 weights, cannot be loaded: the model was partitioned, and the "
+                "optimizer has none of its parameters; create it from model.parameters() of the wrapped model"
+            )
+        groups = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": saved["params"]}
+            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
+        ]
+        optimizer.load_state_dict({**state, "param_groups": groups, **({HALF_KEY: half} if half else {})})
+
+    model.load_when_partitioned(load)

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_config import Group
-from smp_runtime.checkpoint import random_states
 from smp_runtime.checkpoint.files.manifest import EXTRA, MODULE, PARTITION, FoundCheckpoint, Manifest
 from smp_runtime.checkpoint.files.name_translation import Names, Traced, read_into
 from smp_runtime.checkpoint.files.reader import CheckpointReader
-from smp_runtime.checkpoint.live_tensors import Updated, buffers, extras, masters, updated, weights
+from smp_runtime.checkpoint.live_state import Updated, buffers, extras, masters, random_file, updated, weights
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.pipeline.partition.assignment import Assignment
 from smp_runtime.tensors.nested import unshared
@@ -110,11 +109,8 @@ class Loading:
                     )
                     if part
                 )
-                + (
-                    "; build the model as when it was saved"
-                    if shapes
-                    else "; build the model as when it was saved, or pass strict=False"
-                )
+                + "; build the model as when it was saved"
+                + ("" if shapes else ", or pass strict=False")
             )
         if (missing or unexpected) and self._session.ranks.rank == 0:
             logger.warning(
@@ -157,8 +153,8 @@ class Loading:
             return None
         rank = self._session.ranks.rank
         found = {name for name in self.manifest.files if name in (PARTITION, "user_content.pt")}
-        if self.same_topology and random_states.file_name(rank) in self.manifest.files:
-            found.add(random_states.file_name(rank))
+        if self.same_topology and random_file(rank) in self.manifest.files:
+            found.add(random_file(rank))
         found |= self._settings_files()
         found |= {file for file, keys in self.manifest.pieces.items() if EXTRA in keys}
         return found | (self._files_of_parts() if self._model.partitioned else self._files_of_stage())

@@ -36,10 +36,7 @@ class ControlExchange:
 
     def gather(self, payload: Any) -> list[Any] | None:
         """See :class:`Exchange`."""
-        if self._control.rank != 0:
-            self._control.send(payload, 0, RUNTIME_CHANNEL)
-            return None
-        return [payload, *(self._control.receive(rank, RUNTIME_CHANNEL) for rank in self._everyone[1:])]
+        return self._control.gather(payload, self._everyone)
 
     def broadcast(self, payload: Any) -> Any:
         """See :class:`Exchange`."""

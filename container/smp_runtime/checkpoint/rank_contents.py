@@ -13,17 +13,9 @@ import torch
 
 from smp_config import Group
 from smp_runtime.checkpoint.files.manifest import EXTRA, MASTER, MODULE, OptimizerRecord, Piece, TensorRecord
-from smp_runtime.checkpoint.live_tensors import (
-    Updated,
-    buffers,
-    extras,
-    is_elementwise,
-    local_records,
-    masters,
-    updated,
-    weights,
-)
+from smp_runtime.checkpoint.live_state import Updated, buffers, extras, local_records, masters, updated, weights
 from smp_runtime.checkpoint.object_files import partial_suffix
+from smp_runtime.optim.whole_state import is_elementwise
 from smp_runtime.tensors.torch_private import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
@@ -397,11 +389,7 @@ _Place = tuple[int, int, int, int]
 
 
 def flat_groups(
-    session: Session,
-    model: DistributedModel,
-    entries: Sequence[Updated],
-    share: Share,
-    apart: Apart | None,
+    session: Session, model: DistributedModel, entries: Sequence[Updated], share: Share, apart: Apart | None
 ) -> tuple[FlatGroups, Callable[[], None]]:
     """Give every rank of the sharding group its even part of every parameter.
 

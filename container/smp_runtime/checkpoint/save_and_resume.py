@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from smp_config import Group
 from smp_runtime.checkpoint import full_checkpoint as full
-from smp_runtime.checkpoint import random_states
-from smp_runtime.checkpoint.files import user_content as user_contents
 from smp_runtime.checkpoint.files.manifest import PARTIAL, USER_CONTENT, FoundCheckpoint
-from smp_runtime.checkpoint.files.save_id import wrapped
+from smp_runtime.checkpoint.files.whole_file import read_user_content, user_content_bytes, wrapped
 from smp_runtime.checkpoint.find_checkpoint import find_checkpoint
+from smp_runtime.checkpoint.live_state import random_file, restore_random_state
 from smp_runtime.checkpoint.load_partial import Loading
 from smp_runtime.checkpoint.save_partial import Saver, check_tag
 from smp_runtime.errors import CheckpointError, SMPUserError
@@ -88,7 +87,7 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
 
     def content(save_id: str | None = None) -> bytes:
         found = user_content if save_id is None else wrapped(user_content, save_id)
-        return user_contents.to_bytes(found, trusted=trust_user_content)
+        return user_content_bytes(found, trusted=trust_user_content)
 
     if not partial:
         full.save(session, folder, tag, chosen, optimizer, content, translates=translate_if_full)
@@ -169,12 +168,7 @@ def resume_from_checkpoint(
         if checkpoint.manifest is not None:
             sharded = sharded or checkpoint.manifest.topology.get("sharded", 1) > 1
         plans[checkpoint.name] = plan = Loading(
-            session,
-            checkpoint,
-            model,
-            optimizer,
-            strict=strict,
-            states=load_sharded_optimizer_state or not sharded,
+            session, checkpoint, model, optimizer, strict=strict, states=load_sharded_optimizer_state or not sharded
         )
         return plan.files()
 
@@ -188,12 +182,12 @@ def resume_from_checkpoint(
         )
     content: Any = None
     with _raised_on_all(session):
-        content = user_contents.read(found.folder / USER_CONTENT, trusted=trust_user_content)
+        content = read_user_content(found.folder / USER_CONTENT, trusted=trust_user_content)
     plan.adopt_partition()
     with _raised_on_all(session):
-        random_state = plan.reader.content(random_states.file_name(session.ranks.rank))
+        random_state = plan.reader.content(random_file(session.ranks.rank))
         plan.load()
-        random_states.restore(session, random_state, plan.same_topology)
+        restore_random_state(session, random_state, plan.same_topology)
     return content
 
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from smp_config import Group
 from smp_config.version import __version__
-from smp_runtime.checkpoint import random_states
 from smp_runtime.checkpoint.files.manifest import (
     PARTITION,
     USER_CONTENT,
@@ -33,7 +32,7 @@ from smp_runtime.checkpoint.files.name_translation import translation_names
 from smp_runtime.checkpoint.files.transformers_format import CONFIG, config_of
 from smp_runtime.checkpoint.files.whole_file import write_recorded
 from smp_runtime.checkpoint.folder_transaction import FolderTransaction, not_saved
-from smp_runtime.checkpoint.live_tensors import updated
+from smp_runtime.checkpoint.live_state import random_file, random_state, updated
 from smp_runtime.checkpoint.rank_agreement import ControlExchange, Exchange, background_exchange
 from smp_runtime.checkpoint.rank_contents import Apart, Contents, Share, contents_of, optimizer_record
 from smp_runtime.comm.control import timeout_seconds
@@ -164,14 +163,13 @@ class Saver:
             report.failure = _words(error)
         report.failure = undescribed or report.failure
         together = session.ranks.cfg.sharded_data_parallel_degree > 1
+        complete = functools.partial(_complete, transaction, report, first, jobs, described, keep, together)
         if exchange is None:
-            _complete(
-                transaction, report, first, jobs, described, ControlExchange(session.ranks.control), keep, together
-            )
+            complete(ControlExchange(session.ranks.control))
             return
         self._thread = threading.Thread(
             target=self._in_background,
-            args=(transaction, report, first, jobs, described, exchange, keep, together),
+            args=(functools.partial(complete, exchange),),
             name="smp-checkpoint",
             daemon=True,  # the session waits for it when it closes, in time and in good order
         )
@@ -187,9 +185,9 @@ class Saver:
             logger.warning("async_save needs a newer PyTorch: this checkpoint is saved at once")
         return None
 
-    def _in_background(self, *arguments: Any) -> None:
+    def _in_background(self, complete: Callable[[], None]) -> None:
         try:
-            _complete(*arguments)
+            complete()
         except Exception as error:
             logger.error("%s", error)
             self._error = error
@@ -205,7 +203,7 @@ class Saver:
                 jobs[name] = _given(build(self._copied))
             else:
                 jobs[name] = functools.partial(build, _live)
-        jobs[random_states.file_name(session.ranks.rank)] = _given(random_states.random_state(session))
+        jobs[random_file(session.ranks.rank)] = _given(random_state(session))
         if transaction.keeps_order:
             jobs[USER_CONTENT] = _given(content)
             if model.assignment is not None:
@@ -259,9 +257,9 @@ def _complete(
     first: Callable[[], None] | None,
     jobs: Mapping[str, Callable[[], Any]],
     described: Described | None,
-    exchange: Exchange,
     keep: int | None,
     together: bool,
+    exchange: Exchange,
 ) -> None:
     """Write this rank's files, and commit with all ranks.
 

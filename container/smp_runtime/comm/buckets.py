@@ -1,11 +1,15 @@
-"""Gradient buckets: flat buffers that several gradients travel in together."""
+"""Gradient buckets: flat buffers that several gradients travel in together, and the seam between reduction and what moves them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from smp_runtime.comm.collectives import Work
 
 
 @dataclass(eq=False)
@@ -79,3 +83,46 @@ def make_buckets(
         bucket.offsets.append(bucket.elements)
         bucket.elements += parameter.numel()
     return buckets
+
+
+class Travel(Protocol):
+    """A bucket under way."""
+
+    def land(self) -> torch.Tensor:
+        """Wait; returns the flat result."""
+        ...
+
+
+class Reducing:
+    """A bucket in a collective that leaves the result in a tensor."""
+
+    def __init__(self, work: Work, result: torch.Tensor) -> None:
+        self._work = work
+        self._result = result
+
+    def land(self) -> torch.Tensor:
+        """Wait; returns the flat result."""
+        self._work.wait()
+        return self._result
+
+
+class Transport(Protocol):
+    """Averages buckets over a group of ranks.
+
+    Attributes:
+        carries_tail: whether what stands behind the gradients arrives summed too.
+        divides: whether gradients are to be divided by the number of ranks before they are launched.
+        lands_in_gradients: whether the result is the parameters' gradients, whole; otherwise ``deliver`` takes it.
+    """
+
+    carries_tail: bool
+    divides: bool
+    lands_in_gradients: bool
+
+    def launch(self, bucket: Bucket, buffer: torch.Tensor, position: int, is_last: bool) -> Travel:
+        """Send ``buffer``; every rank of the group launches the same buckets in the same order."""
+        ...
+
+    def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
+        """Take a result that is not whole gradients; ``used`` tells which parameters any rank used."""
+        ...

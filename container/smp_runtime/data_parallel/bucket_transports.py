@@ -5,31 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from smp_runtime.comm.buckets import Bucket, Reducing, Travel
+
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from smp_runtime.comm.bucket_transport import Travel
-    from smp_runtime.comm.buckets import Bucket
     from smp_runtime.comm.collectives import Collectives
 
 
-class _Reduced:
-    def __init__(self, work: Any, buffer: torch.Tensor) -> None:
-        self._work = work
-        self._buffer = buffer
+class _InGradients:
+    lands_in_gradients = True
 
-    def land(self) -> torch.Tensor:
-        self._work.wait()
-        return self._buffer
+    def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
+        """Never called, as ``lands_in_gradients`` says."""
+        raise AssertionError("the result lands in the gradients")
 
 
-class AllReduceTransport:
+class AllReduceTransport(_InGradients):
     """Every rank gets the average of every gradient."""
 
     carries_tail = True
     divides = True
-    lands_in_gradients = True
 
     def __init__(self, collectives: Collectives, group: dist.ProcessGroup) -> None:
         self._collectives = collectives
@@ -37,11 +34,7 @@ class AllReduceTransport:
 
     def launch(self, bucket: Bucket, buffer: torch.Tensor, position: int, is_last: bool) -> Travel:
         """Start to sum the bucket over the group."""
-        return _Reduced(self._collectives.all_reduce(buffer, self._group), buffer)
-
-    def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
-        """Never called, as ``lands_in_gradients`` says."""
-        raise AssertionError("an all-reduced bucket lands in the gradients")
+        return Reducing(self._collectives.all_reduce(buffer, self._group), buffer)
 
 
 class HookBucket:
@@ -90,18 +83,14 @@ class _FromHook:
         return value[0] if isinstance(value, list | tuple) else value
 
 
-class HookTransport:
+class HookTransport(_InGradients):
     """A hook in the form of PyTorch's DDP communication hooks averages the buckets."""
 
     carries_tail = False
     divides = False
-    lands_in_gradients = True
 
     def __init__(
-        self,
-        state: Any,
-        hook: Callable[[Any, Any], torch.futures.Future[Any]],
-        parameters: Sequence[torch.Tensor],
+        self, state: Any, hook: Callable[[Any, Any], torch.futures.Future[Any]], parameters: Sequence[torch.Tensor]
     ) -> None:
         self._state = state
         self._hook = hook
@@ -117,7 +106,3 @@ class HookTransport:
         future = self._hook(self._state, HookBucket(bucket, buffer, position, is_last, self._parameters))
         self._previous = None if is_last else future
         return _FromHook(future)
-
-    def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
-        """Never called, as ``lands_in_gradients`` says."""
-        raise AssertionError("a hook's result lands in the gradients")

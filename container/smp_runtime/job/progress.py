@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from smp_config.progress import ProgressRecord, format_progress
+from smp_config.records import ProgressRecord, format_progress
 from smp_runtime.comm.devices import peak_memory_bytes
 
 #: Hyperparameters by which scripts commonly name the number of optimizer steps.

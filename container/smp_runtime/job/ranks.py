@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -12,8 +14,7 @@ from smp_config import ConfigError, Group, ModelParallelParameters, Topology
 from smp_runtime.comm.control import ControlPlane, host_name
 from smp_runtime.comm.devices import assign_gpus, choose_backend, sharing_warning, use_device, visible_gpus
 from smp_runtime.comm.groups import ProcessGroups
-from smp_runtime.job.step_state import StepState
-from smp_runtime.smddp.collectives import collectives_of
+from smp_runtime.smddp.process_group import collectives_of
 from smp_runtime.smddp.registration import BACKEND, register
 
 if TYPE_CHECKING:
@@ -31,35 +32,51 @@ INSTANCE_VARIABLE = "SM_CURRENT_INSTANCE_TYPE"
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
-class Ranks:
-    """The place of a rank in its job.
+class StepState:
+    """Set by the step, by a pipeline's tasks and by ``model.backward``; read by the strategies.
+
+    Args:
+        has_threads: whether microbatches run on threads of their own, several at once, as tasks of a pipeline do.
+            Otherwise a microbatch is the whole rank's: autograd runs the hooks of a GPU's backward pass on a thread
+            of its own.
 
     Attributes:
-        cfg: the typed configuration, the same on all ranks.
-        topology: all groups.
-        rank: global position.
-        local_rank: position among the ranks whose launcher announced the same host name.
-        local_size: their number.
-        device: where this rank computes.
-        backend: of the process groups.
-        control: carries small Python objects between ranks.
-        groups: carry tensors.
-        collectives: what the strategies communicate through.
-        step: what of a step runs on this rank now.
+        seed_scale: what the backward pass that runs has multiplied its losses with.
+        is_tracing: whether the step that runs only traces the model, to partition it.
+        count: steps that have ended.
     """
 
-    cfg: ModelParallelParameters
-    topology: Topology
-    rank: int
-    local_rank: int
-    local_size: int
-    device: torch.device
-    backend: str
-    control: ControlPlane
-    groups: ProcessGroups
-    collectives: Collectives
-    step: StepState
+    def __init__(self, *, has_threads: bool) -> None:
+        self._here: Any = threading.local() if has_threads else types.SimpleNamespace()
+        self.seed_scale = 1.0
+        self.is_tracing = False
+        self.count = 0
+
+    @property
+    def microbatch(self) -> int | None:
+        """The microbatch that runs, with pipeline parallelism on the calling thread; None outside a step."""
+        return getattr(self._here, "microbatch", None)
+
+    @microbatch.setter
+    def microbatch(self, value: int | None) -> None:
+        self._here.microbatch = value
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The place of a rank in its job."""
+
+    cfg: ModelParallelParameters  # the typed configuration, the same on all ranks
+    topology: Topology  # all groups
+    rank: int  # global position
+    local_rank: int  # position among the ranks whose launcher announced the same host name
+    local_size: int  # their number
+    device: torch.device  # where this rank computes
+    backend: str  # of the process groups
+    control: ControlPlane  # carries small Python objects between ranks
+    groups: ProcessGroups  # carry tensors
+    collectives: Collectives  # what the strategies communicate through
+    step: StepState  # what of a step runs on this rank now
     _kept: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @classmethod

@@ -1,19 +1,26 @@
-"""What rooms below the wrappers may ask of a wrapped model and of a wrapped optimizer."""
+"""What rooms below the wrappers may ask of a wrapped model and of a wrapped optimizer, and clients of distributed modules."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+import torch
+from torch import nn
 
+from smp_runtime.errors import SMPRuntimeError
+
+if TYPE_CHECKING:
     from smp_config import Group
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
     from smp_runtime.parameters.precision import Precision
     from smp_runtime.parameters.registry import ParameterRegistry
+    from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
+    from smp_runtime.pipeline.partition.assignment import Assignment
+
+
+Translate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class SharedState(Protocol):
@@ -61,20 +68,6 @@ class SharedParameters(SharedState, Protocol):
         """The norm that every update clips its gradients to."""
 
 
-class Stages(Protocol):
-    """On which stage of a pipeline each module lies."""
-
-    def stage_of(self, path: str) -> int:
-        """The stage of a module, by any of its paths."""
-
-
-class StepRunner(Protocol):
-    """Runs the microbatches of a step through the stages of a pipeline."""
-
-    def run_step(self, kind: Any, microbatches: Sequence[functools.partial[Any]], call: Any) -> list[Any]:
-        """Run one step; returns what each microbatch has returned."""
-
-
 class TrainedModel(Hashable, Protocol):
     """A wrapped model.
 
@@ -105,11 +98,11 @@ class TrainedModel(Hashable, Protocol):
         """The same with parameters and gradients, or None."""
 
     @property
-    def assignment(self) -> Stages | None:
+    def assignment(self) -> Assignment | None:
         """Which stage has which module; None without a pipeline, or before it is decided."""
 
     @property
-    def pipeline(self) -> StepRunner | None:
+    def pipeline(self) -> Pipeline | None:
         """Runs its steps, or None."""
 
     def partition(self, microbatch: functools.partial[Any]) -> None:
@@ -153,3 +146,57 @@ class TrainedOptimizer(Protocol):
 
     def original_groups(self) -> list[list[nn.Parameter]]:
         """The parameters of each group as the script has given them."""
+
+
+class ModuleManager:
+    """What is known of the distributed modules of this process.
+
+    Attributes:
+        translate_functions: for each kind of Hugging Face model that was distributed, the functions that translate its
+            state to Hugging Face's names, and back.
+    """
+
+    def __init__(self) -> None:
+        self.translate_functions: list[tuple[Translate, Translate]] = []
+
+    def note(self, translations: tuple[Translate, Translate]) -> None:
+        """A model with these translations was distributed."""
+        if translations not in self.translate_functions:
+            self.translate_functions.append(translations)
+
+    def translated(self, state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+        """A full state under Hugging Face's names; what is not of a distributed Hugging Face model stays as it is.
+
+        Args:
+            module: what was wrapped. Distributed Hugging Face models in it have ``state_names``.
+
+        Raises:
+            SMPRuntimeError: elements were lost or made up on the way.
+        """
+        result = dict(state)
+        for path, part in module.named_modules(remove_duplicate=False):
+            names = getattr(part, "state_names", None)
+            prefix = f"{path}." if path else ""
+            below = {name.removeprefix(prefix): v for name, v in result.items() if name.startswith(prefix)}
+            if names is None or not below:
+                continue
+            others = {name: value for name, value in result.items() if not name.startswith(prefix)}
+            theirs = names.part_to_theirs(part, below)
+            result = {**{prefix + name: value for name, value in theirs.items()}, **others}
+        before, after = _elements(state), _elements(result)
+        if before != after:
+            raise SMPRuntimeError(
+                f"the model's state has {before} elements, but {after} under Hugging Face's names, so that it would be saved "
+                "wrongly; save it with translate_if_full=False, under the names of the distributed model"
+            )
+        return result
+
+
+def _elements(state: Mapping[str, Any]) -> int:
+    """Elements of all tensors, of those with several names once."""
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    once = {
+        (id(t),) if t.is_meta or not t.numel() else (t.data_ptr(), t.dtype, tuple(t.shape), t.stride()): t.numel()
+        for t in tensors
+    }
+    return sum(once.values())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from smp_runtime.data_parallel.gradient_scaling import AccumulationScale
+from smp_runtime.data_parallel.reducer import AccumulationScale
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:

@@ -15,15 +15,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from smp_config import Group
-from smp_runtime.activations.begin_step import begin_step
+from smp_runtime.activations.marking import begin_step
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.model import recipe
-from smp_runtime.model.arguments import check_arguments, refuse_if_partial
 from smp_runtime.model.backward import Backward
 from smp_runtime.model.gradient_window import GradientWindow
-from smp_runtime.model.local_part import LocalPart
-from smp_runtime.model.placed import Placed
+from smp_runtime.model.local_part import LocalPart, Placed
 from smp_runtime.model.replicas import Replicas
 from smp_runtime.model.stages import Stages, TracingOptions
 from smp_runtime.model.state_dict import PARTIAL_KEY, ModelState
@@ -84,7 +82,7 @@ class DistributedModel(WrappedModule):
         super().__init__()
         if isinstance(module, DistributedModel):
             raise SMPUserError("this model is already wrapped in smp.DistributedModel; wrap it once")
-        check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
+        _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
         self._session = session = sessions.current()
         self._ranks = ranks = session.ranks
         if ranks.size(Group.PP) > 1 and session.models:
@@ -109,10 +107,8 @@ class DistributedModel(WrappedModule):
             lambda: (ask := trains()) is not None and ask(),
             passes_per_reduction=backward_passes_per_step,
             bucket_bytes=int(bucket_cap_mb * 2**20),
-            reducer_options={
-                "overlap": overlapping_allreduce and ranks.cfg.overlapping_allreduce,
-                "bucket_view": gradient_as_bucket_view,
-            },
+            overlap=overlapping_allreduce and ranks.cfg.overlapping_allreduce,
+            bucket_view=gradient_as_bucket_view,
         )
         self._replicas = Replicas(part, placed, ranks, self._window, broadcasts_buffers=broadcast_buffers)
         self._backward = Backward(
@@ -384,14 +380,16 @@ class DistributedModel(WrappedModule):
         """
         if not self.partitioned:
             return self
-        refuse_if_partial(
-            self._ranks.rank,
-            {
-                "pipeline parallelism": self.pipeline is not None,
-                "tensor parallelism": any(True for _ in self.distributed_modules()),
-                "sharded data parallelism": self.shards is not None,
-            },
-        )
+        reasons = {
+            "pipeline parallelism": self.pipeline is not None,
+            "tensor parallelism": any(True for _ in self.distributed_modules()),
+            "sharded data parallelism": self.shards is not None,
+        }
+        if why := [reason for reason, holds in reasons.items() if holds]:
+            raise SMPUserError(
+                f"model.cpu() moves the full model, but with {' and '.join(why)} rank {self._ranks.rank} holds a part; call "
+                "model.state_dict() on every rank, which gives the full state, and load it into an unwrapped model on the CPU"
+            )
         self._placed.is_away = self._ranks.device.type != "cpu"
         return super().to("cpu")
 
@@ -426,6 +424,33 @@ class DistributedModel(WrappedModule):
     def register_post_step_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(model, optimizer)`` after every step-decorated call."""
         return _registered(self._post_step_hooks, hook)
+
+
+def _check_arguments(
+    module: Any, trace_device: str, trace_execution_times: bool, backward_passes_per_step: int, bucket_cap_mb: float
+) -> None:
+    """Refuse arguments of the wrapper that cannot work.
+
+    Raises:
+        SMPUserError: one is out of its range.
+    """
+    if not isinstance(module, nn.Module):
+        raise SMPUserError(
+            f"smp.DistributedModel wraps an nn.Module, but got a {type(module).__name__}: pass the model"
+        )
+    if trace_device not in ("cpu", "gpu"):
+        raise SMPUserError(f"trace_device is {trace_device!r}; it must be 'gpu' or 'cpu'")
+    if trace_execution_times and trace_device == "cpu":
+        raise SMPUserError(
+            "trace_execution_times is true but trace_device is 'cpu', whose times say nothing about the GPU; "
+            "use trace_device='gpu' or leave execution times off"
+        )
+    if backward_passes_per_step < 1:
+        raise SMPUserError(
+            f"backward_passes_per_step is {backward_passes_per_step}; it counts accumulated steps: use 1 or more"
+        )
+    if bucket_cap_mb <= 0:
+        raise SMPUserError(f"bucket_cap_mb is {bucket_cap_mb}; it is a bucket's size in MiB: use for example 25")
 
 
 def _registered(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from smp_config import Group
-from smp_runtime.data_parallel.backward_agreement import BackwardAgreement
 from smp_runtime.data_parallel.bucket_transports import HookTransport
-from smp_runtime.data_parallel.reducer_set import Reducer, make_reducer
+from smp_runtime.data_parallel.reducer import Reducer, make_reducer
+from smp_runtime.data_parallel.uneven_batches import BackwardAgreement
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.torch_private import at_end_of_backward
 
@@ -22,13 +22,6 @@ if TYPE_CHECKING:
     from smp_runtime.parameters.registry import ParameterRegistry
     from smp_runtime.sharding.sharded_parameters import ShardedParameters
     from smp_runtime.sharding.sharded_state import ShardedState
-
-
-class ReducerOptions(TypedDict):
-    """What a script can say of how gradients are reduced."""
-
-    overlap: bool
-    bucket_view: bool
 
 
 class GradientWindow:
@@ -50,13 +43,15 @@ class GradientWindow:
         *,
         passes_per_reduction: int,
         bucket_bytes: int,
-        reducer_options: ReducerOptions,
+        overlap: bool,
+        bucket_view: bool,
     ) -> None:
         self._ranks = ranks
         self._trains = trains
         self._passes_per_reduction = passes_per_reduction
         self.bucket_bytes = bucket_bytes
-        self._reducer_options = reducer_options
+        self._overlap = overlap
+        self._bucket_view = bucket_view
         self._passes = 0
         self._closing_is_queued = False
         self._reducer: Reducer | None = None
@@ -113,16 +108,16 @@ class GradientWindow:
             dtype: in which gradients are summed; None means in their own type.
             state: shares out optimizer state, so that gradients go to their owners only; or None.
         """
-        buckets, options = state.buckets if state else None, self._reducer_options
         self._reducer = make_reducer(
             registry,
             trained,
             self._ranks,
             bucket_bytes=bucket_bytes,
             reduce_dtype=dtype,
-            buckets=buckets,
+            buckets=state.buckets if state else None,
             transport=state,
-            **options,
+            overlap=self._overlap,
+            bucket_view=self._bucket_view,
         )
         self.open()
 

@@ -1,8 +1,9 @@
-"""The part of a model that lies on this rank's pipeline stage."""
+"""The part of a model that lies on this rank's pipeline stage, and what the recipe has made of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from smp_runtime.parameters.registry import ParameterRegistry
@@ -11,6 +12,10 @@ from smp_runtime.replacement.placing import place
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from smp_runtime.parameters.optimizer_shards import OptimizerShard
+    from smp_runtime.sharding.sharded_parameters import ShardedParameters
+    from smp_runtime.sharding.sharded_state import ShardedState
 
 
 class LocalPart:
@@ -65,3 +70,34 @@ class LocalPart:
     def buffers(self) -> Iterator[torch.Tensor]:
         """Buffers of this rank."""
         return (buffer for _, buffer in self.named_buffers())
+
+
+@dataclass
+class Placed:
+    """What the recipe has made of this rank's part; nothing before the model is partitioned."""
+
+    #: What the optimizer updates instead of the parameters; None when it updates the parameters.
+    optimizer_shards: dict[nn.Parameter, OptimizerShard | None] | None = None
+    #: How optimizer state is shared out over the replicas, or None.
+    sharded_state: ShardedState | ShardedParameters | None = None
+    #: The same with parameters and gradients too, under sharded data parallelism.
+    shards: ShardedParameters | None = None
+    #: Parameters that are not trained, and that nothing averages.
+    frozen: list[nn.Parameter] = field(default_factory=list)
+    is_away: bool = False  # whether ``model.cpu()`` has moved the weights from the device that trains
+
+    def refresh(self) -> None:
+        """Master weights follow what was written into the model."""
+        for shard in (self.optimizer_shards or {}).values():
+            if shard is not None:
+                shard.refresh()
+
+    def updated(self, part: LocalPart) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the optimizer of this rank updates, under the parameters' names; with sharded state the parts it owns."""
+        for record in part.registry:
+            if not part.has_tensor(record.name):
+                continue
+            if self.optimizer_shards is None or record.parameter not in self.optimizer_shards:
+                yield record.name, record.parameter
+            elif (shard := self.optimizer_shards[record.parameter]) is not None:
+                yield record.name, shard.optimized

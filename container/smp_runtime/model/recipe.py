@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from smp_config import Group
-from smp_config.buckets import effective_bucket_bytes
+from smp_config.in_flight import effective_bucket_bytes
 from smp_runtime.activations.marking import carry_over, marks
-from smp_runtime.data_parallel.reducer_set import sharing_group
+from smp_runtime.data_parallel.reducer import sharing_group
 from smp_runtime.parameters.deferred_creation import Deferrals, materialize
 from smp_runtime.parameters.optimizer_shards import master_shard, parameter_shard
 from smp_runtime.replacement.replacing import distribute
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.model.backward import Backward
     from smp_runtime.model.gradient_window import GradientWindow
-    from smp_runtime.model.placed import Placed
+    from smp_runtime.model.local_part import Placed
     from smp_runtime.model.replicas import Replicas
     from smp_runtime.model.stages import Stages
 

@@ -12,15 +12,14 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 from smp_config import Group
-from smp_runtime.comm.broadcasting import broadcast_tensors
-from smp_runtime.data_parallel.joining import JoinedModel
+from smp_runtime.comm.collectives import broadcast_tensors
+from smp_runtime.data_parallel.uneven_batches import JoinedModel
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.model.gradient_window import GradientWindow
-    from smp_runtime.model.local_part import LocalPart
-    from smp_runtime.model.placed import Placed
+    from smp_runtime.model.local_part import LocalPart, Placed
 
 
 class Replicas:

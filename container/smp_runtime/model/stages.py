@@ -25,12 +25,11 @@ from smp_runtime.module_state.absent_tensors import (
     make_absent_in_place,
 )
 from smp_runtime.pipeline.execution.rank_pipeline import Pipeline, PipelineSettings
-from smp_runtime.pipeline.observe.task_timeline import timeline_of_job
+from smp_runtime.pipeline.observe.recorder import recorder_of_job
 from smp_runtime.pipeline.partition.decision import Tracing, decide
 from smp_runtime.pipeline.schedule.policies import policy_named
 from smp_runtime.pipeline.transport.tensor_channels import directed_groups
-from smp_runtime.tensors.swapping import swap_contents
-from smp_runtime.tensors.torch_private import tree_map
+from smp_runtime.tensors.torch_private import swap_contents, tree_map
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
@@ -146,7 +145,7 @@ class Stages:
                 begins=self._task_begins,
                 share=self._sharing(),
                 make_group=groups,
-                watch=timeline_of_job(self.part.stage, ranks.control, replica=ranks.members(Group.PP)[0]),
+                watch=recorder_of_job(self.part.stage, ranks.control, replica=ranks.members(Group.PP)[0]),
             ),
         )
         self.regions = Placement(self.pipeline, is_manual=not ranks.cfg.auto_partition)

@@ -10,15 +10,14 @@ import torch
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
-from smp_runtime.parameters.slices import part_of
+from smp_runtime.parameters.registry import part_of
 from smp_runtime.replacement.placing import whole_state
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensors.torch_private import IncompatibleKeys
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
-    from smp_runtime.model.local_part import LocalPart
-    from smp_runtime.model.placed import Placed
+    from smp_runtime.model.local_part import LocalPart, Placed
 
 PARTIAL_KEY = "_smp_is_partial"
 

@@ -11,8 +11,7 @@ from torch import nn
 from smp_config import Group
 
 if TYPE_CHECKING:
-    from smp_runtime.model.local_part import LocalPart
-    from smp_runtime.model.placed import Placed
+    from smp_runtime.model.local_part import LocalPart, Placed
     from smp_runtime.parameters.registry import ParameterRegistry
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.module_state.entries import Slot, Taken
+from smp_runtime.tensors.handles import NEEDS_NO_ELEMENTS, OF_ITS_PLACE
 from smp_runtime.tensors.nested import argument_tensors, leaves_of
 from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass as _Plainly
 from smp_runtime.tensors.torch_private import make_subclass, rebuild_parameter
@@ -282,33 +283,7 @@ _NOT_AUGMENTED = {"__index__", "__int__", "__invert__", "__iter__", "__init__"}
 _ASKS_ELEMENTS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "equal"}
 #: Answered from shape and type, as often as they are asked.
 _ASKS_NO_ELEMENTS = {
-    *(
-        getattr(torch.Tensor, name).__get__
-        for name in (
-            "shape dtype device grad requires_grad is_meta is_leaf grad_fn layout ndim is_cuda is_cpu is_sparse "
-            "is_quantized is_nested is_xla is_mps itemsize nbytes output_nr retains_grad _version"
-        ).split()
-    ),
-    torch.Tensor.grad.__set__,  # type: ignore[union-attr]
-    torch.Tensor.grad.__delete__,  # type: ignore[union-attr]
-    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.nelement,
-    torch.Tensor.stride,
-    torch.Tensor.storage_offset,
-    torch.Tensor.element_size,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.Tensor.is_contiguous,
-    torch.Tensor.untyped_storage,
-    torch.Tensor.__len__,
-    torch.Tensor.__hash__,
-    torch.Tensor.register_hook,
-    torch.Tensor.register_post_accumulate_grad_hook,
-    torch.Tensor.requires_grad_,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
+    *NEEDS_NO_ELEMENTS,
+    *OF_ITS_PLACE,
+    *(torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.is_contiguous, torch.Tensor.untyped_storage),
 }

@@ -26,21 +26,13 @@ _Key = tuple[int, str]
 
 @dataclass
 class _Attribute:
-    """One that forward passes change.
+    """One that forward passes change."""
 
-    Attributes:
-        slot: where it is.
-        base: what was there when the step began.
-        returns: whether a microbatch leaves it as it found it.
-        is_carried: whether a microbatch reads it before it sets it.
-        crosses: whether it sets it then only after a wait.
-    """
-
-    slot: Slot
-    base: Taken
-    returns: bool = True
-    is_carried: bool = False
-    crosses: bool = False
+    slot: Slot  # where it is
+    base: Taken  # what was there when the step began
+    returns: bool = True  # whether a microbatch leaves it as it found it
+    is_carried: bool = False  # whether a microbatch reads it before it sets it
+    crosses: bool = False  # whether it sets it then only after a wait
 
     def is_shared(self, taken: Taken) -> bool:
         """Whether all microbatches have one: a list that grows, a number that counts, a state that is handed on."""

@@ -20,15 +20,11 @@ if TYPE_CHECKING:
 
 
 class _Part(NamedTuple):
-    """A module with all that is in it.
+    """A module with all that is in it."""
 
-    Attributes:
-        modules: itself and those in it; ``places`` are theirs among all modules.
-        foreign: parameters in it that other stages have; ``foreign_places`` are theirs among all parameters.
-    """
-
-    modules: list[nn.Module]
+    modules: list[nn.Module]  # itself and those in it; ``places`` are theirs among all modules
     places: list[int]
+    #: Parameters in it that other stages have; ``foreign_places`` are theirs among all parameters.
     foreign: list[tuple[dict[str, Any], str]]
     foreign_places: list[int]
 

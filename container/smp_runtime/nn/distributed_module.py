@@ -15,7 +15,7 @@ from torch import nn
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
-from smp_runtime.parameters.slices import TensorSlice
+from smp_runtime.parameters.registry import TensorSlice
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.initialisation import Fill, make_parameter, weight_stream
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
@@ -90,15 +90,23 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
         self.reductions: dict[str, Group] = {}
         self._dtype = torch.float16 if sessions.current().ranks.cfg.fp16_params else _creation.dtype
 
-    def add_split(self, name: str, shape: tuple[int, ...], dim: int, fill: Fill) -> None:
-        """A parameter of which each rank has a part along ``dim``; ``shape`` is that of the whole."""
+    def add_split(self, name: str, shape: tuple[int, ...], dim: int, fill: Fill, *, exists: bool = True) -> None:
+        """A parameter of which each rank has a part along ``dim``, or None; ``shape`` is that of the whole."""
+        if not exists:
+            self.register_parameter(name, None)
+            return
         where = TensorSlice.of(shape, dim, self.tensor_group.rank, self.tensor_group.size)
         self.register_parameter(name, make_parameter(shape, fill, where, self.tensor_group.device, self._dtype))
         self.tensor_slices[name] = where
         self.reductions[name] = Group.RDP
 
-    def add_whole(self, name: str, shape: tuple[int, ...], fill: Fill, reduction: Group = Group.RDP) -> None:
-        """A parameter that every rank has whole; over ``DP`` if its gradient is that of this rank's own batch."""
+    def add_whole(
+        self, name: str, shape: tuple[int, ...], fill: Fill, reduction: Group = Group.RDP, *, exists: bool = True
+    ) -> None:
+        """A parameter that every rank has whole, or None; over ``DP`` if its gradient is that of this rank's own batch."""
+        if not exists:
+            self.register_parameter(name, None)
+            return
         self.register_parameter(name, make_parameter(shape, fill, None, self.tensor_group.device, self._dtype))
         self.reductions[name] = reduction
 

@@ -95,8 +95,6 @@ class VocabularyEmbedding(DistributedModule):
 
     Args:
         vocab_size: rows, over all ranks.
-        hidden_size: channels.
-        std: standard deviation of the weights.
         padding_idx: a row that stays zero and gets no gradient from the embedding.
 
     Attributes:
@@ -136,9 +134,6 @@ class WholeEmbedding(DistributedModule):
     """An embedding that every rank has whole; part of a distributed model, so its weight is drawn with the others.
 
     Args:
-        num_embeddings: rows.
-        embedding_dim: channels.
-        std: standard deviation of the weights.
         reduction: over which group the gradient is averaged.
         padding_idx: a row that stays zero and gets no gradient from the embedding.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from smp_runtime.nn.half_block import HalfBlock
-from smp_runtime.nn.projections import ColumnProjection, RowProjection
+from smp_runtime.nn.linear import ColumnProjection, RowProjection
 from smp_runtime.nn.settings import ACTIVATIONS, LayerSettings
 
 if TYPE_CHECKING:
@@ -39,19 +39,7 @@ class DistributedTransformerOutputLayer(HalfBlock):
         fp32_residual_addition: bool = False,
         **options: Any,
     ) -> None:
-        settings = LayerSettings.checked(
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            hidden_dropout_prob=hidden_dropout_prob,
-            activation=activation,
-            layernorm_epsilon=layernorm_epsilon,
-            initializer_range=initializer_range,
-            use_normal_initialization=use_normal_initialization,
-            pre_layernorm=pre_layernorm,
-            post_layernorm=post_layernorm,
-            fp32_residual_addition=fp32_residual_addition,
-            **options,
-        )
+        settings = LayerSettings.of(locals())
         super().__init__(settings)
         self.share_of("intermediate_size", intermediate_size)
         bias = settings.use_mlp_bias
@@ -75,10 +63,6 @@ class DistributedTransformerOutputLayer(HalfBlock):
     def ready(self) -> list[torch.Tensor | None]:
         """The parameters that work on rows, ready for use."""
         return self._row_parameters(self.dense2.bias)
-
-    def normed(self, states: torch.Tensor, ready: list[torch.Tensor | None]) -> torch.Tensor:
-        """What the first map reads."""
-        return states if self.pre_layernorm is None else self.pre_layernorm(states, ready[0], ready[1])
 
     def change(self, normed: torch.Tensor, ready: list[torch.Tensor | None]) -> torch.Tensor:
         """What the layer adds to the residual stream; activations lie as inside."""

@@ -58,6 +58,10 @@ class HalfBlock(DistributedModule):
         ]
         return self.flow.shared(*norms[0], *norms[1], *biases)
 
+    def normed(self, states: torch.Tensor, ready: list[torch.Tensor | None]) -> torch.Tensor:
+        """What the layer reads."""
+        return states if self.pre_layernorm is None else self.pre_layernorm(states, ready[0], ready[1])
+
     def added(self, states: torch.Tensor, *changes: torch.Tensor) -> torch.Tensor:
         """The residual sum; under ``fp32_residual_addition`` in float32."""
         if self.settings.fp32_residual_addition:

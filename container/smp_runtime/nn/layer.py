@@ -58,23 +58,7 @@ class DistributedTransformerLayer(DistributedModule):
         **options: Any,
     ) -> None:
         super().__init__()
-        self.settings = LayerSettings.checked(
-            num_attention_heads=num_attention_heads,
-            attention_head_size=attention_head_size,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            attention_dropout_prob=attention_dropout_prob,
-            hidden_dropout_prob=hidden_dropout_prob,
-            activation=activation,
-            layernorm_epsilon=layernorm_epsilon,
-            initializer_range=initializer_range,
-            use_normal_initialization=use_normal_initialization,
-            causal_mask_size=causal_mask_size,
-            add_cross_attention=add_cross_attention,
-            pre_layernorm=pre_layernorm,
-            post_layernorm=post_layernorm,
-            **options,
-        )
+        self.settings = LayerSettings.of(locals())
         arguments = self.settings.as_arguments()
         self.flow: Flow = choose_flow(self.tensor_group)
         self.converts = True

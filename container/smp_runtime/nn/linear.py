@@ -1,4 +1,4 @@
-"""``DistributedLinear``: each rank holds the weights of some input features."""
+"""Linear maps over several ranks: ``DistributedLinear``, and those inside distributed layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensor_parallel.collectives import exchanged, scatter_summed, sliced, summed
-from smp_runtime.tensor_parallel.initialisation import uniform_for
+from smp_runtime.tensor_parallel.initialisation import constant, normal, uniform_for
 from smp_runtime.tensor_parallel.masks import agree_on_shape
 
 
@@ -42,12 +42,9 @@ class DistributedLinear(DistributedModule):
             self._dtype = dtype
         self.share_of("in_features", in_features)
         self.add_split("weight", (out_features, in_features), 1, uniform_for(in_features))
-        if bias:
-            # It is added to this rank's own output.
-            reduction = Group.RDP if self.tensor_group.prescaled else Group.DP
-            self.add_whole("bias", (out_features,), uniform_for(in_features), reduction)
-        else:
-            self.register_parameter("bias", None)
+        # It is added to this rank's own output.
+        reduction = Group.RDP if self.tensor_group.prescaled else Group.DP
+        self.add_whole("bias", (out_features,), uniform_for(in_features), reduction, exists=bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``[batch, …, in]`` to ``[batch, …, out]``."""
@@ -70,3 +67,43 @@ class DistributedLinear(DistributedModule):
     def extra_repr(self) -> str:
         """The sizes over all ranks, as PyTorch prints them."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class _Projection(DistributedModule):
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, std: float | None) -> None:
+        super().__init__()
+        self._fill_weight = uniform_for(in_features) if std is None else normal(std)
+        self._fill_bias = uniform_for(in_features) if std is None else constant(0.0)
+
+
+class ColumnProjection(_Projection):
+    """Weight ``[out / tp, in]``: each rank makes its own features; applied by the layer that holds it.
+
+    Args:
+        std: of normal weights with biases of zero; None means as ``nn.Linear`` does.
+        bias: whether it has one, ``[out / tp]``.
+    """
+
+    def __init__(self, in_features: int, out_features: int, std: float | None, bias: bool = True) -> None:
+        super().__init__(in_features, std)
+        self.add_split("weight", (out_features, in_features), 0, self._fill_weight)
+        self.add_split("bias", (out_features,), 0, self._fill_bias, exists=bias)
+
+
+class RowProjection(_Projection):
+    """Weight ``[out, in / tp]``: the ranks' results are summed; the bias, ``[out]``, is added once.
+
+    Args:
+        std: of normal weights with biases of zero; None means as ``nn.Linear`` does.
+        reduction: over which group the bias's gradient is averaged.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, std: float | None, bias: bool = True, reduction: Group = Group.RDP
+    ) -> None:
+        super().__init__(in_features, std)
+        self.add_split("weight", (out_features, in_features), 1, self._fill_weight)
+        self.add_whole("bias", (out_features,), self._fill_bias, reduction, exists=bias)

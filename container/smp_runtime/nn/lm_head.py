@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +15,13 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.nn.embedding import VocabularyEmbedding, WholeEmbedding
 from smp_runtime.nn.norm import RowNorm
+from smp_runtime.nn.settings import LayerSettings
 from smp_runtime.nn.transformer import DistributedTransformer
 from smp_runtime.tensor_parallel import collectives
-from smp_runtime.tensor_parallel.cross_entropy import split_cross_entropy
 from smp_runtime.tensor_parallel.initialisation import constant, normal
 from smp_runtime.tensor_parallel.masks import agree_on_shape
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
+from smp_runtime.tensor_parallel.split_functions import split_cross_entropy
 
 #: Targets that do not count.
 IGNORED = -100
@@ -80,6 +82,7 @@ class DistributedTransformerLMHead(DistributedModule):
         gather_logits: bool = True,
         **options: Any,
     ) -> None:
+        settings = LayerSettings.given(locals())
         super().__init__()
         group = self.tensor_group
         #: Of what every rank has whole: with a batch per rank it works on this rank's own.
@@ -100,25 +103,7 @@ class DistributedTransformerLMHead(DistributedModule):
             self.word_embedding = WholeEmbedding(vocab_size, hidden_size, std, own, padding_idx)
         self.position_embedding = WholeEmbedding(num_positions, hidden_size, std, own) if num_positions else None
         self.token_type_embedding = WholeEmbedding(num_token_types, hidden_size, std, own) if num_token_types else None
-        self.transformer = DistributedTransformer(
-            num_layers=num_layers,
-            num_attention_heads=num_attention_heads,
-            attention_head_size=attention_head_size,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            attention_dropout_prob=attention_dropout_prob,
-            hidden_dropout_prob=hidden_dropout_prob,
-            activation=activation,
-            layernorm_epsilon=layernorm_epsilon,
-            initializer_range=initializer_range,
-            use_normal_initialization=use_normal_initialization,
-            causal_mask_size=causal_mask_size,
-            add_cross_attention=add_cross_attention,
-            pre_layernorm=pre_layernorm,
-            post_layernorm=post_layernorm,
-            window_sizes=window_sizes,
-            **options,
-        )
+        self.transformer = DistributedTransformer(num_layers, window_sizes=window_sizes, **settings)
         rms = bool(options.get("rms_norm", False))
         self.layernorm = RowNorm(hidden_size, layernorm_epsilon, rms=rms, reduction=own) if final_layernorm else None
         self.lm_head = None
@@ -273,18 +258,11 @@ class _Head(DistributedModule):
         self, vocabulary: int, hidden: int, std: float, bias: bool, tied: bool, splits: bool, reduction: Group
     ) -> None:
         super().__init__()
-        if tied:
-            self.register_parameter("weight", None)
-        elif splits:
-            self.add_split("weight", (vocabulary, hidden), 0, normal(std))
-        else:
-            self.add_whole("weight", (vocabulary, hidden), normal(std), reduction)
-        if not bias:
-            self.register_parameter("bias", None)
-        elif splits:
-            self.add_split("bias", (vocabulary,), 0, constant(0.0))
-        else:
-            self.add_whole("bias", (vocabulary,), constant(0.0), reduction)
+        add: Any = functools.partial(self.add_whole, reduction=reduction)
+        if splits:
+            add = functools.partial(self.add_split, dim=0)
+        add("weight", (vocabulary, hidden), fill=normal(std), exists=not tied)
+        add("bias", (vocabulary,), fill=constant(0.0), exists=bias)
 
 
 def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

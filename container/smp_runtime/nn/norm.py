@@ -33,8 +33,6 @@ class RowNorm(DistributedModule):
     """The norm of a distributed layer: over the last dim, of rows that may lie on several ranks.
 
     Args:
-        hidden: size of the last dim.
-        epsilon: added to the variance.
         rms: root mean square norm, without mean and bias.
         reduction: over which group gradients are averaged.
     """
@@ -47,10 +45,7 @@ class RowNorm(DistributedModule):
         self.epsilon = epsilon
         self.rms = rms
         self.add_whole("weight", (hidden,), constant(1.0), reduction)
-        if rms:
-            self.register_parameter("bias", None)
-        else:
-            self.add_whole("bias", (hidden,), constant(0.0), reduction)
+        self.add_whole("bias", (hidden,), constant(0.0), reduction, exists=not rms)
 
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None

@@ -125,17 +125,25 @@ class LayerSettings:
                 )
 
     @classmethod
-    def checked(cls, **settings: Any) -> LayerSettings:
-        """Settings by name.
+    def of(cls, constructor: Mapping[str, Any]) -> LayerSettings:
+        """The settings that a layer's constructor was called with.
+
+        Args:
+            constructor: its ``locals()``.
 
         Raises:
             SMPUserError: an unknown name; the nearest known one is named.
         """
-        known = cls.names()
+        settings, known = cls.given(constructor), cls.names()
         for name in settings:
             if name not in known:
                 raise SMPUserError(f"a distributed transformer layer has no argument {name!r}{suggest(name, known)}")
         return cls(**settings)
+
+    @classmethod
+    def given(cls, constructor: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a constructor's ``locals()``, what a layer inside it gets: settings by name, and all ``options``."""
+        return {name: constructor[name] for name in cls.names() if name in constructor} | constructor["options"]
 
     @classmethod
     def names(cls) -> list[str]:

@@ -10,6 +10,7 @@ from torch import nn
 from smp_runtime.activations.marking import is_marked, mark, unmark
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.nn.layer import DistributedTransformerLayer, enter_all
+from smp_runtime.nn.settings import LayerSettings
 from smp_runtime.tensor_parallel.activation_layout import choose_flow
 
 
@@ -44,29 +45,12 @@ class DistributedTransformer(DistributedModule):
         window_sizes: Sequence[int | None] | None = None,
         **options: Any,
     ) -> None:
+        settings = LayerSettings.given(locals())
         super().__init__()
         layers = []
         for index in range(num_layers):
-            layer_options = {"layer_idx": index, **options}
-            if window_sizes is not None:
-                layer_options["window_size"] = window_sizes[index]
-            layer = DistributedTransformerLayer(
-                num_attention_heads=num_attention_heads,
-                attention_head_size=attention_head_size,
-                hidden_size=hidden_size,
-                intermediate_size=intermediate_size,
-                attention_dropout_prob=attention_dropout_prob,
-                hidden_dropout_prob=hidden_dropout_prob,
-                activation=activation,
-                layernorm_epsilon=layernorm_epsilon,
-                initializer_range=initializer_range,
-                use_normal_initialization=use_normal_initialization,
-                causal_mask_size=causal_mask_size,
-                add_cross_attention=add_cross_attention,
-                pre_layernorm=pre_layernorm,
-                post_layernorm=post_layernorm,
-                **layer_options,
-            )
+            own = {} if window_sizes is None else {"window_size": window_sizes[index]}
+            layer = DistributedTransformerLayer(**{"layer_idx": index, **settings, **own})
             layer.converts = False
             layers.append(layer)
         self._settings = layers[0].settings if layers else None

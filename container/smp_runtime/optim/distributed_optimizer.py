@@ -28,6 +28,15 @@ logger = logging.getLogger("smp")
 _NEED_WHOLE_TENSORS = ("adafactor", "came", "lamb", "lars", "lbfgs", "muon", "novograd", "shampoo", "soap")
 
 
+def _inner(name: str, meaning: str) -> property:
+    """An attribute that is read and set on the inner optimizer."""
+    return property(
+        lambda self: getattr(self.optimizer, name),
+        lambda self, value: setattr(self.optimizer, name, value),
+        doc=meaning,
+    )
+
+
 class DistributedOptimizer(SavedOptimizer):
     """A ``torch.optim.Optimizer`` that steps ``optimizer``; schedulers and closures work on it.
 
@@ -86,32 +95,9 @@ class DistributedOptimizer(SavedOptimizer):
 
     # -- the inner optimizer ---------------------------------------------------------------------------------------
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the inner optimizer."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The state of the inner optimizer."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The defaults of the inner optimizer."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.optimizer.defaults = value
+    param_groups: Any = _inner("param_groups", "The groups of the inner optimizer.")
+    state: Any = _inner("state", "The state of the inner optimizer.")
+    defaults: Any = _inner("defaults", "The defaults of the inner optimizer.")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer."""

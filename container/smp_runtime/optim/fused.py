@@ -37,7 +37,31 @@ class TakesNorms(Protocol):
         """From now on parameters may be parts, and other ranks have the rest."""
 
 
-class _NormedOptimizer(torch.optim.Optimizer):
+class _ApexOptimizer(torch.optim.Optimizer):
+    """What all of them do alike; ``settings`` are those of a group, by name."""
+
+    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
+        super().__init__(params, settings)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
+        raise NotImplementedError
+
+    def _trained(self, group: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The group's parameters that have a gradient, with it."""
+        return [(parameter, parameter.grad) for parameter in group["params"] if parameter.grad is not None]
+
+
+class _NormedOptimizer(_ApexOptimizer):
     """Knows the norms of whole parameters, whatever part of them is here."""
 
     _norms: Norms | None = None
@@ -59,12 +83,8 @@ class _NormedOptimizer(torch.optim.Optimizer):
     def _known(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _trained(self, group: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The group's parameters that have a gradient, with it."""
-        return [(parameter, parameter.grad) for parameter in group["params"] if parameter.grad is not None]
 
-
-class FusedAdam(torch.optim.Optimizer):
+class FusedAdam(_ApexOptimizer):
     """Adam, with decoupled weight decay by default (``adam_w_mode``).
 
     Args:
@@ -92,26 +112,16 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         if amsgrad:
             raise SMPUserError("FusedAdam has no AMSGrad variant; use torch.optim.AdamW(amsgrad=True) instead")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults)
+        super().__init__(
+            params, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay
+        )
         self.adam_w_mode = adam_w_mode
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update."""
-        loss = _evaluate(closure)
+    def _update(self) -> None:
         for group in self.param_groups:
             beta_1, beta_2 = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state, gradient = self.state[parameter], parameter.grad
+            for parameter, gradient in self._trained(group):
+                state = self.state[parameter]
                 if not state:
                     state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
                 state["step"] += 1
@@ -124,21 +134,15 @@ class FusedAdam(torch.optim.Optimizer):
                 first, second = _corrections(group, state["step"], beta_1, beta_2)
                 denominator = (state["exp_avg_sq"] / second).sqrt_().add_(group["eps"])
                 parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / first)
-        return loss
 
 
 class FusedLAMB(_NormedOptimizer):
     """LAMB (You et al., "Large Batch Optimization for Deep Learning"): Adam with a step scaled per parameter.
 
-    The step of each parameter is scaled by the ratio of the parameter's norm to the norm of its update.
+    The step of each parameter is scaled by the ratio of the parameter's norm to the norm of its update. Arguments that are
+    not named here are those of :class:`FusedAdam`.
 
     Args:
-        params: parameters or groups.
-        lr: learning rate.
-        bias_correction: divide the averages by ``1 - beta**step``.
-        betas: decay of the averages of gradient and squared gradient.
-        eps: added to the denominator.
-        weight_decay: factor of the decay.
         adam_w_mode: False adds the decay to the gradient instead of the update.
         grad_averaging: weigh the gradient by ``1 - beta_1`` in its average.
         max_grad_norm: the whole gradient is scaled down to this norm first; 0 leaves it.
@@ -162,23 +166,12 @@ class FusedLAMB(_NormedOptimizer):
     ) -> None:
         if amsgrad:
             raise SMPUserError("FusedLAMB has no AMSGrad variant; leave amsgrad at False")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-        }
-        super().__init__(params, defaults)
+        settings = {"weight_decay": weight_decay, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm}
+        super().__init__(params, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, **settings)
         self.adam_w_mode = adam_w_mode
         self.use_nvlamb = use_nvlamb
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update."""
-        loss = _evaluate(closure)
+    def _update(self) -> None:
         everything = [pair for group in self.param_groups for pair in self._trained(group)]
         total = self._total_norm(everything)
         updates: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -213,7 +206,6 @@ class FusedLAMB(_NormedOptimizer):
                 torch.where((size > 0) & (length > 0), (size / length).sqrt(), torch.ones_like(size)) if scaled else 1.0
             )
             parameter.sub_(update * (lr * ratio))
-        return loss
 
     def _total_norm(self, pairs: Pairs) -> torch.Tensor | None:
         if self._norms is None:
@@ -225,15 +217,11 @@ class FusedLAMB(_NormedOptimizer):
 class FusedNovoGrad(_NormedOptimizer):
     """NovoGrad (Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments").
 
-    The second moment is one number per parameter: an average of the gradient's norm.
+    The second moment is one number per parameter: an average of the gradient's norm. Arguments that are not named here are
+    those of :class:`FusedAdam`.
 
     Args:
-        params: parameters or groups.
-        lr: learning rate.
-        bias_correction: divide the averages by ``1 - beta**step``.
         betas: decay of the averages of gradient and norm.
-        eps: added to the denominator.
-        weight_decay: factor of the decay.
         reg_inside_moment: add the decay before the average instead of after it.
         grad_averaging: weigh the gradient by ``1 - beta_1`` in its average.
         norm_type: 2 only.
@@ -259,22 +247,12 @@ class FusedNovoGrad(_NormedOptimizer):
             raise SMPUserError("FusedNovoGrad has no AMSGrad variant; leave amsgrad at False")
         if norm_type != 2:
             raise SMPUserError(f"norm_type is {norm_type}; FusedNovoGrad measures gradients in the L2 norm: use 2")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-        }
-        super().__init__(params, defaults)
+        settings = {"weight_decay": weight_decay, "grad_averaging": grad_averaging}
+        super().__init__(params, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, **settings)
         self.reg_inside_moment = reg_inside_moment
         self.init_zero = init_zero
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update."""
-        loss = _evaluate(closure)
+    def _update(self) -> None:
         pairs = [pair for group in self.param_groups for pair in self._trained(group)]
         squares = iter(self._squares(pairs))
         for group in self.param_groups:
@@ -298,18 +276,10 @@ class FusedNovoGrad(_NormedOptimizer):
                 if not self.reg_inside_moment:
                     update.add_(parameter, alpha=group["weight_decay"])
                 parameter.sub_(update, alpha=group["lr"])
-        return loss
 
 
 #: The other spelling that scripts use.
 FusedLamb = FusedLAMB
-
-
-def _evaluate(closure: Callable[[], Any] | None) -> Any:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 def _corrections(group: dict[str, Any], step: int, beta_1: float, beta_2: float) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from smp_runtime.errors import SMPUserError
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.job.trained import TrainedModel
-    from smp_runtime.optim.gathered_state import Records
+    from smp_runtime.optim.whole_state import Records
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
 
 

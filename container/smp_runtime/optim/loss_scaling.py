@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from smp_runtime.errors import SMPUserError
-
-#: Arguments of dynamic loss scaling, with their documented defaults.
-DYNAMIC_DEFAULTS: dict[str, float | int | bool] = {
-    "init_scale": 2**32,
-    "scale_factor": 2.0,
-    "scale_window": 1000,
-    "min_scale": 1,
-    "delayed_shift": 1,
-    "consecutive_hysteresis": False,
-}
 
 
 class LossScaler(Protocol):
@@ -123,6 +114,12 @@ class DynamicLossScaler:
         self._good_steps = int(state.get("good_steps", 0))
 
 
+#: Arguments of dynamic loss scaling, with their documented defaults.
+DYNAMIC_DEFAULTS: dict[str, float | int | bool] = {
+    name: parameter.default for name, parameter in inspect.signature(DynamicLossScaler).parameters.items()
+}
+
+
 def make_loss_scaler(
     static_loss_scale: float | None, dynamic_loss_scale: bool, dynamic_loss_args: Mapping[str, Any]
 ) -> LossScaler:
@@ -135,5 +132,5 @@ def make_loss_scaler(
     if unknown:
         raise SMPUserError(f"unknown loss scaling arguments {unknown}; known are {', '.join(DYNAMIC_DEFAULTS)}")
     if dynamic_loss_scale:
-        return DynamicLossScaler(**{**DYNAMIC_DEFAULTS, **dynamic_loss_args})
+        return DynamicLossScaler(**dynamic_loss_args)
     return StaticLossScaler(1.0 if static_loss_scale is None else static_loss_scale)

@@ -9,9 +9,16 @@ import torch
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.optim.gathered_state import HALF_KEY, copied, of_all_stages, own_parts, whole_values
-from smp_runtime.optim.whole_state import load_state, whole_state
-from smp_runtime.parameters.slices import part_of
+from smp_runtime.optim.whole_state import (
+    HALF_KEY,
+    copied,
+    load_state,
+    of_all_stages,
+    own_parts,
+    whole_state,
+    whole_values,
+)
+from smp_runtime.parameters.registry import part_of
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
@@ -54,7 +61,7 @@ class SavedOptimizer(torch.optim.Optimizer):
     def _gathered_state(self, *, to_first: bool) -> dict[str, Any]:
         """:meth:`state_dict` on every rank, or on the first rank of the job and nothing of worth elsewhere."""
         ranks, keeps = self._ranks, not to_first or self._ranks.rank_in(Group.RDP) == 0
-        state = self.optimizer.state_dict() if self._model is None else self._stage_state(keep=keeps)
+        state = self._stage_state(keep=keeps)
         if not keeps:
             return {}
         if ranks.size(Group.TP) > 1:
@@ -76,7 +83,7 @@ class SavedOptimizer(torch.optim.Optimizer):
         ranks, to_first = self._ranks, gather_to_rank0
         first = ranks.rank == 0 or not to_first
         keeps = not to_first or ranks.rank_in(Group.RDP) == 0
-        state, half = self._gathered_state(to_first=to_first), self._half_states(keep=keeps)
+        state, half = self._gathered_state(to_first=to_first), self.fp16_states(keep=keeps)
         if self._model is None or not half or not keeps:
             return state if first else {}
         names = sorted(half["masters"])
@@ -94,13 +101,11 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     def stage_state(self) -> dict[str, Any]:
         """The state of this stage's parameters, with the numbers that they have in the whole; marked as partial."""
-        if self._model is None:
-            return {**self.optimizer.state_dict(), PARTIAL_KEY: True}
         return {**self._stage_state(), PARTIAL_KEY: True}
 
     def _stage_state(self, *, keep: bool = True) -> dict[str, Any]:
         if self._model is None:
-            raise AssertionError("no model is bound")
+            return self.optimizer.state_dict()
         gatherer, optimizer_shards = self._model.sharded_state, self._model.optimizer_shards or {}
         return whole_state(self.optimizer, self._originals, optimizer_shards, gatherer, keep=keep)
 
@@ -127,14 +132,12 @@ class SavedOptimizer(torch.optim.Optimizer):
         else:
             load_state(self.optimizer, self._originals, self._model.optimizer_shards or {}, state)
 
-    def fp16_states(self) -> dict[str, Any]:
+    def fp16_states(self, *, keep: bool = True) -> dict[str, Any]:
         """Float32 master weights by parameter name, and the state of loss scaling; empty without half precision.
 
-        With sharded state they are gathered, so every rank of the data parallel group calls it.
+        With sharded state they are gathered, so every rank of the data parallel group calls it; one that does not ``keep``
+        them gets no weights.
         """
-        return self._half_states(keep=True)
-
-    def _half_states(self, *, keep: bool) -> dict[str, Any]:
         if self._model is None or not self._model.precision.is_half:
             return {}
         masters = {shard.parameter: shard.optimized.detach() for shard in self._optimizer_shards}

@@ -1,4 +1,4 @@
-"""An optimizer's state between two forms: whole, as in one process, and by the shards that ranks update."""
+"""An optimizer's state whole, as in one process: put together from the ranks' shards and parts, and divided again."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from smp_runtime.errors import CheckpointError
+from smp_config import Group
+from smp_runtime.errors import CheckpointError, SMPUserError
+from smp_runtime.parameters.registry import ParameterRecord, TensorSlice, part_of
+from smp_runtime.tensor_parallel.group import TensorGroup, gather_whole
 from smp_runtime.tensors.nested import unshared
+from smp_runtime.tensors.torch_private import tree_map
 
 if TYPE_CHECKING:
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.job.session import Session
     from smp_runtime.job.trained import SharedState
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
 
@@ -45,12 +51,7 @@ def whole_state(
         shard = optimizer_shards.get(parameter)
         updated = parameter if parameter not in optimizer_shards else shard.optimized if shard is not None else None
         for key, value in (optimizer.state.get(updated, {}) if updated is not None else {}).items():
-            shaped = (
-                isinstance(value, torch.Tensor)
-                and updated is not None
-                and value.shape == updated.shape
-                and value.dim() > 0
-            )
+            shaped = updated is not None and is_elementwise(value, updated)
             (tensors if shaped else others).setdefault(key, {})[parameter] = value
     if gatherer is not None:
         tensors = {
@@ -63,6 +64,11 @@ def whole_state(
             for parameter, value in values.items():
                 state.setdefault(numbers[parameter], {})[key] = value
     return {"state": {number: state[number] for number in sorted(state)}, "param_groups": groups}
+
+
+def is_elementwise(value: Any, of: torch.Tensor) -> bool:
+    """Whether a value of an optimizer's state has one number for each element of what is updated."""
+    return isinstance(value, torch.Tensor) and value.shape == of.shape and value.dim() > 0
 
 
 def _all_keys(
@@ -116,3 +122,102 @@ def _of_shard(value: Any, parameter: nn.Parameter, shard: OptimizerShard | None,
     if shard is None:
         return value.to(device=parameter.device, copy=True)
     return shard.part_of(value).to(device=shard.optimized.device, copy=True)
+
+
+#: Master weights and loss scale inside a state.
+HALF_KEY = "fp16_states"
+
+#: Names and places of parameters.
+Records = Mapping[nn.Parameter, ParameterRecord]
+
+
+@torch.no_grad()
+def whole_tensor(ranks: Ranks, record: ParameterRecord | None, value: Any) -> Any:
+    """A value of a parameter's state whole; the ranks of a tensor parallel group call it for the same ones together."""
+    if ranks.size(Group.TP) == 1 or record is None or not isinstance(value, torch.Tensor):
+        return value
+    axis, bounds = record.placement.tensor_axis, record.placement.tensor_slice
+    if axis is None or bounds is None or value.shape != record.parameter.shape or value.dim() == 0:
+        return value
+    longest = -(-record.shape[axis] // ranks.size(Group.TP))
+    return gather_whole(value, TensorSlice(record.shape, axis, *bounds, longest), TensorGroup.of(ranks))
+
+
+def whole_values(
+    ranks: Ranks,
+    records: Records,
+    parameters: Sequence[nn.Parameter],
+    state: Mapping[int, Mapping[str, Any]],
+    *,
+    to_first: bool = False,
+) -> dict[int, dict[str, Any]]:
+    """The state of an optimizer, by the numbers of its parameters, with split tensors whole.
+
+    Args:
+        to_first: only on the first rank of each tensor parallel group, on the CPU; the others get nothing.
+    """
+    whole: dict[int, dict[str, Any]] = {}
+    for number, values in sorted(state.items()):
+        for key in sorted(values):
+            value = whole_tensor(ranks, records.get(parameters[number]), values[key])
+            if not to_first:
+                whole.setdefault(number, {})[key] = value
+            elif ranks.rank_in(Group.TP) == 0:
+                whole.setdefault(number, {})[key] = on_cpu(value)
+    return whole
+
+
+def of_all_stages(ranks: Ranks, values: Mapping[Any, Any], *, to_first: bool) -> dict[Any, Any]:
+    """What all stages have together, on the CPU; every rank of a replica calls it.
+
+    Args:
+        to_first: only the first rank of the replica gets it, and ranks without its part of tensors take no part.
+    """
+    if to_first and ranks.rank_in(Group.TP) != 0:
+        return {}
+    exchange = ranks.control.gather if to_first else ranks.control.allgather
+    parts = exchange(tree_map(on_cpu, dict(values)), ranks.members(Group.PP))
+    return {key: value for part in parts or [] for key, value in part.items()}
+
+
+def on_cpu(leaf: Any) -> Any:
+    """A tensor on the CPU, anything else as it is."""
+    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def own_parts(records: Records, parameters: Sequence[nn.Parameter], state: Mapping[str, Any]) -> dict[str, Any]:
+    """A full state with this rank's parts of split tensors; values that are parts already stay."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    of = dict(zip(dict.fromkeys(numbers), parameters, strict=False))
+
+    def part(number: int, value: Any) -> Any:
+        record = records.get(of[number]) if number in of else None
+        return part_of(record, value) if record is not None and isinstance(value, torch.Tensor) else value
+
+    parts = {n: {key: part(n, value) for key, value in values.items()} for n, values in state["state"].items()}
+    return {**state, "state": parts}
+
+
+def copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """A state that shares no memory with ``state``, whose tensors may lie in a mapped file or be parts of longer ones.
+
+    Args:
+        device: where the optimizer copies tensors to; those that it moves to another one are copied then.
+    """
+
+    def copy(value: Any) -> Any:
+        stays = isinstance(value, torch.Tensor) and (value.device.type == device.type or value.dim() == 0)
+        return value.clone(memory_format=torch.contiguous_format) if stays else value
+
+    return {**state, "state": tree_map(copy, state["state"])}
+
+
+def names_by_index(session: Session) -> list[dict[int, str]]:
+    """For each tensor parallel rank, the name of every parameter of the optimizer by its number; the same on all of them."""
+    optimizer = session.optimizer
+    if optimizer is None:
+        raise SMPUserError("there is no wrapped optimizer; wrap it in smp.DistributedOptimizer first")
+    parameters = [parameter for group in optimizer.original_groups() for parameter in group]
+    records = session.records
+    names = [records[parameter].name for parameter in dict.fromkeys(parameters) if parameter in records]
+    return [dict(enumerate(names)) for _ in range(session.ranks.size(Group.TP))]

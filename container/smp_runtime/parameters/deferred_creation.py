@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.tensors.swapping import swap_contents
 from smp_runtime.tensors.torch_private import (
     TorchDispatchMode,
     dispatch_modes,
     schema_of,
     storage_key,
+    swap_contents,
     tree_leaves,
     tree_map,
     without_modes,

@@ -16,8 +16,7 @@ from smp_runtime.replacement.same_batch import SameBatch
 from smp_runtime.tensor_parallel.group import TensorGroup, gather_whole
 
 if TYPE_CHECKING:
-    from smp_runtime.parameters.registry import ParameterRegistry
-    from smp_runtime.parameters.slices import TensorSlice
+    from smp_runtime.parameters.registry import ParameterRegistry, TensorSlice
 
 
 def place(module: nn.Module, registry: ParameterRegistry) -> None:

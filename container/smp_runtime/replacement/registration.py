@@ -14,7 +14,7 @@ from torch import nn
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
-    from smp_runtime.job.module_manager import Translate
+    from smp_runtime.job.trained import Translate
 
 #: Arguments of a call: positional ones, and keywords.
 Arguments = tuple[Any, Mapping[str, Any]]
@@ -95,7 +95,12 @@ _by_class: dict[type, Registration] = {}
 _by_name: dict[str, str] = {}
 
 
-class tp_register:  # noqa: N801 - the public name of a decorator
+def tp_register(
+    dist_module: type,
+    init_hook: Callable[..., Any] | None = None,
+    forward_hook: Callable[..., Any] | None = None,
+    return_hook: Callable[..., Any] | None = None,
+) -> Callable[[type], type]:
     """Decorator that registers ``dist_module`` as the distributed form of the class it stands on.
 
     Args:
@@ -109,19 +114,11 @@ class tp_register:  # noqa: N801 - the public name of a decorator
         SMPUserError: ``dist_module`` is no such subclass, or a hook cannot be called.
     """
 
-    def __init__(
-        self,
-        dist_module: type,
-        init_hook: Callable[..., Any] | None = None,
-        forward_hook: Callable[..., Any] | None = None,
-        return_hook: Callable[..., Any] | None = None,
-    ) -> None:
-        self._arguments = (dist_module, init_hook, forward_hook, return_hook)
-
-    def __call__(self, module_cls: type) -> type:
-        """Register ``module_cls``, and leave it as it is."""
-        tp_register_with_module(module_cls, *self._arguments)
+    def mark(module_cls: type) -> type:
+        tp_register_with_module(module_cls, dist_module, init_hook, forward_hook, return_hook)
         return module_cls
+
+    return mark
 
 
 def tp_register_with_module(
@@ -131,7 +128,7 @@ def tp_register_with_module(
     forward_hook: Callable[..., Any] | None = None,
     return_hook: Callable[..., Any] | None = None,
 ) -> None:
-    """Register ``dist_module`` as the distributed form of ``module_cls``; see :class:`tp_register`.
+    """Register ``dist_module`` as the distributed form of ``module_cls``; see :func:`tp_register`.
 
     Call it before the modules are created, since their arguments are noted then.
     """

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from smp_config import Group
-from smp_runtime.job.module_manager import ModuleManager
+from smp_runtime.job.trained import ModuleManager
 from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError, parameters_in
 from smp_runtime.parameters.deferred_creation import Deferrals, deferring
 from smp_runtime.pipeline.partition.manual_stages import hand_on_stage
@@ -111,12 +111,7 @@ def _wanted(module: nn.Module, mark: Mark, automatic: Mapping[str, Any]) -> Regi
 
 
 def _try(
-    title: str,
-    original: nn.Module,
-    how: Registration,
-    mark: Mark,
-    automatic: Mapping[str, Any],
-    group: TensorGroup,
+    title: str, original: nn.Module, how: Registration, mark: Mark, automatic: Mapping[str, Any], group: TensorGroup
 ) -> nn.Module | None:
     if how.arguments is None and not was_noted(original):
         _left_alone(title, "it was created before its class was registered; register the class first", group)

@@ -81,13 +81,14 @@ class HierarchicalGathering:
     def start(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """See :class:`Gathering`."""
         block = shard.numel() * self._hosts
+        # In place: a rank's block is where the second phase will put it.
         mine = full[self._local * block : (self._local + 1) * block]
         first = self._collectives.all_gather(mine, shard, self._across)
         return _TwoPhases(self, first, full, mine)
 
-    def second(self, full: torch.Tensor, mine: torch.Tensor) -> Work:
+    def second(self, full: torch.Tensor, mine: torch.Tensor) -> list[Work]:
         """The phase inside the host."""
-        return self._collectives.all_gather(full, mine, self._inside)
+        return [self._collectives.all_gather(full, mine, self._inside)]
 
 
 class BackendGathering:
@@ -128,7 +129,7 @@ class BackendGathering:
         self._group.tries_phases(shard.nbytes, full.device.type)  # counts it, and says once which buffer is too small
         arrived = torch.empty(len(self._rows), shard.numel(), dtype=shard.dtype, device=shard.device)
         first = self._collectives.all_gather(arrived.view(-1), shard, self._across)
-        return _RowByRow(self, first, full, arrived)
+        return _TwoPhases(self, first, full, arrived)
 
     def second(self, full: torch.Tensor, arrived: torch.Tensor) -> list[Work]:
         """The phase inside the host."""
@@ -139,8 +140,14 @@ class BackendGathering:
         ]
 
 
-class _RowByRow:
-    def __init__(self, gathering: BackendGathering, first: Work, full: torch.Tensor, arrived: torch.Tensor) -> None:
+class _TwoPhases:
+    def __init__(
+        self,
+        gathering: HierarchicalGathering | BackendGathering,
+        first: Work,
+        full: torch.Tensor,
+        arrived: torch.Tensor,
+    ) -> None:
         self._gathering = gathering
         self._first = first
         self._full = full
@@ -150,19 +157,6 @@ class _RowByRow:
         self._first.wait()
         for work in self._gathering.second(self._full, self._arrived):
             work.wait()
-
-
-class _TwoPhases:
-    def __init__(self, gathering: HierarchicalGathering, first: Work, full: torch.Tensor, mine: torch.Tensor) -> None:
-        self._gathering = gathering
-        self._first = first
-        self._full = full
-        self._mine = mine
-
-    def wait(self) -> None:
-        self._first.wait()
-        # In place: a rank's block is where the second phase will put it.
-        self._gathering.second(self._full, self._mine).wait()
 
 
 def make_gathering(ranks: Ranks, *, hierarchical: bool) -> Gathering:
@@ -176,13 +170,14 @@ def make_gathering(ranks: Ranks, *, hierarchical: bool) -> Gathering:
     host_of = ranks.control.allgather(host_name(), everyone)
     if not hierarchical or len(set(host_of)) == 1:
         return plain
-    layouts = [host_layout(group, host_of) for group in ranks.topology.groups(Group.SHARD)]
-    if any(layout is None for layout in layouts):
+    found = [host_layout(group, host_of) for group in ranks.topology.groups(Group.SHARD)]
+    layouts = [layout for layout in found if layout is not None]
+    if len(layouts) < len(found):
         return plain
     whole = ranks.groups.group(Group.SHARD)
     backend = plain_backend(ranks.device) if isinstance(whole, SmddpProcessGroup) else None
     in_order = all(
-        [rank for row in layout or () for rank in row] == list(group)
+        [rank for row in layout for rank in row] == list(group)
         for group, layout in zip(ranks.topology.groups(Group.SHARD), layouts, strict=True)
     )
     if backend is not None and not in_order:
@@ -190,9 +185,11 @@ def make_gathering(ranks: Ranks, *, hierarchical: bool) -> Gathering:
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     # Every rank of the job makes every group, in the same order.
     for layout in layouts:
-        for row in (*layout_rows(layout), *layout_columns(layout)):
-            groups[tuple(row)] = dist.new_group(row, timeout=timedelta(seconds=timeout_seconds()), backend=backend)
-    layout = next(found for found in layouts if found and any(ranks.rank in row for row in found))
+        for row in (*layout, *zip(*layout, strict=True)):  # those inside hosts, then those between them
+            groups[tuple(row)] = dist.new_group(
+                list(row), timeout=timedelta(seconds=timeout_seconds()), backend=backend
+            )
+    layout = next(layout for layout in layouts if any(ranks.rank in row for row in layout))
     host = next(number for number, row in enumerate(layout) if ranks.rank in row)
     local = layout[host].index(ranks.rank)
     across, inside = groups[tuple(row[local] for row in layout)], groups[tuple(layout[host])]
@@ -217,13 +214,3 @@ def host_layout(members: Sequence[int], host_of: Sequence[str]) -> list[list[int
     rows = list(hosts.values())
     even = len({len(row) for row in rows}) == 1
     return rows if even and len(rows) > 1 and len(rows[0]) > 1 else None
-
-
-def layout_rows(layout: list[list[int]] | None) -> list[list[int]]:
-    """The groups inside hosts."""
-    return [list(row) for row in layout or []]
-
-
-def layout_columns(layout: list[list[int]] | None) -> list[list[int]]:
-    """The groups between hosts: ranks with the same number on theirs."""
-    return [list(column) for column in zip(*(layout or []), strict=True)]

@@ -151,6 +151,7 @@ class ShardedUnit(FlatUnit):
         parameters: see :class:`FlatUnit`, as for the rest.
 
     Attributes:
+        full: the buffer of the whole; only to be read and written while its storage is there.
         work: the gather under way, or None.
         ready: whether the parameters hold their values.
         calls: module calls that are running and use the unit.
@@ -177,11 +178,11 @@ class ShardedUnit(FlatUnit):
         self.name = name
         self.module = module
         self.shard = torch.zeros(self.shard_elements, dtype=dtype, device=self.device)
-        self._full = torch.empty(shards * self.shard_elements, dtype=dtype, device=self.device)
-        self._nbytes = self._full.untyped_storage().nbytes()
-        self._views = self.views_of(self._full)
-        self._part = self.part_of(self._full)
-        self._full.untyped_storage().resize_(0)
+        self.full = torch.empty(shards * self.shard_elements, dtype=dtype, device=self.device)
+        self._nbytes = self.full.untyped_storage().nbytes()
+        self._views = self.views_of(self.full)
+        self._part = self.part_of(self.full)
+        self.full.untyped_storage().resize_(0)
         nothing = torch.full((), float("nan"), dtype=dtype, device=self.device)
         self._placeholders = [nothing.expand(shape) for shape in self.shapes]
         self.work: Work | None = None
@@ -196,14 +197,9 @@ class ShardedUnit(FlatUnit):
         self.uses_per_pass = 0
 
     @property
-    def full(self) -> torch.Tensor:
-        """The buffer of the whole; only to be read and written while its storage is there."""
-        return self._full
-
-    @property
     def storage_key(self) -> int:
         """What identifies the storage of the whole, for as long as the unit lives."""
-        return storage_key(self._full)
+        return storage_key(self.full)
 
     @property
     def is_idle(self) -> bool:
@@ -219,8 +215,8 @@ class ShardedUnit(FlatUnit):
 
     def allocate(self) -> torch.Tensor:
         """Give the whole its storage; returns it, with anything in it."""
-        self._full.untyped_storage().resize_(self._nbytes)
-        return self._full
+        self.full.untyped_storage().resize_(self._nbytes)
+        return self.full
 
     def attach(self) -> None:
         """Let the parameters be views of the whole."""
@@ -232,7 +228,7 @@ class ShardedUnit(FlatUnit):
         """Free the whole; the parameters show the placeholder."""
         for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
             parameter.data = placeholder
-        self._full.untyped_storage().resize_(0)
+        self.full.untyped_storage().resize_(0)
         self.ready = False
 
     @torch.no_grad()

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from smp_config import Group
-from smp_runtime.sharding.gather_order import GatherTrace, refuse_unequal, sharing_positions
+from smp_runtime.comm.collectives import NOTHING, Work
+from smp_runtime.sharding.live_parameters import GatherTrace, refuse_unequal, sharing_positions
 
 if TYPE_CHECKING:
-    from smp_runtime.comm.collectives import Work
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.sharding.flat_unit import ShardedUnit
 
@@ -205,7 +205,7 @@ class ShardedGradients:
             work = self._ranks.collectives.reduce_scatter(part, chunk.view(-1), self._inside)
             if columns > width:  # a bucket at a time, so that no more than one waits
                 work.wait()
-            works.append((work if columns <= width else _Done(), part))
+            works.append((work if columns <= width else NOTHING, part))
         self._travelling = _Travelling(filling, works)
 
     def _land(self) -> None:
@@ -328,11 +328,6 @@ class ShardedGradients:
                 groups.append([unit])
         self._groups = groups
         self._group_of = {id(unit): number for number, group in enumerate(groups) for unit in group}
-
-
-class _Done:
-    def wait(self) -> None:
-        pass
 
 
 def _put(target: torch.Tensor, source: torch.Tensor, scale: float, *, again: bool) -> None:

@@ -8,26 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from smp_runtime.comm.buckets import Bucket, make_buckets
+from smp_runtime.comm.buckets import Bucket, Reducing, Travel, make_buckets
 from smp_runtime.sharding.flat_shards import FlatShards
 from smp_runtime.sharding.flat_unit import WholeUnit
 
 if TYPE_CHECKING:
     from smp_config import Group
-    from smp_runtime.comm.bucket_transport import Travel
-    from smp_runtime.comm.collectives import Work
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.parameters.precision import Precision
-
-
-class _Scattered:
-    def __init__(self, work: Work, shard: torch.Tensor) -> None:
-        self._work = work
-        self._shard = shard
-
-    def land(self) -> torch.Tensor:
-        self._work.wait()
-        return self._shard
 
 
 class ShardedState(FlatShards[WholeUnit]):
@@ -80,7 +68,7 @@ class ShardedState(FlatShards[WholeUnit]):
         unit = self.units[position]
         buffer[unit.filled : unit.data.numel()].zero_()
         shard = torch.empty(unit.shard_elements, dtype=buffer.dtype, device=buffer.device)
-        return _Scattered(self._ranks.collectives.reduce_scatter(shard, buffer, self._group), shard)
+        return Reducing(self._ranks.collectives.reduce_scatter(shard, buffer, self._group), shard)
 
     def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
         """Keep the gradients of this rank's shard until the update."""

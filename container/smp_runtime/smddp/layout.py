@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from smp_config.buffers import BufferSizes
 from smp_config.errors import ConfigError
+from smp_config.smddp import BufferSizes
 from smp_runtime.comm.control import host_name
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from smp_runtime.smddp.buffers import Piece, RingBuffer
 from smp_runtime.smddp.work import MessageWork
 
 if TYPE_CHECKING:
-    from smp_config.buffers import BufferSizes
+    from smp_config.smddp import BufferSizes
     from smp_runtime.smddp.items import Item
     from smp_runtime.smddp.layout import HostGrid
 

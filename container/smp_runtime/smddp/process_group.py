@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from smp_config.smddp import BACKEND
+from smp_runtime.comm.collectives import Collectives, TorchCollectives, Work
 from smp_runtime.smddp.items import Item, resolved
 from smp_runtime.smddp.layout import HostGrid, agree
 from smp_runtime.smddp.messages import MessageGather
@@ -25,8 +26,9 @@ from smp_runtime.tensors.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from smp_config.buffers import BufferSizes
+    from smp_config.smddp import BufferSizes
     from smp_runtime.smddp.work import MessageWork, StreamWork
+
 
 logger = logging.getLogger("smp")
 
@@ -244,3 +246,17 @@ def _nccl_group(store: dist.Store, name: str, rank: int, size: int, timeout: tim
     give_backends(group, {"cuda": (_BackendType.NCCL, backend)}, _BackendType.NCCL)
     name_group(group, name)
     return group
+
+
+class SmddpCollectives(TorchCollectives):
+    """What the strategies call in a job whose backend is ``smddp``."""
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        """In phases where that is possible and has a use."""
+        phases = isinstance(group, SmddpProcessGroup) and group.tries_phases(shard.nbytes, full.device.type)
+        return group.all_gather_single(full, shard) if phases else super().all_gather(full, shard, group)
+
+
+def collectives_of(backend: str) -> Collectives:
+    """The implementation for groups of a backend."""
+    return SmddpCollectives() if backend == BACKEND else TorchCollectives()

@@ -14,7 +14,7 @@ from smp_runtime.smddp.work import StreamWork
 from smp_runtime.tensors.torch_private import all_gather_single, all_gather_single_coalesced, timeout_of
 
 if TYPE_CHECKING:
-    from smp_config.buffers import BufferSizes
+    from smp_config.smddp import BufferSizes
     from smp_runtime.smddp.items import Item
     from smp_runtime.smddp.layout import HostGrid
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 
@@ -14,9 +15,8 @@ from smp_runtime.comm.devices import in_order_with_script
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.pipeline.transport.messages import StepKind
-from smp_runtime.step.output import StepOutput, merge_outputs
-from smp_runtime.step.splitting import batch_samples, shapes_in, split_argument
-from smp_runtime.step.step_call import StepCall, probe
+from smp_runtime.step.microbatches import StepOutput, batch_samples, merge_outputs, shapes_in, split_argument
+from smp_runtime.tensors.nested import leaves_of
 from smp_runtime.tensors.torch_private import tree_map
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: How many calls of a step are looked at, to see whether the ranks of a pipeline have read the same batch.
 _PROBED_CALLS = 2
+#: Elements of the first tensor that are added up, to see whether ranks have read the same batch.
+_PROBED_ELEMENTS = 4096
 
 
 class StepFunction:
@@ -73,23 +75,18 @@ class StepFunction:
             )
         count = session.ranks.cfg.microbatches
         names = self._argument_names(len(bound) + len(args))[len(bound) :]
-        axes = [self._axes.get(name, 0) for name in names]
-        split_args = [
+        axes = [self._axes.get(name, 0) for name in (*names, *kwargs)]
+        values = [*args, *kwargs.values()]
+        split = [
             [value] * count if name in self._whole else split_argument(name, value, count, axis)
-            for name, value, axis in zip(names, args, axes, strict=True)
+            for name, value, axis in zip((*names, *kwargs), values, axes, strict=True)
         ]
-        split_kwargs = {
-            name: [value] * count
-            if name in self._whole
-            else split_argument(name, value, count, self._axes.get(name, 0))
-            for name, value in kwargs.items()
-        }
         microbatches = [
             functools.partial(
                 self._function,
                 *bound,
-                *(slices[index] for slices in split_args),
-                **{name: slices[index] for name, slices in split_kwargs.items()},
+                *(slices[index] for slices in split[: len(args)]),
+                **{name: slices[index] for name, slices in zip(kwargs, split[len(args) :], strict=True)},
             )
             for index in range(count)
         ]
@@ -110,9 +107,8 @@ class StepFunction:
         trained = [model.finish_step() for model in models]
         merged = merge_outputs(returned, detach=self._detach)
         if any(trained):
-            samples = batch_samples([*args, *kwargs.values()], [*axes, *(self._axes.get(name, 0) for name in kwargs)])
             replicas = session.ranks.size(Group.RDP if session.ranks.cfg.prescaled_batch else Group.DP)
-            session.progress.note_samples(samples * replicas)
+            session.progress.note_samples(batch_samples(values, axes) * replicas)
             session.progress.note_loss(_first_scalar(merged))
         session.ranks.step.count += 1
         return merged
@@ -238,3 +234,59 @@ def _first_scalar(merged: Any) -> list[torch.Tensor]:
         if found := _first_scalar(child):
             return found
     return []
+
+
+class StepCall(NamedTuple):
+    """One call of a step function."""
+
+    function: str  # its name
+    modes: tuple[bool, ...]  # whether gradients are recorded, and each model's training flag
+    shapes: Hashable  # of its arguments
+    probe: float | None  # a sum over the first tensor's first elements; None where nobody has looked
+
+    def check(self, root: StepCall, rank: int, root_rank: int) -> str:
+        """Compare this rank's call with the root stage's.
+
+        Returns:
+            A warning where the batches differ, which is harmless only if it is meant; empty otherwise.
+
+        Raises:
+            SMPUserError: the ranks run different functions, or in different modes.
+        """
+        if (self.function, self.modes) != (root.function, root.modes):
+            raise SMPUserError(
+                f"rank {rank} called the step {self.function} ({_described(self.modes)}), but rank {root_rank} of the same "
+                f"pipeline called {root.function} ({_described(root.modes)}); every rank of a pipeline runs the same steps in the "
+                "same order: branch on smp.dp_rank() or on values that all of them have, not on smp.rank()"
+            )
+        what = ""
+        if self.shapes != root.shapes:
+            what = "of other shapes or with other settings"
+        elif self.probe != root.probe and not _are_both_nan(self.probe, root.probe):
+            what = "with other values"
+        return what and (
+            f"rank {rank} called the step {self.function} with a batch {what} than rank {root_rank} of the same pipeline; only the "
+            "root stage's is used, so a share of the data would be lost: give the sampler num_replicas=smp.dp_size() and "
+            "rank=smp.dp_rank()"
+        )
+
+
+def probe(values: Iterable[Any]) -> float | None:
+    """A number that differs, as a rule, for batches that do: from the first tensor in arguments of any nesting."""
+    first = next((leaf for leaf in leaves_of(list(values)) if isinstance(leaf, torch.Tensor)), None)
+    if first is None or type(first) is not torch.Tensor or first.layout != torch.strided:
+        return None
+    if first.is_meta or first.is_complex():
+        return None
+    some = first.detach().reshape(-1)[:_PROBED_ELEMENTS].to(torch.float64)
+    return float((some * torch.arange(1, len(some) + 1, device=some.device)).sum())
+
+
+def _are_both_nan(one: float | None, other: float | None) -> bool:
+    return one is not None and other is not None and math.isnan(one) and math.isnan(other)
+
+
+def _described(modes: tuple[bool, ...]) -> str:
+    gradients, *training = modes
+    models = ", ".join("training" if flag else "evaluation" for flag in training) or "no"
+    return f"{'with' if gradients else 'without'} gradients, {models} mode"

@@ -8,23 +8,24 @@ sequence, padded if the number of ranks does not divide it.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from smp_runtime.tensor_parallel import collectives
-from smp_runtime.tensor_parallel.linear_functions import columns, rows
 from smp_runtime.tensor_parallel.masks import additive, agree_on_mask, agree_on_shape
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
+from smp_runtime.tensor_parallel.split_functions import columns, rows
 
 if TYPE_CHECKING:
     from smp_runtime.tensor_parallel.group import TensorGroup
 
 
-class Flow(Protocol):
+class Flow(abc.ABC):
     """One way for activations to lie.
 
     Attributes:
@@ -32,16 +33,24 @@ class Flow(Protocol):
             has its gradient summed as if it did; else its gradient is that of this rank's own batch.
     """
 
-    rows_see_all: bool
+    rows_see_all = True
+    #: Along which dim activations are sliced inside, or None.
+    _dim: int | None = None
 
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+        #: What the ranks just agreed on the shape of, by its id.
+        self._agreed: int | None = None
+
+    @abc.abstractmethod
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[batch, seq, hidden]`` as it is outside, laid as inside."""
-        ...
 
+    @abc.abstractmethod
     def leave(self, hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """The way back; ``like`` is what entered."""
-        ...
 
+    @abc.abstractmethod
     def enter_mask(
         self, mask: torch.Tensor | None, like: torch.Tensor, causal: bool, positions: torch.Tensor | None = None
     ) -> torch.Tensor | None:
@@ -59,49 +68,33 @@ class Flow(Protocol):
         Raises:
             SMPUserError: batches of different shapes, positions on some ranks only, or a mask of whole numbers.
         """
-        ...
 
+    @abc.abstractmethod
     def enter_ids(self, ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
         """Whole numbers ``[batch or 1, seq]`` for the whole of what ``like`` is a part of."""
-        ...
 
     def columns(
         self, hidden: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor, ...]:
         """This rank's features of all rows."""
-        ...
-
-    def rows(self, features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """From this rank's features of all rows back to activations as they lie inside."""
-        ...
-
-    def shared(self, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """Replicated parameters, made ready for use on activations as they lie inside."""
-        ...
-
-    def dropout(self, hidden: torch.Tensor, probability: float, training: bool) -> torch.Tensor:
-        """Dropout of activations as they lie inside."""
-        ...
-
-
-class _Flow:
-    """What both ways share."""
-
-    #: Along which dim activations are sliced inside, or None.
-    _dim: int | None = None
-
-    def __init__(self, group: TensorGroup) -> None:
-        self._group = group
-        #: What the ranks just agreed on the shape of, by its id.
-        self._agreed: int | None = None
-
-    def columns(
-        self, hidden: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
-    ) -> tuple[torch.Tensor, ...]:
         return columns(hidden, self._group, self._dim, weights, biases)
 
     def rows(self, features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """From this rank's features of all rows back to activations as they lie inside."""
         return rows(features, self._group, self._dim, weight, bias)
+
+    @abc.abstractmethod
+    def shared(self, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """Replicated parameters, made ready for use on activations as they lie inside."""
+
+    def dropout(self, hidden: torch.Tensor, probability: float, training: bool) -> torch.Tensor:
+        """Dropout of activations as they lie inside."""
+        if not training or probability == 0.0:
+            return hidden
+        tracker = RandomTracker.of(self._group)
+        family = tracker.replicated if self._dim is None else tracker.split
+        with family(hidden.device):
+            return F.dropout(hidden, probability)
 
     def _check_shape(self, hidden: torch.Tensor) -> None:
         """Batches of one shape, unless the mask has been asked about them already: one exchange is enough."""
@@ -123,10 +116,8 @@ class _Flow:
         return self._group.gather(tensor.detach(), 0)
 
 
-class ReplicatedFlow(_Flow):
+class ReplicatedFlow(Flow):
     """``speed``: all rows on every rank; one all-reduce forward and one backward per half block."""
-
-    rows_see_all = True
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         """See :class:`Flow`."""
@@ -154,15 +145,8 @@ class ReplicatedFlow(_Flow):
         """See :class:`Flow`."""
         return list(parameters)
 
-    def dropout(self, hidden: torch.Tensor, probability: float, training: bool) -> torch.Tensor:
-        """See :class:`Flow`."""
-        if not training or probability == 0.0:
-            return hidden
-        with RandomTracker.of(self._group).replicated(hidden.device):
-            return F.dropout(hidden, probability)
 
-
-class SlicedFlow(_Flow):
+class SlicedFlow(Flow):
     """``memory``: a part of the rows on every rank; gathered before each half block, and reduce-scattered behind it."""
 
     def __init__(self, group: TensorGroup) -> None:
@@ -213,13 +197,6 @@ class SlicedFlow(_Flow):
         """See :class:`Flow`."""
         # With a batch per rank, their gradients are averaged with those of ordinary layers, once per step.
         return collectives.shared(self._group, *parameters) if self._group.prescaled else list(parameters)
-
-    def dropout(self, hidden: torch.Tensor, probability: float, training: bool) -> torch.Tensor:
-        """See :class:`Flow`."""
-        if not training or probability == 0.0:
-            return hidden
-        with RandomTracker.of(self._group).split(hidden.device):
-            return F.dropout(hidden, probability)
 
     def _missing(self, length: int) -> int:
         return -length % self._group.size

@@ -67,17 +67,13 @@ class _Slice(torch.autograd.Function):
         return ctx.group.gather(gradient, ctx.dim), None, None
 
 
-class _ScatterSum(torch.autograd.Function):
+class _ScatterSum(_Slice):
     """Forward this rank's slice of the sum of partial tensors; backward all ranks' slices."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
         ctx.group, ctx.dim = group, dim
         return group.scatter_sum(tensor, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.group.gather(gradient, ctx.dim), None, None
 
 
 class _Exchange(torch.autograd.Function):

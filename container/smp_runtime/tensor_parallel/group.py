@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,12 +12,71 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from smp_config import Group
-from smp_runtime.tensor_parallel.collective_throttle import Throttle
+from smp_runtime.comm.collectives import NOTHING, Collectives, Work
+from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
-    from smp_runtime.comm.collectives import Collectives, Work
     from smp_runtime.job.ranks import Ranks
-    from smp_runtime.parameters.slices import TensorSlice
+    from smp_runtime.parameters.registry import TensorSlice
+
+
+VARIABLE = "SMP_NCCL_THROTTLE_LIMIT"
+DEFAULT_LIMIT = 8
+
+
+class Throttle:
+    """Lets the CPU run ahead of the GPU by at most ``limit`` collectives.
+
+    Each one that is queued holds on to its buffers, so a CPU far ahead of the GPU raises the peak of memory.
+
+    Args:
+        limit: collectives in flight; -1 means any number. On the CPU there is no queue, and no effect.
+    """
+
+    def __init__(self, limit: int = DEFAULT_LIMIT) -> None:
+        self._limit = limit
+        self._events: deque[torch.cuda.Event] = deque()
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Throttle:
+        """Read the limit.
+
+        Raises:
+            SMPUserError: it is neither a positive number nor -1.
+        """
+        text = (os.environ if environ is None else environ).get(VARIABLE, "")
+        try:
+            limit = int(text) if text else DEFAULT_LIMIT
+        except ValueError:
+            limit = 0
+        if limit < 1 and limit != -1:
+            raise SMPUserError(
+                f"{VARIABLE} is {text!r}; it counts collectives that may be in flight at once: set a number from 1, or -1 "
+                "for no limit"
+            )
+        return cls(limit)
+
+    def launched(self, work: Work, tensor: torch.Tensor) -> Work:
+        """The collective ``work`` on ``tensor``, counted once it is waited for."""
+        return work if self._limit < 0 or tensor.device.type != "cuda" else _Counted(work, self)
+
+    def passed(self) -> None:
+        """The stream has been told to wait for a collective; the CPU waits for the oldest when there are too many."""
+        event = torch.cuda.Event()
+        event.record()
+        self._events.append(event)
+        if len(self._events) > self._limit:
+            self._events.popleft().synchronize()
+
+
+class _Counted:
+    def __init__(self, work: Work, throttle: Throttle) -> None:
+        self._work = work
+        self._throttle = throttle
+
+    def wait(self) -> None:
+        self._work.wait()  # on the GPU: the stream waits, the CPU does not
+        self._throttle.passed()
 
 
 class TensorGroup:
@@ -64,7 +126,7 @@ class TensorGroup:
     def start_all_reduce(self, tensor: torch.Tensor) -> Work:
         """Begin to sum ``tensor`` over the group, in place."""
         if self.is_tracing:
-            return _NOTHING
+            return NOTHING
         return self._throttle.launched(self._collectives.all_reduce(tensor, self._group), tensor)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -76,7 +138,7 @@ class TensorGroup:
     def start_gather(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
         """Begin to gather; the first result is ``[size, *tensor.shape]`` once the second is waited for."""
         if self.is_tracing:
-            return tensor.expand(self.size, *tensor.shape).clone(), _NOTHING
+            return tensor.expand(self.size, *tensor.shape).clone(), NOTHING
         full = tensor.new_empty((self.size, *tensor.shape))
         work = self._collectives.all_gather(full.view(-1), tensor.contiguous().view(-1), self._group)
         return full, self._throttle.launched(work, full)
@@ -93,7 +155,7 @@ class TensorGroup:
         """Begin to sum over the group, each rank keeping its part along ``dim``, which the size divides."""
         parts = part(tensor, self.size, dim).contiguous()
         if self.is_tracing:
-            return parts[self.rank].clone(), _NOTHING
+            return parts[self.rank].clone(), NOTHING
         mine = torch.empty_like(parts[0])
         work = self._collectives.reduce_scatter(mine.view(-1), parts.view(-1), self._group)
         return mine, self._throttle.launched(work, parts)
@@ -124,16 +186,6 @@ class TensorGroup:
         work = self._collectives.all_to_all(received.view(-1), sent.view(-1), self._group)
         self._throttle.launched(work, sent).wait()
         return join(received, joined)
-
-
-class _Nothing:
-    """A collective that need not be waited for."""
-
-    def wait(self) -> None:
-        pass
-
-
-_NOTHING = _Nothing()
 
 
 def join(stacked: torch.Tensor, dim: int) -> torch.Tensor:

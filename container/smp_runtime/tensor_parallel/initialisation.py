@@ -20,7 +20,7 @@ from smp_runtime.tensor_parallel.random_tracker import draw_seed, mixed
 from smp_runtime.tensors.torch_private import without_modes
 
 if TYPE_CHECKING:
-    from smp_runtime.parameters.slices import TensorSlice
+    from smp_runtime.parameters.registry import TensorSlice
     from smp_runtime.tensor_parallel.group import TensorGroup
 
 #: Writes a whole weight in place, with random numbers from the generator.

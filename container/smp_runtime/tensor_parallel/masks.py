@@ -87,10 +87,7 @@ def _differ(group: TensorGroup) -> bool:
 
 
 def _agreed(
-    group: TensorGroup,
-    batch: torch.Tensor,
-    mask: tuple[int, ...] | None,
-    others: Mapping[str, torch.Tensor | None],
+    group: TensorGroup, batch: torch.Tensor, mask: tuple[int, ...] | None, others: Mapping[str, torch.Tensor | None]
 ) -> list[tuple[int, ...] | None]:
     """Every rank's ``mask``; over the control plane, so that no device has to be waited for."""
     ranks = group.ranks

@@ -65,19 +65,15 @@ class RandomTracker:
         if deferral is None:
             cls.of(group)
         elif group.ranks.kept(cls) is None:
-            deferral.later(_make_tracker, group)
+            deferral.later(cls.of, group)
 
-    @contextlib.contextmanager
-    def replicated(self, device: torch.device) -> Iterator[None]:
+    def replicated(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
         """Random numbers inside are the same on every rank of the group."""
-        with self._seeded(device, 0):
-            yield
+        return self._seeded(device, 0)
 
-    @contextlib.contextmanager
-    def split(self, device: torch.device) -> Iterator[None]:
+    def split(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
         """Random numbers inside are independent on every rank of the group."""
-        with self._seeded(device, 1 + self._rank):
-            yield
+        return self._seeded(device, 1 + self._rank)
 
     @contextlib.contextmanager
     def _seeded(self, device: torch.device, stream: int) -> Iterator[None]:
@@ -115,10 +111,6 @@ class RandomTracker:
         """Go on from a state of :meth:`state_dict`."""
         self._base, self._uses = state["base"], state["uses"]
         self._marks.clear()
-
-
-def _make_tracker(group: TensorGroup) -> None:
-    RandomTracker.of(group)
 
 
 def tracker_state(ranks: Ranks, state: dict[str, int] | None = None) -> dict[str, int] | None:

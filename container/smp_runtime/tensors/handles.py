@@ -125,10 +125,10 @@ class Handle(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _NEEDS_NO_ELEMENTS:
+        if func in NEEDS_NO_ELEMENTS:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _OF_ITS_PLACE and isinstance(args[0], Handle):
+        if func in OF_ITS_PLACE and isinstance(args[0], Handle):
             return args[0].in_graph(func, args[1:], kwargs)
         if func in _GRADIENTS_OF:
             return _gradients(func, args, kwargs)
@@ -181,45 +181,29 @@ def _elements_of(leaf: Any) -> Any:
     return leaf.elements() if isinstance(leaf, Handle) else leaf
 
 
-def _getters(*names: str) -> list[Any]:
-    return [getattr(torch.Tensor, name).__get__ for name in names]
+def _methods(names: str) -> list[Any]:
+    return [getattr(torch.Tensor, name) for name in names.split()]
 
 
-#: What can be answered from shape, type and place in the graph.
-_NEEDS_NO_ELEMENTS = {
-    *_getters(
-        "shape", "dtype", "device", "requires_grad", "grad_fn", "ndim", "is_leaf", "layout", "itemsize", "nbytes"
-    ),
-    *_getters(
-        "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_cpu", "is_mps", "is_xla", "output_nr"
-    ),
+def _getters(names: str) -> list[Any]:
+    return [attribute.__get__ for attribute in _methods(names)]
+
+
+#: What can be answered from shape, type and place in the graph; of a stand-in for a tensor of another stage, too.
+NEEDS_NO_ELEMENTS = {
+    *_getters("shape dtype device requires_grad grad_fn ndim is_leaf layout itemsize nbytes output_nr"),
+    *_getters("is_cuda is_meta is_sparse is_quantized is_nested is_cpu is_mps is_xla"),
     *_getters("_version"),  # of the handle; what a module changes in place is the plain tensor
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.ndimension,
-    torch.Tensor.numel,
-    torch.Tensor.nelement,
-    torch.Tensor.element_size,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.Tensor.__len__,
-    torch.Tensor.__hash__,
-    torch.Tensor.get_device,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.is_tensor,
-    torch.numel,
+    *_methods("size dim ndimension numel nelement element_size is_floating_point is_complex"),
+    *_methods("__len__ __hash__ get_device"),
+    *(torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel),
 }
 
 #: What concerns a tensor's place in the graph: done to the handle, whose elements nobody needs for it.
-_OF_ITS_PLACE = {
-    torch.Tensor.register_hook,
-    torch.Tensor.register_post_accumulate_grad_hook,
-    torch.Tensor.retain_grad,
-    torch.Tensor.detach_,
-    torch.Tensor.requires_grad_,
-    *_getters("retains_grad", "grad"),
-    *(getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "grad")),
+OF_ITS_PLACE = {
+    *_methods("register_hook register_post_accumulate_grad_hook retain_grad detach_ requires_grad_"),
+    *_getters("retains_grad grad"),
+    *(attribute.__set__ for attribute in _methods("requires_grad grad")),
     torch.Tensor.grad.__delete__,  # type: ignore[union-attr]
 }
 

@@ -12,6 +12,7 @@ knows, for which a function would only hide what happens. The same tests try the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -19,8 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from smp_runtime.errors import SMPRuntimeError
 
@@ -116,10 +121,26 @@ make_without_elements: Callable[..., Any] = _private("makes handles of remote te
 #: What pickles of parameters call when they are read; pickled by PyTorch's name, so that they need no package of ours.
 rebuild_parameter: Callable[..., nn.Parameter] = _private("pickles stand-ins", "_utils._rebuild_parameter")
 
-#: Swap two tensors in place, as ``torch.utils.swap_tensors``, but also those that something refers to weakly.
-swap_in_place: Callable[[torch.Tensor, torch.Tensor], None] = _private(
+_swap_in_place: Callable[[torch.Tensor, torch.Tensor], None] = _private(
     "gives a parameter that a recurrent layer refers to another content", "_C._swap_tensor_impl"
 )
+
+
+def swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Swap values, device, type and gradients of two tensors; each object stays what it was to those who hold it.
+
+    Unlike ``torch.utils.swap_tensors`` it also swaps parameters that something refers to weakly, as recurrent layers do
+    to find their weights again: they shall find the new contents.
+
+    Raises:
+        RuntimeError: an autograd graph or a view holds one of them.
+    """
+    if not weakref.getweakrefs(one):
+        torch.utils.swap_tensors(one, other)
+        return
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    _swap_in_place(one, other)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -282,46 +303,3 @@ def timeout_of(backend: Any) -> timedelta:
 def set_timeout(options: Any, timeout: timedelta) -> None:
     """Set how long a backend that is made with these options waits for a collective."""
     options._timeout = timeout
-
-
-__all__ = [
-    "IN_PLACE",
-    "NORMS_WITH_STATISTICS",
-    "TESTED",
-    "DisableTorchFunctionSubclass",
-    "IncompatibleKeys",
-    "TorchDispatchMode",
-    "TreeSpec",
-    "abort_process_groups",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "at_end_of_backward",
-    "backward_pass",
-    "before_loading",
-    "call_with_hooks",
-    "count_collectives",
-    "default_device",
-    "default_store",
-    "dispatch_modes",
-    "dtype_asked_for",
-    "give_backends",
-    "is_operator",
-    "make_subclass",
-    "make_without_elements",
-    "name_group",
-    "rebuild_parameter",
-    "run_backward",
-    "saved_tensor_hooks",
-    "schema_of",
-    "set_timeout",
-    "storage_key",
-    "swap_in_place",
-    "timeout_of",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
-    "unscale",
-    "will_run",
-    "without_modes",
-]

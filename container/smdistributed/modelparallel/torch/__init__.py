@@ -62,7 +62,7 @@ from smp_runtime.model.creation import delay_param_initialization, model_creatio
 from smp_runtime.replacement.registration import tp_register, tp_register_with_module
 from smp_runtime.replacement.scopes import set_tensor_parallelism, tensor_parallelism
 from smp_runtime.sharding.module_hooks import register_parameter
-from smp_runtime.step.output import StepOutput
+from smp_runtime.step.microbatches import StepOutput
 from smp_runtime.step.step import step
 
 __all__ = [

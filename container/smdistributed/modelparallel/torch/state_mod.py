@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from smp_runtime.job.session import current
-from smp_runtime.optim.gathered_state import names_by_index
+from smp_runtime.optim.whole_state import names_by_index
 
 
 class _State:

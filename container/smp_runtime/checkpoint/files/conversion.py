@@ -11,9 +11,14 @@ from typing import Any
 import torch
 
 from smp_runtime.checkpoint.files.manifest import MODULE, PARTIAL, Manifest
-from smp_runtime.checkpoint.files.name_translation import Traced, translations_to_theirs
+from smp_runtime.checkpoint.files.name_translation import (
+    Traced,
+    each_once,
+    names_of_each,
+    record_of,
+    translations_to_theirs,
+)
 from smp_runtime.checkpoint.files.reader import CheckpointReader
-from smp_runtime.checkpoint.files.state_names import each_once, names_of_each, record_of
 from smp_runtime.checkpoint.files.transformers_format import (
     CONFIG,
     LARGEST_FILE,
@@ -25,16 +30,6 @@ from smp_runtime.checkpoint.files.transformers_format import (
 from smp_runtime.checkpoint.files.whole_file import write_tensors
 from smp_runtime.errors import SMPUserError
 
-#: The name of each kind of model that can be distributed, by Transformers' ``model_type``.
-_FAMILIES = {
-    "bert": "bert",
-    "gpt2": "gpt2",
-    "gpt_neo": "gptneo",
-    "gpt_neox": "gptneox",
-    "gptj": "gptj",
-    "llama": "llama",
-    "roberta": "roberta",
-}
 #: A parameter of a distributed model has this in its name.
 _DISTRIBUTED = "seq_layers."
 
@@ -69,7 +64,7 @@ def full_weights(path: Path, config: str | None) -> Weights | None:
     state = {name: value for name, value in read_weights(path).items() if isinstance(value, torch.Tensor)}
     names = names_of_each(state)
     found = _config(config, path if path.is_dir() else path.parent)
-    family = _FAMILIES.get(str((found or {}).get("model_type")))
+    family = str((found or {}).get("model_type", "")).replace("_", "")  # as the family's file is called
     return Weights(
         {first: Traced.leaf(first, record_of(state[first])) for first, *_ in names},
         state.__getitem__,

@@ -10,7 +10,7 @@ import torch
 
 from smp_runtime.checkpoint.files.manifest import EXTRA, MASTER, MODULE, Manifest, Piece, TensorRecord
 from smp_runtime.checkpoint.files.tensor_regions import Region, copy_common
-from smp_runtime.checkpoint.files.whole_file import UNREADABLE, refused_object
+from smp_runtime.checkpoint.files.whole_file import map_file
 from smp_runtime.errors import CheckpointError
 
 #: Where a file keeps a state key, if not ``file["state"][name][key]``.
@@ -43,10 +43,6 @@ class CheckpointReader:
     def weight_key(self, name: str) -> str:
         """The state key with the most exact weights of a parameter: float32 ones if there are any."""
         return MASTER if self.holds(MASTER, name) else MODULE
-
-    def states_of(self, name: str) -> list[str]:
-        """Keys of the optimizer's state of a parameter."""
-        return sorted(key for key, owner in self._pieces if owner == name and key not in (MODULE, MASTER, EXTRA))
 
     def state_keys(self) -> dict[str, list[str]]:
         """Keys of the optimizer's state, by the names of the parameters that have any."""
@@ -97,9 +93,7 @@ class CheckpointReader:
         if not wanted.is_slice and not all(wanted.same_slice(r) or not wanted.overlaps(r) for _, _, r in given):
             # A part of a slice, from other slices: through the slice.
             slice_ = torch.empty(wanted.slice_shape, dtype=target.dtype, device="cpu")
-            region = Region.of(
-                wanted.shape, wanted.axis, (wanted.start, wanted.stop) if wanted.axis is not None else None
-            )
+            region = Region.of(wanted.shape, wanted.axis, (wanted.start, wanted.stop))
             self.fill(slice_, region, key, name)
             flat.copy_(slice_.view(-1)[wanted.first : wanted.last])
             return
@@ -205,18 +199,3 @@ class CheckpointReader:
         if file not in self._files:
             self._files[file] = map_file(self.folder / file)
         return self._files[file]
-
-
-def map_file(path: Path) -> Any:
-    """Load a file whose tensors stay on the disk until they are read.
-
-    Raises:
-        CheckpointError: it is missing, cut or damaged.
-    """
-    try:
-        return torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
-    except UNREADABLE as error:
-        raise CheckpointError(
-            f"the checkpoint file {path} cannot be read ({refused_object(error)}); it was cut, damaged or written "
-            "by something else: resume from another tag"
-        ) from error

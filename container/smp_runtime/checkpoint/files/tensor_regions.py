@@ -20,10 +20,7 @@ class Region:
     Attributes:
         shape: of the whole tensor.
         axis: along which the slice is cut; None when the slice is the whole.
-        start: first index of the slice.
-        stop: behind its last.
-        first: first element, counted in the flattened slice.
-        last: behind the last one.
+        stop: exclusive, as ``last`` is.
     """
 
     shape: tuple[int, ...]

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from smp_runtime.checkpoint.files.safetensors_writer import as_it_is, size_of, write_safetensors
-from smp_runtime.checkpoint.files.save_id import SAVE_ID, id_of_state, marked_state
-from smp_runtime.checkpoint.files.whole_file import write_tensors, write_text
+from smp_runtime.checkpoint.files.whole_file import SAVE_ID, marked_state, write_tensors, write_text
 from smp_runtime.errors import CheckpointError
 
 SAFETENSORS = "model.safetensors"
@@ -97,7 +96,7 @@ def save_ids(path: Path) -> dict[str, str | None]:
             with safe_open(file, "pt", device="cpu") as opened:
                 ids[str(file)] = (opened.metadata() or {}).get(SAVE_ID)
         else:
-            ids[str(file)] = id_of_state(_unpickled(file, "cpu"))
+            ids[str(file)] = getattr(_unpickled(file, "cpu"), SAVE_ID, None)
     return ids
 
 
@@ -179,7 +178,9 @@ def write_transformers(
     former = set(_files_of(file))
     shards = list(_shards(weights, largest_file))
     stem, ending = file.name.rsplit(".", 1)
-    names = [file.name] if len(shards) == 1 else _shard_names(stem, ending, len(shards))
+    names = [file.name]
+    if len(shards) > 1:
+        names = [f"{stem}-{number:05d}-of-{len(shards):05d}.{ending}" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
         target = file.with_name(name)
         if ending == "safetensors":
@@ -210,10 +211,6 @@ def _files_of(file: Path) -> Iterator[Path]:
     for path in file.parent.iterdir():
         if path.name in (file.name, file.name + INDEX) or of_a_shard.fullmatch(path.name):
             yield path
-
-
-def _shard_names(stem: str, ending: str, count: int) -> list[str]:
-    return [f"{stem}-{number:05d}-of-{count:05d}.{ending}" for number in range(1, count + 1)]
 
 
 def _shards(weights: Mapping[str, torch.Tensor], largest_file: int) -> Iterator[dict[str, torch.Tensor]]:

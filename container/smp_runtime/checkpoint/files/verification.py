@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from smp_runtime.checkpoint.files.coverage import uncovered
-from smp_runtime.checkpoint.files.manifest import MASTER, MODULE, FoundCheckpoint, verify
+from smp_runtime.checkpoint.files.manifest import MASTER, MODULE, FoundCheckpoint, Manifest, Piece, TensorRecord, verify
 from smp_runtime.checkpoint.files.reader import CheckpointReader
+from smp_runtime.checkpoint.files.tensor_regions import Region
 from smp_runtime.errors import CheckpointError
+
+Range = tuple[int, int]
 
 
 def problems_of(found: FoundCheckpoint) -> list[str]:
@@ -23,9 +25,9 @@ def problems_of(found: FoundCheckpoint) -> list[str]:
 
 def _unreadable(reader: CheckpointReader) -> Iterator[str]:
     """Tensors that the files do not give as the manifest says, each put together once and dropped again."""
-    manifest = reader.manifest
+    manifest, states = reader.manifest, reader.state_keys()
     for name in (*manifest.parameters, *manifest.buffers):
-        for key in (MODULE, MASTER, *reader.states_of(name)):
+        for key in (MODULE, MASTER, *sorted(states.get(name, ()))):
             if not reader.holds(key, name):
                 continue
             try:
@@ -37,3 +39,67 @@ def _unreadable(reader: CheckpointReader) -> Iterator[str]:
                 files = ", ".join(reader.files_with(key, name))
                 why = f"lacks {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
                 yield f"{key!r} of {name} cannot be read from {files}, though the checksums agree: {why}"
+
+
+def uncovered(manifest: Manifest) -> list[str]:
+    """What is missing or twice there, in words; empty if every weight and every optimizer state is there once.
+
+    A weight may be there as the model has it, in float32, or as both, but each of these whole. A state of the optimizer
+    may be absent for a parameter that it has never updated, but not in part.
+    """
+    problems: list[str] = []
+    states = manifest.optimizer.states if manifest.optimizer is not None else []
+    for name, record in (*manifest.parameters.items(), *manifest.buffers.items()):
+        found = {key: list(manifest.holders(key, name)) for key in (MODULE, MASTER, *states)}
+        if not found[MODULE] and not found[MASTER]:
+            problems.append(f"no file has the weight {name}")
+        for key, holders in found.items():
+            what = f"the {'weight' if key == MODULE else 'float32 weight' if key == MASTER else f'state {key!r}'} of {name}"
+            pieces = [piece for _, piece in holders if not piece.whole_object]
+            if pieces:
+                files = ", ".join(sorted({file for file, _ in holders}))
+                problems += [f"{what} {problem} (pieces in {files})" for problem in _of_one(record, pieces)]
+    names = set(manifest.parameters) | set(manifest.buffers)
+    for file, keys in manifest.pieces.items():
+        if file not in manifest.files:
+            problems.append(f"pieces are said to be in {file}, which is no file of the checkpoint")
+        for key, found_pieces in keys.items():
+            strangers = (name for name, piece in found_pieces.items() if name not in names and not piece.whole_object)
+            problems += [f"{file} has {key!r} of {name}, which is no tensor of the model" for name in strangers]
+    return problems
+
+
+def _of_one(record: TensorRecord, pieces: Sequence[Piece]) -> Iterator[str]:
+    slices: dict[Range | None, list[Piece]] = {}
+    for piece in pieces:
+        slices.setdefault(piece.tensor, []).append(piece)
+    if set(slices) != {None}:
+        if None in slices or record.tensor_axis is None:
+            yield "is there both whole and in slices"
+            return
+        yield from _tiles(
+            (part for part in slices if part is not None),
+            record.shape[record.tensor_axis],
+            f"rows of dim {record.tensor_axis}",
+        )
+    for part, found in slices.items():
+        size = Region.of(record.shape, record.tensor_axis, part).slice_elements
+        where = "elements" if part is None else f"elements of slice {part[0]}–{part[1]}"
+        if not size and all(piece.flat in (None, (0, 0)) for piece in found):
+            continue
+        yield from _tiles((piece.flat or (0, size) for piece in found), size, where)
+
+
+def _tiles(ranges: Iterable[Range], size: int, what: str) -> Iterator[str]:
+    """What keeps ranges from making up ``0 … size`` exactly once."""
+    reached = 0
+    for start, stop in sorted(r for r in ranges if r[0] != r[1]):
+        if start > reached:
+            yield f"lacks {what} {reached:,} to {start:,} of {size:,}"
+        elif start < reached:
+            yield f"has {what} {start:,} to {min(reached, stop):,} of {size:,} twice"
+        reached = max(reached, stop)
+    if reached < size:
+        yield f"lacks {what} {reached:,} to {size:,} of {size:,}"
+    elif reached > size:
+        yield f"has {what} up to {reached:,}, but there are {size:,}"

@@ -1,14 +1,16 @@
-"""One file: written whole with its checksum, read without running code from it."""
+"""One file: written whole with its checksum or the name of its save, read without running code from it."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import pickle
 import socket
 import zipfile
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,10 @@ import numpy as np
 import torch
 
 from smp_runtime.checkpoint.files.manifest import FileRecord
-from smp_runtime.errors import CheckpointError
+from smp_runtime.errors import CheckpointError, SMPUserError
 
 #: What reading a damaged file may raise.
-UNREADABLE = (
+_UNREADABLE = (
     pickle.UnpicklingError,
     RuntimeError,
     EOFError,
@@ -138,21 +140,139 @@ def read_tensors(path: Path, map_location: Any = "cpu") -> Any:
         # Opened here, because PyTorch reads a path that ends in .safetensors as such a file.
         with arrays_are_safe(), open(path, "rb") as file:
             return torch.load(file, map_location=map_location, weights_only=True)
-    except UNREADABLE as error:
+    except _UNREADABLE as error:
         # A damaged archive is no archive, or has other checksums: this one says what was saved.
         if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
             raise CheckpointError(
-                f"{path} holds an object that may run code when it is loaded ({refused_object(error)}); if you trust who "
+                f"{path} holds an object that may run code when it is loaded ({_refused_object(error)}); if you trust who "
                 "wrote it, pass pickle_module=pickle, or save plain objects, for example vars(args) instead of args"
             ) from None
-        raise CheckpointError(
-            f"the checkpoint file {path} cannot be read ({refused_object(error)}); it was cut, damaged or written "
-            "by something else: resume from another tag"
-        ) from error
+        raise _damaged(path, error) from error
 
 
-def refused_object(error: Exception) -> str:
+def map_file(path: Path) -> Any:
+    """Load a file whose tensors stay on the disk until they are read.
+
+    Raises:
+        CheckpointError: it is missing, cut or damaged.
+    """
+    try:
+        return torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+    except _UNREADABLE as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint file {path} cannot be read ({_refused_object(error)}); it was cut, damaged or written "
+        "by something else: resume from another tag"
+    )
+
+
+def _refused_object(error: Exception) -> str:
     """What PyTorch's safe loader has refused to make, or why it gave up, in one line."""
     lines = [line.strip() for line in str(error).splitlines()]
     telling = [line for line in lines if any(word in line for word in ("GLOBAL", "Unsupported", "Can only"))]
     return ((telling or lines or [""])[0] or type(error).__name__)[:200]
+
+
+#: A key of the optimizer's state and of the user content, an attribute of a state, and metadata of safetensors.
+SAVE_ID = "_smp_save"
+_CONTENT = "content"
+
+
+def marked_state(state: Mapping[str, Any], save_id: str | None) -> OrderedDict[str, Any]:
+    """A state that carries the id where ``load_state_dict`` does not look, as it carries PyTorch's own ``_metadata``."""
+    marked = OrderedDict(state)
+    if save_id is not None:
+        setattr(marked, SAVE_ID, save_id)
+    return marked
+
+
+def wrapped(content: Any, save_id: str) -> dict[str, Any]:
+    """User content with the id."""
+    return {SAVE_ID: save_id, _CONTENT: content}
+
+
+def unwrapped(content: Any) -> tuple[Any, str | None]:
+    """User content and its id; None for content that is not wrapped."""
+    if isinstance(content, dict) and content.keys() == {SAVE_ID, _CONTENT}:
+        return content[_CONTENT], content[SAVE_ID]
+    return content, None
+
+
+def refuse_other_saves(ids: Mapping[str, str | None]) -> None:
+    """Make sure that all files with an id are from one save; those without come from elsewhere.
+
+    Args:
+        ids: by the path of the file.
+
+    Raises:
+        CheckpointError: they are from several.
+    """
+    known = {path: found for path, found in ids.items() if found is not None}
+    if len(set(known.values())) > 1:
+        first, *others = known
+        strange = [path for path in others if known[path] != known[first]]
+        raise CheckpointError(
+            f"{', '.join(strange)} {'is' if len(strange) == 1 else 'are'} of another save than {first}: a save was stopped "
+            "before all files were written, or files were copied together; use another tag, or move away what does not belong "
+            "there to load the rest"
+        )
+
+
+def user_content_bytes(content: Any, *, trusted: bool = False) -> bytes:
+    """The content of a ``user_content`` file, after making sure that it can be read back.
+
+    Args:
+        content: dictionaries, lists, tuples, sets, numbers, strings, tensors, NumPy arrays, in any nesting.
+        trusted: True lets any object pass that can be pickled.
+
+    Raises:
+        SMPUserError: something else inside, or something that cannot be pickled at all.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(content, buffer)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise SMPUserError(
+            f"user_content holds something that cannot be saved ({str(error).splitlines()[0]}: pickle refuses it); keep to "
+            "dictionaries, lists, numbers, strings, tensors and arrays"
+        ) from None
+    if trusted:
+        return buffer.getvalue()
+    buffer.seek(0)
+    try:
+        with arrays_are_safe():
+            torch.load(buffer, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise SMPUserError(
+            f"user_content holds an object that could not be loaded back safely ({_refused_object(error)}); keep to dictionaries, "
+            "lists, numbers, strings, tensors and arrays, for example vars(args) instead of args, or pass "
+            "trust_user_content=True to save_checkpoint and to resume_from_checkpoint"
+        ) from None
+    return buffer.getvalue()
+
+
+def read_user_content(path: Path, *, trusted: bool = False) -> Any:
+    """Read a ``user_content`` file; an absent or empty one is None.
+
+    Args:
+        trusted: True loads any object, which may run code.
+
+    Raises:
+        CheckpointError: it is damaged, or holds objects and is not trusted.
+    """
+    if not path.is_file() or path.stat().st_size == 0:
+        return None
+    try:
+        # Opened here, because PyTorch reads a path that ends in .safetensors as such a file, and tags may.
+        with arrays_are_safe(), open(path, "rb") as file:
+            return torch.load(file, map_location="cpu", weights_only=not trusted)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds an object that may run code when it is loaded ({_refused_object(error)}); if you trust who wrote "
+            "it, pass trust_user_content=True to resume_from_checkpoint"
+        ) from None
+    except _UNREADABLE as error:
+        raise _damaged(path, error) from error

@@ -26,23 +26,14 @@ _SHOWN = 160
 
 
 class Template(NamedTuple):
-    """Where a tensor of a result comes from, independent of microbatch and caller.
+    """Where a tensor of a result comes from, independent of microbatch and caller."""
 
-    Attributes:
-        argument: number of the argument that it is; None if the call made it.
-        kind: of its name.
-        suffix: call numbers below the call, for a value that a call inside made.
-        number: index in its name.
-        owner: stage.
-        meta: shape and type.
-    """
-
-    argument: int | None
-    kind: str
-    suffix: Path
-    number: int
-    owner: int
-    meta: Meta
+    argument: int | None  # number of the argument that it is; None if the call made it
+    kind: str  # of its name
+    suffix: Path  # call numbers below the call, for a value that a call inside made
+    number: int  # index in its name
+    owner: int  # stage
+    meta: Meta  # shape and type
 
     def slot(self, microbatch: int, path: Path, arguments: Sequence[tuple[Name, int]]) -> Slot:
         """The tensor of one call's result."""

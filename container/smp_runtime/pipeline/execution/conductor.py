@@ -46,7 +46,7 @@ class Conductor:
 
     _is_admitted: Callable[[Task], bool]
     _diverged: Callable[[str], None]
-    _failed: Callable[[Task, BaseException], None]
+    _failed: Callable[[BaseException, str], None]
     _finished: Callable[[Task], Callable[[], None] | None]
     _idle: Callable[[], None]
 
@@ -86,7 +86,7 @@ class Conductor:
         *,
         is_admitted: Callable[[Task], bool],
         diverged: Callable[[str], None],
-        failed: Callable[[Task, BaseException], None],
+        failed: Callable[[BaseException, str], None],
         finished: Callable[[Task], Callable[[], None] | None],
         idle: Callable[[], None],
     ) -> None:
@@ -95,7 +95,7 @@ class Conductor:
         Args:
             is_admitted: whether a new step function task may begin (microbatches in flight).
             diverged: the planned order cannot be followed.
-            failed: a task has raised.
+            failed: a task has raised, with its label.
             finished: a task's code has ended; returns what to do without the lock as soon as the next task has the baton.
             idle: no task can run.
         """
@@ -314,7 +314,7 @@ class Conductor:
                 post()
             except Exception as failure:
                 with self._lock:
-                    self._failed(task, failure)
+                    self._failed(failure, task.label)
         return following
 
     def _raised_by(self, task: Task) -> BaseException | None:
@@ -342,7 +342,7 @@ class Conductor:
             self._end_segment(task)
             self._running = None
         if error is not None:
-            self._failed(task, error)
+            self._failed(error, task.label)
         elif not self.is_aborted and is_current:
             if (order := self.order) is not None and task.part + 1 < order.parts.get(task.key, 0):
                 self._diverged(f"{task} waited less often than it did")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smp_config.failure import FailureRecord
+from smp_config.records import FailureRecord
 from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.pipeline.transport.messages import Fail
 from smp_runtime.pipeline.transport.transport import StageFailed
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import torch
 
     from smp_runtime.pipeline.execution.conductor import Conductor
-    from smp_runtime.pipeline.execution.task import Task
 
 #: Place of an error in the script's own code.
 STEP_FUNCTION = "the step function"
@@ -164,10 +163,6 @@ class Alarm:
                 if stage != self._stage:
                     with contextlib.suppress(SMPRuntimeError):  # one that is gone need not be told
                         self._send(stage, fail, ())
-
-    def task_failed(self, task: Task, error: BaseException) -> None:
-        """A task of this rank raised."""
-        self.raised(error, task.label)
 
     def heard(self, fail: Fail) -> None:
         """Another stage has told of an error."""

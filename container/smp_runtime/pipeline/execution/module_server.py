@@ -25,61 +25,37 @@ logger = logging.getLogger("smp")
 
 @dataclass
 class Graph:
-    """What a forward pass leaves for its backward pass.
+    """What a forward pass leaves for its backward pass."""
 
-    Attributes:
-        outputs: tensors of the result, in the graph.
-        made_here: whether the elements of each are this stage's, not those of a call inside.
-        entry: where the gradients of the arguments come out.
-        edges: of the graph, at the arguments that require gradients.
-    """
-
-    outputs: list[torch.Tensor]
-    made_here: list[bool]
-    entry: Entry
-    edges: tuple[GradientEdge, ...]
+    outputs: list[torch.Tensor]  # tensors of the result, in the graph
+    made_here: list[bool]  # whether the elements of each are this stage's, not those of a call inside
+    entry: Entry  # where the gradients of the arguments come out
+    edges: tuple[GradientEdge, ...]  # of the graph, at the arguments that require gradients
 
 
 @dataclass(eq=False)
 class Entry:
-    """The arguments of a call that require gradients.
+    """The arguments of a call that require gradients."""
 
-    Attributes:
-        tensors: the arguments, as the module gets them.
-        gradients: what backward found for each, or None.
-    """
-
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    gradients: list[torch.Tensor | None] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)  # the arguments, as the module gets them
+    gradients: list[torch.Tensor | None] = field(default_factory=list)  # what backward found for each, or None
 
 
 class Arguments(NamedTuple):
-    """The tensors that a call has given.
+    """The tensors that a call has given."""
 
-    Attributes:
-        tensors: as the module gets them.
-        versions: of each, before the module runs.
-        entry, edges: as in :class:`Graph`.
-    """
-
-    tensors: list[torch.Tensor]
-    versions: list[int]
-    entry: Entry
+    tensors: list[torch.Tensor]  # as the module gets them
+    versions: list[int]  # of each, before the module runs
+    entry: Entry  # this and the edges: as in :class:`Graph`
     edges: tuple[GradientEdge, ...]
 
 
 class Made(NamedTuple):
-    """The tensors that a task gives, those of a forward pass or gradients.
+    """The tensors that a task gives, those of a forward pass or gradients."""
 
-    Attributes:
-        slots: their names; None for a gradient that there is not.
-        tensors: themselves.
-        made_here: whether the elements of each are this stage's, not those of a call inside.
-    """
-
-    slots: list[Slot | None]
-    tensors: list[torch.Tensor]
-    made_here: list[bool]
+    slots: list[Slot | None]  # their names; None for a gradient that there is not
+    tensors: list[torch.Tensor]  # themselves
+    made_here: list[bool]  # whether the elements of each are this stage's, not those of a call inside
 
 
 class _Enter(torch.autograd.Function):

@@ -31,19 +31,12 @@ WORTH_CHANGING = 0.98
 
 @dataclass
 class KindPlan:
-    """What is known of one kind of step.
+    """What is known of one kind of step."""
 
-    Attributes:
-        orders: by stage; None before it is planned.
-        is_new: whether the other stages have not got it yet.
-        divergences: steps in a row that left the order.
-        replayed: steps in a row that followed it.
-    """
-
-    orders: dict[int, tuple[Action, ...]] | None = None
-    is_new: bool = False
-    divergences: int = 0
-    replayed: int = 0
+    orders: dict[int, tuple[Action, ...]] | None = None  # by stage; None before it is planned
+    is_new: bool = False  # whether the other stages have not got it yet
+    divergences: int = 0  # steps in a row that left the order
+    replayed: int = 0  # steps in a row that followed it
 
     @property
     def replays(self) -> bool:

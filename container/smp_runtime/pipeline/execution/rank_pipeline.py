@@ -54,29 +54,19 @@ logger = logging.getLogger("smp")
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """How a pipeline runs; every rank has the same, but for what it watches.
+    """How a pipeline runs; every rank has the same, but for what it watches."""
 
-    Attributes:
-        policy: of the schedule.
-        active: most microbatches in flight.
-        replica: data parallel rank, part of the seeds.
-        predicts: whether calls whose result is known in advance return without waiting for it.
-        begins: called on a worker's thread with the microbatch of a task that begins there, None when it ends.
-        share: gives the values of all pipelines that must run in one order, the deciding one's first; None: its own.
-        delay: for tests: seconds by which received messages are held back.
-        make_group: process groups for tensors of an accelerator.
-        watch: of the timeline, if there is one.
-    """
-
-    policy: Policy = POLICIES["interleaved"]
-    active: int = 1
-    replica: int = 0
-    predicts: bool = True
+    policy: Policy = POLICIES["interleaved"]  # of the schedule
+    active: int = 1  # most microbatches in flight
+    replica: int = 0  # data parallel rank, part of the seeds
+    predicts: bool = True  # whether calls whose result is known in advance return without waiting for it
+    #: Called on a worker's thread with the microbatch of a task that begins there, None when it ends.
     begins: Callable[[int | None], None] = lambda microbatch: None
+    #: Gives the values of all pipelines that must run in one order, the deciding one's first; None: its own.
     share: Callable[[Any], list[Any]] | None = None
-    delay: Callable[[], float] | None = None
-    make_group: Callable[[tuple[int, int]], Any] | None = None
-    watch: Watch | None = None
+    delay: Callable[[], float] | None = None  # for tests: seconds by which received messages are held back
+    make_group: Callable[[tuple[int, int]], Any] | None = None  # process groups for tensors of an accelerator
+    watch: Watch | None = None  # of the timeline, if there is one
 
 
 class Pipeline:
@@ -138,7 +128,7 @@ class Pipeline:
         conductor.report_to(
             is_admitted=running_step.microbatches.is_admitted,
             diverged=running_step.leave_order,
-            failed=self._alarm.task_failed,
+            failed=self._alarm.raised,
             finished=completion.code_ended,
             idle=messenger.tell_now,
         )

@@ -26,50 +26,33 @@ if TYPE_CHECKING:
 
 @dataclass
 class StageContext:
-    """The shared state of one rank's pipeline.
+    """The shared state of one rank's pipeline."""
 
-    Attributes:
-        ranks: global ranks of the pipeline group; a stage is a position in it.
-        lock: guards everything here, the tasks and the values.
-        send: message and tensors to a stage; the message gets the number of the step.
-        modules: by path.
-        stage_of: stage of every module by path; that of ``""`` is the root stage.
-        attributes: of this stage's modules.
-        replica: data parallel rank, part of every task's seed.
-        predicts: whether calls whose result is known in advance return without waiting for it.
-        changed: told, with the lock held, when something changes that the script's own thread may wait for.
-        make_group: makes a module of those that a :class:`GroupCall` runs.
-        paths: path by module identity.
-        seed: of the step.
-        replies: to calls whose result was not known in advance.
-        opened: requests that are not done, with the task that posted each.
-        learned: results that were not known in advance, in this step.
-        switches: the flags of all modules and parameters.
-    """
-
-    ranks: Sequence[int]
+    ranks: Sequence[int]  # global ranks of the pipeline group; a stage is a position in it
     stage: int
     device: torch.device
-    lock: threading.RLock
-    send: Callable[..., None]
-    modules: Mapping[str, nn.Module]
-    stage_of: Callable[[str], int]
+    lock: threading.RLock  # guards everything here, the tasks and the values
+    send: Callable[..., None]  # message and tensors to a stage; the message gets the number of the step
+    modules: Mapping[str, nn.Module]  # by path
+    stage_of: Callable[[str], int]  # stage of every module by path; that of ``""`` is the root stage
     conductor: Conductor
-    attributes: Attributes
-    replica: int = 0
-    predicts: bool = True
+    attributes: Attributes  # of this stage's modules
+    replica: int = 0  # data parallel rank, part of every task's seed
+    predicts: bool = True  # whether calls whose result is known in advance return without waiting for it
     watch: Watch | None = None
-    make_group: Callable[[GroupCall], nn.Module] | None = None
-    seed: int = 0
-    replies: dict[Any, Reply] = field(default_factory=dict)
+    make_group: Callable[[GroupCall], nn.Module] | None = None  # makes a module of those that a :class:`GroupCall` runs
+    seed: int = 0  # of the step
+    replies: dict[Any, Reply] = field(default_factory=dict)  # to calls whose result was not known in advance
+    #: Requests that are not done, with the task that posted each.
     opened: dict[tuple[str, int, Path], Task] = field(default_factory=dict)
-    learned: int = 0
+    learned: int = 0  # results that were not known in advance, in this step
+    #: Told, with the lock held, when something changes that the script's own thread may wait for.
     changed: threading.Condition = field(init=False)
-    paths: dict[int, str] = field(init=False)
+    paths: dict[int, str] = field(init=False)  # path by module identity
     others: list[int] = field(init=False)
     values: ValueStore = field(init=False)
     anchor: torch.Tensor = field(init=False)
-    switches: ModuleFlags = field(init=False)
+    switches: ModuleFlags = field(init=False)  # the flags of all modules and parameters
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)

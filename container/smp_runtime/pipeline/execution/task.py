@@ -117,7 +117,7 @@ class Order:
 
 
 class Watch(Protocol):
-    """Is told what a rank's tasks compute, as a timeline is; see :mod:`smp_runtime.pipeline.observe.task_timeline`."""
+    """Is told what a rank's tasks compute, as a recorder is; see :mod:`smp_runtime.pipeline.observe.recorder`."""
 
     def begin_step(self, number: int) -> None:
         """A step begins."""

@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from smp_config.timeline import TIMELINE_VARIABLE, Kind, RankTimeline, StepTimeline, StoredAction, steps_to_keep
 from smp_runtime.comm.control import RUNTIME_CHANNEL
 from smp_runtime.errors import SMPRuntimeError
+from smp_runtime.pipeline.schedule.actions import TaskKind
 
 if TYPE_CHECKING:
     from smp_runtime.comm.control import ControlPlane
+    from smp_runtime.pipeline.execution.task import Task
 
 logger = logging.getLogger("smp")
 
@@ -51,17 +53,11 @@ class ClockSample(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedClock:
-    """What the ranks agree on before they record.
+    """What the ranks agree on before they record."""
 
-    Attributes:
-        job: names this run.
-        offset: seconds to add to the own clock to get rank 0's.
-        error: most seconds that ``offset`` can be wrong by.
-    """
-
-    job: str
-    offset: float = 0.0
-    error: float = 0.0
+    job: str  # names this run
+    offset: float = 0.0  # seconds to add to the own clock to get rank 0's
+    error: float = 0.0  # most seconds that ``offset`` can be wrong by
 
 
 def estimate_offset(samples: Iterable[ClockSample]) -> tuple[float, float]:
@@ -134,6 +130,9 @@ def machine_identity() -> str:
 class Recorder:
     """One rank's recorder. Times are those of ``time.perf_counter``; calls come from one thread at a time.
 
+    A segment of a task that another stage asked for is an action of its kind. One of the step function may belong to
+    several: it is forward until the script begins the backward pass, backward during it, the function's own afterwards.
+
     Args:
         keep: so many of the newest steps.
         folder: where the file goes by itself; None writes only what :meth:`write` is told to.
@@ -167,9 +166,14 @@ class Recorder:
         self._actions: list[_Recorded] | deque[_Recorded] = deque(maxlen=0)
         self._unwritten = False
         self._first_write_due = True
+        #: Of the step function's tasks, by microbatch: what they compute now, and where their running segments were cut.
+        self._kinds: dict[int, TaskKind] = {}
+        self._cuts: dict[int, float] = {}
 
     def begin_step(self, number: int) -> None:
         """A step begins. One that has not ended (it failed) is forgotten."""
+        self._kinds.clear()
+        self._cuts.clear()
         self._number = number
         self._actions = []
         self._start = time.perf_counter()
@@ -184,6 +188,34 @@ class Recorder:
             start, stop: of ``time.perf_counter()``, in seconds.
         """
         self._actions.append((name, kind, microbatch, path, start, stop))
+
+    def segment_ended(self, task: Task, start: float, stop: float) -> None:
+        """A task has computed from ``start`` to ``stop``, in seconds of ``time.perf_counter()``."""
+        if task.kind is not TaskKind.STEP:
+            self._add(task.kind, task.microbatch, task.label, start, stop)
+            return
+        kind = self._kinds.get(task.microbatch, TaskKind.FORWARD)
+        self._add(kind, task.microbatch, "", self._cuts.pop(task.microbatch, start), stop)
+
+    def turn(self, task: Task, kind: TaskKind, at_start: bool = False) -> None:
+        """The rest of the step function's running segment is of another kind; called by the task that runs.
+
+        Args:
+            at_start: the segment has only just begun, so that no part of it is of the kind before.
+        """
+        if task.kind is not TaskKind.STEP:
+            return
+        number = task.microbatch
+        before = self._kinds.get(number, TaskKind.FORWARD)
+        self._kinds[number] = kind
+        if not at_start and before is not kind:
+            now = time.perf_counter()
+            self._add(before, number, "", self._cuts.get(number, task.began), now)
+            self._cuts[number] = now
+
+    def _add(self, kind: TaskKind, microbatch: int, path: str, start: float, stop: float) -> None:
+        label = path or ("step function" if kind is TaskKind.STEP else "(model)")
+        self.add(f"{kind}{microbatch} {label}", kind.value, microbatch, path, start, stop)
 
     def end_step(self, failed: bool = False) -> None:
         """The step that began has ended, or failed; the oldest that is too many is dropped."""

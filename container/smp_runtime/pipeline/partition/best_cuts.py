@@ -20,23 +20,14 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Crossing:
-    """A charge, seen from a stage that holds a segment of the sequence and perhaps other things.
+    """A charge, seen from a stage that holds a segment of the sequence and perhaps other things."""
 
-    Attributes:
-        producer: its position in the sequence; None if it is elsewhere, inside the stage or outside.
-        producer_inside: whether a producer that is elsewhere is on this stage.
-        consumers: positions in the sequence, ascending.
-        consumer_inside: whether a consumer that is elsewhere is on this stage.
-        consumer_outside: whether a consumer that is elsewhere is on another stage.
-        cost: of sending, and of receiving.
-    """
-
-    producer: int | None
-    producer_inside: bool
-    consumers: tuple[int, ...]
-    consumer_inside: bool
-    consumer_outside: bool
-    cost: float
+    producer: int | None  # its position in the sequence; None if it is elsewhere, inside the stage or outside
+    producer_inside: bool  # whether a producer that is elsewhere is on this stage
+    consumers: tuple[int, ...]  # positions in the sequence, ascending
+    consumer_inside: bool  # whether a consumer that is elsewhere is on this stage
+    consumer_outside: bool  # whether a consumer that is elsewhere is on another stage
+    cost: float  # of sending, and of receiving
 
 
 def crossing_costs(length: int, crossings: Sequence[Crossing]) -> Matrix:

@@ -25,36 +25,22 @@ ROUND_TRIP = 0.1
 
 @dataclass(frozen=True)
 class CostSettings:
-    """How costs are weighed.
+    """How costs are weighed."""
 
-    Attributes:
-        memory_weight: 0 balances work only, 1 memory only.
-        in_flight: microbatches whose activations each stage keeps at once; empty means one each.
-        optimizer_bytes: optimizer state (and master weights) per element of a trained parameter.
-        link_operations: see :data:`LINK_OPERATIONS`; 0 makes traffic free.
-        round_trip: see :data:`ROUND_TRIP`.
-    """
-
-    memory_weight: float = 0.8
-    in_flight: tuple[int, ...] = ()
-    optimizer_bytes: float = 8.0
-    link_operations: float = LINK_OPERATIONS
-    round_trip: float = ROUND_TRIP
+    memory_weight: float = 0.8  # 0 balances work only, 1 memory only
+    in_flight: tuple[int, ...] = ()  # microbatches whose activations each stage keeps at once; empty means one each
+    optimizer_bytes: float = 8.0  # optimizer state (and master weights) per element of a trained parameter
+    link_operations: float = LINK_OPERATIONS  # see :data:`LINK_OPERATIONS`; 0 makes traffic free
+    round_trip: float = ROUND_TRIP  # see :data:`ROUND_TRIP`
 
 
 @dataclass(frozen=True)
 class Need:
-    """What modules need wherever they are.
+    """What modules need wherever they are."""
 
-    Attributes:
-        fixed: bytes of parameters, gradients and optimizer state.
-        activations: bytes kept for backward, of one microbatch.
-        work: operations, or seconds if they were traced.
-    """
-
-    fixed: float = 0.0
-    activations: float = 0.0
-    work: float = 0.0
+    fixed: float = 0.0  # bytes of parameters, gradients and optimizer state
+    activations: float = 0.0  # bytes kept for backward, of one microbatch
+    work: float = 0.0  # operations, or seconds if they were traced
 
     def __add__(self, other: Need) -> Need:
         return Need(self.fixed + other.fixed, self.activations + other.activations, self.work + other.work)
@@ -62,38 +48,23 @@ class Need:
 
 @dataclass(frozen=True)
 class Charge:
-    """A cost that arises between stages: once for a stage that receives something, once for the one that sends it.
+    """A cost that arises between stages: once for a stage that receives something, once for the one that sends it."""
 
-    Attributes:
-        producer: path of a module; its stage sends to every other stage that has one of the consumers.
-        consumers: paths.
-        cost: relative, as the costs of stages.
-    """
-
-    producer: str
-    consumers: tuple[str, ...]
-    cost: float
+    producer: str  # path of a module; its stage sends to every other stage that has one of the consumers
+    consumers: tuple[str, ...]  # paths
+    cost: float  # relative, as the costs of stages
 
 
 @dataclass
 class StageCost:
-    """The prediction for one stage.
+    """The prediction for one stage."""
 
-    Attributes:
-        elements: parameters.
-        memory_bytes: parameters, gradients, optimizer state and activations of all microbatches in flight.
-        memory: share of all bytes.
-        work: share of all work.
-        traffic: what sending and receiving adds.
-        cost: all of these, weighed.
-    """
-
-    elements: int = 0
-    memory_bytes: float = 0.0
-    memory: float = 0.0
-    work: float = 0.0
-    traffic: float = 0.0
-    cost: float = 0.0
+    elements: int = 0  # parameters
+    memory_bytes: float = 0.0  # parameters, gradients, optimizer state and activations of all microbatches in flight
+    memory: float = 0.0  # share of all bytes
+    work: float = 0.0  # share of all work
+    traffic: float = 0.0  # what sending and receiving adds
+    cost: float = 0.0  # all of these, weighed
 
 
 @dataclass

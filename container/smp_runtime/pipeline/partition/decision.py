@@ -30,22 +30,15 @@ logger = logging.getLogger("smp")
 
 @dataclass(frozen=True)
 class Tracing:
-    """How the tracing step runs.
+    """How the tracing step runs."""
 
-    Attributes:
-        run: the step function with the first microbatch.
-        device: where it runs.
-        times: whether execution times are measured.
-        memory: whether activation memory is measured, not estimated.
-        recomputed: paths of modules that backward computes again, and whether their inputs are kept.
-        placed: context in which the model is on ``device``; entered on the rank that traces alone.
-    """
-
-    run: Callable[[], object]
-    device: torch.device
-    times: bool = False
-    memory: bool = False
+    run: Callable[[], object]  # the step function with the first microbatch
+    device: torch.device  # where it runs
+    times: bool = False  # whether execution times are measured
+    memory: bool = False  # whether activation memory is measured, not estimated
+    #: Paths of modules that backward computes again, and whether their inputs are kept.
     recomputed: Mapping[str, bool] = field(default_factory=dict)
+    #: Context in which the model is on ``device``; entered on the rank that traces alone.
     placed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 

@@ -27,55 +27,36 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 @dataclass
 class HeldParameter:
-    """A parameter that a module holds directly.
+    """A parameter that a module holds directly."""
 
-    Attributes:
-        name: full name of its first holder's attribute: the same for all holders of a shared parameter.
-        trained: whether it gets a gradient and optimizer state.
-    """
-
-    name: str
+    name: str  # full name of its first holder's attribute: the same for all holders of a shared parameter
     elements: int
     bytes: int
-    trained: bool
+    trained: bool  # whether it gets a gradient and optimizer state
 
 
 @dataclass
 class ModuleNode:
-    """One module. All figures are of its own frame and of one microbatch.
+    """One module. All figures are of its own frame and of one microbatch."""
 
-    Attributes:
-        path: as in ``named_modules()``; the root is ``""``.
-        children: modules registered in it, in the order in which they, or modules in them, were first called;
-            those that were not called follow in registration order.
-        parameters: held directly, each once.
-        aliases: other paths of the same module.
-        calls: how often it was called.
-        order: number of its first call among all first calls; -1 if it was not called.
-        flops: floating point operations of forward and backward; work on elements counts as the operations that
-            the device could do while it moves the bytes.
-        seconds: of the forward pass; 0 unless execution times were traced.
-        activation_bytes: kept for backward.
-        input_bytes: tensors among the arguments of one call, the most over all calls.
-        output_bytes: tensors among the results of one call, the most over all calls.
-        is_container: whether it was not called but holds modules that were: its parent calls them.
-        is_divisible: whether the modules in it may be on other stages than itself.
-    """
-
-    path: str
+    path: str  # as in ``named_modules()``; the root is ``""``
     type_name: str
+    #: Modules registered in it, in the order in which they, or modules in them, were first called; those that were not called
+    #: follow in registration order.
     children: list[ModuleNode] = field(default_factory=list)
-    parameters: list[HeldParameter] = field(default_factory=list)
-    aliases: list[str] = field(default_factory=list)
-    calls: int = 0
-    order: int = -1
+    parameters: list[HeldParameter] = field(default_factory=list)  # held directly, each once
+    aliases: list[str] = field(default_factory=list)  # other paths of the same module
+    calls: int = 0  # how often it was called
+    order: int = -1  # number of its first call among all first calls; -1 if it was not called
+    #: Floating point operations of forward and backward; work on elements counts as the operations that the device could do while
+    #: it moves the bytes.
     flops: float = 0.0
-    seconds: float = 0.0
-    activation_bytes: int = 0
-    input_bytes: int = 0
-    output_bytes: int = 0
-    is_container: bool = False
-    is_divisible: bool = True
+    seconds: float = 0.0  # of the forward pass; 0 unless execution times were traced
+    activation_bytes: int = 0  # kept for backward
+    input_bytes: int = 0  # tensors among the arguments of one call, the most over all calls
+    output_bytes: int = 0  # tensors among the results of one call, the most over all calls
+    is_container: bool = False  # whether it was not called but holds modules that were: its parent calls them
+    is_divisible: bool = True  # whether the modules in it may be on other stages than itself
 
     def walk(self) -> Iterator[ModuleNode]:
         """This node and all below, each before its children."""
@@ -104,38 +85,26 @@ class Flow:
 
 @dataclass(frozen=True)
 class ForeignUse:
-    """A module computes with a parameter that another one holds, or with a buffer or attribute that changes there.
+    """A module computes with a parameter that another one holds, or with a buffer or attribute that changes there."""
 
-    Attributes:
-        user, holder: paths of the two.
-        parameter: its full name; of a buffer or attribute, too.
-        kind: ``parameter``, ``buffer`` or ``attribute``.
-    """
-
-    user: str
-    holder: str
-    parameter: str
-    kind: str = "parameter"
+    user: str  # its path
+    holder: str  # the other one's
+    parameter: str  # its full name; of a buffer or attribute, too
+    kind: str = "parameter"  # ``parameter``, ``buffer`` or ``attribute``
 
 
 @dataclass
 class Trace:
-    """What is known of a model before it is split.
-
-    Attributes:
-        flows: which module computes with what another one made; empty if the model was not traced.
-        foreign_uses: see there; empty if the model was not traced.
-        attributes: path and name of each attribute with tensors that the module, or another one, sets in forward.
-        traced: whether the model ran; otherwise the figures are guessed from parameters.
-        timed: whether ``seconds`` were measured.
-    """
+    """What is known of a model before it is split."""
 
     root: ModuleNode
+    #: Which module computes with what another one made; empty if the model was not traced.
     flows: list[Flow] = field(default_factory=list)
-    foreign_uses: list[ForeignUse] = field(default_factory=list)
+    foreign_uses: list[ForeignUse] = field(default_factory=list)  # see there; empty if the model was not traced
+    #: Path and name of each attribute with tensors that the module, or another one, sets in forward.
     attributes: list[tuple[str, str]] = field(default_factory=list)
-    traced: bool = False
-    timed: bool = False
+    traced: bool = False  # whether the model ran; otherwise the figures are guessed from parameters
+    timed: bool = False  # whether ``seconds`` were measured
 
     def nodes(self) -> dict[str, ModuleNode]:
         """All nodes by path."""

@@ -30,17 +30,11 @@ class Unit:
 
 @dataclass
 class BoundUnits:
-    """Units that must be on one stage, and are not next to each other.
+    """Units that must be on one stage, and are not next to each other."""
 
-    Attributes:
-        need: of all of them.
-        gaps: for each of its units, how many units of the sequence run before it.
-        stage: where it must be; None if any stage will do.
-    """
-
-    need: Need
-    gaps: tuple[int, ...]
-    stage: int | None
+    need: Need  # of all of them
+    gaps: tuple[int, ...]  # for each of its units, how many units of the sequence run before it
+    stage: int | None  # where it must be; None if any stage will do
 
 
 class Parts:

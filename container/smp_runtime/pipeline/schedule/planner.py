@@ -36,23 +36,14 @@ _FINALISTS = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule and what it promises.
+    """A schedule and what it promises."""
 
-    Attributes:
-        orders: for every rank, the actions in the order in which it is to run them.
-        makespan: seconds from the first action's start to the last one's end.
-        bound: seconds that no order can beat: the busiest rank's work, with what must come before it and after it.
-        idle: per rank, the fraction of the makespan in which it computes nothing.
-        in_flight: per rank, the most microbatches whose activations it holds; never more than ``active``.
-        rule: the rule that won, in words, for the log.
-    """
-
-    orders: dict[int, tuple[Action, ...]]
-    makespan: float
-    bound: float
-    idle: dict[int, float]
-    in_flight: dict[int, int]
-    rule: str
+    orders: dict[int, tuple[Action, ...]]  # for every rank, the actions in the order in which it is to run them
+    makespan: float  # seconds from the first action's start to the last one's end
+    bound: float  # seconds that no order can beat: the busiest rank's work, with what must come before it and after it
+    idle: dict[int, float]  # per rank, the fraction of the makespan in which it computes nothing
+    in_flight: dict[int, int]  # per rank, the most microbatches whose activations it holds; never more than ``active``
+    rule: str  # the rule that won, in words, for the log
 
 
 def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: float = 0.0) -> Plan:
@@ -80,7 +71,7 @@ def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: f
     best = _search(facts)
     graph = facts.graph
     sequence = best.clock.order
-    run = summary(graph, replay(graph, sequence, active, graph.ns))  # without the waits that the rule chose
+    run = summary(graph, replay(graph, sequence, active))  # without the waits that the rule chose
     return Plan(
         orders={rank: tuple(graph.segments[i].action for i in sequence[r]) for r, rank in enumerate(graph.ranks)},
         makespan=run.makespan,
@@ -194,18 +185,14 @@ class _Facts:
 
 @dataclass(frozen=True)
 class _Rule:
-    """One way to choose what a free rank starts.
+    """One way to choose what a free rank starts."""
 
-    Attributes:
-        priority: ``"lowest"``: lowest microbatch first; ``"longest"``: longest way to its microbatch's end first;
-            ``"refined"``: by given keys. Backwards come before forwards in all.
-        spare: how many microbatches more than needed may be in flight on a rank; None: as many as may be active.
-        quick: segments shorter than this fraction of the period go first: they are what others wait for.
-    """
-
+    #: ``"lowest"``: lowest microbatch first; ``"longest"``: longest way to its microbatch's end first; ``"refined"``: by given
+    #: keys. Backwards come before forwards in all.
     priority: str
+    #: How many microbatches more than needed may be in flight on a rank; None: as many as may be active.
     spare: int | None
-    quick: float = 0.02
+    quick: float = 0.02  # segments shorter than this fraction of the period go first: they are what others wait for
 
     def __str__(self) -> str:
         spare = "free" if self.spare is None else f"+{self.spare}"
@@ -320,7 +307,7 @@ class _Try:
 
 def _run(facts: _Facts, rule: _Rule, keys: Sequence[float] | None = None) -> _Try:
     choice = _Choice(facts, rule, keys)
-    clock = Clock(facts.graph, facts.active, facts.graph.ns).run(choice)
+    clock = Clock(facts.graph, facts.active).run(choice)
     if clock.done < len(facts.graph.segments):
         raise AssertionError(f"the rule {rule} got stuck after {clock.done} of {len(facts.graph.segments)} segments")
     return _Try(rule, clock, choice.capped)

@@ -21,23 +21,16 @@ _END, _ARRIVAL, _FINISHED = range(3)
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a simulated schedule. Seconds throughout.
+    """What came of a simulated schedule. Seconds throughout."""
 
-    Attributes:
-        start, finish: of every action.
-        makespan: end of the last action.
-        idle: per rank, the fraction of the makespan in which it computes nothing.
-        in_flight: per rank, the most microbatches that had begun a segment of their forward phase there and not yet ended
-            their last segment there. What a rank's activations grow with.
-        active: the most microbatches begun and not finished, over all ranks.
-    """
-
-    start: dict[Action, float]
+    start: dict[Action, float]  # of every action, like the next
     finish: dict[Action, float]
-    makespan: float
-    idle: dict[int, float]
+    makespan: float  # end of the last action
+    idle: dict[int, float]  # per rank, the fraction of the makespan in which it computes nothing
+    #: Per rank, the most microbatches that had begun a segment of their forward phase there and not yet ended their last segment
+    #: there. What a rank's activations grow with.
     in_flight: dict[int, int]
-    active: int
+    active: int  # the most microbatches begun and not finished, over all ranks
 
 
 def simulate(orders: Orders, segments: Iterable[Segment], *, active: int, latency: float = 0.0) -> Run:
@@ -53,7 +46,7 @@ def simulate(orders: Orders, segments: Iterable[Segment], *, active: int, latenc
     """
     graph = Graph(segments, latency)
     sequence = _sequence(orders, graph)
-    return summary(graph, replay(graph, sequence, active, graph.ns))
+    return summary(graph, replay(graph, sequence, active))
 
 
 # ---- the graph ----
@@ -201,10 +194,10 @@ class Clock:
         order, start, finish: what ran.
     """
 
-    def __init__(self, graph: Graph, active: int, ns: Sequence[int]) -> None:
+    def __init__(self, graph: Graph, active: int) -> None:
         self.graph = graph
         self.active = active
-        self.ns = ns
+        self.ns = graph.ns
         size, ranks, microbatches = len(graph.segments), len(graph.ranks), len(graph.microbatches)
         self.ready: list[set[int]] = [set() for _ in range(ranks)]
         self.coming: list[dict[int, int]] = [{} for _ in range(ranks)]
@@ -326,9 +319,9 @@ class _Replay:
         return node if node in clock.ready[rank] and clock.may_begin(node) else -1
 
 
-def replay(graph: Graph, sequence: Sequence[Sequence[int]], active: int, ns: Sequence[int]) -> Clock:
-    """Run fixed orders, in node numbers, with durations ``ns``; ScheduleError when they deadlock."""
-    clock = Clock(graph, active, ns).run(_Replay(sequence))
+def replay(graph: Graph, sequence: Sequence[Sequence[int]], active: int) -> Clock:
+    """Run fixed orders, in node numbers; ScheduleError when they deadlock."""
+    clock = Clock(graph, active).run(_Replay(sequence))
     if clock.done < len(graph.segments):
         raise ScheduleError(_deadlock(clock, sequence))
     return clock

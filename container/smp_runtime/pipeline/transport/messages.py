@@ -10,49 +10,33 @@ from smp_runtime.tensors.handles import Meta, Name, Path
 if TYPE_CHECKING:
     import torch
 
-    from smp_config.failure import FailureRecord
+    from smp_config.records import FailureRecord
 
 
 class Slot(NamedTuple):
-    """A tensor in a request or reply.
+    """A tensor in a request or reply."""
 
-    Attributes:
-        name: under which its owner keeps it.
-        owner: stage that has it, or will.
-        meta: its shape and type.
-        comes: whether it is in the message or on its way; else the receiver asks for it when it touches it.
-    """
-
-    name: Name
-    owner: int
-    meta: Meta
-    comes: bool
+    name: Name  # under which its owner keeps it
+    owner: int  # stage that has it, or will
+    meta: Meta  # its shape and type
+    comes: bool  # whether it is in the message or on its way; else the receiver asks for it when it touches it
 
 
 class Modes(NamedTuple):
-    """Thread-local modes of PyTorch that a called module must see.
+    """Thread-local modes of PyTorch that a called module must see."""
 
-    Attributes:
-        grad: whether graphs are recorded.
-        autocast: kinds of devices that cast, whether they keep cast weights, and to what.
-        device: kind of device on which tensors are made by default, each rank's own of it; None where none is set.
-    """
-
-    grad: bool
+    grad: bool  # whether graphs are recorded
+    #: Kinds of devices that cast, whether they keep cast weights, and to what.
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    #: Kind of device on which tensors are made by default, each rank's own of it; None where none is set.
     device: str | None = None
 
 
 class GroupCall(NamedTuple):
-    """What a call runs that is meant for several modules of one stage: one after the other, as one checkpointed region.
+    """What a call runs that is meant for several modules of one stage: one after the other, as one checkpointed region."""
 
-    Attributes:
-        members: paths of the modules.
-        preserve_rng_state: whether the region draws the same random numbers when it is run again.
-    """
-
-    members: tuple[str, ...]
-    preserve_rng_state: bool
+    members: tuple[str, ...]  # paths of the modules
+    preserve_rng_state: bool  # whether the region draws the same random numbers when it is run again
 
     def __str__(self) -> str:
         return f"checkpointed {'' if self.preserve_rng_state else 'without random state '}{' + '.join(self.members)}"
@@ -147,27 +131,16 @@ class StepCall(Protocol):
 
 
 class Begin(NamedTuple):
-    """The root stage has begun the step.
+    """The root stage has begun the step."""
 
-    Attributes:
-        seed: from which every task's random numbers follow.
-        kind: of step: recorded order belongs to one kind.
-        replays: whether the planned order of this kind is replayed.
-        order: this stage's planned order, if it was planned since the last step of this kind.
-        is_recorded: whether the stages record what they do.
-        is_serial: whether the microbatches run one after the other.
-        requires: which parameters require gradients.
-        call: how the root stage's script has called the step.
-    """
-
-    seed: int
-    kind: StepKind
-    replays: bool
-    order: Any
-    is_recorded: bool
-    is_serial: bool
-    requires: bytes
-    call: StepCall
+    seed: int  # from which every task's random numbers follow
+    kind: StepKind  # of step: recorded order belongs to one kind
+    replays: bool  # whether the planned order of this kind is replayed
+    order: Any  # this stage's planned order, if it was planned since the last step of this kind
+    is_recorded: bool  # whether the stages record what they do
+    is_serial: bool  # whether the microbatches run one after the other
+    requires: bytes  # which parameters require gradients
+    call: StepCall  # how the root stage's script has called the step
 
 
 class Diverged(NamedTuple):
@@ -177,33 +150,20 @@ class Diverged(NamedTuple):
 
 
 class End(NamedTuple):
-    """All microbatches are done. Tensors of the message: those in the outputs.
+    """All microbatches are done. Tensors of the message: those in the outputs."""
 
-    Attributes:
-        outputs: what the step function returned, packed.
-        wants_record: whether the root stage plans from this step.
-        training: flags of all modules that the step function has left, None where it has changed none.
-    """
-
-    outputs: bytes
-    wants_record: bool
-    training: bytes | None
+    outputs: bytes  # what the step function returned, packed
+    wants_record: bool  # whether the root stage plans from this step
+    training: bytes | None  # flags of all modules that the step function has left, None where it has changed none
 
 
 class Record(NamedTuple):
-    """What a stage did in the step.
+    """What a stage did in the step."""
 
-    Attributes:
-        segments: of its tasks.
-        learned: results that were not known in advance.
-        changed_buffers: whether its modules changed buffers, or attributes that the next microbatch reads.
-        is_serial: whether no microbatch may begin before the one before it is finished, because of such attributes.
-    """
-
-    segments: Any
-    learned: int
-    changed_buffers: bool
-    is_serial: bool
+    segments: Any  # of its tasks
+    learned: int  # results that were not known in advance
+    changed_buffers: bool  # whether its modules changed buffers, or attributes that the next microbatch reads
+    is_serial: bool  # whether no microbatch may begin before the one before it is finished, because of such attributes
 
 
 class Fail(NamedTuple):

@@ -19,20 +19,15 @@ from smp_runtime.errors import SMPRuntimeError, SMPUserError
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A tree without its tensors.
+    """A tree without its tensors."""
 
-    Attributes:
-        head: equal for trees of equal structure, so that it can be compared and used as a key.
-        tensors: each tensor once, in the order of first appearance; never touched, so they may be handles.
-        mutable: whether the tree holds anything that a callee could change and its caller would see.
-    """
-
-    head: bytes
+    head: bytes  # equal for trees of equal structure, so that it can be compared and used as a key
+    #: Each tensor once, in the order of first appearance; never touched, so they may be handles.
     tensors: list[torch.Tensor]
-    mutable: bool
+    mutable: bool  # whether the tree holds anything that a callee could change and its caller would see
 
 
-def pack(tree: Any, *, modules: Mapping[int, str] | None = None, name: str | None = None) -> Packed:
+def pack(tree: Any, *, modules: Mapping[int, str] | None = None) -> Packed:
     """Take the tensors out of a tree and pickle the rest.
 
     Containers, dataclasses, caches and whatever else can be pickled keep their types. An object that is in the tree
@@ -41,7 +36,6 @@ def pack(tree: Any, *, modules: Mapping[int, str] | None = None, name: str | Non
     Args:
         tree: ``(args, kwargs)`` of a call, or an output.
         modules: paths of the model's modules by ``id``; these travel as their path.
-        name: of the tree in messages; by default ``args`` and ``kwargs`` for a call, else ``the value``.
 
     Raises:
         SMPUserError: something in the tree cannot be pickled; the message says where it is.
@@ -55,7 +49,7 @@ def pack(tree: Any, *, modules: Mapping[int, str] | None = None, name: str | Non
         except _Shared:
             return _packed(tree, modules or {}, arguments, shared=True)
     except Exception as error:
-        where, culprit, cause = _find_culprit(tree, modules or {}, name) or (name or "the value", tree, error)
+        where, culprit, cause = _find_culprit(tree, modules or {}) or ("the value", tree, error)
         raise SMPUserError(
             f"{where} is a {_type_name(culprit)}, which cannot travel to another stage ({_first_line(cause)}); what a module "
             "on another stage gets and returns is pickled: pass data instead (tensors, numbers, strings, containers, "
@@ -230,7 +224,7 @@ def _packed(tree: Any, modules: Mapping[int, str], arguments: dict | None, share
     return Packed(buffer.getvalue(), pickler.tensors, pickler.mutable)
 
 
-def _find_culprit(tree: Any, modules: Mapping[int, str], name: str | None) -> tuple[str, Any, Exception] | None:
+def _find_culprit(tree: Any, modules: Mapping[int, str]) -> tuple[str, Any, Exception] | None:
     """The innermost object that cannot be pickled: where it is, itself, and why."""
     seen: set[int] = set()
 
@@ -245,9 +239,9 @@ def _find_culprit(tree: Any, modules: Mapping[int, str], name: str | None) -> tu
             inside = (found for label, child in _parts(obj) if (found := search(where + label, child)))
             return next(inside, (where, obj, error))
 
-    if name is None and _is_call(tree):
+    if _is_call(tree):
         return search("args", tree[0]) or search("kwargs", tree[1])
-    return search(name or "the value", tree)
+    return search("the value", tree)
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:

@@ -34,18 +34,12 @@ _READ, _WRITE = 0x100, 0x200
 
 
 class Announcement(NamedTuple):
-    """What a receiver must know of a tensor before its bytes come.
+    """What a receiver must know of a tensor before its bytes come."""
 
-    Attributes:
-        channel: position in the receiver's channels.
-        dtype: name inside ``torch``.
-        stride: in elements; None for a contiguous tensor.
-    """
-
-    channel: int
-    dtype: str
+    channel: int  # position in the receiver's channels
+    dtype: str  # name inside ``torch``
     shape: tuple[int, ...]
-    stride: tuple[int, ...] | None
+    stride: tuple[int, ...] | None  # in elements; None for a contiguous tensor
 
     def allocate(self, device: torch.device) -> torch.Tensor:
         """Memory for the announced tensor; its contents are whatever was there."""

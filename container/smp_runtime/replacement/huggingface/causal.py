@@ -96,10 +96,7 @@ def register_causal(
     with_head = kind.__name__.endswith(("LMHeadModel", "ForCausalLM"))
 
     def init_hook(config: Any, *_: Any, **__: Any) -> Arguments:
-        if getattr(config, "add_cross_attention", False):
-            raise NotDistributableError(
-                "its configuration has add_cross_attention, which is not distributed; use the original"
-            )
+        refuse_cross_attention(config)
         made = {
             **_common(config),
             **settings(config),
@@ -124,9 +121,26 @@ def register_causal(
     )
 
 
+def refuse_cross_attention(config: Any) -> None:
+    """Raise NotDistributableError for a configuration with cross attention."""
+    if getattr(config, "add_cross_attention", False):
+        raise NotDistributableError(
+            "its configuration has add_cross_attention, which is not distributed; use the original"
+        )
+
+
 def _common(config: Any) -> dict[str, Any]:
-    """What all of them have: norms in front of both halves and behind the last layer, and normal weights."""
+    """What all of them have: norms in front of both halves and behind the last layer, and normal weights.
+
+    Sizes are read under the names that all configurations of Transformers know.
+    """
     return {
+        "num_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "attention_head_size": config.hidden_size // config.num_attention_heads,
+        "hidden_size": config.hidden_size,
+        "num_positions": 0,
+        "causal_mask_size": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
         "initializer_range": config.initializer_range,
         "use_normal_initialization": True,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.distributed_module import NotDistributableError
 from smp_runtime.nn.transformer import DistributedTransformer
-from smp_runtime.replacement.huggingface.causal import activation
+from smp_runtime.replacement.huggingface.causal import activation, refuse_cross_attention
 from smp_runtime.replacement.huggingface.translation import EncoderNames, LayerNames, parameter_names
 from smp_runtime.replacement.registration import Arguments, Registration, register
 
@@ -40,10 +40,7 @@ class Encoder(DistributedTransformer):
 
 def init_hook(config: Any, *_: Any, **__: Any) -> Arguments:
     """Arguments of the distributed transformer for a ``BertConfig`` or ``RobertaConfig``."""
-    if config.add_cross_attention:
-        raise NotDistributableError(
-            "its configuration has add_cross_attention, which is not distributed; use the original"
-        )
+    refuse_cross_attention(config)
     kind = getattr(config, "position_embedding_type", "absolute")
     if kind != "absolute":
         raise NotDistributableError(f"its position_embedding_type is {kind!r}; distributed layers have 'absolute'")

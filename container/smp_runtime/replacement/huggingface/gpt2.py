@@ -35,13 +35,8 @@ NAMES = CausalNames(
 def settings(config: Any) -> dict[str, Any]:
     """Arguments of the distributed model for a ``GPT2Config``."""
     return {
-        "num_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "attention_head_size": config.n_embd // config.n_head,
-        "hidden_size": config.n_embd,
         "intermediate_size": config.n_inner if config.n_inner is not None else 4 * config.n_embd,
         "num_positions": config.n_positions,
-        "causal_mask_size": config.n_positions,
         "attention_dropout_prob": config.attn_pdrop,
         "hidden_dropout_prob": config.resid_pdrop,
         "embedding_dropout_prob": config.embd_pdrop,

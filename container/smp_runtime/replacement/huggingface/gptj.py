@@ -35,13 +35,7 @@ def settings(config: Any) -> dict[str, Any]:
         raise NotDistributableError(f"its rotary_dim is {config.rotary_dim}; use a number up to the head size, {size}")
     steps = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64, device="cpu")
     return {
-        "num_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "attention_head_size": size,
-        "hidden_size": config.n_embd,
         "intermediate_size": config.n_inner if config.n_inner is not None else 4 * config.n_embd,
-        "num_positions": 0,
-        "causal_mask_size": config.n_positions,
         "attention_dropout_prob": config.attn_pdrop,
         "hidden_dropout_prob": config.resid_pdrop,
         "embedding_dropout_prob": config.embd_pdrop,

@@ -31,13 +31,8 @@ NAMES = CausalNames(
 def settings(config: Any) -> dict[str, Any]:
     """Arguments of the distributed model for a ``GPTNeoConfig``."""
     return {
-        "num_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "attention_head_size": config.hidden_size // config.num_heads,
-        "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size or 4 * config.hidden_size,
         "num_positions": config.max_position_embeddings,
-        "causal_mask_size": config.max_position_embeddings,
         "attention_dropout_prob": float(config.attention_dropout),
         "hidden_dropout_prob": float(config.resid_dropout),
         "embedding_dropout_prob": float(config.embed_dropout),

@@ -34,15 +34,8 @@ NAMES = CausalNames(
 
 def settings(config: Any) -> dict[str, Any]:
     """Arguments of the distributed model for a ``GPTNeoXConfig``."""
-    size = config.hidden_size // config.num_attention_heads
     return {
-        "num_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "attention_head_size": size,
-        "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "num_positions": 0,
-        "causal_mask_size": config.max_position_embeddings,
         "attention_dropout_prob": config.attention_dropout,
         "hidden_dropout_prob": config.hidden_dropout,
         "embedding_dropout_prob": config.hidden_dropout,
@@ -52,7 +45,7 @@ def settings(config: Any) -> dict[str, Any]:
         "fused_qkv": True,
         "use_qkv_bias": config.attention_bias,
         "use_attn_dense_bias": config.attention_bias,
-        **rotary_settings(config, size),
+        **rotary_settings(config, config.hidden_size // config.num_attention_heads),
     }
 
 

@@ -36,15 +36,10 @@ def settings(config: Any) -> dict[str, Any]:
     """Arguments of the distributed model for a ``LlamaConfig``."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {
-        "num_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "attention_head_size": size,
-        "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "num_positions": 0,
         "padding_idx": config.pad_token_id,
-        "causal_mask_size": config.max_position_embeddings,
         "attention_dropout_prob": config.attention_dropout,
         "hidden_dropout_prob": 0.0,
         "activation": activation(config.hidden_act),

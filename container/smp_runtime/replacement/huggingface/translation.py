@@ -261,16 +261,6 @@ def _replaced(state: Mapping[str, Any], prefix: str, below: Mapping[str, Any]) -
     return result
 
 
-class Names(Protocol):
-    """Names of one kind of model, both ways."""
-
-    def to_ours(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state under the distributed modules' names."""
-
-    def to_theirs(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state under Hugging Face's names."""
-
-
 class Translator(Protocol):
     """``translate(state_dict, max_seq_len=None)``; ``max_seq_len`` is accepted."""
 
@@ -278,7 +268,7 @@ class Translator(Protocol):
         """The state under the other names."""
 
 
-def translators(names: Names, model: str) -> tuple[Translator, Translator]:
+def translators(names: CausalNames | EncoderNames, model: str) -> tuple[Translator, Translator]:
     """The public functions of a model: from its states to ours for ``model.load_state_dict``, and back.
 
     Names that they do not know stay. A state alone does not tell a model with a tied head from the one inside it; the

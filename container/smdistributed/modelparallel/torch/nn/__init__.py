@@ -1,11 +1,10 @@
 """``smp.nn``: the distributed modules."""
 
 from smdistributed.modelparallel.torch.nn import huggingface
-from smp_runtime.nn.attention import DistributedAttentionLayer
+from smp_runtime.nn.attention import DistributedAttentionLayer, FlashAttentionLayer
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.nn.embedding import DistributedEmbedding
 from smp_runtime.nn.feed_forward import DistributedTransformerOutputLayer
-from smp_runtime.nn.flash_attention import FlashAttentionLayer
 from smp_runtime.nn.layer import DistributedTransformerLayer
 from smp_runtime.nn.linear import DistributedLinear
 from smp_runtime.nn.lm_head import DistributedTransformerLMHead

@@ -1,7 +1,8 @@
-"""What this rank has of a model and its optimizer: live tensors with their place in the whole, for saving and loading."""
+"""What this rank has of a training, for saving and loading: live tensors with their place in the whole, random numbers."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,15 @@ from torch import nn
 
 from smp_runtime.checkpoint.files.tensor_regions import Region
 from smp_runtime.errors import SMPUserError
+from smp_runtime.tensor_parallel.random_tracker import tracker_state
 
 if TYPE_CHECKING:
+    from smp_runtime.job.session import Session
     from smp_runtime.model.distributed_model import DistributedModel
     from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
     from smp_runtime.parameters.registry import ParameterRecord
+
+logger = logging.getLogger("smp")
 
 
 @dataclass
@@ -116,25 +121,38 @@ def updated(model: DistributedModel, optimizer: DistributedOptimizer) -> list[Up
                     f"{len(model.registry)}; a checkpoint names parameters by the model's names: pass optimizer= one that was "
                     "made from model.parameters()"
                 ) from None
-            optimizer_shards = model.optimizer_shards or {}
-            if optimizer.updates(model) and parameter in optimizer_shards:
-                shard = optimizer_shards[parameter]
-                flat = (shard.start, shard.stop) if shard is not None else (0, 0)
-                found.append(
-                    Updated(
-                        record.name,
-                        index,
-                        parameter,
-                        shard.optimized if shard is not None else None,
-                        region_of(record, flat),
-                        record,
-                    )
-                )
-            else:
-                found.append(Updated(record.name, index, parameter, parameter, region_of(record), record))
+            mine: nn.Parameter | None = parameter
+            flat: tuple[int, int] | None = None
+            if optimizer.updates(model) and parameter in (shards := model.optimizer_shards or {}):
+                shard = shards[parameter]
+                mine, flat = (None, (0, 0)) if shard is None else (shard.optimized, (shard.start, shard.stop))
+            found.append(Updated(record.name, index, parameter, mine, region_of(record, flat), record))
     return found
 
 
-def is_elementwise(value: Any, of: torch.Tensor) -> bool:
-    """Whether a value of an optimizer's state has one number for each element of what is updated."""
-    return isinstance(value, torch.Tensor) and value.shape == of.shape and value.dim() > 0
+def random_file(rank: int) -> str:
+    """The file of a rank's random state."""
+    return f"rng_{rank}.pt"
+
+
+def random_state(session: Session) -> dict[str, Any]:
+    """This rank's generators, and what tensor parallel layers derive theirs from."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if session.ranks.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(session.ranks.device)
+    tracker = tracker_state(session.ranks)
+    if tracker is not None:
+        state["tensor_parallel"] = tracker
+    return state
+
+
+def restore_random_state(session: Session, state: dict[str, Any] | None, same_topology: bool) -> None:
+    """Continue a rank's random numbers; with other degrees every rank keeps its own, since none corresponds."""
+    if state is None or not same_topology:
+        if session.ranks.rank == 0:
+            logger.info("random numbers go on from this job's seeds: the checkpoint was saved with other degrees")
+        return
+    torch.set_rng_state(state["cpu"])
+    if session.ranks.device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], session.ranks.device)
+    tracker_state(session.ranks, state.get("tensor_parallel"))

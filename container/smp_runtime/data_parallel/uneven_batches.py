@@ -1,14 +1,60 @@
-"""Whether any data parallel rank runs backward in a step: each tells the others as soon as it knows."""
+"""Ranks that do not all run backward: in a single step, or because some have fewer batches (``model.join()``)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Collectives, Work
+
+
+class Replica(Protocol):
+    """A wrapped model, as one of several."""
+
+    def shadow_step(self) -> None:
+        """Answer the collectives of one step of the others, with nothing to add."""
+
+    def take_over(self, is_last: bool) -> None:
+        """Copy the weights of a rank that was among the last to be done; every rank calls it."""
+
+
+class JoinedModel(Joinable, JoinHook):
+    """What PyTorch's ``Join`` context needs to know of a wrapped model, and what a rank does that has run out of batches.
+
+    It takes part in every step of the others with gradients of zero, then takes over their weights.
+    """
+
+    def __init__(self, model: Replica, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__()
+        self._model = model
+        self._group = group
+        self._device = device
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """This object itself."""
+        return self
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where ``Join`` may put its own tensors."""
+        return self._device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The ranks that wait for each other."""
+        return self._group
+
+    def main_hook(self) -> None:
+        """The others make a step."""
+        self._model.shadow_step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All have run out of batches."""
+        self._model.take_over(is_last_joiner)
 
 
 class BackwardAgreement:

@@ -1,4 +1,4 @@
-"""The failure line: what a failing rank tells the launcher before it ends the job."""
+"""What ranks tell in their output, one JSON object on a line behind a prefix: how far the job is, and why one failed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,61 @@ import bisect
 import json
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-#: A line of this prefix on a rank's standard error is a failure record.
+#: A log line of this prefix is a progress record, which rank 0 prints and ``fit()`` reads, wherever the job runs.
+PROGRESS_PREFIX = "smp-progress "
+
+#: A line of this prefix on a rank's standard error is a failure record, for the launcher.
 FAILURE_PREFIX = "smp-failure "
+
+#: First characters of ``/opt/ml/output/failure`` that become the job's ``FailureReason``; the platform's limit.
+FAILURE_CHARACTERS = 1024
 
 #: A line longer than a pipe's atomic write could be mixed with another rank's.
 _LINE_BYTES = 4000
+
+
+_Record = TypeVar("_Record", bound=BaseModel)
+
+
+def _parsed(kind: type[_Record], line: str, prefix: str) -> _Record | None:
+    """What stands behind ``prefix``, wherever that is in the line; None when it is no such record, or was cut."""
+    _, found, text = line.partition(prefix)
+    try:
+        return kind.model_validate(json.loads(text)) if found else None
+    except (json.JSONDecodeError, ValidationError):
+        return None
+
+
+class ProgressRecord(BaseModel):
+    """How far a job is.
+
+    ``samples_per_second`` counts samples of the global batch; ``memory_bytes`` is the peak of rank 0 (device
+    memory on GPU, resident memory on CPU).
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    step: int
+    total_steps: int | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+    samples_per_second: float | None = None
+    elapsed_seconds: float | None = None
+    memory_bytes: int | None = None
+
+
+def format_progress(record: ProgressRecord) -> str:
+    """One line of text, without the line break."""
+    return PROGRESS_PREFIX + record.model_dump_json(exclude_none=True)
+
+
+def parse_progress(line: str) -> ProgressRecord | None:
+    """Read a log line; None when it is not a progress record (also when a launcher cut it)."""
+    return _parsed(ProgressRecord, line, PROGRESS_PREFIX)
 
 
 class FailureRecord(BaseModel):
@@ -76,10 +123,4 @@ def _most(length: int, fits: Callable[[int], bool]) -> int:
 
 def parse_failure(line: str) -> FailureRecord | None:
     """Read a line; None when it is not a failure record."""
-    at = line.find(FAILURE_PREFIX)
-    if at < 0:
-        return None
-    try:
-        return FailureRecord.model_validate(json.loads(line[at + len(FAILURE_PREFIX) :]))
-    except (json.JSONDecodeError, ValidationError):
-        return None
+    return _parsed(FailureRecord, line, FAILURE_PREFIX)

@@ -1,0 +1,232 @@
+"""The timeline shown: in numbers as rich tables, as a picture of a step, and as a trace for a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from smp_config import ConfigError
+
+if TYPE_CHECKING:
+    from smp_estimator.timeline.steps import JobTimeline, RankStep, Step
+
+KIND_WORDS = {"F": "forward", "B": "backward", "S": "step function"}
+
+#: Chrome's names for blue, orange and grey; Perfetto chooses its own colours.
+_CHROME_COLOURS = {"F": "thread_state_runnable", "B": "rail_animation", "S": "grey"}
+
+#: Rows of a rank's process.
+_COMPUTED, _CALLS = 0, 1
+
+#: Idle fractions of more ranks are given as least and most.
+_LISTED_RANKS = 8
+
+_COLOURS = {"F": "#5b8fd9", "B": "#e8964a", "S": "#9b9b9b"}
+
+#: Lanes of more ranks would be thinner than their names.
+_MOST_RANKS = 128
+
+#: A number is written where its block is at least this part of the step wide.
+_WIDE_ENOUGH = 0.012
+
+#: Blocks of one microbatch that lie this close (part of the step) carry one number.
+_TOUCHING = 0.002
+
+_LANE = 0.82
+
+
+def step_table(timeline: JobTimeline) -> Table:
+    """One row per step: how long it took, and which part of it the ranks waited."""
+    listed = len(timeline.ranks) <= _LISTED_RANKS
+    table = Table(
+        title=f"{len(timeline.steps)} steps of {timeline.job or 'a job without a name'}", title_justify="left"
+    )
+    table.add_column("step", justify="right")
+    table.add_column("kind")
+    table.add_column("micro-\nbatches", justify="right")
+    table.add_column("makespan\nms", justify="right")
+    for name in [f"rank {rank}\nidle" for rank in timeline.ranks] if listed else ["least\nidle", "most\nidle"]:
+        table.add_column(name, justify="right")
+    table.add_column("all\nidle", justify="right")
+    table.add_column("(p−1)/\n(m+p−1)", justify="right")
+    for step in timeline.steps:
+        idle = [step.idle_of(rank) for rank in step.ranks]
+        table.add_row(
+            str(step.number),
+            step.kind,
+            str(step.microbatches),
+            _milliseconds(step.makespan),
+            *map(_percent, idle if listed else (min(idle), max(idle))),
+            _percent(step.idle),
+            _percent(step.expected_idle),
+        )
+    return table
+
+
+def rank_table(step: Step) -> Table:
+    """One row per rank of a step: what it was busy with, and how long it waited."""
+    table = Table(title=f"{step.title}, {_milliseconds(step.makespan)} ms", title_justify="left")
+    table.add_column("rank", justify="right")
+    table.add_column("stage", justify="right")
+    table.add_column("host")
+    for name in ("forward\nms", "backward\nms", "step fn\nms", "busy\nms", "busy", "idle", "actions"):
+        table.add_column(name, justify="right")
+    for rank in step.ranks:
+        table.add_row(
+            str(rank.rank),
+            str(rank.stage),
+            rank.host,
+            *(_milliseconds(rank.busy_seconds(kind)) for kind in "FBS"),
+            _milliseconds(rank.busy_seconds()),
+            _percent(1 - step.idle_of(rank)),
+            _percent(step.idle_of(rank)),
+            str(len(rank.blocks)),
+        )
+    return table
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
+
+
+def _percent(fraction: float) -> str:
+    return f"{fraction:.1%}"
+
+
+def save_picture(step: Step, path: str | Path) -> Path:
+    """Draw a step; the ending of ``path`` says in which format (``.png``, ``.svg``, ``.pdf``).
+
+    Raises:
+        ConfigError: too many ranks, or a format that matplotlib does not know.
+        RuntimeError: matplotlib is not installed.
+    """
+    if len(step.ranks) > _MOST_RANKS:
+        raise ConfigError(
+            f"the step has {len(step.ranks)} ranks, too many lanes for one picture (most: {_MOST_RANKS}); write --trace FILE.json "
+            "and open it in ui.perfetto.dev, which can zoom"
+        )
+    try:
+        # No pyplot: its global state and its choice of a screen are not needed for a file.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RuntimeError(
+            f'drawing needs matplotlib ({error}); pip install "smp-estimator[plots]", or write --trace FILE.json'
+        ) from None
+    figure = Figure(figsize=(12.0, 1.3 + 0.45 * len(step.ranks)), dpi=120)
+    canvas = FigureCanvasAgg(figure)
+    target = Path(path)
+    if target.suffix[1:].lower() not in canvas.get_supported_filetypes():
+        raise ConfigError(
+            f"the picture {target} ends with {target.suffix!r}; the ending says the format: use .png, .svg or .pdf"
+        )
+    axes = figure.add_subplot()
+    start, stop = step.window
+    width = (stop - start) * 1e3
+    for lane, rank in enumerate(step.ranks):
+        _draw_lane(axes, lane, rank, start, width)
+    axes.set_xlim(0, width)
+    axes.set_ylim(len(step.ranks) - 0.5, -0.5)
+    axes.set_yticks(
+        range(len(step.ranks)), [f"rank {r.rank}  {step.idle_of(r):.0%} idle" for r in step.ranks], fontsize=8
+    )
+    axes.set_xlabel("milliseconds")
+    axes.set_title(title(step), fontsize=10)
+    for kind, colour in _COLOURS.items():
+        axes.plot([], [], linewidth=6, color=colour, label=KIND_WORDS[kind])
+    axes.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.35 / len(step.ranks) - 0.12), ncol=3, fontsize=8, frameon=False
+    )
+    figure.savefig(target, bbox_inches="tight")
+    return target
+
+
+def title(step: Step) -> str:
+    """``step 12: 311 ms, 23.1 % idle ((p − 1)/(m + p − 1) = 20.0 % for 2 stages, 4 microbatches)``."""
+    return (
+        f"{step.title}: {step.makespan * 1e3:.3g} ms, {step.idle:.1%} idle ((p − 1)/(m + p − 1) = {step.expected_idle:.1%} "
+        f"for {step.stages} stages, {step.microbatches} microbatches)"
+    )
+
+
+def _draw_lane(axes: Any, lane: int, rank: RankStep, origin: float, width: float) -> None:
+    """Draw one rank's blocks; ``width`` is the step's, in milliseconds."""
+    for kind, colour in _COLOURS.items():
+        bars = [((b.start - origin) * 1e3, (b.stop - b.start) * 1e3) for b in rank.blocks if b.kind == kind]
+        line = 0.4 if len(bars) < 200 else 0.0
+        axes.broken_barh(bars, (lane - _LANE / 2, _LANE), facecolors=colour, edgecolor="white", linewidth=line)
+    for begin, end, microbatch in _runs(rank, origin, width):
+        if end - begin >= _WIDE_ENOUGH * width:
+            axes.text((begin + end) / 2, lane, str(microbatch), ha="center", va="center", fontsize=7, color="white")
+
+
+def _runs(rank: RankStep, origin: float, width: float) -> Iterator[tuple[float, float, int]]:
+    """Neighbouring blocks of one kind and microbatch as one: begin and end in milliseconds, and the microbatch."""
+    begin, end, before = 0.0, 0.0, None
+    for block in rank.blocks:
+        left, right = (block.start - origin) * 1e3, (block.stop - origin) * 1e3
+        if before is not None and before == (block.kind, block.microbatch) and left - end <= _TOUCHING * width:
+            end = max(end, right)
+            continue
+        if before is not None:
+            yield begin, end, before[1]
+        begin, end, before = left, right, (block.kind, block.microbatch)
+    if before is not None:
+        yield begin, end, before[1]
+
+
+def chrome_trace(timeline: JobTimeline, only: Step | None = None) -> dict[str, Any]:
+    """A trace of all steps, or ``only`` one, in the JSON object format; times in microseconds from the first block."""
+    steps = [only] if only is not None else list(timeline.steps)
+    origin = min(min(step.window[0], *(rank.start for rank in step.ranks)) for step in steps)
+    events: list[dict[str, Any]] = []
+    for rank in steps[-1].ranks:
+        events += _names(rank)
+    for step in steps:
+        for rank in step.ranks:
+            events += _events(step, rank, origin)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"job": timeline.job}}
+
+
+def _names(rank: RankStep) -> Iterator[dict[str, Any]]:
+    host = f", {rank.host}" if rank.host else ""
+    metadata = {
+        "process_name": {"name": f"rank {rank.rank} (stage {rank.stage}{host})"},
+        "process_sort_index": {"sort_index": rank.rank},
+    }
+    for name, value in metadata.items():
+        yield {"name": name, "ph": "M", "pid": rank.rank, "tid": _COMPUTED, "args": value}
+    for thread, name in ((_COMPUTED, "computes"), (_CALLS, "steps")):
+        yield {"name": "thread_name", "ph": "M", "pid": rank.rank, "tid": thread, "args": {"name": name}}
+
+
+def _events(step: Step, rank: RankStep, origin: float) -> Iterator[dict[str, Any]]:
+    yield {
+        "name": step.title,
+        "cat": "step",
+        "ph": "X",
+        "pid": rank.rank,
+        "tid": _CALLS,
+        "ts": _microseconds(rank.start - origin),
+        "dur": _microseconds(rank.stop - rank.start),
+        "args": {"idle": round(step.idle_of(rank), 4)},
+    }
+    for block in rank.blocks:
+        yield {
+            "name": block.name,
+            "cat": KIND_WORDS[block.kind],
+            "ph": "X",
+            "pid": rank.rank,
+            "tid": _COMPUTED,
+            "ts": _microseconds(block.start - origin),
+            "dur": _microseconds(block.stop - block.start),
+            "cname": _CHROME_COLOURS[block.kind],
+            "args": {"microbatch": block.microbatch, "module": block.path, "step": step.number},
+        }
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
