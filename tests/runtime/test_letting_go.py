@@ -1,0 +1,69 @@
+"""A model that a script lets go of is freed, with all that the library has made for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+STAGED = {"pipeline_parallel_degree": 2, "microbatches": 2}
+SHARDED = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
+
+
+def _left(kind):
+    """Train a model twice, let go of it, and return what is left of it: modules and wrappers."""
+    import gc
+    import time
+
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+
+    def train():
+        net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        if kind == "distributed":
+            with smp.tensor_parallelism():
+                net.append(smp.nn.DistributedLinear(8, 8))
+        model = smp.DistributedModel(net)
+        optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters()))
+        if kind == "checkpointed":
+            smp.set_activation_checkpointing(net[1])
+
+        @smp.step
+        def step(x):
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        for _ in range(2):
+            optimizer.zero_grad()
+            step(torch.ones(4, 8))
+            optimizer.step()
+
+    train()
+    if smp.pp_size() > 1:
+        smp.shutdown()  # until then it serves the other stages
+    kinds = (smp.DistributedModel, DistributedOptimizer, nn.Linear)
+    deadline = time.monotonic() + 10
+    while True:
+        gc.collect()
+        left = [type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, kinds)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)  # a thread that has ended may still hold its last frame
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("plain", {}),
+        ("checkpointed", {}),
+        ("checkpointed", STAGED),
+        ("plain", {"shard_optimizer_state": True, "fp16": True}),
+        ("plain", SHARDED),
+        ("plain", {**SHARDED, "bf16": True}),
+        ("plain", {**STAGED, "bf16": True}),
+        ("distributed", {"tensor_parallel_degree": 2}),
+    ],
+)
+def test_nothing_is_left_of_a_model_that_a_script_lets_go_of(ranks, kind, config):
+    assert ranks(_left, 2, kind, config={"ddp": True, **config}) == [[], []]
