@@ -11,12 +11,12 @@ SHARDED = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold":
 
 
 def _left(kind):
-    """Train a model twice, let go of it, and return what is left of it: modules and wrappers."""
+    """Train a model, let go of it, and return what is left of it: of its modules and wrappers."""
     import gc
     import time
+    import weakref
 
     import smdistributed.modelparallel.torch as smp
-    from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 
     def train():
         net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
@@ -38,15 +38,15 @@ def _left(kind):
             optimizer.zero_grad()
             step(torch.ones(4, 8))
             optimizer.step()
+        return [weakref.ref(thing) for thing in (model, optimizer, *net.modules())]
 
-    train()
+    made = train()
     if smp.pp_size() > 1:
         smp.shutdown()  # until then it serves the other stages
-    kinds = (smp.DistributedModel, DistributedOptimizer, nn.Linear)
     deadline = time.monotonic() + 10
     while True:
         gc.collect()
-        left = [type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, kinds)]
+        left = [type(reference()).__name__ for reference in made if reference() is not None]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.1)  # a thread that has ended may still hold its last frame
