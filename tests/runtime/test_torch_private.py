@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import pickle
-import re
 import subprocess
 import sys
 import weakref
@@ -18,30 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.canaries import RELEASE, Canaries, Doubling, Noting
 from torch import nn
 
 from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.tensors import torch_private as door
 
-CHECKS = {}
-#: What an older release that is supported lacks, and with it the runtime there: which first had it, and what is missing.
-SINCE_2_6 = {
-    "abort_process_groups": "a rank that ends with an error leaves its collectives to end with the process",
-    **dict.fromkeys(("give_backends", "name_group", "count_collectives"), 'the backend "smddp" refuses to start'),
-    **dict.fromkeys(("all_gather_single", "all_gather_single_coalesced"), 'the backend "smddp" refuses to start'),
-    "torch.nn.utils.clip_grad._clip_grads_with_norm_": "the public function is watched",
-}
-RELEASE = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-
-
-def of(*names):
-    """Note what checks names of the door, or of ``IN_PLACE``, which begin with what has them."""
-
-    def note(check):
-        CHECKS.update(dict.fromkeys(names, check))
-        return check
-
-    return note
+CANARIES = Canaries()
+of = CANARIES.of
 
 
 @pytest.fixture
@@ -208,16 +191,6 @@ def _(_):
 # -- dispatch ----------------------------------------------------------------------------------------------------------
 
 
-class Noting(door.TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 @of("TorchDispatchMode", "dispatch_modes", "without_modes", "is_operator", "schema_of")
 def _(_):
     assert door.dispatch_modes() == []
@@ -252,11 +225,6 @@ def _(_):
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------
-
-
-class Doubling(nn.Module):
-    def forward(self, value):
-        return value * 2
 
 
 @of("call_with_hooks")
@@ -344,182 +312,12 @@ def _(request):
     assert options._timeout == timedelta(seconds=7)
 
 
-# -- what stays where it is used ---------------------------------------------------------------------------------------
-
-
-@of("torch.nn.Module._parameters", "torch.nn.Module._buffers", "torch.nn.Module._modules")
-def _(_):
-    module = nn.Sequential(nn.BatchNorm1d(2))
-    assert module._modules == {"0": module[0]}
-    assert list(module[0]._parameters) == ["weight", "bias"]
-    assert module[0]._buffers["running_mean"] is module[0].running_mean
-    module[0]._parameters["weight"] = None
-    assert dict(module.named_parameters()).keys() == {"0.bias"}
-
-
-@of(
-    *(f"torch.nn.Module._{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre")),
-    *(f"torch.Tensor._{kind}_hooks" for kind in ("backward", "post_accumulate_grad")),
-)
-def _(_):
-    module, tensor = Doubling(), torch.ones(1, requires_grad=True)
-    for name, register in {
-        "_forward_hooks": module.register_forward_hook,
-        "_forward_pre_hooks": module.register_forward_pre_hook,
-        "_backward_hooks": module.register_full_backward_hook,
-        "_backward_pre_hooks": module.register_full_backward_pre_hook,
-    }.items():
-        register(print)
-        assert list(getattr(module, name).values()) == [print]
-    tensor.register_hook(print)
-    tensor.register_post_accumulate_grad_hook(print)
-    assert list(tensor._backward_hooks.values()) == list(tensor._post_accumulate_grad_hooks.values()) == [print]
-
-
-@of("torch.nn.Module._apply", "torch.nn.Module._load_from_state_dict")
-def _(_):
-    class Overriding(nn.Linear):
-        seen = ()
-
-        def _apply(self, fn, recurse=True):
-            self.seen += ("apply",)
-            return super()._apply(fn, recurse)
-
-        def _load_from_state_dict(self, state_dict, prefix, *args):
-            self.seen += (prefix,)
-            super()._load_from_state_dict(state_dict, prefix, *args)
-
-    model = nn.Sequential(Overriding(1, 1))
-    model.double().load_state_dict(model.state_dict())
-    assert model[0].seen == ("apply", "0.")
-    assert model[0].weight.dtype is torch.float64
-
-
-@of(*(f"torch.nn.Module._{kind}call_impl" for kind in ("", "compiled_", "wrapped_")))
-def _(_):
-    module = Doubling()
-    vars(module)["_call_impl"] = lambda value: "taken"
-    vars(module)["_compiled_call_impl"] = None
-    assert module(1) == door.call_with_hooks(module, 1) == "taken"
-    del vars(module)["_call_impl"]
-    assert module(1) == type(module)._call_impl(module, 1) == 2
-    assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
-
-
-@of("torch.Tensor._version")
-def _(_):
-    tensor = torch.ones(2)
-    before = tensor._version
-    tensor[:1].add_(1)
-    assert tensor._version == before + 1
-
-
-@of("torch._foreach_mul_")
-def _(_):
-    tensors = [torch.ones(1), torch.ones(2)]
-    torch._foreach_mul_(tensors, 3.0)
-    assert [each.tolist() for each in tensors] == [[3], [3, 3]]
-
-
-@of("torch.ops.aten._local_scalar_dense", "torch.ops.aten._embedding_bag")
-def _(_):
-    with Noting() as noting:
-        torch.ones(()).item()
-        nn.functional.embedding_bag(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1))
-    packets = [func.overloadpacket for func in noting.seen]
-    assert torch.ops.aten._local_scalar_dense in packets
-    assert torch.ops.aten._embedding_bag in packets or torch.ops.aten._embedding_bag_forward_only in packets
-
-
-@of(
-    *("torch.amp.GradScaler._unscale_grads_", "torch.amp.GradScaler._maybe_opt_step", "torch.amp.GradScaler._enabled"),
-    *("torch.amp.GradScaler._scale", "torch.amp.GradScaler._lazy_init_scale_growth_tracker"),
-)
-def _(_):
-    class Overriding(torch.amp.GradScaler):
-        seen = ()
-
-        def _unscale_grads_(self, optimizer, *args, **kwargs):
-            self.seen += ("unscale",)
-            return super()._unscale_grads_(optimizer, *args, **kwargs)
-
-        def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
-            self.seen += tuple(found.item() for found in optimizer_state["found_inf_per_device"].values())
-            return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-
-    scaler, parameter = Overriding("cpu", init_scale=4.0), nn.Parameter(torch.ones(1))
-    assert scaler._enabled
-    assert scaler._scale is None
-    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
-    assert scaler._scale.item() == 4.0
-    scaler.scale(parameter.sum()).backward()
-    scaler.step(torch.optim.SGD([parameter], lr=0.5))
-    assert scaler.seen == ("unscale", 0.0)
-    assert parameter.item() == 0.5
-
-
-@of("torch.distributed.ProcessGroup._allgather_base", "torch.distributed.ProcessGroup._reduce_scatter_base")
-def _(request):
-    class Overriding(dist.ProcessGroup):
-        def getBackendName(self):  # noqa: N802 - the name that PyTorch calls
-            return "canary"
-
-        def gather(self, output, *args):
-            output.fill_(1)
-            return done()
-
-        def scatter(self, output, *args):
-            output.fill_(2)
-            return done()
-
-        _allgather_base = all_gather_single = gather
-        _reduce_scatter_base = reduce_scatter_single = scatter
-
-    def done():
-        future = torch.futures.Future()
-        future.set_result(None)
-        return torch._C._distributed_c10d._create_work_from_future(future)
-
-    group, output = Overriding(0, 1), torch.zeros(1)
-    request.getfixturevalue("group")
-    dist.distributed_c10d._world.pg_map[group] = ("canary", None)
-    dist.distributed_c10d._world.pg_names[group] = "canary"
-    dist.distributed_c10d._world.pg_group_ranks[group] = {0: 0}
-    dist.all_gather_into_tensor(output, torch.zeros(1), group=group)
-    assert output.item() == 1
-    dist.reduce_scatter_tensor(output, torch.zeros(1), group=group)
-    assert output.item() == 2
-
-
-@of("torch.nn.utils.clip_grad._clip_grads_with_norm_")
-def _(_):
-    from torch.nn.utils import clip_grad
-
-    parameter = nn.Parameter(torch.ones(1))
-    parameter.grad = torch.full((1,), 4.0)
-    seen, original = [], clip_grad._clip_grads_with_norm_
-    clip_grad._clip_grads_with_norm_ = lambda *args, **kwargs: seen.append(args) or original(*args, **kwargs)
-    try:
-        torch.nn.utils.clip_grad_norm_([parameter], 1.0)
-    finally:
-        clip_grad._clip_grads_with_norm_ = original
-    assert len(seen) == 1
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", CANARIES.checks)
 def test_what_pytorch_keeps_private_does_what_it_is_used_for(name, request):
-    if name in SINCE_2_6 and RELEASE < (2, 6):
-        pytest.skip(f"PyTorch has it since 2.6; before, {SINCE_2_6[name]}")
-    try:
-        CHECKS[name](request)
-    except Exception as error:
-        where = f"IN_PLACE ({name})" if name.startswith("torch.") else name
-        pytest.fail(
-            f"PyTorch {torch.__version__} broke `{where}` of smp_runtime/tensors/torch_private.py: {type(error).__name__}: {error}"
-        )
+    CANARIES.run(name, request)
 
 
 def _names_of_the_door():
@@ -535,15 +333,13 @@ def _names_of_the_door():
 
 
 def test_every_name_of_the_door_has_its_canary():
-    in_place = {f"{owner}.{name}" for owner, names in door.IN_PLACE.items() for name in names}
-    constants = {"IN_PLACE", "TESTED"}
     names = {name for name in _names_of_the_door() if not name.startswith("_")}
-    assert CHECKS.keys() == (names - constants) | in_place
+    assert CANARIES.checks.keys() == names - {"IN_PLACE", "TESTED"}
 
 
 def test_gradients_are_unscaled_without_the_fused_kernel(monkeypatch, request):
     monkeypatch.delattr(torch, "_amp_foreach_non_finite_check_and_unscale_")
-    CHECKS["unscale"](request)
+    CANARIES.checks["unscale"](request)
 
 
 def test_what_a_release_lacks_is_named_where_it_is_used_and_nowhere_before():

@@ -1,0 +1,198 @@
+"""The canary of private names of PyTorch that the runtime uses where they stand, as every subclass of a module does.
+
+They are listed in ``IN_PLACE`` of ``smp_runtime/tensors/torch_private.py``.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.canaries import Canaries, Doubling, Noting
+from torch import nn
+
+from smp_runtime.tensors import torch_private as door
+
+CANARIES = Canaries()
+of = CANARIES.of
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A default process group of one rank, and its store."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield store
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@of("torch.nn.Module._parameters", "torch.nn.Module._buffers", "torch.nn.Module._modules")
+def _(_):
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    assert module._modules == {"0": module[0]}
+    assert list(module[0]._parameters) == ["weight", "bias"]
+    assert module[0]._buffers["running_mean"] is module[0].running_mean
+    module[0]._parameters["weight"] = None
+    assert dict(module.named_parameters()).keys() == {"0.bias"}
+
+
+@of(
+    *(f"torch.nn.Module._{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre")),
+    *(f"torch.Tensor._{kind}_hooks" for kind in ("backward", "post_accumulate_grad")),
+)
+def _(_):
+    module, tensor = Doubling(), torch.ones(1, requires_grad=True)
+    for name, register in {
+        "_forward_hooks": module.register_forward_hook,
+        "_forward_pre_hooks": module.register_forward_pre_hook,
+        "_backward_hooks": module.register_full_backward_hook,
+        "_backward_pre_hooks": module.register_full_backward_pre_hook,
+    }.items():
+        register(print)
+        assert list(getattr(module, name).values()) == [print]
+    tensor.register_hook(print)
+    tensor.register_post_accumulate_grad_hook(print)
+    assert list(tensor._backward_hooks.values()) == list(tensor._post_accumulate_grad_hooks.values()) == [print]
+
+
+@of("torch.nn.Module._apply", "torch.nn.Module._load_from_state_dict")
+def _(_):
+    class Overriding(nn.Linear):
+        seen = ()
+
+        def _apply(self, fn, recurse=True):
+            self.seen += ("apply",)
+            return super()._apply(fn, recurse)
+
+        def _load_from_state_dict(self, state_dict, prefix, *args):
+            self.seen += (prefix,)
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    model = nn.Sequential(Overriding(1, 1))
+    model.double().load_state_dict(model.state_dict())
+    assert model[0].seen == ("apply", "0.")
+    assert model[0].weight.dtype is torch.float64
+
+
+@of(*(f"torch.nn.Module._{kind}call_impl" for kind in ("", "compiled_", "wrapped_")))
+def _(_):
+    module = Doubling()
+    vars(module)["_call_impl"] = lambda value: "taken"
+    vars(module)["_compiled_call_impl"] = None
+    assert module(1) == door.call_with_hooks(module, 1) == "taken"
+    del vars(module)["_call_impl"]
+    assert module(1) == type(module)._call_impl(module, 1) == 2
+    assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
+
+
+@of("torch.Tensor._version")
+def _(_):
+    tensor = torch.ones(2)
+    before = tensor._version
+    tensor[:1].add_(1)
+    assert tensor._version == before + 1
+
+
+@of("torch._foreach_mul_")
+def _(_):
+    tensors = [torch.ones(1), torch.ones(2)]
+    torch._foreach_mul_(tensors, 3.0)
+    assert [each.tolist() for each in tensors] == [[3], [3, 3]]
+
+
+@of("torch.ops.aten._local_scalar_dense", "torch.ops.aten._embedding_bag")
+def _(_):
+    with Noting() as noting:
+        torch.ones(()).item()
+        nn.functional.embedding_bag(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1))
+    packets = [func.overloadpacket for func in noting.seen]
+    assert torch.ops.aten._local_scalar_dense in packets
+    assert torch.ops.aten._embedding_bag in packets or torch.ops.aten._embedding_bag_forward_only in packets
+
+
+@of(
+    *("torch.amp.GradScaler._unscale_grads_", "torch.amp.GradScaler._maybe_opt_step", "torch.amp.GradScaler._enabled"),
+    *("torch.amp.GradScaler._scale", "torch.amp.GradScaler._lazy_init_scale_growth_tracker"),
+)
+def _(_):
+    class Overriding(torch.amp.GradScaler):
+        seen = ()
+
+        def _unscale_grads_(self, optimizer, *args, **kwargs):
+            self.seen += ("unscale",)
+            return super()._unscale_grads_(optimizer, *args, **kwargs)
+
+        def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
+            self.seen += tuple(found.item() for found in optimizer_state["found_inf_per_device"].values())
+            return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+
+    scaler, parameter = Overriding("cpu", init_scale=4.0), nn.Parameter(torch.ones(1))
+    assert scaler._enabled
+    assert scaler._scale is None
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    assert scaler._scale.item() == 4.0
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(torch.optim.SGD([parameter], lr=0.5))
+    assert scaler.seen == ("unscale", 0.0)
+    assert parameter.item() == 0.5
+
+
+@of("torch.distributed.ProcessGroup._allgather_base", "torch.distributed.ProcessGroup._reduce_scatter_base")
+def _(request):
+    class Overriding(dist.ProcessGroup):
+        def getBackendName(self):  # noqa: N802 - the name that PyTorch calls
+            return "canary"
+
+        def gather(self, output, *args):
+            output.fill_(1)
+            return done()
+
+        def scatter(self, output, *args):
+            output.fill_(2)
+            return done()
+
+        _allgather_base = all_gather_single = gather
+        _reduce_scatter_base = reduce_scatter_single = scatter
+
+    def done():
+        future = torch.futures.Future()
+        future.set_result(None)
+        return torch._C._distributed_c10d._create_work_from_future(future)
+
+    group, output = Overriding(0, 1), torch.zeros(1)
+    request.getfixturevalue("group")
+    dist.distributed_c10d._world.pg_map[group] = ("canary", None)
+    dist.distributed_c10d._world.pg_names[group] = "canary"
+    dist.distributed_c10d._world.pg_group_ranks[group] = {0: 0}
+    dist.all_gather_into_tensor(output, torch.zeros(1), group=group)
+    assert output.item() == 1
+    dist.reduce_scatter_tensor(output, torch.zeros(1), group=group)
+    assert output.item() == 2
+
+
+@of("torch.nn.utils.clip_grad._clip_grads_with_norm_")
+def _(_):
+    from torch.nn.utils import clip_grad
+
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.full((1,), 4.0)
+    seen, original = [], clip_grad._clip_grads_with_norm_
+    clip_grad._clip_grads_with_norm_ = lambda *args, **kwargs: seen.append(args) or original(*args, **kwargs)
+    try:
+        torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+    finally:
+        clip_grad._clip_grads_with_norm_ = original
+    assert len(seen) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CANARIES.checks)
+def test_what_is_used_in_place_does_what_it_is_used_for(name, request):
+    CANARIES.run(name, request)
+
+
+def test_every_name_that_is_used_in_place_has_its_canary():
+    assert CANARIES.checks.keys() == {f"{owner}.{name}" for owner, names in door.IN_PLACE.items() for name in names}
