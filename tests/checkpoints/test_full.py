@@ -49,7 +49,8 @@ def test_float32_weights_and_loss_scale_arrive_in_a_pipeline_before_the_first_st
         return losses, {name: p.detach().clone() for name, p in run.model.virtual_named_parameters()}
 
     world, config = TOPOLOGIES["pp2"]
-    config = {**config, "fp16": True}
+    # The sum of two gradients is the same in either order, and that of the first steps depends on time.
+    config = {**config, "fp16": True, "microbatches": 2}
     expected = ranks(save, world, str(tmp_path), config=config)
     for (losses, masters), (losses_here, masters_here) in zip(
         expected, ranks(resumed, world, str(tmp_path), config=config), strict=True

@@ -138,6 +138,9 @@ def test_a_pipeline_ends_with_the_session_though_its_model_is_gone(ranks):
         train()  # nobody holds the model afterwards
         during = [thread.name for thread in threading.enumerate() if thread.name.startswith("smp-pipeline")]
         smp.shutdown()
+        for thread in threading.enumerate():
+            if thread.name.startswith("smp-"):
+                thread.join(10)  # the other rank may not have said goodbye yet
         return during, [thread.name for thread in threading.enumerate() if thread.name.startswith("smp-")]
 
     for during, after in ranks(threads, 2, config={"pipeline_parallel_degree": 2, "ddp": True}):
