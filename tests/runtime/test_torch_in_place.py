@@ -17,16 +17,6 @@ CANARIES = Canaries()
 of = CANARIES.of
 
 
-@pytest.fixture
-def group(tmp_path):
-    """A default process group of one rank, and its store."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield store
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 @of("torch.nn.Module._parameters", "torch.nn.Module._buffers", "torch.nn.Module._modules")
 def _(_):
     module = nn.Sequential(nn.BatchNorm1d(2))

@@ -27,16 +27,6 @@ CANARIES = Canaries()
 of = CANARIES.of
 
 
-@pytest.fixture
-def group(tmp_path):
-    """A default process group of one rank, and its store."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield store
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def gloo(tmp_path):
     return dist.ProcessGroupGloo(dist.FileStore(str(tmp_path / "gloo"), 1), 0, 1, timeout=timedelta(seconds=20))
 
