@@ -81,11 +81,12 @@ def gather_rank(rounds: int) -> None:
     local = int(os.environ["SMP_RANKS_PER_HOST"])
     dist.init_process_group("smddp", init_method=os.environ["SMP_MEET"], rank=rank, world_size=size)
     gloo = dist.new_group(backend="gloo")
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before PyTorch 2.13
     for mib, times in SIZES.items():
         shard, full = torch.full((mib * MIB // 4 // size,), float(rank)), torch.empty(mib * MIB // 4)
         sides = {
-            "smddp": lambda full=full, shard=shard: dist.all_gather_single(full, shard),
-            "gloo": lambda full=full, shard=shard: dist.all_gather_single(full, shard, group=gloo),
+            "smddp": lambda full=full, shard=shard: gather(full, shard),
+            "gloo": lambda full=full, shard=shard: gather(full, shard, group=gloo),
         }
         taken, came = compare(sides, max(2, times * rounds // 10))
         if not torch.equal(full.view(size, -1)[:, 0], torch.arange(float(size))):

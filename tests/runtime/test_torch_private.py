@@ -212,6 +212,7 @@ def _(_):
         assert door.default_device() == "meta"
     finally:
         torch.set_default_device(None)
+        vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)  # PyTorch 2.8 would trip over its None
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------

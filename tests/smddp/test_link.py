@@ -16,19 +16,20 @@ warnings.filterwarnings("ignore")
 sys.path.insert(0, {benchmarks!r})
 from namespaces import received
 import smdistributed.dataparallel.torch.torch_smddp
+gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before PyTorch 2.13
 rank, size, mib = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 2**20
 dist.init_process_group("smddp", init_method={meet!r}, rank=rank, world_size=size)
 gloo = dist.new_group(backend="gloo")
 full, shard, came = torch.empty(2 * mib), torch.full((2 * mib // size,), float(rank)), []
 for group in (None, gloo):
     dist.barrier()
-    dist.all_gather_single(full, shard, group=group)
+    gather(full, shard, group=group)
     assert full.view(size, -1)[:, -1].tolist() == [float(r) for r in range(size)]
     dist.barrier()
     before = received()
     dist.barrier()  # nobody sends before all have looked
     for _ in range(3):
-        dist.all_gather_single(full, shard, group=group)
+        gather(full, shard, group=group)
     dist.barrier()
     came.append((received() - before) / 3 / full.nbytes)
 if rank == 0:
@@ -49,7 +50,7 @@ def test_every_byte_crosses_the_link_once(tmp_path):
     script.write_text(textwrap.dedent(SCRIPT.format(benchmarks=folder, meet=f"file://{tmp_path}/meet")))
     with two_hosts() as link:
         printed = run_ranks_on(link, 2, [str(script)], timeout=150)
-    ours, ring = map(float, printed.split())
+    ours, ring = map(float, printed.splitlines()[-1].split())  # gloo of older releases talks before
     bound = (4 - 2) / 4  # (n−g)/n
     assert bound <= ours <= 1.05 * bound
     assert ring >= 1.45 * bound  # gloo's own: (n−1)/n

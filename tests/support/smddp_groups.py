@@ -8,6 +8,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+#: By its name before PyTorch 2.13 too.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def join(host: object, backend: str = "smddp") -> dist.ProcessGroup:
     """Make this process of the shared pool a rank on a simulated host; gives the default group."""

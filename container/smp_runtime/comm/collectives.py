@@ -167,8 +167,8 @@ def _broadcast_together(
         collectives.broadcast(tensors[0].detach(), source, group).wait()
         return
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    # gloo knows few whole number types; bytes carry them all.
-    wire = flat if flat.is_floating_point() or flat.is_complex() else flat.view(torch.uint8)
+    # gloo knows few other types, and older ones no complex numbers; bytes carry them all.
+    wire = flat if flat.is_floating_point() else flat.view(torch.uint8)
     collectives.broadcast(wire, source, group).wait()
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.detach().copy_(part.view(tensor.shape))
