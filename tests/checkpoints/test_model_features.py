@@ -198,7 +198,7 @@ def test_names_that_older_helper_scripts_read(solo):
         if parameter.requires_grad:
             assert by_id[id(parameter)] == indices[name]
     state = run.optimizer.save_optimizer_backcompat(gather_if_shard=True)
-    run.optimizer.load_optimizer_backcompat(state)
+    run.optimizer.load_optimizer_backcompat(state, False)
 
 
 def _bare_gpt2(path, distributed, loads):

@@ -140,7 +140,7 @@ def _placed():
 
     import smdistributed.modelparallel.torch as smp
 
-    with smp.partition(1):
+    with smp.partition(index=1):
         first = nn.Linear(4, 4)
         with smp.partition(0):
             inner = nn.Sequential(nn.Linear(4, 4))

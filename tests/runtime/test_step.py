@@ -125,6 +125,26 @@ def test_step_output_reductions(two_microbatches):
     assert whole.concat().tolist() == [1, 2, 3, 6]
 
 
+def test_who_takes_an_output_for_a_tensor_is_told_what_to_call(two_microbatches):
+    output = smp.step(lambda x: x * 2)(torch.ones(4))
+    for use in (lambda: output.item(), lambda: output.backward(), lambda: float(output), lambda: f"{output:.3f}"):
+        with pytest.raises(
+            (AttributeError, TypeError), match=r"one tensor for each microbatch; call \.reduce_mean\(\)"
+        ):
+            use()
+    assert f"{output}" == "StepOutput(2 × torch.float32 [2])"
+    with pytest.raises(AttributeError, match="no attribute 'no_such_thing'$"):
+        output.no_such_thing  # noqa: B018
+
+
+def test_arguments_of_the_decorator_by_position(two_microbatches):
+    whole = smp.step(["whole"], {"x": 1})(lambda x, whole: (x, whole))
+    x, y = whole(torch.ones(3, 4), whole=torch.ones(3))
+    assert [tuple(part.shape) for part in (*x.outputs, *y.outputs)] == [(3, 2), (3, 2), (3,), (3,)]
+    with pytest.raises(ValueError, match=r"use \['whole'\]"):
+        smp.step("whole")
+
+
 def test_nothing_returned_is_none(two_microbatches):
     record, _ = _seen()
     assert record(torch.zeros(2)) is None

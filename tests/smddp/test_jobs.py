@@ -79,8 +79,12 @@ old.init_process_group()
 net = DDP(torch.nn.Linear(3, 2), device_ids=[old.get_local_rank()])
 net(torch.full((1, 3), float(old.get_rank()))).sum().backward()
 total = torch.ones(1)
-old.all_reduce(total)
+old.all_reduce(total, group=old.group.WORLD)
 old.barrier()
+first, swapped = torch.full((1,), float(old.get_rank())), torch.empty(4)
+old.broadcast(first)
+old.all_to_all_single(output_t=swapped, input_t=torch.full((4,), float(old.get_rank())))
+assert first.item() == 0 and swapped.tolist() == [0, 1, 2, 3]
 finish({
     "backend": dist.get_backend(), "initialized": old.is_initialized(), "rank": old.get_rank(), "size": old.get_world_size(),
     "local": old.get_local_rank(), "sum": float(total), "gradient": net.module.weight.grad[0, 0].item(),

@@ -61,15 +61,15 @@ def model_creation(
         torch.set_default_dtype(before)
 
 
-def partition(partition_id: int) -> contextlib.AbstractContextManager[None]:
-    """Modules that are constructed inside belong to pipeline stage ``partition_id``, when ``auto_partition`` is off.
+def partition(index: int) -> contextlib.AbstractContextManager[None]:
+    """Modules that are constructed inside belong to pipeline stage ``index``, when ``auto_partition`` is off.
 
     Contexts may be nested; the innermost counts. Modules outside all of them belong to ``default_partition``.
 
     Raises:
         SMPUserError: no such stage.
     """
-    return manual_of(sessions.current()).partition(partition_id)
+    return manual_of(sessions.current()).partition(index)
 
 
 def set_partition(module: nn.Module, pp_rank: int) -> None:

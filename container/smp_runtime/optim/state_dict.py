@@ -120,8 +120,13 @@ class SavedOptimizer(torch.optim.Optimizer):
         states = self.fp16_states()
         return {**self.stage_state(), **({HALF_KEY: states} if states else {})}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a full state, whatever number of ranks and precision it was saved with."""
+    def load_state_dict(self, state_dict: Mapping[str, Any], gather_if_shard: bool = True) -> None:
+        """Load a full state, whatever number of ranks and precision it was saved with, or a rank's own.
+
+        Args:
+            state_dict: from :meth:`state_dict` or :meth:`local_state_dict`.
+            gather_if_shard: as scripts give it to the calls that save; a state says itself which of them it is from.
+        """
         state = {key: value for key, value in state_dict.items() if key not in (PARTIAL_KEY, SHARD_KEY, HALF_KEY)}
         if HALF_KEY in state_dict:
             self.load_fp16_states(state_dict[HALF_KEY])
@@ -175,9 +180,9 @@ class SavedOptimizer(torch.optim.Optimizer):
         """The same as :meth:`local_state_dict`."""
         return self.local_state_dict(gather_if_shard=gather_if_shard)
 
-    def load_optimizer_backcompat(self, state_dict: Mapping[str, Any]) -> None:
+    def load_optimizer_backcompat(self, state_dict: Mapping[str, Any], gather_if_shard: bool = True) -> None:
         """The same as :meth:`load_state_dict`."""
-        self.load_state_dict(state_dict)
+        self.load_state_dict(state_dict, gather_if_shard)
 
     def _param_id_to_index(self) -> dict[int, int]:
         """The number of each of the model's parameters in a state, by the parameter's ``id``."""

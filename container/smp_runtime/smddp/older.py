@@ -55,6 +55,25 @@ def get_local_rank() -> int:
     )
 
 
+def broadcast(
+    tensor: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """``torch.distributed.broadcast``, from rank 0 unless another is named."""
+    return dist.broadcast(tensor, src, group, async_op)
+
+
+def all_to_all_single(
+    output_t: torch.Tensor,
+    input_t: torch.Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Any:
+    """``torch.distributed.all_to_all_single`` by the names that its arguments had."""
+    return dist.all_to_all_single(output_t, input_t, output_split_sizes, input_split_sizes, group, async_op)
+
+
 class DistributedDataParallel(_TorchDistributedDataParallel):
     """PyTorch's class with this library's arguments; the default process group is joined if it was not.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -85,6 +85,13 @@ def shapes_in(*values: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
+#: Told to who takes a :class:`StepOutput` for a tensor.
+_IS_SEVERAL = (
+    "holds one tensor for each microbatch; call .reduce_mean() on it first (or .reduce_sum(), .concat(), .stack()), "
+    "as in float(loss.reduce_mean())"
+)
+
+
 class StepOutput:
     """All versions of a tensor that a step returned, one per microbatch.
 
@@ -117,6 +124,21 @@ class StepOutput:
     def detach(self) -> StepOutput:
         """The same outputs without their graph."""
         return StepOutput([output.detach() for output in self.outputs])
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Names of tensors are answered with what to call first."""
+            hint = f"; it {_IS_SEVERAL}" if hasattr(torch.Tensor, name) else ""
+            raise AttributeError(f"'StepOutput' object has no attribute {name!r}{hint}")
+
+    def __float__(self) -> float:
+        raise TypeError(f"a StepOutput is no number: it {_IS_SEVERAL}")
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise TypeError(f"a StepOutput cannot be formatted with {spec!r}: it {_IS_SEVERAL}")
+        return repr(self)
 
     def __repr__(self) -> str:
         first = self.outputs[0]

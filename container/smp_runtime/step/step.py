@@ -176,7 +176,6 @@ def step(function: Callable[..., Any], /) -> StepFunction: ...
 
 @overload
 def step(
-    *,
     non_split_inputs: Sequence[str] | None = None,
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
@@ -184,10 +183,7 @@ def step(
 
 
 def step(
-    function: Callable[..., Any] | None = None,
-    /,
-    *,
-    non_split_inputs: Sequence[str] | None = None,
+    non_split_inputs: Sequence[str] | Callable[..., Any] | None = None,
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
 ) -> StepFunction | Callable[[Callable[..., Any]], StepFunction]:
@@ -199,15 +195,18 @@ def step(
     microbatch. Gradients are reduced over the data parallel ranks once, when the last microbatch is done.
 
     Args:
-        non_split_inputs: names of arguments that every microbatch gets whole.
+        non_split_inputs: names of arguments that every microbatch gets whole; or the function, for ``@smp.step`` alone.
         input_split_axes: batch axis by argument name, where it is not 0.
         detach_outputs: False keeps the graph of returned tensors alive.
     """
-
-    def decorate(wrapped: Callable[..., Any]) -> StepFunction:
-        return StepFunction(wrapped, tuple(non_split_inputs or ()), input_split_axes, detach_outputs)
-
-    return decorate if function is None else decorate(function)
+    if callable(non_split_inputs):
+        return StepFunction(non_split_inputs, (), input_split_axes, detach_outputs)
+    if isinstance(non_split_inputs, str):
+        raise SMPUserError(
+            f"non_split_inputs is {non_split_inputs!r}, a word; it lists names of arguments: use [{non_split_inputs!r}]"
+        )
+    whole = tuple(non_split_inputs or ())
+    return lambda wrapped: StepFunction(wrapped, whole, input_split_axes, detach_outputs)
 
 
 def _with_plain_tensors(microbatch: functools.partial[Any]) -> functools.partial[Any]:
