@@ -97,3 +97,45 @@ def test_a_resumed_run_continues_as_if_never_stopped(ranks, tmp_path, settings):
         for name in names:
             change = (result["full"][name].float() - state[name].float()).abs().max()
             assert change < 0.05, name  # one step of lr 0.01 from the loaded weights, not from zero
+
+
+def _first_loss(states, delayed):
+    """Of a model that got this rank's state before its first step; then that state, as the model has it after the step."""
+    import contextlib
+
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    torch.manual_seed(9)
+    with smp.delay_param_initialization() if delayed else contextlib.nullcontext():
+        net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model = smp.DistributedModel(net)
+    if states is not None:
+        model.load_state_dict(states[smp.rank()])
+
+    @smp.step
+    def evaluate(x):
+        return model(x).square().mean()
+
+    model.eval()
+    loss = evaluate(torch.linspace(0, 1, 16).reshape(4, 4))
+    return float(loss.reduce_mean()), model.local_state_dict(), model.state_dict()
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_state_that_comes_before_the_first_step_waits_for_the_partition(ranks, delayed):
+    config = {"partitions": 2, "microbatches": 2}
+    made = ranks(_first_loss, 2, None, False, config=config)
+    with torch.no_grad():
+        other = [({n: v + 1 if torch.is_tensor(v) else v for n, v in s.items()}) for _, s, _ in made]
+        full = {name: value + 1 for name, value in made[0][2].items()}
+    partial = ranks(_first_loss, 2, other, delayed, config=config)
+    whole = ranks(_first_loss, 2, [full, full], delayed, config=config)
+    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    net.load_state_dict(full)
+    expected = net(torch.linspace(0, 1, 16).reshape(4, 4)).square().mean().item()
+    for loss, _, state in (*partial, *whole):
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert all(torch.equal(state[name], full[name]) for name in full)
