@@ -104,14 +104,20 @@ def _check(name, overrides=None, masked=True):
     with logged(logging.NOTSET) as said:
         with smp.tensor_parallelism(**(overrides or {})):
             to_distribute = type(original)(original.config)
+        to_distribute.load_state_dict(original.state_dict())
         model = smp.DistributedModel(to_distribute)
     to_ours, to_theirs = _translations(name)
-    model.load_state_dict(to_ours(original.state_dict()))
-    back = to_theirs(model.state_dict())
-    expected_state = original.state_dict()
-    assert set(back) == set(expected_state), set(back) ^ set(expected_state)
-    for key, value in expected_state.items():
-        assert torch.equal(back[key], value), key
+    for loads in (False, True):  # its weights went into the distributed form, and they can be loaded into that
+        if loads:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            model.load_state_dict(to_ours(original.state_dict()))
+        back = to_theirs(model.state_dict())
+        expected_state = original.state_dict()
+        assert set(back) == set(expected_state), set(back) ^ set(expected_state)
+        for key, value in expected_state.items():
+            assert torch.equal(back[key], value), (key, loads)
 
     batch = _batch(masked)
     prescaled = smp.state.cfg.prescaled_batch

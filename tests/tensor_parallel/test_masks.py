@@ -225,7 +225,7 @@ def test_a_script_may_register_linear_before_anything_else(solo, monkeypatch):
     monkeypatch.setattr(registration, "_by_name", {})
     registration.register(nn.Linear, registration.Registration(OwnLinear, arguments=lambda _: ((), {})))
     monkeypatch.setattr(builtin, "register_all", builtin.register_all.__wrapped__)
-    with smp.tensor_parallelism():
+    with smp.tensor_parallelism(keep_weights=False):
         module = nn.Sequential(nn.Linear(3, 3))
     model = smp.DistributedModel(module)  # a plain parameter is no KeyError
     assert type(model.get_module()[0]).__name__ == "OwnLinear"

@@ -113,9 +113,12 @@ def test_hooks_and_parameters_that_are_lost_are_told(solo):
     net = _marked(nn.Sequential(nn.Linear(4, 4), Own()))
     net[0].register_forward_hook(lambda *_: None)
     _, warnings = heard(lambda: smp.DistributedModel(net))
-    assert len(warnings) == 2, warnings
+    assert len(warnings) == 3, warnings
     assert warnings[0].startswith("0 (Linear) is distributed, but hooks were registered on 'Linear'")
-    assert warnings[1].startswith("1 (Own) is distributed, but it has no parameter for 'scale'")
+    assert warnings[1].startswith(
+        "1 (Own) is distributed with new weights: its own do not fit DistributedLinear (scale has"
+    )
+    assert warnings[2].startswith("1 (Own) is distributed, but it has no parameter for 'scale'")
 
 
 def test_gradient_checkpointing_before_and_after_wrapping(solo):

@@ -61,8 +61,14 @@ class Net(nn.Module):
         return self.tied(x) + self.odd(x[..., :15]).sum()
 
 
+def _block_state(state):
+    """What is beside the layer is not distributed, and not used."""
+    return {name.removeprefix("layer."): value for name, value in state.items() if name.startswith("layer.")}
+
+
 def _register():
-    smp.tp_register_with_module(Block, smp.nn.DistributedTransformerLayer, _block_init, _block_forward, _block_return)
+    hooks = (_block_init, _block_forward, _block_return, _block_state)
+    smp.tp_register_with_module(Block, smp.nn.DistributedTransformerLayer, *hooks)
 
 
 def _replaced_and_left():
@@ -74,11 +80,9 @@ def _replaced_and_left():
     torch.manual_seed(0)
     alone = Net()
     smp.set_tensor_parallelism(alone, False)
+    torch.manual_seed(0 if smp.tp_rank() == 0 else 7)  # the weights of a group's first rank count
     model, warnings = heard(lambda: smp.DistributedModel(Net()))
     kinds = {name: type(part).__name__ for name, part in model.module.named_children()}
-    state = alone.state_dict()
-    state = {name.replace("block.layer.", "block."): value for name, value in state.items() if ".inner." not in name}
-    model.load_state_dict(state)
     generator = torch.Generator().manual_seed(smp.tp_rank())
     x = torch.randn(2, 5, 8, generator=generator)
     close(model(x), alone(x))
@@ -171,7 +175,10 @@ def test_marks_after_creation(solo):
 def test_keywords_of_a_scope_override_the_hooks(solo):
     solo({})
     _register()
-    model = smp.DistributedModel(_made(lambda: Block(16), attention_in_fp32=True, intermediate_size=64))
+    with pytest.raises(SMPUserError, match=r"output.dense1.weight is \[32, 16\], not \[64, 16\].* keep_weights=False"):
+        smp.DistributedModel(_made(lambda: Block(16), intermediate_size=64))
+    options = {"attention_in_fp32": True, "intermediate_size": 64, "keep_weights": False}
+    model = smp.DistributedModel(_made(lambda: Block(16), **options))
     assert model.module.settings.attention_in_fp32
     assert model.module.output.dense1.weight.shape == (64, 16)
 
@@ -220,6 +227,7 @@ def test_the_decorator(solo):
     model = smp.DistributedModel(_made(lambda: Square(4)))
     assert type(model.module).__name__ == "DistributedLinear"
     assert model.module.bias is None
+    assert torch.equal(model.module.weight, torch.eye(4))  # names and shapes are the same
 
 
 def test_signatures_are_those_of_the_public_page():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_runtime.checkpoint.files.manifest import EXTRA, MODULE, FoundCheckpoint, Manifest, Piece
-from smp_runtime.checkpoint.files.name_translation import each_once, names_of_each, record_of, renamed
+from smp_runtime.checkpoint.files.name_translation import Translate, each_once, names_of_each, record_of, renamed
 from smp_runtime.checkpoint.files.reader import CheckpointReader
 from smp_runtime.checkpoint.files.transformers_format import (
     PICKLED,
@@ -135,9 +135,6 @@ def resume(
     if optimizer is not None and optimizer_state is not None:
         load_full_state(model, optimizer, optimizer_state)
     return content
-
-
-Translate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 def write_weights(

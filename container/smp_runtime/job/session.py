@@ -20,14 +20,15 @@ from smp_config import Group, ModelParallelParameters
 from smp_runtime.comm.control import ControlPlane, connect
 from smp_runtime.comm.messages import Messages
 from smp_runtime.errors import NotInitializedError, SMPUserError
+from smp_runtime.job.module_manager import ModuleManager
 from smp_runtime.job.progress import ProgressReporter
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE, Ranks
-from smp_runtime.job.trained import ModuleManager, TrainedModel, TrainedOptimizer
 
 if TYPE_CHECKING:
     from torch import nn
 
     from smp_runtime.comm.collectives import Collectives
+    from smp_runtime.job.trained import TrainedModel, TrainedOptimizer
     from smp_runtime.parameters.registry import ParameterRecord
 
 logger = logging.getLogger("smp")

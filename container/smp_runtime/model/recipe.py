@@ -84,7 +84,8 @@ def _created(ranks: Ranks, stages: Stages) -> ShardedParameters | None:
     """Create late parameters: whole weights at once, or stand-ins whose values go straight into shards."""
     part = stages.part
     if ranks.cfg.sharded_data_parallel_degree == 1:
-        materialize(ranks.keep(Deferrals, Deferrals), part.module, ranks.device, take=stages.created())
+        agree = TensorGroup.of(ranks).agree  # parts are cut from the same numbers
+        materialize(ranks.keep(Deferrals, Deferrals), part.module, ranks.device, take=stages.created(), agree=agree)
         part.register()
         stages.drop_others()
         return None

@@ -29,6 +29,11 @@ from smp_runtime.tensors.torch_private import (
 )
 
 _META = torch.device("meta")
+#: Of operations that draw random numbers.
+_SEEDED = torch.Tag.nondeterministic_seeded
+
+#: Function, arguments, keywords, and what it returned or wrote.
+_Entry = tuple[Any, tuple[Any, ...], Mapping[str, Any], Any]
 
 #: All in-place initialisers of ``torch.nn.init``.
 _INITIALISERS = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
@@ -42,7 +47,7 @@ class Deferral(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._record: list[tuple[Any, tuple[Any, ...], Mapping[str, Any], Any]] = []
+        self._record: list[_Entry] = []
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._owned: set[int] = set()
         self._random_state: torch.Tensor | None = None
@@ -62,6 +67,25 @@ class Deferral(TorchDispatchMode):
         with without_modes():
             args = tree_map(self._alias, args)
         self._record.append((function, args, {}, args[0] if args and isinstance(args[0], torch.Tensor) else None))
+
+    @contextlib.contextmanager
+    def taking_over(self) -> Iterator[None]:
+        """What is recorded inside runs as soon as what it reads is complete, unless it draws random numbers.
+
+        So what takes a tensor's place does it before the next one is computed, and not all of them exist at once.
+        """
+        first = len(self._record)
+        with self:
+            yield
+        behind: dict[int, list[_Entry]] = {}
+        last: dict[int, int] = {}
+        for index, entry in enumerate(self._record):
+            touched = _touched(*entry).touched
+            moves = index >= first and schema_of(entry[0]) is not None and _SEEDED not in entry[0].tags
+            place = max((last.get(storage, -1) for storage in touched), default=-1) if moves else index
+            behind.setdefault(place, []).append(entry)
+            last.update(dict.fromkeys(touched, place))
+        self._record = [entry for place in sorted(behind) for entry in behind[place]]
 
     def __enter__(self) -> Deferral:
         if self._random_state is None:

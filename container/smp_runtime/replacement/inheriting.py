@@ -1,9 +1,9 @@
-"""What a replaced module had besides its weights, and its distributed form gets: types, frozen parameters, checkpointing."""
+"""What a replaced module had, and its distributed form gets: weights, types, frozen parameters, checkpointing."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,14 +13,13 @@ from torch.overrides import TorchFunctionMode
 from smp_runtime.activations.marking import is_marked
 from smp_runtime.nn.transformer import DistributedTransformer
 from smp_runtime.parameters.precision import Precision
+from smp_runtime.replacement.placing import slices_by_name
 
 if TYPE_CHECKING:
     from smp_config import ModelParallelParameters
+    from smp_runtime.job.module_manager import Translate
 
 logger = logging.getLogger("smp")
-
-#: From a state of the original to one of the distributed module.
-Renaming = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 #: What the replaced module had, and scripts read.
 _KEPT_ATTRIBUTES = ("config", "generation_config")
@@ -57,7 +56,51 @@ def set_parameter_type(made: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def inherit(original: nn.Module, made: nn.Module, to_ours: Renaming | None, title: str, *, warns: bool) -> None:
+def state_of(original: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights and saved buffers of a module that is to be replaced, tied ones once."""
+    seen: dict[int, str] = {}
+    state = original.state_dict(keep_vars=True)
+    return {n: v for n, v in state.items() if isinstance(v, torch.Tensor) and seen.setdefault(id(v), n) == n}
+
+
+class Heritage:
+    """The weights of a replaced module on their way into its distributed form.
+
+    Args:
+        state: of the original, see :func:`state_of`.
+        to_ours: how it is renamed and laid out; None if it is kept as it is.
+
+    Attributes:
+        lost: weights that the distributed form has no place for, with the reason.
+        missing: places that no weight goes into.
+    """
+
+    def __init__(self, state: Mapping[str, torch.Tensor], made: nn.Module, to_ours: Translate | None) -> None:
+        self._made = made.state_dict(keep_vars=True)
+        self._slices = slices_by_name(made)
+        # Views of the original's, so that nothing is there twice; what is not tied is not taken for it.
+        with torch.no_grad(), _NothingIsEqual():
+            self._ours = dict(state if to_ours is None else to_ours(state))
+        self.lost = [why for name, value in self._ours.items() if (why := self._misfit(name, value))]
+        self.missing = [name for name in self._made if name not in self._ours]
+
+    def _misfit(self, name: str, value: torch.Tensor) -> str | None:
+        target = self._made.get(name)
+        if target is None:
+            return f"{name} has no place in it"
+        shape = self._slices[name].shape if name in self._slices else target.shape
+        return None if tuple(value.shape) == tuple(shape) else f"{name} is {list(value.shape)}, not {list(shape)}"
+
+    @torch.no_grad()
+    def hand_over(self) -> set[int]:
+        """Every rank takes its part; returns the ids of the parameters that have their values."""
+        for name, value in self._ours.items():
+            where, target = self._slices.get(name), self._made[name]
+            target.copy_(value if where is None else where.cut(value))
+        return {id(self._made[name]) for name in self._ours}
+
+
+def inherit(original: nn.Module, made: nn.Module, to_ours: Translate | None, title: str, *, warns: bool) -> None:
     """Set on ``made`` what scripts may have set on ``original``; what cannot be is warned about.
 
     Args:
@@ -78,7 +121,7 @@ def inherit(original: nn.Module, made: nn.Module, to_ours: Renaming | None, titl
             logger.warning("%s is distributed, but %s", title, warning)
 
 
-def _inherit_freezing(original: nn.Module, made: nn.Module, to_ours: Renaming | None) -> Iterator[str]:
+def _inherit_freezing(original: nn.Module, made: nn.Module, to_ours: Translate | None) -> Iterator[str]:
     parameters = dict(original.named_parameters())
     frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
     if frozen and len(frozen) == len(parameters):
@@ -94,13 +137,13 @@ def _inherit_freezing(original: nn.Module, made: nn.Module, to_ours: Renaming | 
         with _NothingIsEqual():
             state = to_ours(state)
     ours = [name for name, value in state.items() if value.dtype is _FROZEN]
-    lost = [name for name in ours if name not in found]
+    lost = [repr(name) for name in ours if name not in found]
     for name in ours:
         if name in found:
             found[name].requires_grad_(False)
     if lost:
         yield (
-            f"it has no parameter for {_listed(lost)}, which had requires_grad=False: set requires_grad on the parameters of "
+            f"it has no parameter for {listed(lost)}, which had requires_grad=False: set requires_grad on the parameters of "
             "the distributed module, before smp.DistributedOptimizer is made; by name, in model.named_parameters()"
         )
 
@@ -131,9 +174,10 @@ def _lost_hooks(original: nn.Module) -> Iterator[str]:
         if any(getattr(parameter, kind, None) for kind in _HOOKS_OF_PARAMETERS)
     ]
     if having:
+        names = listed([repr(name) for name in having])
         yield (
-            f"hooks were registered on {_listed(having)}, which it replaces, and are not called: register them on modules "
-            "or parameters of the wrapped model, after smp.DistributedModel"
+            f"hooks were registered on {names}, which it replaces, and are not called: register them on modules or parameters "
+            "of the wrapped model, after smp.DistributedModel"
         )
 
 
@@ -141,5 +185,6 @@ def _any_of(attributes: Mapping[str, Any], names: tuple[str, ...]) -> bool:
     return any(attributes.get(name) for name in names)
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(repr(name) for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def listed(facts: list[str]) -> str:
+    """The first of some names or facts, for a message."""
+    return ", ".join(facts[:3]) + (f" and {len(facts) - 3} more" if len(facts) > 3 else "")

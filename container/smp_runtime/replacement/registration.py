@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
+from smp_runtime.tensors.torch_private import without_modes
 
 if TYPE_CHECKING:
-    from smp_runtime.job.trained import Translate
+    from smp_runtime.job.module_manager import Translate
 
 #: Arguments of a call: positional ones, and keywords.
 Arguments = tuple[Any, Mapping[str, Any]]
@@ -34,6 +35,7 @@ class Registration:
         is_whole_model: modules inside it are never meant to be distributed on their own.
         only_if: name of a switch that the scope must turn on.
         translations: of a model's state to the original's names, and back.
+        state_hook: from a state of the original to one of the distributed module.
     """
 
     dist_module: Any
@@ -44,19 +46,26 @@ class Registration:
     is_whole_model: bool = False
     only_if: str | None = None
     translations: tuple[Translate, Translate] | None = None
+    state_hook: Translate | None = None
+
+    @property
+    def to_ours(self) -> Translate | None:
+        """How the original's state is brought into the distributed module; None means under the same names."""
+        return self.translations[1] if self.translations is not None else self.state_hook
 
     def distributed(
         self, original: nn.Module, overrides: Mapping[str, Any], automatic: Mapping[str, Any] | None = None
     ) -> nn.Module:
-        """The distributed module for ``original``, with new weights.
+        """A distributed module like ``original``.
 
         Args:
             overrides: win over its own arguments.
             automatic: used where neither gives a value.
         """
-        args, kwargs = self.arguments(original) if self.arguments is not None else original.__dict__[_GIVEN]
-        if self.init_hook is not None:
-            args, kwargs = _pair("init_hook", self.init_hook(*args, **kwargs))
+        with without_modes():  # hooks may compute with tensors, also where the creation is deferred
+            args, kwargs = self.arguments(original) if self.arguments is not None else original.__dict__[_GIVEN]
+            if self.init_hook is not None:
+                args, kwargs = _pair("init_hook", self.init_hook(*args, **kwargs))
         signature = inspect.signature(self.dist_module)
         try:
             settings = dict(signature.bind_partial(*args).arguments)
@@ -100,6 +109,7 @@ def tp_register(
     init_hook: Callable[..., Any] | None = None,
     forward_hook: Callable[..., Any] | None = None,
     return_hook: Callable[..., Any] | None = None,
+    state_hook: Translate | None = None,
 ) -> Callable[[type], type]:
     """Decorator that registers ``dist_module`` as the distributed form of the class it stands on.
 
@@ -109,13 +119,15 @@ def tp_register(
             ``dist_module``'s.
         forward_hook: likewise for ``forward``.
         return_hook: from what ``dist_module`` returns to what the original would.
+        state_hook: from a ``state_dict`` of the original to a whole one of ``dist_module``, so that the weights stay.
+            Needed where names or shapes differ; without it such a module gets new weights, with a warning.
 
     Raises:
         SMPUserError: ``dist_module`` is no such subclass, or a hook cannot be called.
     """
 
     def mark(module_cls: type) -> type:
-        tp_register_with_module(module_cls, dist_module, init_hook, forward_hook, return_hook)
+        tp_register_with_module(module_cls, dist_module, init_hook, forward_hook, return_hook, state_hook)
         return module_cls
 
     return mark
@@ -127,6 +139,7 @@ def tp_register_with_module(
     init_hook: Callable[..., Any] | None = None,
     forward_hook: Callable[..., Any] | None = None,
     return_hook: Callable[..., Any] | None = None,
+    state_hook: Translate | None = None,
 ) -> None:
     """Register ``dist_module`` as the distributed form of ``module_cls``; see :func:`tp_register`.
 
@@ -137,10 +150,16 @@ def tp_register_with_module(
     for what, given, base in (("module_cls", module_cls, nn.Module), ("dist_module", dist_module, DistributedModule)):
         if not (isinstance(given, type) and issubclass(given, base)):
             raise SMPUserError(f"{what} is {given!r}; it must be a subclass of {base.__name__}")
-    for name, hook in (("init_hook", init_hook), ("forward_hook", forward_hook), ("return_hook", return_hook)):
+    hooks: dict[str, Any] = {
+        "init_hook": init_hook,
+        "forward_hook": forward_hook,
+        "return_hook": return_hook,
+        "state_hook": state_hook,
+    }
+    for name, hook in hooks.items():
         if hook is not None and not callable(hook):
             raise SMPUserError(f"{name} is {hook!r}; pass a function, or None")
-    register(module_cls, Registration(dist_module, init_hook, forward_hook, return_hook))
+    register(module_cls, Registration(dist_module, **hooks))
     _note_arguments(module_cls)
 
 

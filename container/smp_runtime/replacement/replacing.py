@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from smp_config import Group
-from smp_runtime.job.trained import ModuleManager
+from smp_runtime.comm.collectives import broadcast_tensors
+from smp_runtime.errors import SMPUserError
+from smp_runtime.job.module_manager import ModuleManager
 from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError, parameters_in
-from smp_runtime.parameters.deferred_creation import Deferrals, deferring
+from smp_runtime.parameters.deferred_creation import Deferral, Deferrals
 from smp_runtime.pipeline.partition.manual_stages import hand_on_stage
 from smp_runtime.replacement import builtin
-from smp_runtime.replacement.inheriting import inherit, parameter_type, set_parameter_type
+from smp_runtime.replacement.inheriting import (
+    Heritage,
+    inherit,
+    listed,
+    parameter_type,
+    set_parameter_type,
+    state_of,
+)
 from smp_runtime.replacement.registration import Registration, registration_of, was_noted
 from smp_runtime.replacement.scopes import Mark, mark_of
-from smp_runtime.tensor_parallel.initialisation import weight_stream
+from smp_runtime.tensor_parallel.initialisation import unwritten, weight_stream
+from smp_runtime.tensors.torch_private import without_modes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,27 +51,27 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
     if not candidates:
         _warn_if_useless(module, group)
         return module
-    # The tracing step of a pipeline runs on one device: where parameters have no values yet, new ones have none either.
-    traced_on_meta = group.ranks.size(Group.PP) > 1 and any(p.is_meta for p in module.parameters())
     uses, paths = _parameter_uses(module), _paths(module)
     made: dict[int, nn.Module] = {}
     seen: set[int] = set()
-    later = deferring(group.ranks.keep(Deferrals, Deferrals)) if traced_on_meta else contextlib.nullcontext()
-    with later, weight_stream(group):
-        for name, original, how, mark in candidates:
-            if id(original) in seen:
-                continue
-            seen.add(id(original))
-            title = f"{name or 'the model'} ({type(original).__name__})"
-            # What all references to it lead to is replaced in all places; what others lead to as well would be torn apart.
-            inside, times = _parameter_uses(original), paths[id(original)]
-            if any(uses[key] > count * times for key, count in inside.items()):
-                why = "it shares a weight with another module; tie them inside one distributed module"
-                _left_alone(title, why, group)
-                continue
-            replacement = _try(title, original, how, mark, automatic, group)
-            if replacement is not None:
-                made[id(original)] = replacement
+    # What is created late is replaced among what was recorded then: its distributed form gets values when it would.
+    for deferral, run in itertools.groupby(candidates, lambda candidate: _deferral_of(candidate.original, group)):
+        late = contextlib.nullcontext() if deferral in (None, Deferral.current()) else deferral.taking_over()
+        with late, weight_stream(group):
+            for candidate in run:
+                original = candidate.original
+                if id(original) in seen:
+                    continue
+                seen.add(id(original))
+                # What all references to it lead to is replaced in all places; what others lead to as well would be torn apart.
+                inside, times = _parameter_uses(original), paths[id(original)]
+                if any(uses[key] > count * times for key, count in inside.items()):
+                    why = "it shares a weight with another module; tie them inside one distributed module"
+                    _left_alone(candidate.title, why, group)
+                    continue
+                replacement = _try(candidate, automatic, group)
+                if replacement is not None:
+                    made[id(original)] = replacement
     module = _put_in_place(module, made)
     _warn_if_useless(module, group)
     return module
@@ -89,18 +102,37 @@ def _automatic(group: TensorGroup) -> Mapping[str, Any]:
     return {"distribute_embedding": True} if sharded else {}
 
 
-def _outermost(
-    module: nn.Module, name: str, automatic: Mapping[str, Any]
-) -> Iterator[tuple[str, nn.Module, Registration, Mark]]:
+class _Candidate(NamedTuple):
+    """A module that a script marked, and how it is distributed."""
+
+    name: str
+    original: nn.Module
+    how: Registration
+    mark: Mark
+
+    @property
+    def title(self) -> str:
+        """How warnings call it."""
+        return f"{self.name or 'the model'} ({type(self.original).__name__})"
+
+
+def _outermost(module: nn.Module, name: str, automatic: Mapping[str, Any]) -> Iterator[_Candidate]:
     if isinstance(module, DistributedModule):
         return
     mark = mark_of(module)
     how = _wanted(module, mark, automatic) if mark.enabled else None
     if how is not None:
-        yield name, module, how, mark
+        yield _Candidate(name, module, how, mark)
         return
     for child_name, child in module.named_children():
         yield from _outermost(child, f"{name}.{child_name}" if name else child_name, automatic)
+
+
+def _deferral_of(module: nn.Module, group: TensorGroup) -> Deferral | None:
+    """The record that the values of a module's parameters wait in, the last one if there are several."""
+    tensors = [*module.parameters(), *module.buffers()]
+    owners = [d for d in group.ranks.keep(Deferrals, Deferrals) if any(d.owns(tensor) for tensor in tensors)]
+    return owners[-1] if owners else None
 
 
 def _wanted(module: nn.Module, mark: Mark, automatic: Mapping[str, Any]) -> Registration | None:
@@ -110,41 +142,117 @@ def _wanted(module: nn.Module, mark: Mark, automatic: Mapping[str, Any]) -> Regi
     return None
 
 
-def _try(
-    title: str, original: nn.Module, how: Registration, mark: Mark, automatic: Mapping[str, Any], group: TensorGroup
-) -> nn.Module | None:
+def _try(candidate: _Candidate, automatic: Mapping[str, Any], group: TensorGroup) -> nn.Module | None:
+    _, original, how, mark = candidate
     if how.arguments is None and not was_noted(original):
-        _left_alone(title, "it was created before its class was registered; register the class first", group)
+        why = "it was created before its class was registered; register the class first"
+        _left_alone(candidate.title, why, group)
         return None
     dtype = parameter_type(original, group.ranks.cfg) if "dtype" not in mark.overrides else None
     try:
-        with parameters_in(dtype):
-            made = how.distributed(original, mark.overrides, automatic)
+        made = _made(candidate, dtype, automatic, group)
     except NotDistributableError as error:
-        _left_alone(title, str(error), group)
+        _left_alone(candidate.title, str(error), group)
         return None
-    if dtype is not None:
-        set_parameter_type(made, dtype)
     nested = Counter(
         type(part).__name__
         for part in original.modules()
         if part is not original and (own := mark_of(part)).enabled and _wanted(part, own, automatic) is not None
     )
-    if nested and not how.is_whole_model and group.rank == 0:
+    if nested and not how.is_whole_model:
         parts = ", ".join(f"{count} × {kind}" for kind, count in nested.items())
-        logger.warning("%s is distributed as a whole: %s inside it are not distributed on their own", title, parts)
+        message = "%s is distributed as a whole: %s inside it are not distributed on their own"
+        _warn(group, message, candidate.title, parts)
     if how.translations is not None:
         group.ranks.keep(ModuleManager, ModuleManager).note(how.translations)
-    to_ours = None if how.translations is None else how.translations[1]
-    inherit(original, made, to_ours, title, warns=group.rank == 0)
+    inherit(original, made, how.to_ours, candidate.title, warns=group.rank == 0)
     hand_on_stage(original, made)
     made.replaced_class = type(original).__name__  # type: ignore[assignment]
     return made
 
 
-def _left_alone(title: str, why: str, group: TensorGroup) -> None:
+def _made(
+    candidate: _Candidate, dtype: torch.dtype | None, automatic: Mapping[str, Any], group: TensorGroup
+) -> nn.Module:
+    """The distributed module, with the weights of the original, or with new ones where a script wants that.
+
+    Raises:
+        NotDistributableError: it cannot be made, or weights would be lost.
+    """
+    _, original, how, mark = candidate
+    state = _agreed_state(candidate, group) if mark.keeps_weights else {}
+    # Constructors of the script's classes may look at values.
+    waiting: dict[int, Callable[[], None]] = {}
+    later = unwritten(waiting) if state and how.arguments is not None else contextlib.nullcontext()
+    with parameters_in(dtype), later:
+        made = how.distributed(original, mark.overrides, automatic)
+    if dtype is not None:
+        set_parameter_type(made, dtype)
+    written = _hand_over(candidate, state, made, group) if state else set()
+    for parameter, write in waiting.items():
+        if parameter not in written:
+            write()
+    return made
+
+
+def _agreed_state(candidate: _Candidate, group: TensorGroup) -> dict[str, torch.Tensor]:
+    """The original's state, on all ranks that of the group's first; empty if it has no values."""
+    state = state_of(candidate.original)
+    deferral = Deferral.current()
+    waiting = [value for value in state.values() if value.is_meta]
+    if any(deferral is None or not deferral.owns(value) for value in waiting):
+        if deferral is not None:
+            raise NotDistributableError(
+                "its parameters were created in several contexts of delayed creation; create it in one of them"
+            )
+        _warn(group, "%s has no values (its parameters are on the meta device); new weights are drawn", candidate.title)
+        return {}
+    if group.size > 1:
+        ranks = group.ranks
+        real = [value for value in state.values() if not value.is_meta]
+        with without_modes(), torch.no_grad():
+            broadcast_tensors(real, ranks.members(Group.TP)[0], ranks.groups.group(Group.TP), ranks.collectives)
+    return state
+
+
+def _hand_over(
+    candidate: _Candidate, state: Mapping[str, torch.Tensor], made: nn.Module, group: TensorGroup
+) -> set[int]:
+    """Give ``made`` the weights of its original; returns the ids of the parameters that have them."""
+    how, title = candidate.how, candidate.title
+    heritage = Heritage(state, made, how.to_ours)
+    if heritage.lost and how.arguments is not None:
+        raise NotDistributableError(
+            f"weights of it would be lost: {listed(heritage.lost)}; to distribute it with new weights, pass keep_weights=False "
+            "to the scope or to set_tensor_parallelism"
+        )
+    if heritage.lost and how.state_hook is not None:
+        raise SMPUserError(
+            f"the state_hook of {title} returned weights that {type(made).__name__} does not have: {listed(heritage.lost)}; it "
+            "must return a state of the whole distributed module, by its names; if new weights are right, pass keep_weights=False"
+        )
+    if heritage.lost or (heritage.missing and how.to_ours is None):
+        _warn(
+            group,
+            "%s is distributed with new weights: its own do not fit %s (%s); register it with a state_hook that translates its "
+            "state_dict, or pass keep_weights=False if new ones are right",
+            title,
+            type(made).__name__,
+            listed(heritage.lost or [f"it lacks {name}" for name in heritage.missing]),
+        )
+        return set()
+    if heritage.missing:
+        _warn(group, "%s is distributed, with new weights for what it lacks: %s", title, listed(heritage.missing))
+    return heritage.hand_over()
+
+
+def _warn(group: TensorGroup, message: str, *args: object) -> None:
     if group.rank == 0:
-        logger.warning("%s is not distributed: %s", title, why)
+        logger.warning(message, *args)
+
+
+def _left_alone(title: str, why: str, group: TensorGroup) -> None:
+    _warn(group, "%s is not distributed: %s", title, why)
 
 
 def _parameter_uses(module: nn.Module) -> Counter[int]:

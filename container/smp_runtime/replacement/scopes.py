@@ -30,17 +30,19 @@ class Mark:
     Attributes:
         enabled: whether it is to be distributed.
         overrides: arguments of the distributed module, by name.
+        keeps_weights: whether its weights go into the distributed module.
     """
 
     enabled: bool = False
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    keeps_weights: bool = True
 
 
 _NO_MARK = Mark()
 
 
 @contextlib.contextmanager
-def tensor_parallelism(enabled: bool = True, **overrides: Any) -> Iterator[None]:
+def tensor_parallelism(enabled: bool = True, *, keep_weights: bool = True, **overrides: Any) -> Iterator[None]:
     """Distribute the supported modules created inside, when ``smp.DistributedModel`` wraps the model.
 
     Of modules inside each other the outermost is distributed. Of scopes inside each other the innermost counts. A
@@ -49,16 +51,20 @@ def tensor_parallelism(enabled: bool = True, **overrides: Any) -> Iterator[None]
 
     Args:
         enabled: False leaves the modules created inside as they are.
+        keep_weights: False lets the distributed modules draw new weights, in place of those that a module has when it is
+            wrapped: saves the time of handing them over where they do not matter.
         overrides: arguments of the distributed modules, in place of those that the original's would give.
 
     Raises:
         SMPUserError: an unknown keyword, or a switch that is not true or false.
     """
-    with marking(_MARK, Mark(_truth("enabled", enabled), _checked(overrides))):
+    with marking(_MARK, _mark(enabled, keep_weights, overrides)):
         yield
 
 
-def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **overrides: Any) -> None:
+def set_tensor_parallelism(
+    module: nn.Module, enabled: bool = True, *, keep_weights: bool = True, **overrides: Any
+) -> None:
     """Distribute the outermost supported modules in ``module``, itself included, or leave all of them as they are.
 
     For models whose creation a script cannot put a scope around; call it before ``smp.DistributedModel``. A later
@@ -66,11 +72,12 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **overrides:
 
     Args:
         enabled: False takes the whole subtree out.
+        keep_weights: as in :func:`tensor_parallelism`.
         overrides: as in :func:`tensor_parallelism`.
     """
     if not isinstance(module, nn.Module):
         raise SMPUserError(f"set_tensor_parallelism got a {type(module).__name__}; pass a module of the model")
-    mark = Mark(_truth("enabled", enabled), _checked(overrides))
+    mark = _mark(enabled, keep_weights, overrides)
     for part in module.modules():
         part.__dict__[_MARK] = mark
 
@@ -78,6 +85,10 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **overrides:
 def mark_of(module: nn.Module) -> Mark:
     """What a script asked for ``module``."""
     return module.__dict__.get(_MARK, _NO_MARK)
+
+
+def _mark(enabled: bool, keep_weights: bool, overrides: Mapping[str, Any]) -> Mark:
+    return Mark(_truth("enabled", enabled), _checked(overrides), _truth("keep_weights", keep_weights))
 
 
 def _checked(overrides: Mapping[str, Any]) -> Mapping[str, Any]:

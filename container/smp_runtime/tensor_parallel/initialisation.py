@@ -30,9 +30,12 @@ Fill = Callable[[torch.Tensor, torch.Generator], object]
 class _Stream(threading.local):
     """Where the parameters made now get their random numbers from."""
 
-    #: A tensor without value where the creation is deferred.
+    group: TensorGroup | None = None
+    #: What the ranks agreed on when the first number was drawn; a tensor without value where the creation is deferred.
     seed: int | torch.Tensor | None = None
     count: int = 0
+    #: Of parameters made without values, what writes them.
+    unwritten: dict[int, Callable[[], None]] | None = None
 
 
 _stream = _Stream()
@@ -44,20 +47,27 @@ def weight_stream(group: TensorGroup) -> Iterator[None]:
 
     The outermost context counts: a model is drawn from one seed, a module that a script makes by itself from its own.
     """
-    if _stream.seed is not None:
+    if _stream.group is not None:
         yield
         return
-    deferral = Deferral.current()
-    if deferral is None:
-        _stream.seed = group.agree(draw_seed())
-    else:
-        _stream.seed = torch.empty((), dtype=torch.int64, device="cpu")
-        deferral.later(_write_seed, _stream.seed, group)
-    _stream.count = 0
+    _stream.group, _stream.seed, _stream.count = group, None, 0
     try:
         yield
     finally:
-        _stream.seed = None
+        _stream.group = None
+
+
+@contextlib.contextmanager
+def unwritten(waiting: dict[int, Callable[[], None]]) -> Iterator[None]:
+    """Parameters made inside have no values; ``waiting`` gets, by a parameter's id, a function that draws them.
+
+    Call those that are wanted inside the same :func:`weight_stream`.
+    """
+    before, _stream.unwritten = _stream.unwritten, waiting
+    try:
+        yield
+    finally:
+        _stream.unwritten = before
 
 
 def make_parameter(
@@ -75,20 +85,43 @@ def make_parameter(
         where: the part that this rank has, or None for the whole.
         dtype: None means PyTorch's default.
     """
-    if _stream.seed is None:
-        raise AssertionError("parameters of distributed modules are made inside weight_stream")
     _stream.count += 1
+    number, local_shape = _stream.count, shape if where is None else where.local_shape
     dtype = dtype or torch.get_default_dtype()
     deferral = Deferral.current()
-    if deferral is not None:
-        local = torch.empty(shape if where is None else where.local_shape, dtype=dtype, device="cpu")
-        deferral.later(_write, local, _stream.seed, _stream.count, shape, fill, where)
-        return nn.Parameter(local)
-    # Past whatever records or redirects the creation of tensors: the part is small and wanted now.
-    with without_modes(), torch.no_grad():
-        mine = _part(int(_stream.seed), _stream.count, shape, fill, where)
-        values = mine.to(device=device, dtype=dtype, copy=where is not None)
-        return nn.Parameter(values.contiguous())
+    if deferral is None and _stream.unwritten is None:
+        # Past whatever records or redirects the creation of tensors: the part is small and wanted now.
+        with without_modes(), torch.no_grad():
+            mine = _part(int(_seed()), number, shape, fill, where)
+            return nn.Parameter(mine.to(device=device, dtype=dtype, copy=where is not None).contiguous())
+    parameter = nn.Parameter(torch.empty(local_shape, dtype=dtype, device=device if deferral is None else "cpu"))
+
+    def write() -> None:
+        if deferral is not None:
+            deferral.later(_write, parameter.data, _seed(), number, shape, fill, where)
+        else:
+            with without_modes(), torch.no_grad():
+                _write(parameter, _seed(), number, shape, fill, where)
+
+    if _stream.unwritten is None:
+        write()
+    else:
+        _stream.unwritten[id(parameter)] = write
+    return parameter
+
+
+def _seed() -> int | torch.Tensor:
+    """The stream's seed; the first call draws it."""
+    if _stream.group is None:
+        raise AssertionError("parameters of distributed modules are made inside weight_stream")
+    if _stream.seed is None:
+        deferral = Deferral.current()
+        if deferral is None:
+            _stream.seed = _stream.group.agree(draw_seed())
+        else:
+            _stream.seed = torch.empty((), dtype=torch.int64, device="cpu")
+            deferral.later(_write_seed, _stream.seed, _stream.group)
+    return _stream.seed
 
 
 def _part(seed: int, number: int, shape: tuple[int, ...], fill: Fill, where: TensorSlice | None) -> torch.Tensor:
@@ -103,7 +136,12 @@ def _write_seed(target: torch.Tensor, group: TensorGroup) -> None:
 
 
 def _write(
-    target: torch.Tensor, seed: torch.Tensor, number: int, shape: tuple[int, ...], fill: Fill, where: TensorSlice | None
+    target: torch.Tensor,
+    seed: int | torch.Tensor,
+    number: int,
+    shape: tuple[int, ...],
+    fill: Fill,
+    where: TensorSlice | None,
 ) -> None:
     target.copy_(_part(int(seed), number, shape, fill, where))
 

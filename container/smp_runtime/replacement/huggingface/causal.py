@@ -95,11 +95,12 @@ def register_causal(
     """Register a Hugging Face class; ``settings`` makes keyword arguments of its configuration."""
     with_head = kind.__name__.endswith(("LMHeadModel", "ForCausalLM"))
 
-    def init_hook(config: Any, *_: Any, **__: Any) -> Arguments:
+    def init_hook(config: Any, *_: Any, **facts: Any) -> Arguments:
         refuse_cross_attention(config)
         made = {
             **_common(config),
             **settings(config),
+            **facts,
             "add_lm_head": with_head,
             "with_cross_outputs": has_cross,
             "state_names": names,
@@ -114,11 +115,17 @@ def register_causal(
             CausalModel,
             init_hook,
             _forward_hook(kind),
-            arguments=lambda module: ((module.config,), {}),
+            arguments=lambda module: ((module.config,), _facts(module) if with_head else {}),
             is_whole_model=True,
             translations=(names.to_theirs, names.to_ours),
         ),
     )
+
+
+def _facts(module: Any) -> dict[str, Any]:
+    """What a script may have made otherwise than the configuration says."""
+    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    return {"tie_word_embeddings": head.weight is embedding.weight}
 
 
 def refuse_cross_attention(config: Any) -> None:

@@ -38,14 +38,13 @@ class LayerNames:
     transposed: frozenset[str] = frozenset()
 
     def to_ours(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """A parameter of :attr:`names` under its names here."""
+        """A parameter of :attr:`names` under its names here; views of it."""
         target = self.names[name]
-        value = value.t().contiguous() if name in self.transposed else value
+        value = value.t() if name in self.transposed else value
         if isinstance(target, str):
             yield target, value
-            return
-        for part_name, part in zip(target, value.chunk(len(target), 0), strict=True):
-            yield part_name, part.contiguous()
+        else:
+            yield from zip(target, value.chunk(len(target), 0), strict=True)
 
     def to_theirs(self, layer: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """One layer's parameters under Hugging Face's names, in the original's order."""
@@ -276,9 +275,9 @@ def translators(names: CausalNames | EncoderNames, model: str) -> tuple[Translat
     """
 
     def from_hf(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
-        if isinstance(names, CausalNames):
-            return names.to_ours(state_dict, _wrapped_heads(names))
-        return names.to_ours(state_dict)
+        heads = (_wrapped_heads(names),) if isinstance(names, CausalNames) else ()
+        ours = names.to_ours(state_dict, *heads)
+        return {name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in ours.items()}
 
     def to_hf(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
         if isinstance(names, CausalNames):

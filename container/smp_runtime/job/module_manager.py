@@ -1,0 +1,70 @@
+"""``smp.state.module_manager``: what is known of the distributed modules of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp_runtime.errors import SMPRuntimeError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: From a state under one set of names to one under another.
+Translate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+class ModuleManager:
+    """What is known of the distributed modules of this process.
+
+    Attributes:
+        translate_functions: for each kind of Hugging Face model that was distributed, the functions that translate its
+            state to Hugging Face's names, and back.
+    """
+
+    def __init__(self) -> None:
+        self.translate_functions: list[tuple[Translate, Translate]] = []
+
+    def note(self, translations: tuple[Translate, Translate]) -> None:
+        """A model with these translations was distributed."""
+        if translations not in self.translate_functions:
+            self.translate_functions.append(translations)
+
+    def translated(self, state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+        """A full state under Hugging Face's names; what is not of a distributed Hugging Face model stays as it is.
+
+        Args:
+            module: what was wrapped. Distributed Hugging Face models in it have ``state_names``.
+
+        Raises:
+            SMPRuntimeError: elements were lost or made up on the way.
+        """
+        result = dict(state)
+        for path, part in module.named_modules(remove_duplicate=False):
+            names = getattr(part, "state_names", None)
+            prefix = f"{path}." if path else ""
+            below = {name.removeprefix(prefix): v for name, v in result.items() if name.startswith(prefix)}
+            if names is None or not below:
+                continue
+            others = {name: value for name, value in result.items() if not name.startswith(prefix)}
+            theirs = names.part_to_theirs(part, below)
+            result = {**{prefix + name: value for name, value in theirs.items()}, **others}
+        before, after = _elements(state), _elements(result)
+        if before != after:
+            raise SMPRuntimeError(
+                f"the model's state has {before} elements, but {after} under Hugging Face's names, so that it would be saved "
+                "wrongly; save it with translate_if_full=False, under the names of the distributed model"
+            )
+        return result
+
+
+def _elements(state: Mapping[str, Any]) -> int:
+    """Elements of all tensors, of those with several names once."""
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    once = {
+        (id(t),) if t.is_meta or not t.numel() else (t.data_ptr(), t.dtype, tuple(t.shape), t.stride()): t.numel()
+        for t in tensors
+    }
+    return sum(once.values())
