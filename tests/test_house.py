@@ -58,6 +58,7 @@ TOUCHED_BY_SCRIPTS = {
     "activations/activations.py",
     "activations/marking.py",
     "activations/regions.py",
+    "checkpoint/export.py",
     "model/creation.py",
     "model/distributed_model.py",
     "nn/distributed_module.py",

@@ -276,12 +276,13 @@ def convert(
     with --to full all are.
     """
     from smp_runtime.checkpoint.files import conversion
+    from smp_runtime.checkpoint.files.transformers_format import bytes_in
 
     target = Path(out)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"OUT is {out}, which exists: nothing is overwritten; give a new name or remove it first")
-    size = _bytes_in(largest_file)
     try:
+        size = bytes_in(largest_file)
         source = conversion.full_weights(Path(path), config) if tag is None else None
         if source is None:
             parent, found = _find(path)
@@ -385,17 +386,3 @@ def _size(count: int) -> str:
             return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1024
     return f"{amount:.1f} TiB"
-
-
-def _bytes_in(text: str) -> int:
-    """``5GB`` as Transformers counts: powers of ten; ``GiB`` are powers of two."""
-    units = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1, "": 1}
-    number = text.strip().upper().rstrip("GIKMB")
-    unit = text.strip().upper().removeprefix(number)
-    try:
-        count = int(float(number) * units[unit])
-    except (ValueError, KeyError):
-        count = 0
-    if count < 1:
-        raise ConfigError(f"--largest-file is {text!r}; write a number and a unit, for example 5GB or 500MB")
-    return count

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from smp_runtime.checkpoint.export import Planned, write_streamed
 from smp_runtime.checkpoint.files.manifest import EXTRA, MODULE, FoundCheckpoint, Manifest, Piece
-from smp_runtime.checkpoint.files.name_translation import Translate, each_once, names_of_each, record_of, renamed
+from smp_runtime.checkpoint.files.name_translation import Translate, names_of_each, record_of, renamed
 from smp_runtime.checkpoint.files.reader import CheckpointReader
 from smp_runtime.checkpoint.files.transformers_format import (
     PICKLED,
@@ -69,10 +70,15 @@ def save(
         translates: to the names that the models had before they were distributed.
     """
     failure = None
+    file = folder / tag
+
+    def renamed(state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return session.module_manager.translated(state, model.module) if translates else state
+
     try:
-        state = model.state_to_save()
         optimizer_state = optimizer.full_state_dict(gather_to_rank0=True) if optimizer is not None else None
-        if session.ranks.rank == 0:
+
+        def write(write_weights: Callable[[str], object]) -> None:
             save_id = uuid.uuid4().hex
             content = user_content(save_id)
             folder.mkdir(parents=True, exist_ok=True)
@@ -81,11 +87,29 @@ def save(
             else:  # of an earlier save
                 (folder / f"{tag}{OPTIMIZER}").unlink(missing_ok=True)
             write_bytes(content, folder / f"{USER_CONTENT}_{tag}")
-            # The file that is looked for comes last.
-            write_weights(session, model, state, folder / tag, translates=translates, save_id=save_id)
+            write_weights(save_id)  # the file that is looked for comes last
+
+        if is_transformers_name(tag):
+            config = config_of(model.module) if translates else None
+
+            def write_planned(planned: Planned) -> None:
+                tensors, make = planned
+                write(lambda save_id: write_transformers(file, tensors, config, make=make, save_id=save_id))
+
+            write_streamed(model, renamed, write_planned)
+        else:
+            state = model.state_to_save()
+            if session.ranks.rank == 0:
+                write(lambda save_id: write_whole(model, renamed, state, file, save_id))
     except Exception as error:  # whatever it is, the other ranks wait to be told
         failure = f"{type(error).__name__}: {error}"
-    refuse_if_any_failed(session, failure, folder / tag)
+    refuse_if_any_failed(session, failure, file)
+    if session.ranks.rank == 0 and tag == PICKLED and weights_of(folder) != file and (folder / SAFETENSORS).exists():
+        logger.warning(
+            "%s was saved, but Transformers takes %s from the same folder first; save into a folder of its own",
+            file.name,
+            SAFETENSORS,
+        )
 
 
 def resume(
@@ -137,49 +161,21 @@ def resume(
     return content
 
 
-def write_weights(
-    session: Session,
-    model: DistributedModel,
-    state: Mapping[str, Any],
-    file: Path,
-    *,
-    translates: bool,
-    save_id: str | None = None,
+def write_whole(
+    model: DistributedModel, renamed: Translate, state: Mapping[str, Any], file: Path, save_id: str | None
 ) -> None:
-    """Write a whole state, on one rank.
-
-    ``pytorch_model.bin`` and names that end in ``.safetensors`` are written so that Transformers loads the folder: each
-    tensor once, with the model's configuration beside it. Anything else is a file of ``torch.save``.
+    """Write a whole state with all of its names as a file of ``torch.save``, on one rank.
 
     Args:
+        renamed: brings it under the names that it is written under.
         state: from ``model.state_dict()``.
         file: its folder exists.
-        translates: to the names that the models had before they were distributed.
-
-    Raises:
-        SMPUserError: the format does not have a type.
     """
-
-    def translated(whole: Mapping[str, Any]) -> Mapping[str, Any]:
-        return session.module_manager.translated(whole, model.module) if translates else whole
-
     # Gathered from several ranks, the names of a tied weight do not share memory any more.
     first_of = {name: record.name for record in model.registry for name in record.names}
-    if not is_transformers_name(file.name):
-        whole = translated({name: state.get(first_of.get(name, name), value) for name, value in state.items()})
-        on_cpu = {id(v): v.detach().cpu() for v in whole.values() if isinstance(v, torch.Tensor)}  # tied ones stay one
-        made = {name: on_cpu.get(id(value), value) for name, value in whole.items()}
-        write_tensors(marked_state(made, save_id), file)
-        return
-    once = translated({name: value for name, value in state.items() if first_of.get(name, name) == name})
-    tensors = each_once({name: value for name, value in once.items() if isinstance(value, torch.Tensor)})
-    write_transformers(file, tensors, config_of(model.module) if translates else None, save_id=save_id)
-    if file.name == PICKLED and weights_of(file.parent) != file and (file.parent / SAFETENSORS).exists():
-        logger.warning(
-            "%s was saved, but Transformers takes %s from the same folder first; save into a folder of its own",
-            file.name,
-            SAFETENSORS,
-        )
+    whole = renamed({name: state.get(first_of.get(name, name), value) for name, value in state.items()})
+    on_cpu = {id(v): v.detach().cpu() for v in whole.values() if isinstance(v, torch.Tensor)}  # tied ones stay one
+    write_tensors(marked_state({name: on_cpu.get(id(value), value) for name, value in whole.items()}, save_id), file)
 
 
 def plan_weights(

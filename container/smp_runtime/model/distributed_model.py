@@ -7,7 +7,7 @@ import functools
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from smp_runtime.model.gradient_window import GradientWindow
 from smp_runtime.model.local_part import LocalPart, Placed
 from smp_runtime.model.replicas import Replicas
 from smp_runtime.model.stages import Stages, TracingOptions
-from smp_runtime.model.state_dict import PARTIAL_KEY, ModelState
+from smp_runtime.model.state_dict import PARTIAL_KEY, ModelState, TensorShape
 from smp_runtime.model.wrapped_module import WrappedModule
 from smp_runtime.optim.clipping_watch import watch_clipping
 from smp_runtime.parameters.precision import Precision
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from smp_runtime.sharding.sharded_state import ShardedState
 
 logger = logging.getLogger("smp")
+
+#: Called with every model that is wrapped; rooms above put what its module learns by that here.
+when_wrapped: list[Callable[[DistributedModel], None]] = []
 
 
 class DistributedModel(WrappedModule):
@@ -125,6 +128,8 @@ class DistributedModel(WrappedModule):
                 logger.info("Partition assignments:\n  %s: %s parameters, rank 0", name, elements)
         self._replicas.follow_loads()
         session.adopt_model(self)
+        for tell in when_wrapped:
+            tell(self)
 
     def _place(self) -> None:
         recipe.place(self._ranks, self._stages, self._replicas, self._window, self._backward, self._placed)
@@ -313,6 +318,13 @@ class DistributedModel(WrappedModule):
         The others get ``{}``: they only take part, with one flat unit at a time.
         """
         return self._state.to_save()
+
+    def whole_tensors(self) -> tuple[list[TensorShape] | None, Iterator[tuple[str, torch.Tensor]]]:
+        """What the full state holds, and its tensors one after the other, on the first rank of the job.
+
+        Every rank calls it and iterates to the end; the others get nothing.
+        """
+        return self._state.described(), self._state.stream()
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The state of this rank's stage, marked by the key ``_smp_is_partial``."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from smp_config import Group
+from smp_runtime.comm.control import RUNTIME_CHANNEL
 from smp_runtime.errors import SMPUserError
 from smp_runtime.parameters.registry import part_of
-from smp_runtime.replacement.placing import whole_state
-from smp_runtime.tensor_parallel.group import TensorGroup
+from smp_runtime.replacement.placing import slices_by_name, whole_state
+from smp_runtime.tensor_parallel.group import TensorGroup, gather_whole
 from smp_runtime.tensors.torch_private import IncompatibleKeys
 
 if TYPE_CHECKING:
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
     from smp_runtime.model.local_part import LocalPart, Placed
 
 PARTIAL_KEY = "_smp_is_partial"
+
+
+class TensorShape(NamedTuple):
+    """A whole tensor of a model, without its values."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class ModelState:
@@ -54,6 +63,76 @@ class ModelState:
         keeps = self._ranks.rank_in(Group.RDP) == 0
         local = self.local(keep=keeps)
         return self.gathered(local, to_first=True) if keeps else {}
+
+    def described(self) -> list[TensorShape] | None:
+        """What :meth:`stream` gives, in its order, on the job's first rank; all ranks call it."""
+        pieces = [TensorShape(name, shape, tensor.dtype) for name, shape, tensor in self._pieces()]
+        ranks = self._ranks
+        if ranks.rank_in(Group.TP) or ranks.rank_in(Group.RDP):
+            return None
+        stages = ranks.control.gather(pieces, ranks.members(Group.PP))
+        return None if stages is None else [piece for stage in stages for piece in stage]
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter by its first name and every saved buffer, whole, on the CPU, one after the other.
+
+        All ranks iterate to the end; the job's first gets them. It holds one, and with sharded parameters those of one
+        flat unit.
+        """
+        ranks = self._ranks
+        whole = self._whole()
+        if ranks.rank_in(Group.TP) or ranks.rank_in(Group.RDP):
+            for _ in whole:
+                pass
+            return
+        first, *others = ranks.members(Group.PP)
+        if ranks.rank != first:
+            for piece in whole:
+                ranks.control.send(piece, first, RUNTIME_CHANNEL)
+            ranks.control.send(None, first, RUNTIME_CHANNEL)
+            return
+        yield from whole
+        for rank in others:
+            while (piece := ranks.control.receive(rank, RUNTIME_CHANNEL)) is not None:
+                yield piece
+
+    def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of this rank's stage; its replicas help to gather those in shards, and get nothing."""
+        shards, group = self._placed.shards, TensorGroup.of(self._ranks)
+        keeps = self._ranks.rank_in(Group.RDP) == 0
+        sharded = iter(()) if shards is None else shards.whole_parameters(keep=keeps)
+        if not keeps:
+            for _ in sharded:
+                pass
+            return
+        slices = slices_by_name(self._part.module)
+        for name, _, tensor in self._pieces():
+            in_shards = shards is not None and tensor in shards.parameters
+            value = next(sharded)[1] if in_shards else tensor.detach()
+            where = slices.get(name)
+            yield name, (value if where is None or group.size == 1 else gather_whole(value, where, group)).cpu()
+        for _ in sharded:
+            raise AssertionError("a sharded parameter that is not in the state")
+
+    def _pieces(self) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
+        """Name, whole shape, and this rank's part of the tensors of its stage, those in shards first, unit by unit."""
+        part, shards = self._part, self._placed.shards
+        records = {name: record for record in part.registry for name in record.names}
+        pieces: list[tuple[str, tuple[int, ...], torch.Tensor]] = []
+        if shards is not None:
+            held = [(part.registry.record_of(p), p) for unit in shards.units for p in unit.parameters]
+            pieces = [(record.name, record.shape, parameter) for record, parameter in held]
+        with shards.reading_state() if shards is not None else contextlib.nullcontext():
+            state = part.module.state_dict(keep_vars=True)
+        for name, value in state.items():
+            record = records.get(name)
+            if not isinstance(value, torch.Tensor) or not part.has_tensor(name):
+                continue
+            if record is None:
+                pieces.append((name, tuple(value.shape), value))
+            elif record.name == name and not (shards is not None and record.parameter in shards.parameters):
+                pieces.append((name, record.shape, record.parameter))
+        return pieces
 
     def local(self, *args: Any, keep: bool = True, **kwargs: Any) -> dict[str, Any]:
         """The state of this rank's stage; sharded parameters are gathered, and kept if ``keep``."""

@@ -13,7 +13,7 @@ import torch
 
 from smp_runtime.checkpoint.files.safetensors_writer import as_it_is, size_of, write_safetensors
 from smp_runtime.checkpoint.files.whole_file import SAVE_ID, marked_state, write_tensors, write_text
-from smp_runtime.errors import CheckpointError
+from smp_runtime.errors import CheckpointError, SMPUserError
 
 SAFETENSORS = "model.safetensors"
 PICKLED = "pytorch_model.bin"
@@ -23,6 +23,27 @@ INDEX = ".index.json"
 _KNOWN = (SAFETENSORS, SAFETENSORS + INDEX, PICKLED, PICKLED + INDEX)
 #: Largest file of weights, in bytes; Transformers' own bound.
 LARGEST_FILE = 5 * 10**9
+
+
+#: Bytes of units; ``GB`` as Transformers counts.
+_UNITS = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1, "": 1}
+
+
+def bytes_in(size: int | str) -> int:
+    """Bytes of a number, or of a text like ``"5GB"``.
+
+    Raises:
+        SMPUserError: it is none.
+    """
+    text = str(size).strip().upper()
+    number = text.rstrip("GIKMB")
+    try:
+        count = int(float(number) * _UNITS[text.removeprefix(number)])
+    except (ValueError, KeyError):
+        count = 0
+    if count < 1:
+        raise SMPUserError(f"the largest file is {size!r}; write a number and a unit, for example 5GB or 500MB")
+    return count
 
 
 def is_transformers_name(name: str) -> bool:

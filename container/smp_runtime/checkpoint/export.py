@@ -1,0 +1,190 @@
+"""Whole weights of a live model on their way into files, tensor by tensor; ``save_pretrained`` of wrapped models."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp_config import Group
+from smp_runtime.checkpoint.files.manifest import TensorRecord
+from smp_runtime.checkpoint.files.name_translation import Traced, Translate, each_once
+from smp_runtime.checkpoint.files.transformers_format import (
+    LARGEST_FILE,
+    PICKLED,
+    SAFETENSORS,
+    as_it_is,
+    bytes_in,
+    config_of,
+    write_transformers,
+)
+from smp_runtime.checkpoint.folder_transaction import refuse_if_any_failed
+from smp_runtime.errors import SMPUserError
+from smp_runtime.job import session as sessions
+from smp_runtime.model import distributed_model
+from smp_runtime.model.distributed_model import DistributedModel
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from smp_runtime.job.session import Session
+    from smp_runtime.model.state_dict import TensorShape
+
+#: Whole tensors by name, without values; and what gives one its values.
+Planned = tuple[Mapping[str, torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]
+
+
+def write_streamed(model: DistributedModel, rename: Translate, write: Callable[[Planned], None]) -> None:
+    """Call ``write`` on the first rank of the job, while all ranks bring it their parts; all ranks call it.
+
+    Args:
+        rename: brings a state under the names that it is written under.
+        write: gets every tensor once; it makes them real one after the other, in any order, best in theirs.
+    """
+    described, stream = model.whole_tensors()
+    try:
+        if described is not None:
+            write(_planned(described, stream, rename))
+    finally:
+        for _ in stream:  # whatever has failed, the others wait to be rid of theirs
+            pass
+
+
+def _planned(described: list[TensorShape], stream: Iterator[tuple[str, torch.Tensor]], rename: Translate) -> Planned:
+    place = {name: number for number, (name, *_) in enumerate(described)}
+    leaves = {
+        name: Traced.leaf(name, TensorRecord(shape, str(dtype).removeprefix("torch.")))
+        for name, shape, dtype in described
+    }
+    renamed = {name: value for name, value in rename(leaves).items() if isinstance(value, Traced)}
+    # A tensor that is made of several can be written when the last of them is there.
+    ordered = sorted(renamed.items(), key=lambda item: max(place[name] for name in item[1].sources))
+    tensors = each_once(dict(ordered))
+    uses = Counter(name for key in tensors for name in renamed[key].sources)
+    here: dict[str, torch.Tensor] = {}
+
+    def make(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, Traced):
+            return tensor
+        while any(name not in here for name in tensor.sources):
+            here.update([next(stream)])
+        made = tensor.value(here.__getitem__)
+        uses.subtract(tensor.sources)
+        for name in tensor.sources:
+            if not uses[name]:
+                del here[name]
+        return made
+
+    return tensors, make
+
+
+# -- save_pretrained ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class PretrainedSaver:
+    """``save_pretrained`` of a module of Transformers that was wrapped, in place of that of its class.
+
+    Copies of the module have their class's again.
+    """
+
+    module: nn.Module
+
+    def __call__(self, save_directory: Any, **options: Any) -> None:
+        """See :func:`save_pretrained`."""
+        models = sessions.current().models if sessions.is_initialized() else []
+        model = next((model for model in models if model.module is self.module), None)
+        if isinstance(model, DistributedModel):
+            save_pretrained(sessions.current(), model, save_directory, **options)
+        else:
+            type(self.module).save_pretrained(self.module, save_directory, **options)  # type: ignore[attr-defined]
+
+
+def give_save_pretrained(model: DistributedModel) -> None:
+    """Let a wrapped module of Transformers save what all ranks have of it."""
+    module = model.module
+    differs = is_split(model) or any(True for _ in model.distributed_modules())
+    # Adapters have a form of their own.
+    if differs and config_of(module) is not None and not hasattr(module, "peft_config"):
+        module.__dict__["save_pretrained"] = PretrainedSaver(module)
+
+
+def is_split(model: DistributedModel) -> bool:
+    """Whether other ranks have parts of a model that this one has not."""
+    ranks = sessions.current().ranks
+    splits_layers = ranks.size(Group.TP) > 1 and any(True for _ in model.distributed_modules())
+    return ranks.size(Group.PP) > 1 or splits_layers or ranks.cfg.sharded_data_parallel_degree > 1
+
+
+def save_pretrained(
+    session: Session,
+    model: DistributedModel,
+    save_directory: Any,
+    is_main_process: bool = True,
+    state_dict: Mapping[str, Any] | None = None,
+    push_to_hub: bool = False,
+    max_shard_size: int | str = LARGEST_FILE,
+    safe_serialization: bool = True,
+    variant: str | None = None,
+    **_: Any,
+) -> None:
+    """Write weights and configuration as Transformers does, for ``from_pretrained``.
+
+    All ranks call it if the model is split over ranks; the first rank of the job writes, tensor by tensor.
+
+    Args:
+        save_directory: a folder, made if absent.
+        is_main_process: False writes nothing on this rank, which still gives its part.
+        state_dict: a whole state to write in place of the model's own; then the ranks do not wait for each other.
+        push_to_hub: must be False.
+        max_shard_size: of one file, in bytes or as ``"5GB"``.
+        safe_serialization: False writes ``pytorch_model.bin``, from a whole state in memory.
+        variant: goes into the files' names.
+
+    Raises:
+        SMPUserError: before the first step of a pipeline there are no weights, or an option is not supported.
+        CheckpointError: the first rank could not write; raised on all.
+    """
+    if push_to_hub:
+        raise SMPUserError(
+            "save_pretrained got push_to_hub=True, which a wrapped model cannot do; push the folder afterwards"
+        )
+    if not model.partitioned:
+        raise SMPUserError(
+            "the model was not partitioned yet, so there is nothing to save: its weights get their place in the first step; save "
+            "after it"
+        )
+    folder = Path(save_directory)
+    name = SAFETENSORS if safe_serialization else PICKLED
+    file = folder / (name if variant is None else f"{name.rsplit('.', 1)[0]}.{variant}.{name.rsplit('.', 1)[1]}")
+
+    def rename(state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return session.module_manager.translated(state, model.module)
+
+    def write(planned: Planned) -> None:
+        if not is_main_process:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors, make = planned
+        write_transformers(file, tensors, config_of(model.module), bytes_in(max_shard_size), make)
+        generation = getattr(model.module, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(folder)
+
+    if state_dict is not None or not is_split(model):
+        state = rename(model.state_dict() if state_dict is None else state_dict)
+        write((each_once({name: value for name, value in state.items() if isinstance(value, torch.Tensor)}), as_it_is))
+        return
+    failure = None
+    try:
+        write_streamed(model, rename, write)
+    except Exception as error:  # whatever it is, the other ranks wait to be told
+        failure = f"{type(error).__name__}: {error}"
+    refuse_if_any_failed(session, failure, file)
+
+
+distributed_model.when_wrapped.append(give_save_pretrained)
