@@ -27,6 +27,7 @@ class Own(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(12, 8, padding_idx=0)
+        self.positions = nn.Embedding(4, 8)
         self.tied = nn.Linear(8, 12, bias=False)
         self.tied.weight = self.embedding.weight
         self.shared = nn.Linear(8, 8)
@@ -39,7 +40,7 @@ class Own(nn.Module):
         nn.init.constant_(self.head.bias, 0.25)
 
     def forward(self, ids):
-        hidden = self.embedding(ids)
+        hidden = self.embedding(ids) + self.positions(torch.arange(4, device=ids.device).expand_as(ids))
         hidden = hidden + self.again(torch.tanh(self.shared(hidden)))
         hidden = self.gate(self.norm(hidden))
         return self.head(hidden).square().mean() + self.tied(hidden).logsumexp(-1).mean()
@@ -114,7 +115,7 @@ def _first_losses(names):
         torch.manual_seed(11)
         expected = float(_loss(_model(name), ids).detach())
         torch.manual_seed(11 + smp.tp_rank())  # the weights of a group's first rank count
-        with smp.model_creation(tensor_parallelism=True):
+        with smp.model_creation(tensor_parallelism=True, distribute_embedding=name == "own"):
             module = _model(name)
         model = smp.DistributedModel(module)
 
