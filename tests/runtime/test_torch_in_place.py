@@ -161,19 +161,23 @@ def _(request):
     assert output.item() == 2
 
 
-@of("torch.nn.utils.clip_grad._clip_grads_with_norm_")
+@of("torch.nn.utils.clip_grad._clip_grads_with_norm_", "torch.nn.utils.clip_grad._get_total_norm")
 def _(_):
     from torch.nn.utils import clip_grad
 
     parameter = nn.Parameter(torch.ones(1))
     parameter.grad = torch.full((1,), 4.0)
-    seen, original = [], clip_grad._clip_grads_with_norm_
-    clip_grad._clip_grads_with_norm_ = lambda *args, **kwargs: seen.append(args) or original(*args, **kwargs)
+    seen, originals = [], (clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_)
+    clip_grad._get_total_norm = lambda *args: seen.append(args) or originals[0](*args)
+    clip_grad._clip_grads_with_norm_ = lambda *args: seen.append(args) or originals[1](*args)
     try:
-        torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+        norm = torch.nn.utils.clip_grad_norm_([parameter], 1.0)
     finally:
-        clip_grad._clip_grads_with_norm_ = original
-    assert len(seen) == 1
+        clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_ = originals
+    (_, *measured), (parameters, limit, total, _) = seen
+    assert measured == [2.0, False, None]
+    assert (parameters, limit) == ([parameter], 1.0)
+    assert total is norm  # what is written there is what the caller gets
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -136,6 +136,11 @@ class TrainedOptimizer(Protocol):
 
     def updates(self, model: TrainedModel) -> bool:
         """Whether it updates parameters of a model."""
+
+    def clip_master_grads(
+        self, max_norm: float, norm_type: float = 2.0, among: Iterable[nn.Parameter] | None = None
+    ) -> float:
+        """Clip gradients by their norm over all ranks, which it returns."""
 
     def drop_gradients_of(self, model: TrainedModel) -> None:
         """Forget the gradients of a model's parameters."""

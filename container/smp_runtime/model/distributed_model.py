@@ -26,7 +26,7 @@ from smp_runtime.model.replicas import Replicas
 from smp_runtime.model.stages import Stages, TracingOptions
 from smp_runtime.model.state_dict import PARTIAL_KEY, ModelState, TensorShape
 from smp_runtime.model.wrapped_module import WrappedModule
-from smp_runtime.optim.clipping_watch import watch_clipping
+from smp_runtime.optim.clipping import clip_over_ranks
 from smp_runtime.parameters.precision import Precision
 from smp_runtime.tensors.torch_private import dtype_asked_for
 
@@ -93,7 +93,7 @@ class DistributedModel(WrappedModule):
                 "a second model was wrapped in smp.DistributedModel, but with pipeline parallelism a script has one; make both "
                 "parts of one nn.Module and wrap that"
             )
-        watch_clipping(session)
+        clip_over_ranks(session)
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self.precision = Precision.of(ranks.cfg)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.optim.fused import TakesNorms
-from smp_runtime.optim.gradient_norms import WholeNorms
+from smp_runtime.optim.gradient_norms import WholeNorms, scale_down
 from smp_runtime.optim.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
 from smp_runtime.optim.master_gradients import MasterGradients
 from smp_runtime.optim.state_dict import SavedOptimizer
@@ -267,14 +267,17 @@ class DistributedOptimizer(SavedOptimizer):
             self._drop_gradients()
 
     @torch.no_grad()
-    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
+    def clip_master_grads(
+        self, max_norm: float, norm_type: float = 2.0, among: Iterable[nn.Parameter] | None = None
+    ) -> float:
         """Scale the gradients down to a norm of at most ``max_norm``; call it on every rank, before :meth:`step`.
 
         What ``torch.nn.utils.clip_grad_norm_`` does in one process, with any kind of parallelism and in any precision.
 
         Args:
-            max_norm: of the whole gradient, over all parameters of this optimizer.
+            max_norm: of the whole gradient.
             norm_type: ``p`` of the p-norm; ``float("inf")`` for the greatest element.
+            among: the parameters whose gradients are measured and scaled, by default all of this optimizer.
 
         Returns:
             The norm before, the same on all ranks that train one replica; infinity after an overflow of fp16.
@@ -285,21 +288,21 @@ class DistributedOptimizer(SavedOptimizer):
         self.update_master_grads()
         if self.overflow:
             return float("inf")
+        wanted = {id(parameter) for parameter in (self._parameters() if among is None else among)}
         state = self._model.sharded_state if self._model is not None else None
-        whole = [(p, p.grad) for p in self._updated_themselves() if p.grad is not None]
+        whole = [(p, p.grad) for p in self._updated_themselves() if p.grad is not None and id(p) in wanted]
+        shards = [shard for shard in self._optimizer_shards if id(shard.parameter) in wanted]
         parts = [
             (shard.parameter, shard.optimized.grad)
-            for shard in self._optimizer_shards
+            for shard in shards
             if shard.optimized.grad is not None and (state is None or state.counts(shard))
         ]
-        split = self._norms.split_parameters().intersection(map(id, self._parameters()))
+        split = self._norms.split_parameters().intersection(map(id, self._parameters())) & wanted
         norm = self._norms.total([*whole, *parts], split, norm_type)
         self._global_grad_norm = norm
-        factor = max_norm / (norm + 1e-6)
-        if not factor >= 1.0:  # as PyTorch does, also when the norm is not a number
-            if whole:
-                torch._foreach_mul_([gradient for _, gradient in whole], factor)
-            self._masters.scale_down(factor)
+        factor = scale_down([gradient for _, gradient in whole], max_norm, norm)
+        if factor != 1.0:
+            self._masters.scale_down(factor, shards)
         return norm
 
     def _updated_themselves(self) -> list[nn.Parameter]:

@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
 
 
+def scale_down(gradients: Sequence[torch.Tensor], max_norm: float, norm: float) -> float:
+    """Scale gradients of a norm down to ``max_norm``, as PyTorch does; returns the factor."""
+    factor = max_norm / (norm + 1e-6)
+    if factor >= 1.0:
+        return 1.0
+    if gradients:  # also when the norm is not a number
+        torch._foreach_mul_(list(gradients), factor)
+    return factor
+
+
 class WholeNorms:
     """Knows which ranks have the other parts of what an optimizer updates on this one.
 

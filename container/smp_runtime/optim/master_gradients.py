@@ -78,11 +78,12 @@ class MasterGradients:
         return self._overflow
 
     @torch.no_grad()
-    def scale_down(self, factor: float) -> None:
-        """Multiply the gradients that were brought, and the model's, to which backward may add more."""
-        held = [shard.optimized.grad for shard in self._optimizer_shards if shard.optimized.grad is not None]
+    def scale_down(self, factor: float, shards: Sequence[OptimizerShard]) -> None:
+        """Multiply the gradients that were brought to some shards, and the model's, to which backward may add more."""
+        held = [shard.optimized.grad for shard in shards if shard.optimized.grad is not None]
         places = {gradient.data_ptr() for gradient in held}
-        sources = [gradient for gradient, _ in self._brought.values() if gradient.data_ptr() not in places]
+        found = [self._brought[shard][0] for shard in shards if shard in self._brought]
+        sources = [gradient for gradient in found if gradient.data_ptr() not in places]
         for gradients in (held, sources):
             if gradients:
                 torch._foreach_mul_(gradients, factor)

@@ -1,0 +1,172 @@
+"""``torch.nn.utils.clip_grad_norm_`` on a wrapped model's parameters clips as in one process, wherever the gradients lie.
+
+PyTorch's function measures what this rank has. Where that is a part of the gradient, every rank would scale by another
+factor; where gradients lie in shards, it would find none. Scripts and libraries call it all the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.utils import clip_grad
+
+from smp_config import Group
+from smp_runtime.optim.gradient_norms import WholeNorms, scale_down
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from smp_runtime.job.session import Session
+    from smp_runtime.job.trained import TrainedModel, TrainedOptimizer
+
+logger = logging.getLogger("smp")
+
+#: What PyTorch's function is made of since 2.6, however a script has imported it; else the function itself.
+_MEASURE, _SCALE, _OUTER = "_get_total_norm", "_clip_grads_with_norm_", "clip_grad_norm_"
+
+
+def needs_other_ranks(session: Session) -> bool:
+    """Whether gradients are not what one process has, on the parameters of one rank."""
+    parameters = session.ranks.cfg
+    return (
+        session.ranks.size(Group.PP) > 1
+        or session.ranks.size(Group.TP) > 1
+        or parameters.sharded_data_parallel_degree > 1
+        or parameters.shard_optimizer_state
+        or parameters.fp16
+        or parameters.bf16
+    )
+
+
+def clip_over_ranks(session: Session) -> None:
+    """Until the session closes, PyTorch's function clips parameters of wrapped models over all ranks that have some."""
+    if not needs_other_ranks(session) or session.ranks.kept(_Clipping) is not None:
+        return
+    clipping = session.ranks.keep(_Clipping, lambda: _Clipping(session))
+
+    def patch(module: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        original = getattr(module, name)
+        setattr(module, name, around(original))
+        session.at_close.append(functools.partial(setattr, module, name, original))
+
+    if hasattr(clip_grad, _MEASURE) and hasattr(clip_grad, _SCALE):
+        patch(clip_grad, _MEASURE, clipping.measuring)
+        patch(clip_grad, _SCALE, clipping.scaling)
+    else:
+        patch(clip_grad, _OUTER, clipping.clipping)
+        patch(torch.nn.utils, _OUTER, clipping.clipping)
+
+
+class _Measured(threading.local):
+    """How the norm was asked for that this thread scales by next."""
+
+    norm_type: float = 2.0
+    error_if_nonfinite: bool = False
+
+
+class _Clipping:
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.ref(session)
+        self._measured = _Measured()
+        self._said = False
+
+    def measuring(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Note what the norm is measured by; whether it is to be finite is looked at when it is known."""
+
+        @functools.wraps(original)
+        def measure(
+            tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+        ) -> torch.Tensor:
+            self._measured.norm_type, self._measured.error_if_nonfinite = norm_type, error_if_nonfinite
+            made: torch.Tensor = original(tensors, norm_type, False, foreach)
+            return made
+
+        return measure
+
+    def scaling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Scale by the norm of the whole gradient, which the caller of PyTorch's function gets back too."""
+
+        @functools.wraps(original)
+        def scale(parameters: Any, max_norm: Any, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            norm = self._clipped(parameters, float(max_norm), self._measured.norm_type)
+            found = total_norm if norm is None else torch.as_tensor(norm)
+            if self._measured.error_if_nonfinite and not math.isfinite(float(found)):
+                raise RuntimeError(
+                    f"the gradient's norm of order {self._measured.norm_type} is {float(found)}, so it cannot be clipped; pass "
+                    "error_if_nonfinite=False to scale by it all the same"
+                )
+            if norm is None:
+                original(parameters, max_norm, total_norm, foreach)
+            else:
+                total_norm.fill_(norm)
+
+        return scale
+
+    def clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The same for a PyTorch that does both in one function."""
+
+        @functools.wraps(original)
+        def clip(parameters: Any, max_norm: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            norm = self._clipped(parameters, float(max_norm), norm_type)
+            if norm is None:
+                return original(parameters, max_norm, norm_type, *args, **kwargs)
+            return torch.tensor(norm)
+
+        return clip
+
+    def _clipped(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> float | None:
+        """Clip the gradients of a wrapped model; None if PyTorch's own way is right, or nothing better is known."""
+        session = self._session()
+        wanted = {id(parameter) for parameter in parameters}
+        models = [] if session is None else [m for m in session.models if wanted & _own(m)]
+        if session is None or not models:
+            return None
+        optimizers = [o for o in session.optimizers if wanted & _updated(o)]
+        known = _own(models[0]).union(*map(_updated, optimizers))
+        if len(models) > 1 or not wanted <= known:
+            self._warn("parameters of several models, or of none, at once")
+        elif len(optimizers) == 1:
+            return optimizers[0].clip_master_grads(max_norm, norm_type, among=parameters)
+        elif models[0].optimizer_shards and any(s is not None for s in models[0].optimizer_shards.values()):
+            self._warn("parameters whose gradients an optimizer has that was not wrapped in smp.DistributedOptimizer")
+        else:
+            return _clip_alone(session, models[0], parameters, max_norm, norm_type)
+        return None
+
+    def _warn(self, what: str) -> None:
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "torch.nn.utils.clip_grad_norm_ got %s, and measures what this rank has of them; call it for each model, or use "
+                "optimizer.clip_master_grads(max_norm) of smp.DistributedOptimizer, on every rank",
+                what,
+            )
+
+
+def _own(model: TrainedModel) -> set[int]:
+    return {id(record.parameter) for record in model.registry}
+
+
+def _updated(optimizer: TrainedOptimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.original_groups() for parameter in group}
+
+
+@torch.no_grad()
+def _clip_alone(
+    session: Session, model: TrainedModel, parameters: list[nn.Parameter], max_norm: float, norm_type: float
+) -> float:
+    """Clip gradients that lie on the parameters."""
+    norms = WholeNorms(session.ranks, model, (), lambda: session.records)
+    found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    norm = norms.total(found, norms.split_parameters().intersection(map(id, parameters)), norm_type)
+    scale_down([gradient for _, gradient in found], max_norm, norm)
+    return norm
