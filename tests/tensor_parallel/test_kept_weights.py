@@ -246,3 +246,58 @@ def test_a_module_created_late_in_several_contexts_is_left_alone(solo):
     model, warnings = heard(_several_contexts)
     assert "several contexts of delayed creation" in warnings[0], warnings
     assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def _early_optimizer(after):
+    """Two steps with an optimizer whose groups have the parameters of the unwrapped model; weights, beside plain PyTorch's."""
+    ids = torch.randint(3, 12, (4, 8), generator=torch.Generator().manual_seed(3))
+
+    def optimizer_of(model):
+        decayed = [p for n, p in model.named_parameters() if n.endswith("weight") and "ln_" not in n]
+        others = [p for n, p in model.named_parameters() if not (n.endswith("weight") and "ln_" not in n)]
+        return torch.optim.SGD([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=0.1)
+
+    torch.manual_seed(5)
+    original = _hugging_face("gpt2")
+    alone = _hugging_face("gpt2")
+    alone.load_state_dict(original.state_dict())
+    plain = optimizer_of(alone)
+    optimizer = optimizer_of(original)
+    smp.set_tensor_parallelism(original)
+    if after:
+        model = smp.DistributedModel(original)
+        optimizer = smp.DistributedOptimizer(optimizer)
+    else:
+        optimizer = smp.DistributedOptimizer(optimizer)
+        model = smp.DistributedModel(original)
+    for _ in range(2):
+        for one, its in ((alone, plain), (model, optimizer)):
+            its.zero_grad()
+            loss = _loss(one, ids)
+            loss.backward()
+            its.step()
+    from smdistributed.modelparallel.torch.nn.huggingface.gpt2 import translate_state_dict_to_hf_gpt2
+
+    return translate_state_dict_to_hf_gpt2(model.state_dict()), alone.state_dict()
+
+
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("half", [{}, {"shard_optimizer_state": True}])
+def test_an_optimizer_of_the_unwrapped_model_trains_its_distributed_form(ranks, after, half):
+    from support.closeness import close
+
+    config = {"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True, **half}
+    for found, expected in ranks(_early_optimizer, 2, after, config=config):
+        for name, value in expected.items():
+            close(found[name], value, name)
+
+
+def test_an_optimizer_of_weights_that_were_thrown_away_is_refused(solo):
+    solo({})
+    linear = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+    smp.set_tensor_parallelism(linear, keep_weights=False)
+    model = smp.DistributedModel(linear)
+    with pytest.raises(SMPUserError, match=r"has a parameter of shape \[4, 4\] of a module that tensor parallelism"):
+        smp.DistributedOptimizer(optimizer)
+    assert model.module.weight.shape == (4, 4)

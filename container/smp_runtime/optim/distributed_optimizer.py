@@ -17,6 +17,7 @@ from smp_runtime.optim.gradient_norms import WholeNorms, scale_down
 from smp_runtime.optim.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
 from smp_runtime.optim.master_gradients import MasterGradients
 from smp_runtime.optim.state_dict import SavedOptimizer
+from smp_runtime.parameters.registry import Successors
 
 if TYPE_CHECKING:
     from smp_runtime.job.trained import TrainedModel
@@ -89,6 +90,7 @@ class DistributedOptimizer(SavedOptimizer):
         self._norms = self._norms_for(None)
         # The base class's own constructor would build groups and state of its own; only its hooks are wanted.
         super().__setstate__({})
+        self._follow_replaced()
         for model in self._session.models:
             self.bind(model)
         self._session.adopt_optimizer(self)
@@ -113,6 +115,7 @@ class DistributedOptimizer(SavedOptimizer):
         """
         if model is self._model:
             return
+        self._follow_replaced()
         mine = {p for group in self.optimizer.param_groups for p in group["params"]}
         all_stages = {record.parameter for record in model.registry}
         is_staged = model.assignment is not None
@@ -139,6 +142,17 @@ class DistributedOptimizer(SavedOptimizer):
         self._model = model
         for group in self.optimizer.param_groups:
             self._replace(group)
+
+    def _follow_replaced(self) -> None:
+        """An optimizer of the unwrapped model updates what tensor parallelism has put in place of its parameters."""
+        successors = self._ranks.kept(Successors)
+        if successors is None:
+            return
+        for group in self.optimizer.param_groups:
+            former = group["params"]
+            group["params"] = successors.follow(former)
+            for parameter in {*former} - {*group["params"]}:
+                self.optimizer.state.pop(parameter, None)
 
     def _norms_for(self, model: TrainedModel | None) -> WholeNorms:
         session = self._session  # and not this object, which the inner optimizer would hold then

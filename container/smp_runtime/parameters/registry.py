@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
@@ -110,6 +113,39 @@ class ParameterRegistry:
     def elements(self) -> int:
         """Elements of all parameters, tied ones counted once."""
         return sum(record.parameter.numel() for record in self._records)
+
+
+class Successors:
+    """Parameters of replaced modules, and those that are trained in their place; kept once per job."""
+
+    def __init__(self) -> None:
+        self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def note(self, replaced: nn.Parameter, made: Sequence[nn.Parameter]) -> None:
+        """A parameter was replaced; ``made`` is empty if it cannot be told by which."""
+        self._made[replaced] = tuple(weakref.ref(parameter) for parameter in made)
+
+    def follow(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """``parameters`` with successors in place of replaced ones.
+
+        Raises:
+            SMPUserError: one has none.
+        """
+        found: dict[nn.Parameter, None] = {}
+        for parameter in parameters:
+            references = self._made.get(parameter, None)
+            if references is None:
+                found[parameter] = None
+                continue
+            made = [successor for reference in references if (successor := reference()) is not None]
+            if not made:
+                raise SMPUserError(
+                    f"the optimizer has a parameter of shape {list(parameter.shape)} of a module that tensor parallelism has "
+                    "replaced, with new weights, so that it would train nothing; create the optimizer from model.parameters() of "
+                    "the model that smp.DistributedModel returned"
+                )
+            found.update(dict.fromkeys(made))
+        return list(found)
 
 
 @dataclass(frozen=True)

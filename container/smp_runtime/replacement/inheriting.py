@@ -14,6 +14,7 @@ from smp_runtime.activations.marking import is_marked
 from smp_runtime.nn.transformer import DistributedTransformer
 from smp_runtime.parameters.precision import Precision
 from smp_runtime.replacement.placing import slices_by_name
+from smp_runtime.tensors.torch_private import storage_key
 
 if TYPE_CHECKING:
     from smp_config import ModelParallelParameters
@@ -82,6 +83,13 @@ class Heritage:
         with torch.no_grad(), _NothingIsEqual():
             self._ours = dict(state if to_ours is None else to_ours(state))
         self.lost = [why for name, value in self._ours.items() if (why := self._misfit(name, value))]
+        sources = {storage_key(value): value for value in state.values()}
+        #: By the id of each of the original's tensors, those that have its elements now.
+        self.successors: dict[int, list[nn.Parameter]] = {}
+        for name, value in self._ours.items():
+            source, target = sources.get(storage_key(value)), self._made.get(name)
+            if source is not None and isinstance(target, nn.Parameter):
+                self.successors.setdefault(id(source), []).append(target)
         self.missing = [name for name in self._made if name not in self._ours]
 
     def _misfit(self, name: str, value: torch.Tensor) -> str | None:

@@ -17,6 +17,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.job.module_manager import ModuleManager
 from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError, parameters_in
 from smp_runtime.parameters.deferred_creation import Deferral, Deferrals
+from smp_runtime.parameters.registry import Successors
 from smp_runtime.pipeline.partition.manual_stages import hand_on_stage
 from smp_runtime.replacement import builtin
 from smp_runtime.replacement.inheriting import (
@@ -188,9 +189,14 @@ def _made(
         made = how.distributed(original, mark.overrides, automatic)
     if dtype is not None:
         set_parameter_type(made, dtype)
-    written = _hand_over(candidate, state, made, group) if state else set()
-    for parameter, write in waiting.items():
-        if parameter not in written:
+    heritage = Heritage(state, made, how.to_ours) if state else None
+    written = _hand_over(candidate, heritage, made, group) if heritage is not None else set()
+    successors = group.ranks.keep(Successors, Successors)
+    for parameter in original.parameters():
+        found = heritage.successors.get(id(parameter), ()) if heritage is not None and written else ()
+        successors.note(parameter, found)
+    for key, write in waiting.items():
+        if key not in written:
             write()
     return made
 
@@ -215,12 +221,9 @@ def _agreed_state(candidate: _Candidate, group: TensorGroup) -> dict[str, torch.
     return state
 
 
-def _hand_over(
-    candidate: _Candidate, state: Mapping[str, torch.Tensor], made: nn.Module, group: TensorGroup
-) -> set[int]:
+def _hand_over(candidate: _Candidate, heritage: Heritage, made: nn.Module, group: TensorGroup) -> set[int]:
     """Give ``made`` the weights of its original; returns the ids of the parameters that have them."""
     how, title = candidate.how, candidate.title
-    heritage = Heritage(state, made, how.to_ours)
     if heritage.lost and how.arguments is not None:
         raise NotDistributableError(
             f"weights of it would be lost: {listed(heritage.lost)}; to distribute it with new weights, pass keep_weights=False "
