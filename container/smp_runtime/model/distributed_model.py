@@ -263,7 +263,9 @@ class DistributedModel(WrappedModule):
     def finish_step(self) -> bool:
         """All microbatches are done: reduce gradients, run the hooks; returns whether backward ran."""
         trained = self._window.finish_step()
-        for hook in list(self._post_step_hooks.values()):
+        hooks = list(self._post_step_hooks.values())
+        self._post_step_hooks.clear()
+        for hook in hooks:
             hook(self, self._session.optimizer)
         return trained and torch.is_grad_enabled()
 
@@ -434,7 +436,11 @@ class DistributedModel(WrappedModule):
         return handle
 
     def register_post_step_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Call ``hook(model, optimizer)`` after every step-decorated call."""
+        """Call ``hook(model, optimizer)`` once, after the next step-decorated call.
+
+        Scripts load what needs the partition there, such as an optimizer's state; a hook that wants every step registers
+        itself again.
+        """
         return _registered(self._post_step_hooks, hook)
 
 

@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import pickle
+import re
 import socket
 import zipfile
 from collections import OrderedDict
@@ -14,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from smp_runtime.checkpoint.files.manifest import FileRecord
+from smp_runtime.checkpoint.files.safe_objects import safe_objects
 from smp_runtime.errors import CheckpointError, SMPUserError
 
 #: What reading a damaged file may raise.
@@ -32,29 +33,6 @@ _UNREADABLE = (
     AttributeError,
     AssertionError,
 )
-
-_numpy: Any = getattr(np, "_core", None) or np.core
-#: NumPy's own way of rebuilding arrays and numbers, which only makes data.
-_NUMPY = [
-    np.ndarray,
-    np.dtype,
-    _numpy.multiarray._reconstruct,  # noqa: SLF001 - what pickles of arrays name
-    _numpy.multiarray.scalar,
-    *{type(np.dtype(kind)) for kind in np.typecodes["All"].replace("O", "")},
-]
-
-
-@contextlib.contextmanager
-def arrays_are_safe() -> Iterator[None]:
-    """Inside, ``torch.load(weights_only=True)`` also reads arrays and numbers of NumPy."""
-    before = torch.serialization.get_safe_globals()
-    torch.serialization.add_safe_globals(_NUMPY)
-    try:
-        yield
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
-
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
@@ -138,14 +116,14 @@ def read_tensors(path: Path, map_location: Any = "cpu") -> Any:
         return None
     try:
         # Opened here, because PyTorch reads a path that ends in .safetensors as such a file.
-        with arrays_are_safe(), open(path, "rb") as file:
+        with open(path, "rb") as file, safe_objects(file):
             return torch.load(file, map_location=map_location, weights_only=True)
     except _UNREADABLE as error:
         # A damaged archive is no archive, or has other checksums: this one says what was saved.
         if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
             raise CheckpointError(
                 f"{path} holds an object that may run code when it is loaded ({_refused_object(error)}); if you trust who "
-                "wrote it, pass pickle_module=pickle, or save plain objects, for example vars(args) instead of args"
+                "wrote it, pass pickle_module=pickle, or save plain objects, for example its __dict__"
             ) from None
         raise _damaged(path, error) from error
 
@@ -171,6 +149,8 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
 
 def _refused_object(error: Exception) -> str:
     """What PyTorch's safe loader has refused to make, or why it gave up, in one line."""
+    if match := re.search(r"GLOBAL ([\w.]+)", str(error)):
+        return f"of {match[1]}"
     lines = [line.strip() for line in str(error).splitlines()]
     telling = [line for line in lines if any(word in line for word in ("GLOBAL", "Unsupported", "Can only"))]
     return ((telling or lines or [""])[0] or type(error).__name__)[:200]
@@ -225,7 +205,8 @@ def user_content_bytes(content: Any, *, trusted: bool = False) -> bytes:
     """The content of a ``user_content`` file, after making sure that it can be read back.
 
     Args:
-        content: dictionaries, lists, tuples, sets, numbers, strings, tensors, NumPy arrays, in any nesting.
+        content: dictionaries, lists, tuples, sets, numbers, strings, tensors, NumPy arrays, and objects that are data (see
+            :mod:`.safe_objects`), in any nesting.
         trusted: True lets any object pass that can be pickled.
 
     Raises:
@@ -243,13 +224,13 @@ def user_content_bytes(content: Any, *, trusted: bool = False) -> bytes:
         return buffer.getvalue()
     buffer.seek(0)
     try:
-        with arrays_are_safe():
+        with safe_objects(buffer):
             torch.load(buffer, weights_only=True)
     except pickle.UnpicklingError as error:
         raise SMPUserError(
             f"user_content holds an object that could not be loaded back safely ({_refused_object(error)}); keep to dictionaries, "
-            "lists, numbers, strings, tensors and arrays, for example vars(args) instead of args, or pass "
-            "trust_user_content=True to save_checkpoint and to resume_from_checkpoint"
+            "lists, numbers, strings, tensors, arrays, namespaces and configurations of Transformers, for example its __dict__, or "
+            "pass trust_user_content=True to save_checkpoint and to resume_from_checkpoint"
         ) from None
     return buffer.getvalue()
 
@@ -267,7 +248,7 @@ def read_user_content(path: Path, *, trusted: bool = False) -> Any:
         return None
     try:
         # Opened here, because PyTorch reads a path that ends in .safetensors as such a file, and tags may.
-        with arrays_are_safe(), open(path, "rb") as file:
+        with open(path, "rb") as file, safe_objects(file):
             return torch.load(file, map_location="cpu", weights_only=not trusted)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
