@@ -341,3 +341,13 @@ def test_one_object_may_hold_arrays_and_others_are_named(trained, tmp_path):
 def test_tags_that_cannot_be_file_names(trained, tmp_path, tag):
     with pytest.raises(SMPUserError, match="file name"):
         smp.save_checkpoint(str(tmp_path), tag=tag)
+
+
+def test_a_full_model_that_is_asked_for_by_itself_has_no_optimizer_beside_it(trained, tmp_path):
+    model, optimizer, _ = trained
+    smp.save_checkpoint(str(tmp_path), tag="a.pt", partial=False, model=model)
+    assert not (tmp_path / "a.pt_optimizer").exists()
+    smp.save_checkpoint(str(tmp_path), tag="b.pt", partial=False)
+    smp.save_checkpoint(str(tmp_path), tag="c.pt", partial=False, model=model, optimizer=optimizer)
+    assert (tmp_path / "b.pt_optimizer").read_bytes()
+    assert (tmp_path / "c.pt_optimizer").read_bytes()

@@ -205,6 +205,16 @@ def test_every_layout_is_read_as_transformers_wrote_it(solo, tmp_path, name, lar
         assert torch.equal(model.state_dict()[key], value), key
 
 
+@pytest.mark.parametrize("size", ["5GB", "20KB"])
+def test_the_other_of_transformers_names_is_found(solo, tmp_path, size):
+    original = _original("gpt2")
+    original.save_pretrained(tmp_path, max_shard_size=size)
+    solo({})
+    model = smp.DistributedModel(type(original)(original.config))
+    smp.resume_from_checkpoint(str(tmp_path), tag="pytorch_model.bin", partial=False, load_optimizer=False)
+    assert torch.equal(model.state_dict()["transformer.wte.weight"], original.transformer.wte.weight)
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_files_in_shards_load_in_transformers(tmp_path, name, dtype):

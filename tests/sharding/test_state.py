@@ -92,6 +92,8 @@ def test_attributes_that_scripts_read(ranks):
 
     config = settings(TiedNet(), 2, bf16=True)
     assert sum(ranks(run, 2, config=config)) == sum(p.numel() for p in TiedNet().parameters())
+    # Parameters below the threshold, which every rank has whole, have them too.
+    ranks(run, 2, config={**config, "sdp_param_persistence_threshold": 10**6})
 
 
 def test_the_state_of_the_module_inside_is_refused_where_it_would_be_nan(ranks):

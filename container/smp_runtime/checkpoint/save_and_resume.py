@@ -52,7 +52,7 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
         path: folder of checkpoints, made if absent.
         tag: usually the number of steps.
         model: default: the wrapped model.
-        optimizer: default: the wrapped optimizer.
+        optimizer: default: the wrapped optimizer; none for a full checkpoint of a ``model`` that is given.
         user_content: plain containers, numbers, strings, tensors and NumPy arrays; rank 0's is saved.
         translate_if_full: save a full state of a distributed Hugging Face model under Hugging Face's names.
         num_kept_partial_checkpoints: older ones are removed beyond this number.
@@ -80,7 +80,8 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
             "the model was not partitioned yet, so there is nothing to save: its weights get their place in the first step; save "
             "after it"
         )
-    optimizer = optimizer or _optimizer(session)
+    if optimizer is None and (partial or model is None):  # a full model that is asked for by itself is one file
+        optimizer = _optimizer(session)
     if optimizer is not None and not hasattr(optimizer, "original_groups"):
         raise SMPUserError(f"optimizer= is a {type(optimizer).__name__}; pass what smp.DistributedOptimizer returned")
     folder = Path(path)

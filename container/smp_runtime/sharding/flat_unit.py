@@ -244,9 +244,14 @@ class ShardedUnit(FlatUnit):
         self.shard.copy_(self._part)
 
     def mark_parameters(self) -> None:
-        """Set what scripts for DeepSpeed read: ``ds_shape``, ``ds_numel`` and ``ds_tensor`` (this rank's part, flat)."""
+        """Let scripts read where a parameter's elements are, see :func:`mark_parameter`."""
         for parameter, shape, fragment in zip(self.parameters, self.shapes, self.fragments, strict=True):
             part = self.shard[:0] if fragment is None else self.slice_of(self.shard, fragment).view(-1)
-            parameter.ds_shape = shape  # type: ignore[attr-defined]
-            parameter.ds_numel = shape.numel()  # type: ignore[attr-defined]
-            parameter.ds_tensor = part  # type: ignore[attr-defined]
+            mark_parameter(parameter, shape, part)
+
+
+def mark_parameter(parameter: nn.Parameter, shape: torch.Size, part: torch.Tensor) -> None:
+    """Set what scripts for DeepSpeed read: ``ds_shape``, ``ds_numel`` and ``ds_tensor`` (this rank's part, flat)."""
+    parameter.ds_shape = shape  # type: ignore[attr-defined]
+    parameter.ds_numel = shape.numel()  # type: ignore[attr-defined]
+    parameter.ds_tensor = part  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.parameters.deferred_creation import Deferrals, StandIn, materialize, stand_ins
 from smp_runtime.sharding.all_gather import make_gathering
 from smp_runtime.sharding.flat_shards import FlatShards
-from smp_runtime.sharding.flat_unit import ShardedUnit
+from smp_runtime.sharding.flat_unit import ShardedUnit, mark_parameter
 from smp_runtime.sharding.live_parameters import LiveParameters
 from smp_runtime.sharding.module_hooks import ModuleUses
 from smp_runtime.sharding.sharded_gradients import ShardedGradients
@@ -112,6 +112,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         for parameter, shard in optimizer_shards.items():
             shard.number = self._numbers[parameter]
             self.optimizer_shards[parameter] = shard
+            mark_parameter(parameter, parameter.shape, parameter.detach().view(-1))
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter, value: torch.Tensor) -> None:

@@ -55,13 +55,18 @@ def is_transformers_name(name: str) -> bool:
 
 
 def weights_of(path: Path) -> Path | None:
-    """The file of weights, or their index, that ``path`` means: a folder, a file, or a file that was cut in shards."""
+    """The file of weights, or their index, that ``path`` means: a folder, a file, or a file that was cut in shards.
+
+    Where ``model.safetensors`` or ``pytorch_model.bin`` is meant and absent, the other is taken.
+    """
     if path.is_dir():
         return next((path / name for name in _KNOWN if (path / name).is_file()), None)
     if path.is_file():
         return path
-    index = path.with_name(path.name + INDEX)
-    return index if index.is_file() else None
+    # Libraries ask for one of Transformers' names where it wrote the other.
+    others = [known for known in _KNOWN if path.name in (SAFETENSORS, PICKLED)]
+    names = [path.name + INDEX, *others]
+    return next((found for name in names if (found := path.with_name(name)).is_file()), None)
 
 
 def read_weights(path: Path, map_location: Any = "cpu") -> dict[str, Any]:

@@ -34,6 +34,7 @@ _UNREADABLE = (
     AssertionError,
 )
 
+
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A temporary path beside ``path`` that takes its name when the block ends well, and disappears when not."""
