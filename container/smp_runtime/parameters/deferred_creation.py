@@ -116,6 +116,8 @@ class Deferral(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.ops.aten.lift_fresh.default and not args[0].numel():
+            return func(*args)  # torch.tensor([]): Transformers asks it for the device, and initialises nothing on meta
         if func is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001 - the operator's public name
             raise SMPUserError(
                 "the model reads a tensor's value while it is created (item(), float(), if tensor: …), but with delayed "

@@ -56,7 +56,7 @@ def _configurations(file: IO[bytes]) -> Iterator[type]:
     """The classes of Transformers' configurations that a file names."""
     named = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)  # since PyTorch 2.6
     start = file.tell()
-    names = []
+    names: list[str] = []
     with contextlib.suppress(Exception):  # a damaged file is told when it is read
         names = named(file) if named is not None else []
     file.seek(start)

@@ -159,14 +159,11 @@ def _common(config: Any) -> dict[str, Any]:
 
 
 def _forward_hook(kind: type) -> Callable[..., Arguments]:
-    """Translates the arguments of ``kind.forward``, in whatever order this version of Transformers has them."""
-    original = kind.forward  # type: ignore[attr-defined]
-    signature = inspect.signature(original)
+    """Translates the arguments of ``kind.forward``."""
+    bind = given_arguments(kind)
 
-    @functools.wraps(original)
     def hook(*args: Any, **kwargs: Any) -> Arguments:
-        given = dict(signature.bind(None, *args, **kwargs).arguments)
-        given |= given.pop("kwargs", {})
+        given = bind(*args, **kwargs)
         for name in _REFUSED:
             if given.get(name) is not None and given[name] is not False:
                 raise SMPUserError(
@@ -188,22 +185,41 @@ def _forward_hook(kind: type) -> Callable[..., Arguments]:
     return hook
 
 
+def given_arguments(kind: Any) -> Callable[..., dict[str, Any]]:
+    """What gives the arguments of ``kind.forward`` by name, in whatever order this version of Transformers has them."""
+    signature = inspect.signature(kind.forward)
+
+    @functools.wraps(kind.forward)
+    def bind(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        given = dict(signature.bind(None, *args, **kwargs).arguments)
+        return given | given.pop("kwargs", {})
+
+    return bind
+
+
 def rotary_settings(config: Any, head_size: int, *, share: float = 1.0) -> Mapping[str, Any]:
-    """The rotary embedding of a configuration, computed by Transformers.
+    """The rotary embedding of a configuration; what scales its frequencies is computed by Transformers.
 
     Raises:
         NotDistributableError: its frequencies change with the sequence.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    scaling = getattr(config, "rope_scaling", None) or {}
+    # One dictionary since Transformers 5; before, one of the scaling, and attributes.
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in _STATIC_ROTARY:
         raise NotDistributableError(
             f"its rope_scaling is of type {kind!r}, whose frequencies change with the sequence; use one of "
             f"{', '.join(_STATIC_ROTARY)}"
         )
-    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    if kind == "default":
+        theta = scaling.get("rope_theta", getattr(config, "rope_theta", None)) or 10000.0
+        part = scaling.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None)) or 1.0
+        size = int(head_size * part)
+        frequencies, scale = 1.0 / theta ** (torch.arange(0, size, 2, device="cpu").float() / size), 1.0
+    else:
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     if 2 * len(frequencies) > head_size:
         raise NotDistributableError(f"it rotates {2 * len(frequencies)} channels of heads that have {head_size}")
     return {

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.distributed_module import NotDistributableError
 from smp_runtime.nn.transformer import DistributedTransformer
-from smp_runtime.replacement.huggingface.causal import activation, refuse_cross_attention
+from smp_runtime.replacement.huggingface.causal import activation, given_arguments, refuse_cross_attention
 from smp_runtime.replacement.huggingface.translation import EncoderNames, LayerNames, parameter_names
 from smp_runtime.replacement.registration import Arguments, Registration, register
-
-if TYPE_CHECKING:
-    import torch
 
 NAMES = EncoderNames(
     LayerNames(
@@ -62,34 +60,29 @@ def init_hook(config: Any, *_: Any, **__: Any) -> Arguments:
     }
 
 
-def forward_hook(  # noqa: PLR0913 - the signature of the original
-    hidden_states: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    head_mask: Any = None,
-    encoder_hidden_states: torch.Tensor | None = None,
-    encoder_attention_mask: torch.Tensor | None = None,
-    past_key_values: Any = None,
-    use_cache: bool | None = None,
-    output_attentions: bool | None = False,
-    output_hidden_states: bool | None = False,
-    return_dict: bool | None = True,
-    cache_position: torch.Tensor | None = None,
-) -> Arguments:
-    """Arguments of the distributed transformer's ``forward``."""
-    masks = head_mask if isinstance(head_mask, list | tuple) else [head_mask]
-    asked = {
-        "head_mask": any(mask is not None for mask in masks),
-        "past_key_values": past_key_values is not None,
-        "output_attentions": bool(output_attentions),
-        "output_hidden_states": bool(output_hidden_states),
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise SMPUserError(
-                f"the encoder is distributed and takes no {name}; leave it out, or create the model outside of "
-                "smp.tensor_parallelism()"
-            )
-    return ((hidden_states, attention_mask),), {}
+def _forward_hook(kind: type) -> Callable[..., Arguments]:
+    """Translates the arguments of ``kind.forward``; what only the layers of some versions take is not needed."""
+    bind = given_arguments(kind)
+
+    def hook(*args: Any, **kwargs: Any) -> Arguments:
+        given = bind(*args, **kwargs)
+        masks = given.get("head_mask")
+        masks = masks if isinstance(masks, list | tuple) else [masks]
+        asked = {
+            "head_mask": any(mask is not None for mask in masks),
+            "past_key_values": given.get("past_key_values") is not None,
+            "output_attentions": bool(given.get("output_attentions")),
+            "output_hidden_states": bool(given.get("output_hidden_states")),
+        }
+        for name, is_asked in asked.items():
+            if is_asked:
+                raise SMPUserError(
+                    f"the encoder is distributed and takes no {name}; leave it out, or create the model outside of "
+                    "smp.tensor_parallelism()"
+                )
+        return ((given["hidden_states"], given.get("attention_mask")),), {}
+
+    return hook
 
 
 def return_hook(result: tuple[Any, ...]) -> Any:
@@ -106,7 +99,7 @@ def register_model(kind: type) -> None:
         Registration(
             Encoder,
             init_hook,
-            forward_hook,
+            _forward_hook(kind),
             return_hook,
             arguments=lambda module: ((module.config,), {}),
             is_whole_model=True,

@@ -6,13 +6,23 @@ import functools
 from typing import Any
 
 from smp_runtime.replacement.huggingface.causal import activation, register_causal, rotary_settings
-from smp_runtime.replacement.huggingface.translation import CausalNames, LayerNames, parameter_names, translators
+from smp_runtime.replacement.huggingface.translation import (
+    CausalNames,
+    LayerNames,
+    parameter_names,
+    transformers_major,
+    translators,
+)
+
+#: Transformers 5 calls the head like those of other models; states of either kind are read.
+_HEADS = ("lm_head", "embed_out") if transformers_major() >= 5 else ("embed_out", "lm_head")
 
 NAMES = CausalNames(
     root="gpt_neox",
     layers="layers",
-    head="embed_out.weight",
-    head_bias="embed_out.bias",
+    head=f"{_HEADS[0]}.weight",
+    head_bias=f"{_HEADS[0]}.bias",
+    other_head=_HEADS[1],
     outer={
         **parameter_names({"embed_in": "word_embedding"}, "weight"),
         **parameter_names({"final_layer_norm": "layernorm"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,14 @@ from smp_runtime.job import session as sessions
 
 #: Causal masks and frequencies that older versions of Transformers saved and the distributed layers compute.
 _COMPUTED = re.compile(r"(^|\.)(attn|attn\.attention|attention|self_attn)\.(masked_)?bias$|(^|\.)rotary_emb\.inv_freq$")
+
+
+def transformers_major() -> int:
+    """The first number of the version of Transformers that is installed; 0 without one."""
+    try:
+        return int(importlib.metadata.version("transformers").partition(".")[0])
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return 0
 
 
 def parameter_names(modules: Mapping[str, str | tuple[str, ...]], *kinds: Literal["weight", "bias"]) -> dict[str, Any]:
@@ -72,6 +81,7 @@ class CausalNames:
         outer: the distributed model's name for each parameter outside the layers, by Hugging Face's in the model inside.
         head: Hugging Face's name of the head's weight; tied to the word embedding if the distributed model has none.
         head_bias: of its bias.
+        other_head: how the module of the head is called in states of other versions of Transformers.
     """
 
     root: str
@@ -80,6 +90,7 @@ class CausalNames:
     layer: LayerNames
     head: str = "lm_head.weight"
     head_bias: str = "lm_head.bias"
+    other_head: str | None = None
     ours: Mapping[str, str] = field(default_factory=lambda: {"head": "lm_head.weight", "bias": "lm_head.bias"})
 
     # -- from Hugging Face ---------------------------------------------------------------------------------------------
@@ -91,6 +102,9 @@ class CausalNames:
             state: by Hugging Face's names.
             heads: of distributed models that are known, see :meth:`to_theirs`.
         """
+        if self.other_head is not None:
+            pattern, here = re.compile(rf"(^|\.){self.other_head}\.(weight|bias)$"), self.head.removesuffix(".weight")
+            state = {pattern.sub(rf"\1{here}.\2", name): value for name, value in state.items()}
         result = dict(state)
         for place in self._places_of_theirs(state):
             root, kept = self._levels(place, state, heads or {})
