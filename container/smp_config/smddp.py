@@ -33,6 +33,9 @@ DEFAULT_SORT_BYTES = 128 * 1024 * 1024
 #: Pieces of a shard begin at multiples of this many bytes.
 _PIECE_GRAIN = 64
 
+#: More pieces of one shard would cost more time to begin than phases save.
+_MOST_PIECES = 64
+
 #: GPUs of the node that the documented rule (sort buffer ≥ degree · input / 8) was written for.
 _DOCUMENTED_RANKS_PER_NODE = 8
 
@@ -124,7 +127,7 @@ class BufferSizes:
         return None
 
     def pieces(self, input_bytes: int, hosts: int, ranks_per_host: int) -> int:
-        """In how many pieces sharded data parallelism sends a shard, so that each fits; 0: no piece would.
+        """In how many pieces sharded data parallelism sends a shard, so that each fits; 0: they would be too many.
 
         What fits as it is goes in one. A piece of a shard is no block of the whole, so the sort buffer also takes what
         a host's ranks hand each other, before it is put in its places.
@@ -139,10 +142,11 @@ class BufferSizes:
             return 1
         most = min(self.scratch, self.sort * _DOCUMENTED_RANKS_PER_NODE // ranks, self.sort // (hosts + ranks_per_host))
         most = most // _PIECE_GRAIN * _PIECE_GRAIN
-        return -(-input_bytes // most) if most else 0
+        pieces = -(-input_bytes // most) if most else 0
+        return pieces if pieces <= _MOST_PIECES else 0
 
     def piece_bytes(self, input_bytes: int, hosts: int, ranks_per_host: int) -> int:
-        """Bytes of each of these pieces, the last one's at most; 0: no piece would fit."""
+        """Bytes of each of these pieces, the last one's at most; 0 where there are none."""
         pieces = self.pieces(input_bytes, hosts, ranks_per_host)
         if pieces < 2:
             return input_bytes * pieces

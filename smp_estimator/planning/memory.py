@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from smp_config import Group, ModelParallelParameters, Topology
 from smp_config.in_flight import effective_bucket_bytes
-from smp_config.smddp import BufferSizes
 from smp_estimator.planning.activations import LayerCost, StageActivations, stage_activations
 from smp_estimator.planning.batches import Batches, in_flight, layers_of_stage
 from smp_estimator.planning.request import OPTIMIZER_BYTES, Request, Workload
+from smp_estimator.planning.smddp import buffer_bytes
 
 if TYPE_CHECKING:
     from smp_estimator.planning.model_shape import Weight
@@ -138,7 +138,6 @@ def _stage(
     activations: StageActivations,
 ) -> StageMemory:
     parameters, workload = request.parameters, request.workload
-    smddp = BufferSizes.from_environment(dict(request.environment)) if request.uses_smddp else BufferSizes(0, 0)
     half = is_half(parameters)
     element = 2 if half else 4
     gradient = element + (4 if half and parameters.fp32_grad_accumulation else 0)
@@ -185,6 +184,6 @@ def _stage(
         Kind.ACTIVATIONS: activations.total,
         Kind.GATHERED: gathered * element,
         Kind.BUCKETS: buckets * element,
-        Kind.SMDDP: smddp.scratch + smddp.sort,
+        Kind.SMDDP: buffer_bytes(request, topology),
     }
     return StageMemory(stage, layers, total, kinds, activations, gradient_copy=round(updated * 4) if half else 0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smp_config import Group, Topology
-from smp_estimator.planning.memory import StageMemory, is_half
+from smp_estimator.planning.memory import StageMemory, embedding_is_distributed, is_half
 
 if TYPE_CHECKING:
     from smp_estimator.planning.batches import Batches
@@ -71,6 +71,19 @@ def tensor_parallel_bytes(tensor: int, layers: int, hidden_bytes: float, *, reco
 def pipeline_bytes(stages: int, stage: int, hidden_bytes: float) -> float:
     """Activations forward to the next stage and gradients back to the one before, of a whole batch."""
     return ((stage < stages - 1) + (stage > 0)) * hidden_bytes
+
+
+def gathered_shards(request: Request) -> list[int]:
+    """Bytes that a rank puts into the all-gather of each unit: a layer, or what lies before or after all layers."""
+    parameters, units = request.parameters, dict[int | None, int]()
+    tensor, split_embedding = parameters.tensor_parallel_degree, embedding_is_distributed(parameters, request.workload)
+    for weight in request.shape.tensors():
+        split = split_embedding if weight.embedding else weight.split
+        local = -(-weight.elements // tensor) if split else weight.elements
+        if local >= parameters.sdp_param_persistence_threshold:
+            units[weight.layer] = units.get(weight.layer, 0) + local
+    element = 2 if is_half(parameters) else 4
+    return [-(-unit // parameters.sharded_data_parallel_degree) * element for unit in units.values()]
 
 
 @dataclass(frozen=True)

@@ -88,10 +88,11 @@ def test_each_piece_of_a_large_shard_fits(shard, hosts, ranks_per_host, pieces):
     assert pieces * piece >= shard > (pieces - 1) * piece
 
 
-def test_pieces_below_the_smallest_are_none():
-    tiny = BufferSizes(8192, 8192)
-    assert tiny.piece_bytes(10_000, 16, 64) == 64
-    assert (tiny.pieces(10_000, 17, 64), tiny.piece_bytes(10_000, 17, 64)) == (0, 0)
+def test_a_shard_goes_in_64_pieces_at_most():
+    small = BufferSizes(8192, 8192)
+    assert (small.pieces(64 * 2048, 2, 2), small.piece_bytes(64 * 2048, 2, 2)) == (64, 2048)
+    assert (small.pieces(64 * 2048 + 1, 2, 2), small.piece_bytes(64 * 2048 + 1, 2, 2)) == (0, 0)
+    assert small.pieces(10_000, 64, 65) == 0  # not even a piece of 64 bytes fits
 
 
 def test_rows_of_hosts_or_why_there_are_none():

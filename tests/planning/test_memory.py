@@ -108,14 +108,16 @@ def test_sharding_keeps_small_tensors_and_caps_what_is_gathered() -> None:
 
 
 def test_smddp_buffers_only_where_they_are_used() -> None:
-    sharded = {"ddp": True, "sharded_data_parallel_degree": 8}
+    sharded = {"ddp": True, "sharded_data_parallel_degree": 16}
     both = {"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": "8192", "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "16384"}
     assert kinds(sharded, count=2)[Kind.SMDDP] == 144 * 2**20
     assert kinds(sharded, count=2, environment=both)[Kind.SMDDP] == 24576
-    assert kinds(sharded, count=1)[Kind.SMDDP] == 0
+    inside = {**sharded, "sharded_data_parallel_degree": 8}
+    assert kinds(inside, count=1)[Kind.SMDDP] == kinds(inside, count=2)[Kind.SMDDP] == 0
     assert kinds({**sharded, "ddp_dist_backend": "nccl"}, count=2)[Kind.SMDDP] == 0
-    assert kinds({**sharded, "ddp_dist_backend": "smddp"}, count=1)[Kind.SMDDP] == 144 * 2**20
-    tensor = {**sharded, "tensor_parallel_degree": 2, "prescaled_batch": True}
+    assert kinds({**inside, "ddp_dist_backend": "smddp"}, count=1)[Kind.SMDDP] == 0  # nothing goes between hosts
+    assert kinds({**sharded, "ddp_dist_backend": "smddp"}, count=2)[Kind.SMDDP] == 144 * 2**20
+    tensor = {**inside, "tensor_parallel_degree": 2, "prescaled_batch": True}
     assert kinds(tensor, count=2)[Kind.SMDDP] == 0
 
 
