@@ -90,7 +90,10 @@ def test_notes() -> None:
     assert "no EFA" in said("gpt2", "ml.p3.16xlarge", 2, {"ddp": True})
     assert "alone fits too" in said("gpt2", "ml.p4d.24xlarge", 1, across | {"tensor_parallel_degree": 8}, 8)
     inside = said("gpt-neox-20b", "ml.p4d.24xlarge", 2, SHARDED)
-    assert "0% of the gathered bytes go through the SMDDP all-gather; the plain backend does the rest: all 8 ranks" in inside
+    assert (
+        "0% of the gathered bytes go through the SMDDP all-gather; the plain backend does the rest: all 8 ranks"
+        in inside
+    )
     assert "not in the catalogue" in said("gpt2", "ml.p9.48xlarge", processes_per_host=8)
 
 
