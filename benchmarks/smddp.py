@@ -15,7 +15,9 @@ and on.
 The rows of large models (``--only units``) gather, forward and backward, units whose shards have as many bytes as those of
 the published configuration in bf16: a layer, and what lies before and after the layers, through buffers of the default sizes.
 Of the whole there is what so few ranks put together (n of 16 shards of NeoX-20B), its weights are frozen, and the other layers,
-which are alike, are left out: bytes are counted there, not times. The link and the CPU are simulated: nothing here is claimed of NCCL, EFA or GPUs.
+which are alike, are left out: bytes are counted there, not times.
+
+The link and the CPU are simulated: nothing here is claimed of NCCL, EFA or GPUs.
 """
 
 from __future__ import annotations
