@@ -130,6 +130,11 @@ def is_half(parameters: ModelParallelParameters) -> bool:
     return parameters.fp16 or parameters.bf16
 
 
+def summed_bytes(parameters: ModelParallelParameters) -> int:
+    """Of a gradient on its way to other ranks: in the type it is summed in, and bfloat16 is too coarse for sums."""
+    return 2 if parameters.fp16 and not parameters.fp32_grad_accumulation else 4
+
+
 def _stage(
     request: Request,
     topology: Topology,
@@ -142,8 +147,7 @@ def _stage(
     half = is_half(parameters)
     element = 2 if half else 4
     gradient = element + (4 if half and parameters.fp32_grad_accumulation else 0)
-    # Sharded gradients travel and stay in the type they are summed in; bfloat16 is too coarse for sums.
-    summed = 2 if parameters.fp16 and not parameters.fp32_grad_accumulation else 4
+    summed = summed_bytes(parameters)  # sharded gradients stay in the type they travel in
     master, state = (4 if half else 0), OPTIMIZER_BYTES[workload.optimizer]
     tensor, shards = parameters.tensor_parallel_degree, parameters.sharded_data_parallel_degree
     threshold = parameters.sdp_param_persistence_threshold

@@ -82,6 +82,17 @@ def test_bytes_are_within_two_percent_of_the_bound_and_collectives_as_many_as_pl
         assert sent == pytest.approx(exact, rel=0.005)
 
 
+def test_bytes_in_half_precision_are_those_of_the_plan(ranks):
+    from smp_estimator.planning.network import sharded_bytes
+
+    config = settings(_stack(), 2, sdp_reduce_bucket_size=UNIT, bf16=True)
+    # As above, two of the units are gathered once.
+    saved = 2 * UNIT * 2 / 2
+    planned = sharded_bytes(4, 2, LAYERS * UNIT, 2, summed=4) - saved
+    for sent, _ in ranks(_count, 4, 1, 1, config=config):
+        assert sent == pytest.approx(planned, rel=0.01)
+
+
 def test_the_second_hop_happens_only_when_passes_are_complete(ranks):
     config = settings(_stack(), 2, sdp_reduce_bucket_size=10**6)
     once, thrice = (ranks(_count, 4, 1, passes, config=config)[0][1] for passes in (1, 3))
