@@ -184,6 +184,10 @@ class StoreCarrier:
         """The store closes with the last reference to it."""
 
 
+#: In larger groups one rank would be busy for seconds with sending all objects to all.
+_THROUGH_LEADER = 32
+
+
 class ControlPlane:
     """Object messages and small collectives between ranks, on any carrier.
 
@@ -207,6 +211,8 @@ class ControlPlane:
     def allgather(self, payload: Any, ranks: Sequence[int], channel: int = RUNTIME_CHANNEL) -> list[Any]:
         """Every member's object, in the order of ``ranks``; all members call it."""
         leader = ranks[0]
+        if len(ranks) > _THROUGH_LEADER:
+            return self._allgather_by_tree(payload, ranks, channel)
         if self.rank != leader:
             self.send(payload, leader, channel)
             return self.receive(leader, channel)
@@ -215,6 +221,22 @@ class ControlPlane:
             if rank != leader:
                 self.send(gathered, rank, channel)
         return gathered
+
+    def _allgather_by_tree(self, payload: Any, ranks: Sequence[int], channel: int) -> list[Any]:
+        """The same in a number of rounds that grows with the logarithm of theirs; no rank sends more often than that."""
+        me, size = ranks.index(self.rank), len(ranks)
+        found, step = {me: payload}, 1
+        while step < size and not me & step:
+            if me + step < size:
+                found.update(self.receive(ranks[me + step], channel))
+            step *= 2
+        if me:  # it has all that those above it have, up to ``me + step``
+            self.send(found, ranks[me - step], channel)
+            found = self.receive(ranks[me - step], channel)
+        while (step := step // 2) > 0:
+            if me + step < size:
+                self.send(found, ranks[me + step], channel)
+        return [found[position] for position in range(size)]
 
     def gather(self, payload: Any, ranks: Sequence[int]) -> list[Any] | None:
         """Every member's object on the first member, None on the others; all members call it."""
