@@ -197,7 +197,12 @@ def train_rank(rounds: int) -> None:
 
 
 #: Published configurations by name: a shape, and the degree that makes its shards.
-ROWS = {"NeoX-20B / 16": ("gpt-neox-20b", 16), "30B / 64": ("gpt2-30b", 64)}
+ROWS = {
+    "NeoX-20B / 16": ("gpt-neox-20b", 16),
+    "NeoX-20B / 32": ("gpt-neox-20b", 32),
+    "30B / 64": ("gpt2-30b", 64),
+    "65B / 16": ("gpt-neox-65b", 16),
+}
 
 
 def make_units(shape: Any, degree: int, ranks: int) -> Any:
