@@ -75,9 +75,9 @@ class SmddpUse:
             return "nothing is large enough to be sharded, so the SMDDP all-gather has nothing to do"
         said = f"{self.share:.0%} of the gathered bytes go through the SMDDP all-gather"
         if self.share:
+            how = f"goes in {self.pieces} piece{'s' * (self.pieces != 1)}" if self.pieces else "is too large for them"
             said += (
                 f", in buffers of {self.sizes.scratch / MIB:.4g} and {self.sizes.sort / MIB:.4g} MiB, which are counted; the "
-                f"shard of the largest unit, {self.largest / MIB:.1f} MiB, goes in {self.pieces} "
-                f"piece{'s' * (self.pieces != 1)}"
+                f"shard of the largest unit, {self.largest / MIB:.1f} MiB, {how}"
             )
         return said if self.reason is None else f"{said}; the plain backend does the rest: {self.reason}"

@@ -111,13 +111,25 @@ def test_units_above_the_buffers_go_through_smddp_in_pieces(
     model: Any, count: int, degree: int, mib: float, pieces: int
 ) -> None:
     parameters = {**SHARDED, "sharded_data_parallel_degree": degree}
-    said = " ".join(plan(model, "ml.p4d.24xlarge", count, parameters).notes)
-    assert "100% of the gathered bytes go through the SMDDP all-gather, in buffers of 16 and 128 MiB" in said
-    assert f"the shard of the largest unit, {mib} MiB, goes in {pieces} pieces" in said
-    small = {"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": "8192"}
-    without = " ".join(plan(model, "ml.p4d.24xlarge", count, parameters, environment=small).notes)
-    assert "0% of the gathered bytes" in without
-    assert "larger than SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES=8192" in without
+    said = of_smddp(model, count, parameters)
+    assert said.startswith("100% of the gathered bytes go through the SMDDP all-gather, in buffers of 16 and 128 MiB")
+    assert said.endswith(f"the shard of the largest unit, {mib} MiB, goes in {pieces} pieces")
+    said = of_smddp(model, count, parameters, 8192)
+    assert said.startswith("0% of the gathered bytes")
+    assert "larger than SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES=8192" in said
+
+
+def of_smddp(model: Any, count: int, parameters: dict[str, Any], scratch: int = 16 * 2**20) -> str:
+    environment = {"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": str(scratch)}
+    notes = plan(model, "ml.p4d.24xlarge", count, parameters, environment=environment).notes
+    return next(note for note in notes if "SMDDP" in note)
+
+
+def test_units_that_fall_back_count_by_their_bytes() -> None:
+    # The embeddings take 50 pieces of 768 KiB, a layer would take 72 and at most 64 are made.
+    said = of_smddp("gpt-neox-20b", 2, {**SHARDED, "sharded_data_parallel_degree": 16}, 96 * 8192)
+    assert said.startswith("3% of the gathered bytes go through the SMDDP all-gather, in buffers of 0.75 and 128 MiB")
+    assert "54.0 MiB, is too large for them; the plain backend does the rest: the input of 56" in said
 
 
 def test_unknown_instances_are_planned_without_a_verdict() -> None:
