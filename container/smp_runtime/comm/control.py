@@ -184,10 +184,6 @@ class StoreCarrier:
         """The store closes with the last reference to it."""
 
 
-#: In larger groups one rank would be busy for seconds with sending all objects to all.
-_THROUGH_LEADER = 32
-
-
 class ControlPlane:
     """Object messages and small collectives between ranks, on any carrier.
 
@@ -208,10 +204,13 @@ class ControlPlane:
         """Receive the next object from a global rank."""
         return self._carrier.receive(self._peer(source, "receive from"), channel)
 
+    #: Members of a group that one of them serves; in a larger one it would be busy for seconds with sending all to all.
+    _MOST_THROUGH_LEADER = 32
+
     def allgather(self, payload: Any, ranks: Sequence[int], channel: int = RUNTIME_CHANNEL) -> list[Any]:
         """Every member's object, in the order of ``ranks``; all members call it."""
         leader = ranks[0]
-        if len(ranks) > _THROUGH_LEADER:
+        if len(ranks) > self._MOST_THROUGH_LEADER:
             return self._allgather_by_tree(payload, ranks, channel)
         if self.rank != leader:
             self.send(payload, leader, channel)
