@@ -191,7 +191,8 @@ def _broken_while_others_wait_for_room():
     hand_on = gather._hand_on
 
     def lost(_):
-        while len(gather._later) < 2:
+        deadline = time.monotonic() + 20
+        while len(gather._later) < 2 and time.monotonic() < deadline:
             time.sleep(0.001)
         raise RuntimeError("connection closed")
 
