@@ -2,7 +2,8 @@
 
 State per parameter with Adam (Rajbhandari et al. 2020, ZeRO, section 3): half precision 2 (parameter) + 2 (gradient)
 + 4 (fp32 master copy) + 8 (two moments) = 16 bytes, fp32 4 + 4 + 8 = 16. With ``shard_optimizer_state`` over n ranks
-4 + 12/n, or 8 + 8/n; with sharded data parallelism of degree s all 16 are divided by s. The older rule of 20 bytes
+4 + 12/n, or 8 + 8/n; with sharded data parallelism of degree s all 16 are divided by s, and in bfloat16, whose gradients
+are then summed and kept in fp32 and need no copy for the update, 18. The older rule of 20 bytes
 adds an fp32 copy of the gradients, which this library does not keep; it is printed beside.
 """
 
@@ -15,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from smp_config import Group, ModelParallelParameters, Topology
 from smp_config.in_flight import effective_bucket_bytes
-from smp_config.smddp import BufferSizes
 from smp_estimator.planning.activations import LayerCost, StageActivations, stage_activations
 from smp_estimator.planning.batches import Batches, in_flight, layers_of_stage
 from smp_estimator.planning.request import OPTIMIZER_BYTES, Request, Workload
+from smp_estimator.planning.smddp import buffer_bytes
 
 if TYPE_CHECKING:
     from smp_estimator.planning.model_shape import Weight
@@ -129,6 +130,11 @@ def is_half(parameters: ModelParallelParameters) -> bool:
     return parameters.fp16 or parameters.bf16
 
 
+def summed_bytes(parameters: ModelParallelParameters) -> int:
+    """Of a gradient on its way to other ranks: in the type it is summed in, and bfloat16 is too coarse for sums."""
+    return 2 if parameters.fp16 and not parameters.fp32_grad_accumulation else 4
+
+
 def _stage(
     request: Request,
     topology: Topology,
@@ -138,17 +144,17 @@ def _stage(
     activations: StageActivations,
 ) -> StageMemory:
     parameters, workload = request.parameters, request.workload
-    smddp = BufferSizes.from_environment(dict(request.environment)) if request.uses_smddp else BufferSizes(0, 0)
     half = is_half(parameters)
     element = 2 if half else 4
     gradient = element + (4 if half and parameters.fp32_grad_accumulation else 0)
+    summed = summed_bytes(parameters)  # sharded gradients stay in the type they travel in
     master, state = (4 if half else 0), OPTIMIZER_BYTES[workload.optimizer]
     tensor, shards = parameters.tensor_parallel_degree, parameters.sharded_data_parallel_degree
     threshold = parameters.sdp_param_persistence_threshold
     split_embedding = embedding_is_distributed(parameters, workload)
 
-    total = trainable = sharded = reduced = largest_tensor = 0
-    stored = kept_gradients = 0.0  # elements whose parameter, gradient this rank stores
+    total = trainable = sharded = reduced = 0
+    stored = kept_gradients = shard_gradients = 0.0  # elements whose parameter, gradient this rank stores
     updated = 0.0  # elements that this rank's optimizer updates
     units: dict[int | None, int] = {}
     for weight in weights:
@@ -163,15 +169,17 @@ def _stage(
             units[weight.layer] = units.get(weight.layer, 0) + local
         if weight.trainable:
             trainable += local
-            kept_gradients += part
-            largest_tensor = max(largest_tensor, local)
+            kept_gradients += 0 if divided else part
+            shard_gradients += part if divided else 0
             # A tensor that tensor parallelism does not divide is the same on all ranks of the stage.
             holders = topology.size(Group.RDP if split else Group.DP) if parameters.ddp else 1
             reduced += local if holders > 1 else 0
             updated += part / (holders if parameters.shard_optimizer_state else 1)
-    gathered = min(sharded, max(parameters.sdp_max_live_parameters, max(units.values(), default=0)))
-    if shards > 1:  # one bucket is filled at a time
-        buckets = min(trainable, max(parameters.sdp_reduce_bucket_size, largest_tensor))
+    largest_unit = max(units.values(), default=0)
+    gathered = min(sharded, max(parameters.sdp_max_live_parameters, largest_unit))
+    if shards > 1:  # a unit above the bucket is complete before it is sent, a bucket at a time
+        bucket = parameters.sdp_reduce_bucket_size
+        buckets = min(trainable, bucket) if largest_unit <= bucket else largest_unit + bucket
     elif workload.gradient_as_bucket_view:  # the buffers stay from step to step beside new gradients
         buckets = reduced
     else:  # a bucket takes the place of its gradients; sums of bfloat16 take twice theirs until the step ends
@@ -179,12 +187,12 @@ def _stage(
         buckets += reduced if parameters.bf16 else 0
     kinds = {
         Kind.PARAMETERS: round(stored * element),
-        Kind.GRADIENTS: round(kept_gradients * gradient),
+        Kind.GRADIENTS: round(kept_gradients * gradient + shard_gradients * summed),
         Kind.MASTER: round(updated * master),
         Kind.OPTIMIZER: round(updated * state),
         Kind.ACTIVATIONS: activations.total,
         Kind.GATHERED: gathered * element,
-        Kind.BUCKETS: buckets * element,
-        Kind.SMDDP: smddp.scratch + smddp.sort,
+        Kind.BUCKETS: buckets * (summed if shards > 1 else element),
+        Kind.SMDDP: buffer_bytes(request, topology),
     }
     return StageMemory(stage, layers, total, kinds, activations, gradient_copy=round(updated * 4) if half else 0)

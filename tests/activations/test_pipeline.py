@@ -217,6 +217,22 @@ def test_offloading_follows_the_planned_order(ranks, strategy):
         assert all(few < many for few, many in zip(peaks[0], peaks[-1], strict=True))
 
 
+def _said(make, strategy):
+    with logged() as messages:
+        train(make, _marked(strategy), 3)
+    return [message for message in messages if "saves nothing" in message]
+
+
+@pytest.mark.parametrize(("strategy", "said"), [("each", 1), ("contiguous", 0)])
+def test_offloading_that_saves_nothing_is_said_once_on_that_stage(ranks, strategy, said):
+    config = _config(2, offload_activations=True)
+    root, other = ranks(_said, 2, functools.partial(Net, STAGES[2]), strategy, config=config, timeout=TIMEOUT)
+    assert (len(root), len(other)) == (0, said)
+    assert all(
+        "on pipeline stage 1: in each microbatch other stages call 3 checkpointed regions" in text for text in other
+    )
+
+
 def _predicted(tape, horizon):
     """Most activations on the device: those of the running task, and those whose backward is within the horizon."""
     forward = {entry.key: index for index, entry in enumerate(tape) if entry.kind == "F"}

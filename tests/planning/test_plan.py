@@ -40,7 +40,7 @@ def test_every_change_keeps_its_promise() -> None:
     assert any(line.startswith("ml.p4de.24xlarge") for line in said), said
     for change in made.changes:
         assert change.plan.verdict.feasible, change
-        assert change.plan.total_bytes < made.total_bytes, change
+        assert change.plan.fraction < made.fraction, change
         if "instances" not in change.what:
             assert change.plan.batches.global_batch == made.batches.global_batch, change
 
@@ -89,8 +89,47 @@ def test_notes() -> None:
     assert "delayed_parameter_initialization" in said("gpt-neox-65b", "ml.p4d.24xlarge", 1, {"ddp": True})
     assert "no EFA" in said("gpt2", "ml.p3.16xlarge", 2, {"ddp": True})
     assert "alone fits too" in said("gpt2", "ml.p4d.24xlarge", 1, across | {"tensor_parallel_degree": 8}, 8)
-    assert "SMDDP" in said("gpt-neox-20b", "ml.p4d.24xlarge", 2, SHARDED)
+    inside = said("gpt-neox-20b", "ml.p4d.24xlarge", 2, SHARDED)
+    assert (
+        "0% of the gathered bytes go through the SMDDP all-gather; the plain backend does the rest: all 8 ranks"
+        in inside
+    )
     assert "not in the catalogue" in said("gpt2", "ml.p9.48xlarge", processes_per_host=8)
+
+
+@pytest.mark.parametrize(
+    ("model", "count", "degree", "mib", "pieces"),
+    [
+        ("gpt-neox-20b", 2, 16, 54.0, 5),
+        ("gpt-neox-20b", 8, 32, 27.0, 3),
+        ("gpt2-30b", 8, 64, 18.4, 3),
+        ("gpt-neox-65b", 4, 16, 96.0, 8),
+        (7e9, 2, 16, 19.2, 2),
+    ],
+)
+def test_units_above_the_buffers_go_through_smddp_in_pieces(
+    model: Any, count: int, degree: int, mib: float, pieces: int
+) -> None:
+    parameters = {**SHARDED, "sharded_data_parallel_degree": degree}
+    said = of_smddp(model, count, parameters)
+    assert said.startswith("100% of the gathered bytes go through the SMDDP all-gather, in buffers of 16 and 128 MiB")
+    assert said.endswith(f"the shard of the largest unit, {mib} MiB, goes in {pieces} pieces")
+    said = of_smddp(model, count, parameters, 8192)
+    assert said.startswith("0% of the gathered bytes")
+    assert "larger than SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES=8192" in said
+
+
+def of_smddp(model: Any, count: int, parameters: dict[str, Any], scratch: int = 16 * 2**20) -> str:
+    environment = {"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": str(scratch)}
+    notes = plan(model, "ml.p4d.24xlarge", count, parameters, environment=environment).notes
+    return next(note for note in notes if "SMDDP" in note)
+
+
+def test_units_that_fall_back_count_by_their_bytes() -> None:
+    # The embeddings take 50 pieces of 768 KiB, a layer would take 72 and at most 64 are made.
+    said = of_smddp("gpt-neox-20b", 2, {**SHARDED, "sharded_data_parallel_degree": 16}, 96 * 8192)
+    assert said.startswith("3% of the gathered bytes go through the SMDDP all-gather, in buffers of 0.75 and 128 MiB")
+    assert "54.0 MiB, is too large for them; the plain backend does the rest: the input of 56" in said
 
 
 def test_unknown_instances_are_planned_without_a_verdict() -> None:

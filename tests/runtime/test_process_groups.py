@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from smp_config import Group
+from smp_config import Group, Topology
 from smp_runtime.comm import groups
 from smp_runtime.comm.groups import ProcessGroups, serves
 from smp_runtime.job import session as sessions
@@ -148,6 +148,7 @@ def test_groups_between_hosts_have_the_jobs_deadline(monkeypatch):
     session = types.SimpleNamespace(
         rank=0,
         device=torch.device("cpu"),
+        backend="gloo",
         collectives=None,
         members=lambda group: [0, 1, 2, 3],
         rank_in=lambda group: 0,
@@ -157,3 +158,21 @@ def test_groups_between_hosts_have_the_jobs_deadline(monkeypatch):
     )
     hosts.make_gathering(session, hierarchical=True)
     assert made == [(ranks, timedelta(seconds=77)) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "named", "own"),
+    [({"sharded": 64}, 90, 4), ({"tensor": 8, "sharded": 32}, 506, 6), ({"tensor": 8, "pipeline": 4}, 662, 7)],
+)
+def test_a_rank_of_many_is_in_few_groups(degrees, named, own):
+    """Of 1,536 ranks; there are up to 2,197 distinct groups, most of one rank."""
+    topology = Topology(1536, **degrees)
+    for rank in (0, 777, 1535):
+        found = groups.groups_to_name(topology, rank)
+        assert len(found) == len(set(found)) == named
+        members = {tuple(topology.group_of(kind, rank)) for kind in Group}
+        assert {ranks for ranks in found if rank in ranks} == members
+        assert len(members) == own
+        assert [ranks for ranks in found if len(ranks) > 1] == [
+            ranks for ranks in groups.groups_to_name(topology, 3) if len(ranks) > 1
+        ]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from smp_config import Group
 from smp_runtime.activations.offloading import Offloader
 from smp_runtime.job import session as sessions
 
@@ -72,6 +73,7 @@ class Activations:
         self.regions = 0
         self._ranks = ranks
         self._steps = 0
+        self._has_told = False
         if ranks is not None and ranks.cfg.offload_activations:
             self.offloader = Offloader(ranks.cfg.activation_loading_horizon, ranks.device, self._where)
 
@@ -115,6 +117,7 @@ class Activations:
     def step_begins(self, has_marks: bool) -> None:
         """A step begins; ``has_marks`` says whether any module is checkpointed."""
         if self.offloader is not None:
+            self._check_requests(self.offloader)
             self.offloader.begin_step()
             placement = self.placement
             is_used = has_marks or self.regions or (placement is not None and placement.groups)
@@ -124,6 +127,21 @@ class Activations:
                     "smp.set_activation_checkpointing on the layers, or set offload_activations to false"
                 )
         self._steps += 1
+
+    def _check_requests(self, offloader: Offloader) -> None:
+        """Say once where the step that has ended kept all regions' inputs on the device in spite of the offloader."""
+        counts = offloader.tape.requests()
+        if self._has_told or self._ranks is None or len(counts) < 2 or max(counts) > 1:
+            return
+        self._has_told = True
+        if self._ranks.rank_in(Group.DP) == 0:
+            logger.warning(
+                "offload_activations saves nothing on pipeline stage %d: in each microbatch other stages call %d checkpointed "
+                "regions there one by one, and the pipeline keeps on the device what stages hand to each other until the "
+                "microbatch ends; let them call one module of this stage that holds these layers and is no region itself "
+                "(smp.set_partition keeps it together), or set offload_activations to false",
+                *(self._ranks.rank_in(Group.PP), len(counts)),
+            )
 
 
 _plain = Activations(None)

@@ -54,6 +54,14 @@ class Tape:
         self._numbers[place] = number + 1
         return Key(place, number)
 
+    def requests(self) -> list[int]:
+        """Of the microbatch of this step with most of them, how many regions each request of another stage has run."""
+        found: dict[int | None, list[int]] = {}
+        for (microbatch, path), count in self._numbers.items():
+            if path:
+                found.setdefault(microbatch, []).append(count)
+        return max(found.values(), key=len, default=[])
+
     def note(self, entry: Entry, action: Hashable = None, order: Sequence[Hashable] | None = None) -> None:
         """A task begins.
 

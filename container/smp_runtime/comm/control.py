@@ -204,9 +204,14 @@ class ControlPlane:
         """Receive the next object from a global rank."""
         return self._carrier.receive(self._peer(source, "receive from"), channel)
 
+    #: Members of a group that one of them serves; in a larger one it would be busy for seconds with sending all to all.
+    _MOST_THROUGH_LEADER = 32
+
     def allgather(self, payload: Any, ranks: Sequence[int], channel: int = RUNTIME_CHANNEL) -> list[Any]:
         """Every member's object, in the order of ``ranks``; all members call it."""
         leader = ranks[0]
+        if len(ranks) > self._MOST_THROUGH_LEADER:
+            return self._allgather_by_tree(payload, ranks, channel)
         if self.rank != leader:
             self.send(payload, leader, channel)
             return self.receive(leader, channel)
@@ -215,6 +220,22 @@ class ControlPlane:
             if rank != leader:
                 self.send(gathered, rank, channel)
         return gathered
+
+    def _allgather_by_tree(self, payload: Any, ranks: Sequence[int], channel: int) -> list[Any]:
+        """The same in a number of rounds that grows with the logarithm of theirs; no rank sends more often than that."""
+        me, size = ranks.index(self.rank), len(ranks)
+        found, step = {me: payload}, 1
+        while step < size and not me & step:
+            if me + step < size:
+                found.update(self.receive(ranks[me + step], channel))
+            step *= 2
+        if me:  # it has all that those above it have, up to ``me + step``
+            self.send(found, ranks[me - step], channel)
+            found = self.receive(ranks[me - step], channel)
+        while (step := step // 2) > 0:
+            if me + step < size:
+                self.send(found, ranks[me + step], channel)
+        return [found[position] for position in range(size)]
 
     def gather(self, payload: Any, ranks: Sequence[int]) -> list[Any] | None:
         """Every member's object on the first member, None on the others; all members call it."""

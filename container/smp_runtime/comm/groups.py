@@ -71,12 +71,11 @@ class ProcessGroups:
         other = backend if lacks or avoids or (backend == smddp.BACKEND and dist.get_backend() != backend) else None
         if other is None:
             self._by_ranks[tuple(range(topology.world_size))] = world
-        for kind in Group:
-            for ranks in topology.groups(kind):
-                key = tuple(ranks)
-                if key not in self._by_ranks:
-                    made = dist.new_group(ranks, timeout=timeout, backend=other)
-                    self._by_ranks[key] = made  # non-members hold a placeholder they never use
+        for ranks in groups_to_name(topology, self._rank):
+            if ranks not in self._by_ranks:
+                alone = len(ranks) == 1  # nobody else needs to know its name
+                made = dist.new_group(list(ranks), timeout=timeout, backend=other, use_local_synchronization=alone)
+                self._by_ranks[ranks] = made  # non-members hold a placeholder they never use
 
     def group(self, kind: Group) -> dist.ProcessGroup:
         """This rank's process group of that kind."""
@@ -129,6 +128,15 @@ class ProcessGroups:
                 address, agreed = control.broadcast(None, everyone)
                 store = dist.TCPStore(address, agreed, is_master=False, timeout=timeout)
         dist.init_process_group(backend, store=store, rank=control.rank, world_size=control.size, timeout=timeout)
+
+
+def groups_to_name(topology: Topology, rank: int) -> list[tuple[int, ...]]:
+    """The groups that a rank tells PyTorch of: its own, and others of several ranks, since PyTorch numbers them.
+
+    Those of several ranks come in the same order on all ranks.
+    """
+    every = (tuple(members) for kind in Group for members in topology.groups(kind))
+    return list(dict.fromkeys(members for members in every if len(members) > 1 or members == (rank,)))
 
 
 def serves(backends: str, devices: set[str]) -> bool:
