@@ -2,8 +2,9 @@
 
 State per parameter with Adam (Rajbhandari et al. 2020, ZeRO, section 3): half precision 2 (parameter) + 2 (gradient)
 + 4 (fp32 master copy) + 8 (two moments) = 16 bytes, fp32 4 + 4 + 8 = 16. With ``shard_optimizer_state`` over n ranks
-4 + 12/n, or 8 + 8/n; with sharded data parallelism of degree s all 16 are divided by s. The older rule of 20 bytes
-adds an fp32 copy of the gradients, which this library does not keep; it is printed beside.
+4 + 12/n, or 8 + 8/n, and a rank's share of the reduced gradients; with sharded data parallelism of degree s all 16 are
+divided by s. Two moments are compared: backward, with activations, and ``optimizer.step()``, when these are gone and
+half precision gradients are there a second time, in fp32: 20 bytes.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class StageMemory:
     Attributes:
         stage: counted from 0.
         elements: parameter elements that this rank computes with (after pipeline and tensor parallelism).
-        kinds: bytes by kind.
-        gradient_copy: bytes that an fp32 copy of the gradients would add, as the rule of 20 bytes has it.
+        kinds: bytes by kind, in backward.
+        gradient_copy: bytes of the fp32 copy of half precision gradients, in ``optimizer.step()`` only.
+        in_update: bytes in ``optimizer.step()``, when activations and buckets are gone.
     """
 
     stage: int
@@ -58,11 +60,17 @@ class StageMemory:
     kinds: dict[Kind, int]
     activations: StageActivations
     gradient_copy: int = field(repr=False)
+    in_update: int = field(repr=False)
+
+    @property
+    def in_backward(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.kinds.values())
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds."""
-        return sum(self.kinds.values())
+        """Bytes at the worst moment."""
+        return max(self.in_backward, self.in_update)
 
     @property
     def state(self) -> int:
@@ -119,7 +127,6 @@ def _activations(request: Request, batch: Batches, stage: int, layers: int, *, h
         in_flight=flying,
         has_loss=has_loss,
         distributed_loss=embedding_is_distributed(parameters, workload),
-        pipelined=stages > 1,
         horizon=parameters.activation_loading_horizon if parameters.offload_activations else None,
     )
 
@@ -141,15 +148,17 @@ def _stage(
     smddp = BufferSizes.from_environment(dict(request.environment)) if request.uses_smddp else BufferSizes(0, 0)
     half = is_half(parameters)
     element = 2 if half else 4
-    gradient = element + (4 if half and parameters.fp32_grad_accumulation else 0)
+    # In which gradients are summed over ranks; bfloat16 is too coarse for sums.
+    summed = 2 if parameters.fp16 and not parameters.fp32_grad_accumulation else 4
     master, state = (4 if half else 0), OPTIMIZER_BYTES[workload.optimizer]
     tensor, shards = parameters.tensor_parallel_degree, parameters.sharded_data_parallel_degree
     threshold = parameters.sdp_param_persistence_threshold
     split_embedding = embedding_is_distributed(parameters, workload)
 
     total = trainable = sharded = reduced = largest_tensor = 0
-    stored = kept_gradients = 0.0  # elements whose parameter, gradient this rank stores
+    stored = gradients = 0.0  # elements whose parameter, gradient this rank stores
     updated = 0.0  # elements that this rank's optimizer updates
+    given = shares = copied = 0.0  # of these, bytes of their gradients: the model's, those of shared state, their fp32 copies
     units: dict[int | None, int] = {}
     for weight in weights:
         split = tensor > 1 and (split_embedding if weight.embedding else weight.split)
@@ -163,23 +172,30 @@ def _stage(
             units[weight.layer] = units.get(weight.layer, 0) + local
         if weight.trainable:
             trainable += local
-            kept_gradients += part
+            gradients += part
             largest_tensor = max(largest_tensor, local)
             # A tensor that tensor parallelism does not divide is the same on all ranks of the stage.
             holders = topology.size(Group.RDP if split else Group.DP) if parameters.ddp else 1
             reduced += local if holders > 1 else 0
-            updated += part / (holders if parameters.shard_optimizer_state else 1)
+            share = part / (holders if parameters.shard_optimizer_state else 1)
+            updated += share
+            if parameters.shard_optimizer_state and holders > 1:  # reduced to the rank that updates them
+                shares += share * summed
+                copied += share * 4 if summed == 2 else 0
+            else:
+                given += share * element
+                copied += share * 4 if half else 0
     gathered = min(sharded, max(parameters.sdp_max_live_parameters, max(units.values(), default=0)))
     if shards > 1:  # one bucket is filled at a time
         buckets = min(trainable, max(parameters.sdp_reduce_bucket_size, largest_tensor))
     elif workload.gradient_as_bucket_view:  # the buffers stay from step to step beside new gradients
         buckets = reduced
-    else:  # a bucket takes the place of its gradients; sums of bfloat16 take twice theirs until the step ends
+    else:  # a bucket takes the place of its gradients; fp32 sums of half precision take twice theirs until the step ends
         buckets = min(reduced, effective_bucket_bytes(reduced * element) // element)
-        buckets += reduced if parameters.bf16 else 0
+        buckets += reduced if summed > element else 0
     kinds = {
         Kind.PARAMETERS: round(stored * element),
-        Kind.GRADIENTS: round(kept_gradients * gradient),
+        Kind.GRADIENTS: round(gradients * element + shares),
         Kind.MASTER: round(updated * master),
         Kind.OPTIMIZER: round(updated * state),
         Kind.ACTIVATIONS: activations.total,
@@ -187,4 +203,13 @@ def _stage(
         Kind.BUCKETS: buckets * element,
         Kind.SMDDP: smddp.scratch + smddp.sort,
     }
-    return StageMemory(stage, layers, total, kinds, activations, gradient_copy=round(updated * 4) if half else 0)
+    in_update = sum(kinds[kind] for kind in (Kind.PARAMETERS, Kind.MASTER, Kind.OPTIMIZER, Kind.GATHERED, Kind.SMDDP))
+    return StageMemory(
+        stage,
+        layers,
+        total,
+        kinds,
+        activations,
+        gradient_copy=round(copied),
+        in_update=in_update + round(given + shares + copied),
+    )
