@@ -154,11 +154,17 @@ def _stage(
     tensor, shards = parameters.tensor_parallel_degree, parameters.sharded_data_parallel_degree
     threshold = parameters.sdp_param_persistence_threshold
     split_embedding = embedding_is_distributed(parameters, workload)
+    # A tensor that tensor parallelism does not divide is the same on all ranks of the stage.
+    holders_of = {
+        split: topology.size(Group.RDP if split else Group.DP) if parameters.ddp else 1 for split in (True, False)
+    }
 
     total = trainable = sharded = reduced = largest_tensor = 0
     stored = gradients = 0.0  # elements whose parameter, gradient this rank stores
     updated = 0.0  # elements that this rank's optimizer updates
-    given = shares = copied = 0.0  # of these, bytes of their gradients: the model's, those of shared state, their fp32 copies
+    given = shares = copied = (
+        0.0  # of these, bytes of their gradients: the model's, those of shared state, their fp32 copies
+    )
     units: dict[int | None, int] = {}
     for weight in weights:
         split = tensor > 1 and (split_embedding if weight.embedding else weight.split)
@@ -174,8 +180,7 @@ def _stage(
             trainable += local
             gradients += part
             largest_tensor = max(largest_tensor, local)
-            # A tensor that tensor parallelism does not divide is the same on all ranks of the stage.
-            holders = topology.size(Group.RDP if split else Group.DP) if parameters.ddp else 1
+            holders = holders_of[split]
             reduced += local if holders > 1 else 0
             share = part / (holders if parameters.shard_optimizer_state else 1)
             updated += share

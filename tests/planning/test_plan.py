@@ -91,6 +91,39 @@ def test_notes() -> None:
     assert "alone fits too" in said("gpt2", "ml.p4d.24xlarge", 1, across | {"tensor_parallel_degree": 8}, 8)
     assert "SMDDP" in said("gpt-neox-20b", "ml.p4d.24xlarge", 2, SHARDED)
     assert "not in the catalogue" in said("gpt2", "ml.p9.48xlarge", processes_per_host=8)
+    half = {"ddp": True, "bf16": True}
+    for kind, gpu in (("ml.p3.2xlarge", "V100"), ("ml.p2.xlarge", "K80"), ("ml.g4dn.xlarge", "T4")):
+        assert f"the {gpu} of {kind} has no bfloat16 arithmetic" in said("gpt2", kind, 1, half)
+        assert "bfloat16" not in said("gpt2", kind, 1, {"ddp": True, "fp16": True})
+    assert "bfloat16" not in said("gpt2", "ml.p4d.24xlarge", 1, half)
+    assert "builds of PyTorch for CUDA 12 and newer have no code for the K80" in said("gpt2", "ml.p2.xlarge")
+    assert "builds of PyTorch" not in said("gpt2", "ml.g4dn.xlarge")
+
+
+def test_shorter_samples_are_among_the_changes() -> None:
+    made = plan("gpt2-large", "ml.g5.xlarge", 1, {"ddp": True, "bf16": True}, sequence=8192)
+    assert made.verdict is Verdict.DOES_NOT_FIT
+    by_name = {change.what: change.plan for change in made.changes}
+    shorter = [what for what in by_name if what.startswith("sequence ")]
+    assert len(shorter) == 1, list(by_name)
+    words = shorter[0].split()
+    assert words[2:] == ["instead", "of", "8192"]
+    again = made.changed(shape=made.request.shape.with_sequence(int(words[1])))
+    assert again.total_bytes == by_name[shorter[0]].total_bytes
+    assert again.verdict.feasible
+
+
+def test_the_worse_of_two_moments_counts() -> None:
+    """Few activations: optimizer.step(), with its float32 gradients; many: backward."""
+    half = {"ddp": True, "bf16": True}
+    few = plan("gpt2", "ml.p4d.24xlarge", 1, half, sequence=8, activation_checkpointing="each")
+    assert few.total_bytes == few.worst.in_update == 20 * few.request.shape.parameters > few.worst.in_backward
+    many = few.changed(batch=64, shape=few.request.shape.with_sequence(1024))
+    assert many.total_bytes == many.worst.in_backward > many.worst.in_update
+    text = " ".join(str(few).split())
+    assert "total in backward" in text
+    assert f"in optimizer.step() │ {few.worst.in_update / 1e9:.2f}" in text
+    assert "total in backward" not in str(plan("gpt2", "ml.p4d.24xlarge"))
 
 
 def test_unknown_instances_are_planned_without_a_verdict() -> None:
