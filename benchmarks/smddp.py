@@ -10,7 +10,14 @@ is measured and printed first. Times are those of the slowest rank, in turns A B
 of neighbours. Bytes are what came over the link, headers included (``namespaces.received``), divided by the least that has
 to come to one host: (n−g)/n · S for an all-gather of S bytes over n ranks, g on each host. The plain backend is gloo: its
 own all-gather (a ring), and for the training the one that the library uses with it, with ``sdp_hierarchical_allgather`` off
-and on. The link and the CPU are simulated: nothing here is claimed of NCCL, EFA or GPUs.
+and on.
+
+The rows of large models (``--only units``) gather, forward and backward, units whose shards have as many bytes as those of
+the published configuration in bf16: a layer, and what lies before and after the layers, through buffers of the default sizes.
+Of the whole there is what so few ranks put together (n of 16 shards of NeoX-20B), its weights are frozen, and the other layers,
+which are alike, are left out: bytes are counted there, not times.
+
+The link and the CPU are simulated: nothing here is claimed of NCCL, EFA or GPUs.
 """
 
 from __future__ import annotations
@@ -31,6 +38,7 @@ from launching import print_machine
 from namespaces import DELAY, measure, received, run_ranks_on, two_hosts, why_not
 
 MIB = 2**20
+WHAT = ["gather", "train", "units"]
 #: MiB of the whole, and how often each side gathers it in one round.
 SIZES = {1: 20, 4: 10, 16: 4, 64: 2}
 
@@ -188,6 +196,94 @@ def train_rank(rounds: int) -> None:
     os._exit(0)  # three sessions were never meant to close in one process
 
 
+#: Published configurations by name: a shape, and the degree that makes its shards.
+ROWS = {"NeoX-20B / 16": ("gpt-neox-20b", 16), "30B / 64": ("gpt2-30b", 64)}
+
+
+def make_units(shape: Any, degree: int, ranks: int) -> Any:
+    """The units of one layer and of what is outside the layers, cut so that ``ranks`` shards are as large as the row's."""
+    import torch
+    from torch import nn
+
+    class Unit(nn.Module):
+        def __init__(self, elements: list[int]) -> None:
+            super().__init__()
+            for number, count in enumerate(elements):
+                weight = torch.zeros(count * ranks // degree // shape.hidden, shape.hidden, dtype=torch.bfloat16)
+                self.register_parameter(f"weight_{number}", nn.Parameter(weight, requires_grad=False))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for weight in self.parameters():
+                x = x + (x @ weight.T).mean()
+            return x
+
+    units: dict[int | None, list[int]] = {}
+    for weight in shape.tensors():
+        if weight.layer in (-1, 0, None) and weight.elements >= 1_000_000:  # the others stay whole
+            units.setdefault(weight.layer, []).append(weight.elements)
+    return nn.ModuleList(Unit(elements) for elements in units.values())
+
+
+def units_rank(rounds: int) -> None:
+    """One rank: units as large as those of published configurations, through buffers of the default sizes."""
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+    from smp_config import Group
+    from smp_config.smddp import BufferSizes
+    from smp_estimator.planning import ModelShape
+    from smp_runtime.job import session as sessions
+
+    size, local = int(os.environ["WORLD_SIZE"]), int(os.environ["SMP_RANKS_PER_HOST"])
+    for row, (name, degree) in ROWS.items():
+        shape = ModelShape.named(name)
+        units = make_units(shape, degree, size)
+        largest = max(sum(p.numel() for p in unit.parameters()) for unit in units)
+        settings = {
+            "ddp": True,
+            "bf16": True,
+            "ddp_dist_backend": "smddp",
+            "sharded_data_parallel_degree": size,
+            "sdp_param_persistence_threshold": 0,
+            "sdp_max_live_parameters": largest,
+        }
+        session = sessions.init(settings)
+
+        class Model(torch.nn.Module):
+            def __init__(self, units: Any) -> None:
+                super().__init__()
+                self.units = units
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for unit in self.units:
+                    x = unit(x)
+                return x
+
+        model = smp.DistributedModel(Model(units))
+        group = session.groups.group(Group.SHARD)
+        torch.distributed.barrier()
+        before, put_in = received(), group.bytes_in_phases + group.bytes_fallen_back
+        for _ in range(max(1, rounds // 5)):
+            model(torch.ones(1, shape.hidden, requires_grad=True)).sum().backward()
+        torch.distributed.barrier()
+        came, put_in = received() - before, group.bytes_in_phases + group.bytes_fallen_back - put_in
+        if smp.rank() == 0:
+            shards = [unit.shard.nbytes for unit in model.shards.units]
+            found = {
+                "row": row,
+                "shards_MiB": [round(shard / MIB, 1) for shard in shards],
+                "pieces": [BufferSizes().pieces(shard, size // local, local) for shard in shards],
+                "share": round(group.bytes_in_phases / (group.bytes_in_phases + group.bytes_fallen_back), 4),
+                "gathered_MB": round(size * put_in / 1e6),
+                "bytes/bound": round(came / ((size - local) * put_in), 3),
+            }
+            print(json.dumps(found), flush=True)
+        sessions._session = None
+        del model, units
+    torch.distributed.barrier()
+    os._exit(0)  # as above
+
+
 def _meet_at_a_store() -> None:
     """Agree on a port inside the namespace: the first rank's store picks one and says it in a file."""
     import torch.distributed as dist
@@ -216,8 +312,8 @@ def main() -> None:
     parser.add_argument(
         "--delay-ms", type=float, default=1e3 * DELAY, help="each way; default: %(default)g; 0: no relay"
     )
-    parser.add_argument("--only", choices=["gather", "train"], help="default: both")
-    parser.add_argument("--rank-of", choices=["gather", "train"], help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=WHAT, help="default: all")
+    parser.add_argument("--rank-of", choices=WHAT, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank_of:
         import torch
@@ -228,7 +324,7 @@ def main() -> None:
             gather_rank(args.rounds)
         else:
             _meet_at_a_store()
-            train_rank(args.rounds)
+            (train_rank if args.rank_of == "train" else units_rank)(args.rounds)
         return
     if (reason := why_not(args.delay_ms / 1e3)) is not None:
         print(f"skipped: {reason}")
@@ -237,7 +333,7 @@ def main() -> None:
     for per_host in args.ranks_per_host or [2, 4]:
         with two_hosts(delay=args.delay_ms / 1e3) as link:
             print(f"\n2 hosts × {per_host} ranks; {link.describe()}\nmeasured: {measure(link).describe()}", flush=True)
-            for what in [args.only] if args.only else ["gather", "train"]:
+            for what in [args.only] if args.only else WHAT:
                 with tempfile.TemporaryDirectory() as folder:
                     words = [__file__, "--rank-of", what, "--rounds", str(args.rounds)]
                     meeting = {"SMP_MEET": f"file://{folder}/meet", "SMP_RANKS_PER_HOST": str(per_host)}

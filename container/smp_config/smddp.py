@@ -6,7 +6,7 @@ parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,12 @@ BUFFER_GRAIN = 8192
 DEFAULT_SCRATCH_BYTES = 16 * 1024 * 1024
 DEFAULT_SORT_BYTES = 128 * 1024 * 1024
 
+#: Pieces of a shard begin at multiples of this many bytes.
+_PIECE_GRAIN = 64
+
+#: More pieces of one shard would cost more time to begin than phases save.
+_MOST_PIECES = 64
+
 #: GPUs of the node that the documented rule (sort buffer ≥ degree · input / 8) was written for.
 _DOCUMENTED_RANKS_PER_NODE = 8
 
@@ -48,6 +54,26 @@ def is_automatic(parameters: ModelParallelParameters, instance_type: str | None,
 def is_chosen(parameters: ModelParallelParameters, instance_type: str | None, hosts: int) -> bool:
     """Whether a job's collectives are SMDDP's: asked for by name, which works anywhere, or by itself."""
     return parameters.ddp_dist_backend == BACKEND or is_automatic(parameters, instance_type, hosts)
+
+
+def host_rows(host_of: Sequence[Hashable]) -> tuple[tuple[int, ...], ...] | str:
+    """For every host the positions of its ranks, all as many; or why an all-gather in phases is impossible or useless.
+
+    Args:
+        host_of: by position in the group, the host of that rank.
+    """
+    hosts: dict[Hashable, list[int]] = {}
+    for number, name in enumerate(host_of):
+        hosts.setdefault(name, []).append(number)
+    counts = {name: len(ranks) for name, ranks in hosts.items()}
+    if len(hosts) == 1:
+        return f"all {len(host_of)} ranks of the group are on one host, {host_of[0]}"
+    if len(set(counts.values())) > 1:
+        shown = ", ".join(f"{count} on {name}" for name, count in counts.items())
+        return f"its hosts have different numbers of the group's ranks: {shown}"
+    if len(hosts) == len(host_of):
+        return f"each of its {len(hosts)} hosts has one rank of the group, so nothing would be sent twice"
+    return tuple(tuple(ranks) for ranks in hosts.values())
 
 
 @dataclass(frozen=True)
@@ -99,6 +125,32 @@ class BufferSizes:
                 f"{sharding_degree}), more than {SORT_VARIABLE}={self.sort}; {_multiple_at_least(needed)} would hold it"
             )
         return None
+
+    def pieces(self, input_bytes: int, hosts: int, ranks_per_host: int) -> int:
+        """In how many pieces sharded data parallelism sends a shard, so that each fits; 0: they would be too many.
+
+        What fits as it is goes in one. A piece of a shard is no block of the whole, so the sort buffer also takes what
+        a host's ranks hand each other, before it is put in its places.
+
+        Args:
+            input_bytes: the shard.
+            hosts: that the group's ranks are on.
+            ranks_per_host: of the group.
+        """
+        ranks = hosts * ranks_per_host
+        if self.fallback_reason(input_bytes, ranks, hosts * input_bytes) is None:
+            return 1
+        most = min(self.scratch, self.sort * _DOCUMENTED_RANKS_PER_NODE // ranks, self.sort // (hosts + ranks_per_host))
+        most = most // _PIECE_GRAIN * _PIECE_GRAIN
+        pieces = -(-input_bytes // most) if most else 0
+        return pieces if pieces <= _MOST_PIECES else 0
+
+    def piece_bytes(self, input_bytes: int, hosts: int, ranks_per_host: int) -> int:
+        """Bytes of each of these pieces, the last one's at most; 0 where there are none."""
+        pieces = self.pieces(input_bytes, hosts, ranks_per_host)
+        if pieces < 2:
+            return input_bytes * pieces
+        return -(-input_bytes // (pieces * _PIECE_GRAIN)) * _PIECE_GRAIN
 
 
 def _size(variable: str, default: int, sources: tuple[Mapping[str, str], ...]) -> int:

@@ -11,6 +11,8 @@ from smp_config import ConfigError, Group
 from smp_config.instances import instances
 from smp_estimator.planning.forecast import Forecast, Verdict
 from smp_estimator.planning.memory import is_half
+from smp_estimator.planning.network import gathered_shards
+from smp_estimator.planning.smddp import SmddpUse
 
 GB = 1e9
 
@@ -87,7 +89,7 @@ def changes(forecast: Forecast) -> tuple[Change, ...]:
     ):
         best: Change | None = None
         for change in _valid(forecast, attempt):
-            if change.plan.total_bytes < forecast.total_bytes:
+            if (change.plan.fraction or 0.0) < (forecast.fraction or 0.0):  # a verdict knows the memory of both
                 best = change
                 if change.plan.verdict is Verdict.FITS:
                     break
@@ -287,7 +289,7 @@ def notes(forecast: Forecast) -> tuple[str, ...]:
     if request.instance_count > 1 and known is not None and not known.efa:
         said.append(f"{known.name} has no EFA; between {request.instance_count} instances it will be slow")
     if request.uses_smddp:
-        said.append("the all-gather uses SMDDP collectives; their buffers are counted")
+        said.append(str(SmddpUse.of(request, forecast.topology, gathered_shards(request))))
     said += _host_memory(forecast)
     if not request.shape.has_layers:
         said.append("the module shows no layers or width, so activations are not counted; give a ModelShape for them")

@@ -3,8 +3,9 @@
 State per parameter with Adam (Rajbhandari et al. 2020, ZeRO, section 3): half precision 2 (parameter) + 2 (gradient)
 + 4 (fp32 master copy) + 8 (two moments) = 16 bytes, fp32 4 + 4 + 8 = 16. With ``shard_optimizer_state`` over n ranks
 4 + 12/n, or 8 + 8/n, and a rank's share of the reduced gradients; with sharded data parallelism of degree s all 16 are
-divided by s. Two moments are compared: backward, with activations, and ``optimizer.step()``, when these are gone and
-half precision gradients are there a second time, in fp32: 20 bytes.
+divided by s, and in bfloat16, whose gradients are then summed and kept in fp32, 18. Two moments are compared: backward,
+with activations, and ``optimizer.step()``, when these are gone and half precision gradients are there a second time, in
+fp32: 20 bytes. Gradients that are kept in fp32 need no copy.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import TYPE_CHECKING
 
 from smp_config import Group, ModelParallelParameters, Topology
 from smp_config.in_flight import effective_bucket_bytes
-from smp_config.smddp import BufferSizes
 from smp_estimator.planning.activations import LayerCost, StageActivations, stage_activations
 from smp_estimator.planning.batches import Batches, in_flight, layers_of_stage
 from smp_estimator.planning.request import OPTIMIZER_BYTES, Request, Workload
+from smp_estimator.planning.smddp import buffer_bytes
 
 if TYPE_CHECKING:
     from smp_estimator.planning.model_shape import Weight
@@ -136,6 +137,11 @@ def is_half(parameters: ModelParallelParameters) -> bool:
     return parameters.fp16 or parameters.bf16
 
 
+def summed_bytes(parameters: ModelParallelParameters) -> int:
+    """Of a gradient on its way to other ranks: in the type it is summed in, and bfloat16 is too coarse for sums."""
+    return 2 if parameters.fp16 and not parameters.fp32_grad_accumulation else 4
+
+
 def _stage(
     request: Request,
     topology: Topology,
@@ -145,11 +151,9 @@ def _stage(
     activations: StageActivations,
 ) -> StageMemory:
     parameters, workload = request.parameters, request.workload
-    smddp = BufferSizes.from_environment(dict(request.environment)) if request.uses_smddp else BufferSizes(0, 0)
     half = is_half(parameters)
     element = 2 if half else 4
-    # In which gradients are summed over ranks; bfloat16 is too coarse for sums.
-    summed = 2 if parameters.fp16 and not parameters.fp32_grad_accumulation else 4
+    summed = summed_bytes(parameters)  # gradients of shards stay in the type they travel in
     master, state = (4 if half else 0), OPTIMIZER_BYTES[workload.optimizer]
     tensor, shards = parameters.tensor_parallel_degree, parameters.sharded_data_parallel_degree
     threshold = parameters.sdp_param_persistence_threshold
@@ -159,12 +163,10 @@ def _stage(
         split: topology.size(Group.RDP if split else Group.DP) if parameters.ddp else 1 for split in (True, False)
     }
 
-    total = trainable = sharded = reduced = largest_tensor = 0
-    stored = gradients = 0.0  # elements whose parameter, gradient this rank stores
-    updated = 0.0  # elements that this rank's optimizer updates
-    given = shares = copied = (
-        0.0  # of these, bytes of their gradients: the model's, those of shared state, their fp32 copies
-    )
+    total = trainable = sharded = reduced = 0
+    stored = updated = 0.0  # elements that this rank stores, and that its optimizer updates
+    # Bytes of gradients: whole ones, those that have left when the optimizer steps, of shards, and fp32 copies.
+    whole = leaving = in_shards = copied = 0.0
     units: dict[int | None, int] = {}
     for weight in weights:
         split = tensor > 1 and (split_embedding if weight.embedding else weight.split)
@@ -178,21 +180,23 @@ def _stage(
             units[weight.layer] = units.get(weight.layer, 0) + local
         if weight.trainable:
             trainable += local
-            gradients += part
-            largest_tensor = max(largest_tensor, local)
             holders = holders_of[split]
             reduced += local if holders > 1 else 0
-            share = part / (holders if parameters.shard_optimizer_state else 1)
-            updated += share
-            if parameters.shard_optimizer_state and holders > 1:  # reduced to the rank that updates them
-                shares += share * summed
-                copied += share * 4 if summed == 2 else 0
-            else:
-                given += share * element
-                copied += share * 4 if half else 0
-    gathered = min(sharded, max(parameters.sdp_max_live_parameters, max(units.values(), default=0)))
-    if shards > 1:  # one bucket is filled at a time
-        buckets = min(trainable, max(parameters.sdp_reduce_bucket_size, largest_tensor))
+            shares_state = parameters.shard_optimizer_state and holders > 1
+            mine = part / holders if shares_state else part
+            updated += mine
+            whole += 0 if divided else local * element
+            leaving += local * element if shares_state else 0
+            if divided or shares_state:
+                in_shards += mine * summed
+                copied += mine * 4 if summed == 2 else 0
+            elif half:
+                copied += mine * 4
+    largest_unit = max(units.values(), default=0)
+    gathered = min(sharded, max(parameters.sdp_max_live_parameters, largest_unit))
+    if shards > 1:  # a unit above the bucket is complete before it is sent, a bucket at a time
+        bucket = parameters.sdp_reduce_bucket_size
+        buckets = min(trainable, bucket) if largest_unit <= bucket else largest_unit + bucket
     elif workload.gradient_as_bucket_view:  # the buffers stay from step to step beside new gradients
         buckets = reduced
     else:  # a bucket takes the place of its gradients; fp32 sums of half precision take twice theirs until the step ends
@@ -200,15 +204,15 @@ def _stage(
         buckets += reduced if summed > element else 0
     kinds = {
         Kind.PARAMETERS: round(stored * element),
-        Kind.GRADIENTS: round(gradients * element + shares),
+        Kind.GRADIENTS: round(whole + in_shards),
         Kind.MASTER: round(updated * master),
         Kind.OPTIMIZER: round(updated * state),
         Kind.ACTIVATIONS: activations.total,
         Kind.GATHERED: gathered * element,
-        Kind.BUCKETS: buckets * element,
-        Kind.SMDDP: smddp.scratch + smddp.sort,
+        Kind.BUCKETS: buckets * (summed if shards > 1 else element),
+        Kind.SMDDP: buffer_bytes(request, topology),
     }
-    in_update = sum(kinds[kind] for kind in (Kind.PARAMETERS, Kind.MASTER, Kind.OPTIMIZER, Kind.GATHERED, Kind.SMDDP))
+    comes_and_goes = kinds[Kind.ACTIVATIONS] + kinds[Kind.BUCKETS]
     return StageMemory(
         stage,
         layers,
@@ -216,5 +220,5 @@ def _stage(
         kinds,
         activations,
         gradient_copy=round(copied),
-        in_update=in_update + round(given + shares + copied),
+        in_update=sum(kinds.values()) - comes_and_goes + round(copied - leaving),
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smp_config import Group, Topology
-from smp_estimator.planning.memory import StageMemory, is_half
+from smp_estimator.planning.memory import StageMemory, embedding_is_distributed, is_half, summed_bytes
 
 if TYPE_CHECKING:
     from smp_estimator.planning.batches import Batches
@@ -27,13 +27,30 @@ def reduce_bytes(ranks: int, size: float) -> float:
     return 2 * gather_bytes(ranks, size)
 
 
-def data_parallel_bytes(ranks: int, elements: float, element_bytes: int) -> float:
-    """Plain data parallelism, and sharded optimizer state: one all-reduce, or a reduce-scatter and an all-gather."""
-    return reduce_bytes(ranks, elements * element_bytes)
+def data_parallel_bytes(
+    ranks: int, elements: float, element_bytes: int, *, summed: int | None = None, shares_state: bool = False
+) -> float:
+    """Plain data parallelism, and sharded optimizer state: one all-reduce, or a reduce-scatter and an all-gather.
+
+    Args:
+        element_bytes: of a parameter.
+        summed: of a gradient on its way, if that is another type.
+        shares_state: updated parameters are gathered, instead of the sums.
+    """
+    summed = summed or element_bytes
+    again = element_bytes if shares_state else summed
+    return gather_bytes(ranks, elements * summed) + gather_bytes(ranks, elements * again)
 
 
 def sharded_bytes(
-    ranks: int, degree: int, elements: float, element_bytes: int, *, accumulation: int = 1, keep_gathered: bool = False
+    ranks: int,
+    degree: int,
+    elements: float,
+    element_bytes: int,
+    *,
+    summed: int | None = None,
+    accumulation: int = 1,
+    keep_gathered: bool = False,
 ) -> float:
     """Sharded data parallelism in two hops (Zhang et al. 2022, MiCS): k·3(s−1)/s·Ψb + 2(r−1)/r·Ψb/s.
 
@@ -45,14 +62,15 @@ def sharded_bytes(
         ranks: n, the ranks that hold the same parameters.
         degree: s.
         elements: Ψ, on one rank before sharding.
-        element_bytes: b, as communicated.
+        element_bytes: b of the parameters, as communicated.
+        summed_bytes: b of the gradients, if that is another.
         accumulation: k.
         keep_gathered: parameters stay gathered from forward to backward (2 instead of 3).
     """
-    size = elements * element_bytes
-    replicas = ranks // degree
-    inside = accumulation * (2 if keep_gathered else 3) * gather_bytes(degree, size)
-    return inside + reduce_bytes(replicas, size / degree)
+    gradients = elements * (summed or element_bytes)
+    gathers = (1 if keep_gathered else 2) * gather_bytes(degree, elements * element_bytes)
+    inside = accumulation * (gathers + gather_bytes(degree, gradients))
+    return inside + reduce_bytes(ranks // degree, gradients / degree)
 
 
 def node_gather_bytes(ranks: int, per_node: int, size: float, *, hierarchical: bool = True) -> float:
@@ -71,6 +89,19 @@ def tensor_parallel_bytes(tensor: int, layers: int, hidden_bytes: float, *, reco
 def pipeline_bytes(stages: int, stage: int, hidden_bytes: float) -> float:
     """Activations forward to the next stage and gradients back to the one before, of a whole batch."""
     return ((stage < stages - 1) + (stage > 0)) * hidden_bytes
+
+
+def gathered_shards(request: Request) -> list[int]:
+    """Bytes that a rank puts into the all-gather of each unit: a layer, or what lies before or after all layers."""
+    parameters, units = request.parameters, dict[int | None, int]()
+    tensor, split_embedding = parameters.tensor_parallel_degree, embedding_is_distributed(parameters, request.workload)
+    for weight in request.shape.tensors():
+        split = split_embedding if weight.embedding else weight.split
+        local = -(-weight.elements // tensor) if split else weight.elements
+        if local >= parameters.sdp_param_persistence_threshold:
+            units[weight.layer] = units.get(weight.layer, 0) + local
+    element = 2 if is_half(parameters) else 4
+    return [-(-unit // parameters.sharded_data_parallel_degree) * element for unit in units.values()]
 
 
 @dataclass(frozen=True)
@@ -93,11 +124,12 @@ def traffic(request: Request, topology: Topology, batch: Batches, stage: StageMe
     b = 2 if is_half(parameters) else 4
     ranks, degree = topology.size(Group.RDP), parameters.sharded_data_parallel_degree
     k, tensor, stages = workload.accumulation, parameters.tensor_parallel_degree, parameters.pipeline_parallel_degree
-    data = 0.0
+    data, summed = 0.0, summed_bytes(parameters)
     if degree > 1:
-        data = sharded_bytes(ranks, degree, stage.elements, b, accumulation=k)
+        data = sharded_bytes(ranks, degree, stage.elements, b, summed=summed, accumulation=k)
     elif parameters.ddp:
-        data = data_parallel_bytes(ranks, stage.elements, b)
+        shares = parameters.shard_optimizer_state
+        data = data_parallel_bytes(ranks, stage.elements, b, summed=summed, shares_state=shares)
     hidden = batch.group_batch * batch.sequence * shape.hidden * b if shape.has_layers else 0
     recompute = workload.activation_checkpointing is not None
     return Traffic(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from smp_config.errors import ConfigError
-from smp_config.smddp import SCRATCH_VARIABLE, SORT_VARIABLE, BufferSizes
+from smp_config.smddp import SCRATCH_VARIABLE, SORT_VARIABLE, BufferSizes, host_rows
 
 MIB = 1024 * 1024
 
@@ -66,3 +66,36 @@ def test_the_reason_tells_the_sizes_and_what_would_fit():
     reason = BufferSizes(16384, 8192).fallback_reason(16384, 16)
     assert reason is not None
     assert all(part in reason for part in ("32768", f"{SORT_VARIABLE}=8192"))
+
+
+@pytest.mark.parametrize(
+    ("shard", "hosts", "ranks_per_host", "pieces"),
+    [
+        (16 * MIB, 2, 8, 1),  # as it is
+        (16 * MIB + 1, 2, 8, 2),
+        (56_650_752, 2, 8, 5),  # a layer of NeoX-20B over 16 GPUs
+        (28_325_376, 4, 8, 3),  # over 32
+        (56_650_752, 16, 8, 11),  # more hosts leave less of the sort buffer
+        (56_650_752, 2, 4, 4),
+    ],
+)
+def test_each_piece_of_a_large_shard_fits(shard, hosts, ranks_per_host, pieces):
+    sizes = BufferSizes()
+    assert sizes.pieces(shard, hosts, ranks_per_host) == pieces
+    piece = sizes.piece_bytes(shard, hosts, ranks_per_host)
+    assert sizes.fallback_reason(piece, hosts * ranks_per_host, hosts * piece) is None
+    assert pieces == 1 or (hosts + ranks_per_host) * piece <= sizes.sort
+    assert pieces * piece >= shard > (pieces - 1) * piece
+
+
+def test_a_shard_goes_in_64_pieces_at_most():
+    small = BufferSizes(8192, 8192)
+    assert (small.pieces(64 * 2048, 2, 2), small.piece_bytes(64 * 2048, 2, 2)) == (64, 2048)
+    assert (small.pieces(64 * 2048 + 1, 2, 2), small.piece_bytes(64 * 2048 + 1, 2, 2)) == (0, 0)
+    assert small.pieces(10_000, 64, 65) == 0  # not even a piece of 64 bytes fits
+
+
+def test_rows_of_hosts_or_why_there_are_none():
+    assert host_rows([0, 0, 1, 1]) == ((0, 1), (2, 3))
+    assert host_rows([1, 0, 1, 0]) == ((0, 2), (1, 3))
+    assert host_rows([3, 3]) == "all 2 ranks of the group are on one host, 3"

@@ -138,7 +138,14 @@ def test_traffic_of_a_plan() -> None:
     plain = plan(**shape, parameters={"ddp": True}).traffic
     assert (plain.data, plain.tensor, plain.pipeline) == (pytest.approx(2 * 7 / 8 * count * 4), 0, 0)
     sharded = plan(**shape, parameters={"ddp": True, "sharded_data_parallel_degree": 4, "bf16": True}, accumulation=2)
-    assert sharded.traffic.data == pytest.approx((2 * 3 * 3 / 4 + 2 * 1 / 2 / 4) * count * 2)
+    # Parameters travel with two bytes, gradients with four, in which they are summed.
+    assert sharded.traffic.data == pytest.approx((2 * 3 / 4 * (2 * 2 + 4) + 2 * 1 / 2 / 4 * 4) * count)
+    halved = plan(**shape, parameters={"ddp": True, "sharded_data_parallel_degree": 4, "fp16": True}, accumulation=2)
+    assert halved.traffic.data == pytest.approx((2 * 3 * 3 / 4 + 2 * 1 / 2 / 4) * count * 2)
+    for half, summed in (("bf16", 4), ("fp16", 2)):
+        for shares, again in ((False, summed), (True, 2)):
+            sent = plan(**shape, parameters={"ddp": True, half: True, "shard_optimizer_state": shares}).traffic.data
+            assert sent == pytest.approx(7 / 8 * count * (summed + again))
     hidden = 4 * 1024 * 768 * 2  # of 4 samples, in bytes
     both = {"ddp": True, "tensor_parallel_degree": 4, "prescaled_batch": True, "fp16": True}
     tensor = plan(**shape, parameters=both, batch=4).traffic

@@ -62,6 +62,10 @@ def test_a_checkpoint_is_the_input_of_its_unit() -> None:
         ({"ddp": True, "sharded_data_parallel_degree": 8, "sdp_param_persistence_threshold": 0}, (4 / 8, 4 / 8, 1, 0)),
         (
             {"ddp": True, "bf16": True, "sharded_data_parallel_degree": 4, "sdp_param_persistence_threshold": 0},
+            (2 / 4, 4 / 4, 2, 1),
+        ),
+        (
+            {"ddp": True, "fp16": True, "sharded_data_parallel_degree": 4, "sdp_param_persistence_threshold": 0},
             (2 / 4, 2 / 4, 2, 1),
         ),
     ],
@@ -97,26 +101,30 @@ def test_sharding_keeps_small_tensors_and_caps_what_is_gathered() -> None:
     found = kinds(base)
     assert found[Kind.PARAMETERS] == pytest.approx(2 * (small + (COUNT - small) / 8), abs=8)
     assert found[Kind.GATHERED] == 2 * (COUNT - small)  # less than the default cap of a billion
-    assert found[Kind.BUCKETS] == 2 * COUNT
+    assert found[Kind.BUCKETS] == 4 * COUNT  # summed in float32
+    assert kinds({**base, "bf16": False, "fp16": True})[Kind.BUCKETS] == 2 * COUNT
     capped = kinds({**base, "sdp_max_live_parameters": 40_000_000, "sdp_reduce_bucket_size": 50_000_000})
     assert capped[Kind.GATHERED] == 2 * 40_000_000
-    assert capped[Kind.BUCKETS] == 2 * 50_000_000
+    assert capped[Kind.BUCKETS] == 4 * 50_000_000
     tiny = kinds({**base, "sdp_max_live_parameters": 1, "sdp_reduce_bucket_size": 1})
-    assert tiny[Kind.GATHERED] == tiny[Kind.BUCKETS] == 2 * 32_000 * 1024  # a unit cannot be gathered in part
+    assert tiny[Kind.GATHERED] == 2 * 32_000 * 1024  # a unit cannot be gathered in part
+    assert tiny[Kind.BUCKETS] == 4 * (32_000 * 1024 + 1)  # nor is it sent before it is complete
     everything = kinds({**base, "sdp_param_persistence_threshold": 10**9})
     assert everything[Kind.GATHERED] == 0
     assert everything[Kind.PARAMETERS] == 2 * COUNT
 
 
 def test_smddp_buffers_only_where_they_are_used() -> None:
-    sharded = {"ddp": True, "sharded_data_parallel_degree": 8}
+    sharded = {"ddp": True, "sharded_data_parallel_degree": 16}
     both = {"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": "8192", "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "16384"}
     assert kinds(sharded, count=2)[Kind.SMDDP] == 144 * 2**20
     assert kinds(sharded, count=2, environment=both)[Kind.SMDDP] == 24576
-    assert kinds(sharded, count=1)[Kind.SMDDP] == 0
+    inside = {**sharded, "sharded_data_parallel_degree": 8}
+    assert kinds(inside, count=1)[Kind.SMDDP] == kinds(inside, count=2)[Kind.SMDDP] == 0
     assert kinds({**sharded, "ddp_dist_backend": "nccl"}, count=2)[Kind.SMDDP] == 0
-    assert kinds({**sharded, "ddp_dist_backend": "smddp"}, count=1)[Kind.SMDDP] == 144 * 2**20
-    tensor = {**sharded, "tensor_parallel_degree": 2, "prescaled_batch": True}
+    assert kinds({**inside, "ddp_dist_backend": "smddp"}, count=1)[Kind.SMDDP] == 0  # nothing goes between hosts
+    assert kinds({**sharded, "ddp_dist_backend": "smddp"}, count=2)[Kind.SMDDP] == 144 * 2**20
+    tensor = {**inside, "tensor_parallel_degree": 2, "prescaled_batch": True}
     assert kinds(tensor, count=2)[Kind.SMDDP] == 0
 
 

@@ -126,26 +126,54 @@ def test_gradient_clipping_is_on_by_default_and_measures_the_norm_before(ranks):
     assert ModelParallelParameters().sdp_gradient_clipping == 1.0
 
 
-def test_a_module_above_the_cap_is_divided_and_one_layer_above_it_refused_by_name(ranks):
+def test_a_module_above_the_cap_is_divided_and_one_layer_above_it_gathered_alone(ranks):
     layer = 32 * 128 + 128
 
-    def run(refuses):
+    def run():
         import smdistributed.modelparallel.torch as smp
 
-        try:
-            model = smp.DistributedModel(Blocks())
-        except smp.exceptions.SMPUserError as error:
-            return str(error)
-        return [unit.name for unit in model.shards.units]
+        torch.manual_seed(0)
+        model, said = heard(lambda: smp.DistributedModel(Blocks()))
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        live, together = model.shards.live, []
+        start = live._start
 
-    divided = ranks(run, 2, False, config=settings(Blocks(), 2, sdp_max_live_parameters=layer))[0]
-    assert {"blocks.0.norm", "blocks.0.mlp.0", "blocks.0.mlp.2", "enter", "leave"} <= set(divided)
-    said = ranks(run, 2, True, config=settings(Blocks(), 2, sdp_max_live_parameters=layer - 1))[0]
-    assert "blocks.0.mlp.0 (Linear) have 4,224 elements" in said
-    assert "set it to at least 4,224" in said
+        def started(unit):
+            start(unit)
+            if live.elements > live._most:
+                together.append(len(live._gathered))
+
+        live._start = started
+        for _ in range(3):  # from the second on, units are fetched ahead
+            optimizer.zero_grad()
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+        return [unit.name for unit in model.shards.units], said, live.peak, together, model.state_dict()
+
+    names, said, peak, together, expected = ranks(run, 2, config=settings(Blocks(), 2, sdp_max_live_parameters=layer))[
+        0
+    ]
+    assert {"blocks.0.norm", "blocks.0.mlp.0", "blocks.0.mlp.2", "enter", "leave"} <= set(names)
+    assert not any("sdp_max_live_parameters" in sentence for sentence in said)
+    assert peak == layer
+    assert together == []
+    for rank, (_, said, peak, together, weights) in enumerate(
+        ranks(run, 2, config=settings(Blocks(), 2, sdp_max_live_parameters=layer - 1))
+    ):
+        told = [sentence for sentence in said if "sdp_max_live_parameters" in sentence]
+        assert len(told) == (rank == 0)
+        for sentence in told:
+            assert "the 4,224 parameters of blocks.0.mlp.0 are needed at the same time and are more than" in sentence
+            assert "sdp_max_live_parameters (4,223), and so are 3 more" in sentence
+            assert "set it to at least 4,224, or to 8,448" in sentence
+        assert peak == layer
+        assert len(together) > 8
+        assert set(together) == {1}  # nothing else was there
+        for name, value in weights.items():
+            assert torch.equal(value, expected[name]), name
 
 
-def test_what_is_needed_at_once_but_does_not_fit_is_named(ranks):
+def test_what_is_needed_at_once_above_the_cap_is_gathered_and_named_once(ranks):
     class Nested(nn.Module):
         def __init__(self):
             super().__init__()
@@ -159,14 +187,26 @@ def test_what_is_needed_at_once_but_does_not_fit_is_named(ranks):
     def run():
         import smdistributed.modelparallel.torch as smp
 
-        try:
-            smp.DistributedModel(Nested())(torch.ones(8, 1))
-        except smp.exceptions.SMPUserError as error:
-            return str(error)
+        torch.manual_seed(0)
+        plain = Nested()
+        model, x = smp.DistributedModel(plain), torch.ones(8, 1)
+        expected = model.state_dict()
+        wanted = expected["outer.weight"] @ x + expected["inner.weight"] @ x
+
+        def twice():
+            for _ in range(2):
+                found = model(x)
+                torch.testing.assert_close(found, wanted)
+                found.sum().backward()
+
+        return heard(twice)[1], model.shards.live.peak, model.shards.live.elements
 
     config = settings(Blocks(), 2, sdp_max_live_parameters=72)
-    for said in ranks(run, 2, config=config):
-        assert "at once, but sdp_max_live_parameters is 72; set it to at least 144" in said
+    for rank, (said, peak, left) in enumerate(ranks(run, 2, config=config)):
+        assert (peak, left) == (144, 0)
+        told = [sentence for sentence in said if "sdp_max_live_parameters" in sentence]
+        assert len(told) == (rank == 0)
+        assert all("144 at once, more than sdp_max_live_parameters (72)" in sentence for sentence in told)
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -81,6 +82,17 @@ def test_bytes_are_within_two_percent_of_the_bound_and_collectives_as_many_as_pl
         assert sent == pytest.approx(exact, rel=0.005)
 
 
+def test_bytes_in_half_precision_are_those_of_the_plan(ranks):
+    from smp_estimator.planning.network import sharded_bytes
+
+    config = settings(_stack(), 2, sdp_reduce_bucket_size=UNIT, bf16=True)
+    # As above, two of the units are gathered once.
+    saved = 2 * UNIT * 2 / 2
+    planned = sharded_bytes(4, 2, LAYERS * UNIT, 2, summed=4) - saved
+    for sent, _ in ranks(_count, 4, 1, 1, config=config):
+        assert sent == pytest.approx(planned, rel=0.01)
+
+
 def test_the_second_hop_happens_only_when_passes_are_complete(ranks):
     config = settings(_stack(), 2, sdp_reduce_bucket_size=10**6)
     once, thrice = (ranks(_count, 4, 1, passes, config=config)[0][1] for passes in (1, 3))
@@ -141,6 +153,70 @@ def test_the_peak_of_all_that_is_held_fits_the_bound(ranks, degree):
     bound = 16 * elements / degree + 4 * config["sdp_max_live_parameters"] + 4 * 2 * unit
     for peak in ranks(_peak_bytes, degree, config=config):
         assert 16 * elements / degree <= peak <= 1.05 * bound + activations
+
+
+def _held():
+    """Bytes of state after an update, by kind and counted at the tensors; the most gradients on their way at once."""
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime.sharding import sharded_gradients
+
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Blocks())
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), foreach=False), static_loss_scale=1.0)
+    shards, copied = [shard for shard in model.shards.optimizer_shards.values() if shard is not None], []
+
+    def note(*_):
+        places = {flat.untyped_storage().data_ptr() for flat in model.shards.gradients._ready.values()}
+        grads = [shard.optimized.grad for shard in shards]
+        copied.append(sum(grad.nbytes for grad in grads if grad.untyped_storage().data_ptr() not in places))
+
+    optimizer.optimizer.register_step_pre_hook(note)
+    made, alive, most = sharded_gradients._Filling.__init__, weakref.WeakSet(), [0]
+
+    def filled(self, *given):
+        made(self, *given)
+        alive.add(self)
+        most[0] = max(most[0], sum(filling.buffer.nbytes for filling in alive))
+
+    sharded_gradients._Filling.__init__ = filled
+    try:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 8)).float().square().mean()
+            model.backward(loss)
+            kept = sum(flat.nbytes for flat in model.shards.gradients._ready.values())
+            optimizer.step()
+    finally:
+        sharded_gradients._Filling.__init__ = made
+    check_sharded(model)
+    own = [s.optimized for s in shards if s.optimized.data_ptr() != s.stored.data_ptr()]
+    moments = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.dim()]
+    stored, masters, state = (
+        sum(tensor.nbytes for tensor in tensors)
+        for tensors in ([unit.shard for unit in model.shards.units], own, moments)
+    )
+    held = {"parameters": stored, "gradients": kept, "master copies": masters, "optimizer state": state}
+    return held, most[0], copied[-1]
+
+
+@pytest.mark.parametrize("bucket", [10**6, 2000])
+@pytest.mark.parametrize("half", [None, "fp16", "bf16"])
+def test_a_plan_has_the_bytes_that_are_held(ranks, half, bucket):
+    from smp_estimator.planning import plan
+
+    config = settings(Blocks(), 4, sdp_reduce_bucket_size=bucket, **({half: True} if half else {}))
+    kinds = plan(Blocks(), "local", 1, config, processes_per_host=4).worst.kinds
+    planned = {kind.value: size for kind, size in kinds.items()}
+    each = {None: (4, 4, 0, 8), "fp16": (2, 2, 4, 8), "bf16": (2, 4, 4, 8)}[half]
+    elements = sum(p.numel() for p in Blocks().parameters())
+    for held, under_way, copied in ranks(_held, 4, config=config):
+        for (kind, size), element in zip(held.items(), each, strict=True):
+            # Shards end with padding; optimizers hold what has a parameter's part only.
+            assert size == pytest.approx(planned[kind], rel=0.02), kind
+            assert size == pytest.approx(element * elements / 4, rel=0.02), kind
+        assert 0.4 * planned["reduce buckets"] <= under_way <= 1.02 * planned["reduce buckets"]
+        # float32 gradients are updated with as they are.
+        assert copied == pytest.approx((half == "fp16") * elements, rel=0.02)
 
 
 def test_gathered_elements_stay_below_the_cap_with_microbatches_and_prefetch(ranks):

@@ -32,11 +32,12 @@ def _train(config, hosts, own_group=False):
         optimizer.step()
     group = session.groups.group(Group.SHARD)
     weights, phases = model.state_dict(), getattr(group, "in_phases", None)
+    share = phases and group.bytes_in_phases / (group.bytes_in_phases + group.bytes_fallen_back)
     backend = dist.get_backend(group)
     if own_group:
         smp.shutdown()
         dist.destroy_process_group()
-    return weights, phases, backend
+    return weights, phases, backend, share
 
 
 def test_it_trains_the_same_and_gathers_in_phases(ranks):
@@ -44,38 +45,61 @@ def test_it_trains_the_same_and_gathers_in_phases(ranks):
     over_gloo = ranks(_train, 4, {**config, "ddp_dist_backend": "gloo"}, 2, init=False)
     for own_group in (False, True):
         over_smddp = ranks(_train, 4, {**config, "ddp_dist_backend": "smddp"}, 2, own_group, init=False)
-        for (weights, phases, backend), (expected, none, plain) in zip(over_smddp, over_gloo, strict=True):
+        for (weights, phases, backend, share), (expected, none, plain, _) in zip(over_smddp, over_gloo, strict=True):
             assert (backend, plain, none) == ("smddp", "gloo", None)
             assert phases > 30
+            assert share == 1.0
             for name, value in weights.items():
                 torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-5)
 
 
 def _train_and_count(config):
-    """Train with small buffers; gives also how many gathers went in two phases outside the backend."""
-    from smp_runtime.sharding import all_gather as gathering
+    """Train with small buffers; gives also the bytes that this rank sent to the other host, and those that it had to."""
+    from smp_runtime.smddp.messages import MessageGather
+    from smp_runtime.smddp.process_group import SmddpProcessGroup
 
-    calls = []
-    second = gathering.BackendGathering.second
-    gathering.BackendGathering.second = lambda self, *given: calls.append(1) or second(self, *given)
+    here, crossed, wanted = int(os.environ["RANK"]) // 2, [], []
+    made, asked = MessageGather.__init__, SmddpProcessGroup.gather_in_pieces
+
+    class Counting:
+        def __init__(self, backend):
+            self.recv = backend.recv
+            self._send = backend.send
+
+        def send(self, tensors, to, tag):
+            if to // 2 != here:
+                crossed.append(sum(tensor.nbytes for tensor in tensors))
+            return self._send(tensors, to, tag)
+
+    def gather(self, full, shard):
+        wanted.append(shard.nbytes)
+        return asked(self, full, shard)
+
+    MessageGather.__init__ = lambda self, backend, *given: made(self, Counting(backend), *given)
+    SmddpProcessGroup.gather_in_pieces = gather
     try:
-        return (*_train(config, 2), len(calls))
+        return (*_train(config, 2), sum(crossed), sum(wanted))
     finally:
-        gathering.BackendGathering.second = second
+        MessageGather.__init__, SmddpProcessGroup.gather_in_pieces = made, asked
 
 
-def test_units_larger_than_the_buffers_still_go_in_two_phases(ranks):
-    config = settings(Blocks(), 4)
+@pytest.mark.parametrize(
+    "half", [None, pytest.param("bf16", marks=pytest.mark.full), pytest.param("fp16", marks=pytest.mark.full)]
+)
+def test_units_larger_than_the_buffers_go_through_them_in_pieces(ranks, half):
+    """The largest unit's shard is more than 8 KiB, half of that in half precision; a piece has at most 2 KiB."""
+    config = settings(Blocks(), 4, **({half: True} if half else {}))
     over_gloo = ranks(_train, 4, {**config, "ddp_dist_backend": "gloo"}, 2, init=False)
     env = {"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": "8192", "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "8192"}
     config["ddp_dist_backend"] = "smddp"
     for hierarchical in (True, False):
         config["sdp_hierarchical_allgather"] = hierarchical
         found = ranks(_train_and_count, 4, config, init=False, env=env)
-        for (weights, phases, backend, calls), (expected, _, _) in zip(found, over_gloo, strict=True):
+        for (weights, phases, backend, share, crossed, wanted), (expected, *_) in zip(found, over_gloo, strict=True):
             assert backend == "smddp"
-            assert phases > 5  # the small units
-            assert (calls > 10) == hierarchical
+            assert phases > 100
+            assert share == 1.0
+            assert wanted <= crossed <= 1.02 * wanted
             for name, value in weights.items():
                 torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-5)
 
@@ -83,7 +107,7 @@ def test_units_larger_than_the_buffers_still_go_in_two_phases(ranks):
 @pytest.mark.parametrize(("instance", "wanted"), [("ml.p4d.24xlarge", "smddp"), ("ml.g5.48xlarge", "gloo")])
 def test_auto_takes_it_where_the_documentation_supports_it(ranks, instance, wanted):
     env = {"SM_CURRENT_INSTANCE_TYPE": instance}
-    for _, phases, backend in ranks(_train, 4, settings(Blocks(), 4), 2, init=False, env=env):
+    for _, phases, backend, _ in ranks(_train, 4, settings(Blocks(), 4), 2, init=False, env=env):
         assert (backend, phases is not None) == (wanted, wanted == "smddp")
 
 

@@ -51,6 +51,11 @@ def _phases(order):
         assert wide[..., 0].reshape(4, -1).tolist() == wanted
         assert not wide[..., 1].any()
         assert all([t.flatten().tolist() for t in several] == wanted for several in lists)
+        # Pieces, by the free part of the sort buffer and, where that is too small, without it.
+        for step in (64, 4096 if count > 1000 else 64):
+            one.fill_(-1)
+            assert gather.start(Item.into_pieces(one, shard, 4, step)).wait()
+            assert one.view(4, -1).tolist() == wanted
         # NCCL reports a list of tensors as one with a dimension more.
         reported = gather.start(items[3:]).get_future().value()
         assert [tuple(t.shape) for t in reported] == [(4, count, 2)]

@@ -180,3 +180,36 @@ def test_after_a_failure_nobody_waits_for_memory_that_never_comes_back(ranks, ho
     for first, second in ranks(_broken, 4, how, init=False):
         assert ("aborted" if how == "abort" else "connection closed") in first
         assert "an earlier all-gather of this group failed" in second
+
+
+def _broken_while_others_wait_for_room():
+    """Three all-gathers, of which the buffers hold one; the second rank loses its connections after the first has begun."""
+    rank = int(os.environ["RANK"])
+    group, said = join(rank // 2), []
+    gather = group._gathers["cpu"]
+    full, shard = torch.empty(4 * 2048), torch.full((2048,), float(rank))
+    hand_on = gather._hand_on
+
+    def lost(_):
+        while len(gather._later) < 2:
+            time.sleep(0.001)
+        raise RuntimeError("connection closed")
+
+    gather._hand_on = lost
+    works = [all_gather_single(full, shard, async_op=True) for _ in range(3)]
+    for work in works:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            said.append(str(error))
+    gather._hand_on = hand_on
+    dist.barrier()
+    dist.destroy_process_group()
+    return said
+
+
+def test_after_a_failure_those_that_wait_for_room_end_too(ranks):
+    env = {"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": "8192", "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "16384"}
+    for first, *later in ranks(_broken_while_others_wait_for_room, 4, init=False, env=env):
+        assert "connection closed" in first
+        assert ["an earlier all-gather of this group failed" in said for said in later] == [True, True]

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from smp_config import Group
+from smp_config import Group, smddp
 from smp_runtime.comm.control import host_name, timeout_seconds
-from smp_runtime.comm.devices import plain_backend
-from smp_runtime.smddp.process_group import SmddpProcessGroup
 
 if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Collectives, Work
@@ -86,116 +84,46 @@ class HierarchicalGathering:
         first = self._collectives.all_gather(mine, shard, self._across)
         return _TwoPhases(self, first, full, mine)
 
-    def second(self, full: torch.Tensor, mine: torch.Tensor) -> list[Work]:
+    def second(self, full: torch.Tensor, mine: torch.Tensor) -> Work:
         """The phase inside the host."""
-        return [self._collectives.all_gather(full, mine, self._inside)]
-
-
-class BackendGathering:
-    """The backend gathers in phases itself; what its buffers cannot hold goes in the same two phases without them.
-
-    Shards are numbered like the group's ranks. The phase inside a host is one collective for every host, which puts
-    that host's shards where they belong.
-
-    Args:
-        group: the sharding group, whose backend gathers in phases.
-        across: one rank of each host, those with this rank's local number; of a plain backend.
-        inside: this host's ranks of the sharding group; of a plain backend.
-        rows: for every host the positions of its ranks in the sharding group, consecutive ones.
-    """
-
-    def __init__(
-        self,
-        collectives: Collectives,
-        group: SmddpProcessGroup,
-        across: dist.ProcessGroup,
-        inside: dist.ProcessGroup,
-        rows: list[list[int]],
-        position: int,
-    ) -> None:
-        self._collectives = collectives
-        self._group = group
-        self._across = across
-        self._inside = inside
-        self._rows = rows
-        self.position = position
-        self.shard_of = list(range(sum(map(len, rows))))
-
-    def start(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
-        """See :class:`Gathering`."""
-        # Of a unit it is always the same, and the same on all ranks.
-        if self._group.fallback_reason(shard.nbytes, full.device.type) is None:
-            return self._collectives.all_gather(full, shard, self._group)
-        self._group.tries_phases(shard.nbytes, full.device.type)  # counts it, and says once which buffer is too small
-        arrived = torch.empty(len(self._rows), shard.numel(), dtype=shard.dtype, device=shard.device)
-        first = self._collectives.all_gather(arrived.view(-1), shard, self._across)
-        return _TwoPhases(self, first, full, arrived)
-
-    def second(self, full: torch.Tensor, arrived: torch.Tensor) -> list[Work]:
-        """The phase inside the host."""
-        parts = full.view(len(self.shard_of), -1)
-        return [
-            self._collectives.all_gather(parts[row[0] : row[-1] + 1].view(-1), mine, self._inside)
-            for row, mine in zip(self._rows, arrived, strict=True)
-        ]
+        return self._collectives.all_gather(full, mine, self._inside)
 
 
 class _TwoPhases:
-    def __init__(
-        self,
-        gathering: HierarchicalGathering | BackendGathering,
-        first: Work,
-        full: torch.Tensor,
-        arrived: torch.Tensor,
-    ) -> None:
+    def __init__(self, gathering: HierarchicalGathering, first: Work, full: torch.Tensor, mine: torch.Tensor) -> None:
         self._gathering = gathering
         self._first = first
         self._full = full
-        self._arrived = arrived
+        self._mine = mine
 
     def wait(self) -> None:
         self._first.wait()
-        for work in self._gathering.second(self._full, self._arrived):
-            work.wait()
+        self._gathering.second(self._full, self._mine).wait()
 
 
 def make_gathering(ranks: Ranks, *, hierarchical: bool) -> Gathering:
     """Phases between and inside hosts when the sharding groups span hosts evenly and it was asked for; else one.
 
-    A backend that does it in phases itself does so, but for units that its buffers cannot hold.
+    SMDDP's all-gather goes in phases by itself, in pieces that its buffers hold.
     """
     members, mine = ranks.members(Group.SHARD), ranks.rank_in(Group.SHARD)
     plain = PlainGathering(ranks.collectives, ranks.groups.group(Group.SHARD), len(members), mine)
-    everyone = list(range(ranks.control.size))
-    host_of = ranks.control.allgather(host_name(), everyone)
-    if not hierarchical or len(set(host_of)) == 1:
+    if not hierarchical or ranks.backend == smddp.BACKEND:
         return plain
+    host_of = ranks.control.allgather(host_name(), list(range(ranks.control.size)))
     found = [host_layout(group, host_of) for group in ranks.topology.groups(Group.SHARD)]
     layouts = [layout for layout in found if layout is not None]
     if len(layouts) < len(found):
-        return plain
-    whole = ranks.groups.group(Group.SHARD)
-    backend = plain_backend(ranks.device) if isinstance(whole, SmddpProcessGroup) else None
-    in_order = all(
-        [rank for row in layout for rank in row] == list(group)
-        for group, layout in zip(ranks.topology.groups(Group.SHARD), layouts, strict=True)
-    )
-    if backend is not None and not in_order:
         return plain
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     # Every rank of the job makes every group, in the same order.
     for layout in layouts:
         for row in (*layout, *zip(*layout, strict=True)):  # those inside hosts, then those between them
-            groups[tuple(row)] = dist.new_group(
-                list(row), timeout=timedelta(seconds=timeout_seconds()), backend=backend
-            )
+            groups[tuple(row)] = dist.new_group(list(row), timeout=timedelta(seconds=timeout_seconds()))
     layout = next(layout for layout in layouts if any(ranks.rank in row for row in layout))
     host = next(number for number, row in enumerate(layout) if ranks.rank in row)
     local = layout[host].index(ranks.rank)
     across, inside = groups[tuple(row[local] for row in layout)], groups[tuple(layout[host])]
-    if isinstance(whole, SmddpProcessGroup):
-        rows = [[members.index(rank) for rank in row] for row in layout]
-        return BackendGathering(ranks.collectives, whole, across, inside, rows, mine)
     order = [next((h, row.index(rank)) for h, row in enumerate(layout) if rank in row) for rank in members]
     return HierarchicalGathering(
         ranks.collectives, across, inside, (len(layout), host), (len(layout[host]), local), order
@@ -208,9 +136,5 @@ def host_layout(members: Sequence[int], host_of: Sequence[str]) -> list[list[int
     Args:
         host_of: by global rank, the name of its host.
     """
-    hosts: dict[str, list[int]] = {}
-    for rank in members:
-        hosts.setdefault(host_of[rank], []).append(rank)
-    rows = list(hosts.values())
-    even = len({len(row) for row in rows}) == 1
-    return rows if even and len(rows) > 1 and len(rows[0]) > 1 else None
+    rows = smddp.host_rows([host_of[rank] for rank in members])
+    return None if isinstance(rows, str) else [[members[position] for position in row] for row in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from smp_runtime.sharding.flat_unit import ShardedUnit
 
 
+logger = logging.getLogger("smp")
+
 #: Units that are fetched ahead of their use.
 LOOKAHEAD = 2
 
@@ -28,7 +31,8 @@ class LiveParameters:
 
     Args:
         units: all of this rank's.
-        most: cap on gathered elements, those under way included.
+        most: cap on gathered elements, those under way included; more are there only while more are used at once.
+        speaks: whether this rank is the one that warns.
 
     Attributes:
         elements: gathered now or under way.
@@ -37,11 +41,12 @@ class LiveParameters:
         trace: tells whether all ranks have gathered the same units.
     """
 
-    def __init__(self, units: Sequence[ShardedUnit], gathering: Gathering, most: int) -> None:
+    def __init__(self, units: Sequence[ShardedUnit], gathering: Gathering, most: int, *, speaks: bool = True) -> None:
         self._units = list(units)
         self._numbers = {id(unit): number for number, unit in enumerate(units)}
         self._gathering = gathering
         self._most = most
+        self._speaks = speaks
         self.order = NeedOrder()
         self.elements = 0
         self.peak = 0
@@ -117,7 +122,10 @@ class LiveParameters:
             self._start(unit)
 
     def _make_room(self, unit: ShardedUnit) -> None:
-        """Free what nobody uses until ``unit`` fits: first what was fetched too early, then what backward has passed."""
+        """Free what nobody uses until ``unit`` fits: first what was fetched too early, then what backward has passed.
+
+        What is used stays, and ``unit`` is needed now: then there are more elements than the cap.
+        """
         if self.elements + unit.filled <= self._most:
             return
         idle = [other for other in reversed(self._gathered.values()) if other.is_idle]
@@ -126,13 +134,38 @@ class LiveParameters:
             self.free(other)
             if self.elements + unit.filled <= self._most:
                 return
-        used = {other.name or "the model itself": other.filled for other in self._gathered.values()}
+        self._warn(unit)
+
+    def _warn(self, unit: ShardedUnit) -> None:
+        """Say once that parameters which are needed at the same time are more than the cap; they are gathered all the same."""
+        used = [f"{_name(other)} uses {other.filled:,}" for other in self._gathered.values()]
+        if not self._speaks or not used:  # of one that is too large by itself the plan of the units tells
+            return
+        self._speaks = False
         least = self.elements + unit.filled
-        raise SMPUserError(
-            f"{unit.name or 'the model itself'} needs its {unit.filled:,} parameters while "
-            + ", ".join(f"{name} uses {elements:,}" for name, elements in used.items())
-            + f": {least:,} at once, but sdp_max_live_parameters is {self._most:,}; set it to at least {least:,}"
+        logger.warning(
+            "%s needs its %s parameters while %s: %s at once, more than sdp_max_live_parameters (%s); they are gathered all the "
+            "same, and nothing is fetched ahead meanwhile; set it to at least %s so that the limit holds",
+            *(_name(unit), f"{unit.filled:,}", ", ".join(used), f"{least:,}", f"{self._most:,}", f"{least:,}"),
         )
+
+
+def warn_of_large_units(units: Sequence[ShardedUnit], most: int) -> None:
+    """Say which units are more than the cap by themselves."""
+    large = [unit for unit in units if unit.filled > most]
+    if not large:
+        return
+    largest = max(large, key=lambda unit: unit.filled)
+    others = f", and so are {len(large) - 1} more" if len(large) > 1 else ""
+    logger.warning(
+        "the %s parameters of %s are needed at the same time and are more than sdp_max_live_parameters (%s)%s: each is gathered "
+        "alone, and nothing is fetched ahead meanwhile; set it to at least %s, or to %s so that the next ones can be fetched",
+        *(f"{largest.filled:,}", _name(largest), f"{most:,}", others, f"{largest.filled:,}", f"{2 * largest.filled:,}"),
+    )
+
+
+def _name(unit: ShardedUnit) -> str:
+    return unit.name or "the model itself"
 
 
 #: How many expected needs may be skipped before the order counts as another one.

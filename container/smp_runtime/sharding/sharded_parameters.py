@@ -22,7 +22,7 @@ from smp_runtime.parameters.deferred_creation import Deferrals, StandIn, materia
 from smp_runtime.sharding.all_gather import make_gathering
 from smp_runtime.sharding.flat_shards import FlatShards
 from smp_runtime.sharding.flat_unit import ShardedUnit
-from smp_runtime.sharding.live_parameters import LiveParameters
+from smp_runtime.sharding.live_parameters import LiveParameters, warn_of_large_units
 from smp_runtime.sharding.module_hooks import ModuleUses
 from smp_runtime.sharding.sharded_gradients import ShardedGradients
 from smp_runtime.sharding.unit_plan import ShardingOptions, is_sharded, plan_units
@@ -76,7 +76,10 @@ class ShardedParameters(FlatShards[ShardedUnit]):
             for plan in plan_units(module, chosen, self.options)
         ]
         super().__init__(ranks, Group.SHARD, parameters, units, precision, gathering.shard_of)
-        self.live = LiveParameters(self.units, gathering, self.options.max_live)
+        speaks = ranks.rank_in(Group.DP) == 0  # of each stage
+        if speaks:
+            warn_of_large_units(self.units, self.options.max_live)
+        self.live = LiveParameters(self.units, gathering, self.options.max_live, speaks=speaks)
         trained = [unit for unit in self.units if unit.trained]
         bucket_elements = self.options.bucket_elements
         self.gradients = ShardedGradients(

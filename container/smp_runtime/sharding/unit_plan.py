@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from smp_runtime.errors import SMPUserError
-
 if TYPE_CHECKING:
     from smp_config import ModelParallelParameters
 
@@ -25,7 +23,7 @@ class ShardingOptions:
     Attributes:
         bucket_elements: most gradient elements that one collective carries.
         persistence_threshold: parameters with fewer elements stay whole on every rank; 0 shards all.
-        max_live: most elements of gathered parameters at any time.
+        max_live: most elements of gathered parameters at any time, but for those that are needed together.
         hierarchical: gather in phases between and inside hosts, where a sharding group spans several.
         clipping: L2 norm to which the whole gradient is scaled down before each update.
     """
@@ -78,10 +76,8 @@ def plan_units(module: nn.Module, parameters: Iterable[nn.Parameter], options: S
 
     Repeated blocks (the children of a ``ModuleList`` or of an ``nn.Sequential`` of blocks) are units; so is any other
     module that holds no such list. A unit has at most half of ``max_live`` elements, so that the next one can be
-    fetched while it is used; a module above that is divided into its children.
-
-    Raises:
-        SMPUserError: one module's own parameters exceed ``max_live``, with its name.
+    fetched while it is used; a module above that is divided into its children. What one module holds itself is never
+    divided, even if it is more than ``max_live``.
     """
     planner = _Planner({id(parameter): parameter for parameter in parameters}, options)
     planner.visit(module, "", is_root=True)
@@ -91,7 +87,6 @@ def plan_units(module: nn.Module, parameters: Iterable[nn.Parameter], options: S
 class _Planner:
     def __init__(self, left: dict[int, nn.Parameter], options: ShardingOptions) -> None:
         self._left = left
-        self._most = options.max_live
         self._target = max(1, options.max_live // 2)
         self.units: list[UnitPlan] = []
 
@@ -114,13 +109,6 @@ class _Planner:
         return [parameter for parameter in parameters if id(parameter) in self._left]
 
     def _take(self, module: nn.Module, name: str, parameters: list[nn.Parameter], *, together: bool) -> None:
-        elements = _elements(parameters)
-        if elements > self._most:
-            raise SMPUserError(
-                f"the parameters of {name or 'the model itself'} ({type(module).__name__}) have {elements:,} elements and "
-                f"are needed at the same time, but sdp_max_live_parameters is {self._most:,}; set it to at least "
-                f"{elements:,}, or to {2 * elements:,} so that the next parameters can be fetched meanwhile"
-            )
         kinds: dict[tuple[torch.dtype, torch.device, bool], list[nn.Parameter]] = {}
         for parameter in parameters:
             kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append(parameter)

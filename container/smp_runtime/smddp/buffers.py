@@ -39,24 +39,27 @@ class RingBuffer:
         self._device = device
         self._memory: torch.Tensor | None = None
         self._taken: deque[Piece] = deque()
-        self._freed = threading.Condition()
+        self._lock = threading.Lock()
         self._broken: BaseException | None = None
 
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes in a row are free, or will never be because something has failed."""
+        with self._lock:
+            return self._broken is not None or self._place(size) is not None
+
     def take(self, size: int) -> Piece:
-        """A piece of ``size`` bytes, at most the whole; waits until as many in a row are free.
+        """A piece of ``size`` bytes, for which there is room.
 
         Raises:
             RuntimeError: those who have pieces cannot give them back any more.
         """
-        if not 0 < size <= self.size:
-            raise AssertionError(f"a piece of {size} bytes was asked of a buffer of {self.size}")
-        with self._freed:
+        with self._lock:
             if self._memory is None:
                 self._memory = torch.empty(self.size, dtype=torch.uint8, device=self._device)
             self.check()
-            while (start := self._place(size)) is None:
-                self._freed.wait()
-                self.check()
+            start = self._place(size)
+            if start is None or not 0 < size <= self.size:
+                raise AssertionError(f"a piece of {size} bytes was asked of a buffer of {self.size}")
             stop = min(start + -(-size // _ALIGNMENT) * _ALIGNMENT, self.size)
             piece = Piece(self._memory[start : start + size], start, stop)
             self._taken.append(piece)
@@ -69,11 +72,10 @@ class RingBuffer:
 
     def give_back(self, piece: Piece) -> None:
         """Let others have a piece, once all older ones are back too."""
-        with self._freed:
+        with self._lock:
             piece.is_back = True
             while self._taken and self._taken[0].is_back:
                 self._taken.popleft()
-            self._freed.notify_all()
 
     def check(self) -> None:
         """See that nothing has failed.
@@ -85,10 +87,9 @@ class RingBuffer:
             raise RuntimeError(f"an earlier all-gather of this group failed: {self._broken}")
 
     def fail(self, error: BaseException) -> None:
-        """Pieces will not come back; who waits for one, or asks for one later, gets an error."""
-        with self._freed:
+        """Pieces will not come back; who asks for one later gets an error."""
+        with self._lock:
             self._broken = self._broken or error
-            self._freed.notify_all()
 
     def _place(self, size: int) -> int | None:
         """Where ``size`` bytes are free; None for nowhere."""

@@ -44,6 +44,13 @@ class Item:
         return cls(tuple(rows), as_bytes(resolved(shard).contiguous()), [output], report, finish)
 
     @classmethod
+    def into_pieces(cls, output: torch.Tensor, shard: torch.Tensor, size: int, step: int) -> list[Item]:
+        """The same, one after the other, for every ``step`` bytes of the shards; both tensors are contiguous."""
+        rows, mine = as_bytes(output).view(size, -1), as_bytes(shard)
+        parts = [slice(begin, begin + step) for begin in range(0, mine.numel(), step)]
+        return [cls([row[part] for row in rows], mine[part], [output], lambda: [output]) for part in parts]
+
+    @classmethod
     def into_list(
         cls, outputs: Sequence[torch.Tensor], shard: torch.Tensor, size: int, *, through_one: bool = False
     ) -> Item | None:

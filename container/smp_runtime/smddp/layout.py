@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smp_config.errors import ConfigError
-from smp_config.smddp import BufferSizes
+from smp_config.smddp import BufferSizes, host_rows
 from smp_runtime.comm.control import host_name
 
 if TYPE_CHECKING:
@@ -62,18 +62,9 @@ class HostGrid:
         Args:
             host_of: by group rank, the name of its host.
         """
-        hosts: dict[str, list[int]] = {}
-        for number, name in enumerate(host_of):
-            hosts.setdefault(name, []).append(number)
-        counts = {name: len(ranks) for name, ranks in hosts.items()}
-        if len(hosts) == 1:
-            return f"all {len(host_of)} ranks of the group are on one host, {host_of[0]}"
-        if len(set(counts.values())) > 1:
-            shown = ", ".join(f"{count} on {name}" for name, count in counts.items())
-            return f"its hosts have different numbers of the group's ranks: {shown}"
-        if len(hosts) == len(host_of):
-            return f"each of its {len(hosts)} hosts has one rank of the group, so nothing would be sent twice"
-        rows = tuple(tuple(ranks) for ranks in hosts.values())
+        rows = host_rows(host_of)
+        if isinstance(rows, str):
+            return rows
         host = next(number for number, row in enumerate(rows) if rank in row)
         return cls(rows, host, rows[host].index(rank))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -80,12 +81,15 @@ class MessageGather:
         self._tag = _FIRST_TAG
         self._queue: queue.SimpleQueue[_Gather | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        # Callbacks begin all-gathers too, on threads of their own.
+        # Callbacks begin all-gathers too, on threads of their own; it guards those that wait for room as well.
         self._starting = threading.Lock()
+        self._later: deque[tuple[Item, MessageWork]] = deque()
         self._stop = weakref.finalize(self, self._queue.put, None)
 
     def start(self, items: Sequence[Item], *, here: bool = False) -> MessageWork:
         """Begin; all ranks of the group begin their all-gathers in the same order.
+
+        What the buffers have no room for begins when earlier ones have given some back.
 
         Args:
             here: the caller waits anyway, so bring them to their end on its thread, unless earlier ones are under way.
@@ -107,6 +111,9 @@ class MessageGather:
 
     def _start(self, item: Item, work: MessageWork, here: bool) -> MessageWork:
         with self._starting:
+            if self._later or not self._has_room(item):
+                self._later.append((item, work))
+                return work
             here = here and not self.scratch.in_use
             try:
                 gather = self._begin(item, work)
@@ -114,20 +121,38 @@ class MessageGather:
                 self.fail(error)
                 raise
             if not here:
-                if self._thread is None:
-                    self._thread = threading.Thread(
-                        target=_pass_on, args=(weakref.ref(self), self._queue), name="smddp-all-gather", daemon=True
-                    )
-                    self._thread.start()
-                self._queue.put(gather)
+                self._hand_over(gather)
         if here:
             _finish(self, gather)
         return work
 
+    def begin_later(self) -> None:
+        """Begin what had to wait for room, in its order, as far as there is room now."""
+        with self._starting:
+            while self._later and self._has_room(self._later[0][0]):
+                item, work = self._later.popleft()
+                try:
+                    self._hand_over(self._begin(item, work))
+                except BaseException as error:
+                    self.fail(error)
+                    work.finish(self.failure(error))
+
+    def _has_room(self, item: Item) -> bool:
+        size = item.shard.numel()
+        return self.scratch.has_room(size) and self.sort.has_room(self._grid.hosts * size)
+
+    def _hand_over(self, gather: _Gather) -> None:
+        """Let the thread bring it to its end."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_pass_on, args=(weakref.ref(self), self._queue), name="smddp-all-gather", daemon=True
+            )
+            self._thread.start()
+        self._queue.put(gather)
+
     def _begin(self, item: Item, work: MessageWork) -> _Gather:
         """Take pieces, and start all messages that wait for no other."""
         grid, size = self._grid, item.shard.numel()
-        # Taken in this order by all, and given back in that of the all-gathers: nobody waits in a circle.
         scratch = self.scratch.take(size)
         gather = _Gather(item, work, scratch, self.sort.take(grid.hosts * size), self._tags(_PARTS * grid.hosts))
         parts = _parts(size)
@@ -212,10 +237,9 @@ class MessageGather:
             for host in self._other_hosts:
                 item.outputs[grid.column[host]].copy_(rows[host])
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._grid.size
+    def failure(self, error: BaseException) -> str:
+        """What those who wait for an all-gather are told."""
+        return f"the all-gather over {self._grid.size} ranks failed: {error}"
 
     def close(self) -> None:
         """End the thread; what is under way may end first."""
@@ -250,11 +274,14 @@ class MessageGather:
 
 def _pass_on(weak: weakref.ref[MessageGather], waiting: queue.SimpleQueue[_Gather | None]) -> None:
     """Complete all-gathers in their order. One thread does it, so that all ranks hand on in the same order."""
-    while (gather := waiting.get()) is not None:
-        owner = weak()
-        if owner is None:
+    while True:
+        gather, owner = waiting.get(), weak()
+        if owner is None or (gather is None and waiting.empty()):
             return
-        _finish(owner, gather)
+        if gather is None:  # what had to wait for room is behind it
+            waiting.put(None)
+        else:
+            _finish(owner, gather)
         del owner, gather
 
 
@@ -263,9 +290,10 @@ def _finish(owner: MessageGather, gather: _Gather) -> None:
         owner.pass_on(gather)
     except BaseException as error:
         owner.fail(error)
-        gather.work.finish(f"the all-gather over {owner.size} ranks failed: {error}")
+        gather.work.finish(owner.failure(error))
     else:
         gather.work.finish()
+    owner.begin_later()
 
 
 def _parts(size: int) -> list[slice]:

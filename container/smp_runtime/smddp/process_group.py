@@ -66,9 +66,11 @@ class SmddpProcessGroup(dist.ProcessGroup):
         self.sizes = sizes
         self._gathers = gathers
         self._said: set[str] = set()
-        #: All-gathers that went in phases, and that the plain backend did.
+        #: All-gathers that went in phases, and that the plain backend did; what this rank has put into both, in bytes.
         self.in_phases = 0
         self.fallen_back = 0
+        self.bytes_in_phases = 0
+        self.bytes_fallen_back = 0
 
     @classmethod
     def create(
@@ -158,15 +160,32 @@ class SmddpProcessGroup(dist.ProcessGroup):
         device = wanted[0].shard.device.type
         if not all(self.tries_phases(item.shard.numel(), device) for item in wanted):
             return None
+        return self._start(wanted, here=not getattr(opts, "asyncOp", True))
+
+    def _start(self, items: Sequence[Item], *, here: bool = False) -> MessageWork | StreamWork:
         self.in_phases += len(items)
-        waits = not getattr(opts, "asyncOp", True)
-        return self._gathers[device].start(wanted, here=waits)
+        self.bytes_in_phases += sum(item.shard.numel() for item in items)
+        return self._gathers[items[0].shard.device.type].start(items, here=here)
+
+    def gather_in_pieces(self, full: torch.Tensor, shard: torch.Tensor) -> MessageWork | StreamWork | None:
+        """Begin an all-gather in phases, a larger shard in pieces that the buffers hold; None where the plain backend has to.
+
+        Both tensors are contiguous. Not what scripts call: an all-gather of theirs falls back as the documents say.
+        """
+        device = full.device.type
+        if isinstance(self.grid, HostGrid) and device in self._gathers and shard.nbytes:
+            step = self.sizes.piece_bytes(shard.nbytes, self.grid.hosts, self.grid.ranks_per_host)
+            if step:
+                return self._start(Item.into_pieces(full, shard, self.size(), step))
+        self.tries_phases(shard.nbytes, device)  # counts it, and says why
+        return None
 
     def tries_phases(self, shard_bytes: int, device: str = "cpu") -> bool:
         """Whether an all-gather that is to begin goes in phases; counts and logs it where it falls back."""
         reason = self.fallback_reason(shard_bytes, device)
         if reason is not None:
             self.fallen_back += 1
+            self.bytes_fallen_back += shard_bytes
             self._say(reason, shard_bytes)
         return reason is None
 
@@ -253,8 +272,8 @@ class SmddpCollectives(TorchCollectives):
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """In phases where that is possible and has a use."""
-        phases = isinstance(group, SmddpProcessGroup) and group.tries_phases(shard.nbytes, full.device.type)
-        return group.all_gather_single(full, shard) if phases else super().all_gather(full, shard, group)
+        work = group.gather_in_pieces(full, shard) if isinstance(group, SmddpProcessGroup) else None
+        return work or super().all_gather(full, shard, group)
 
 
 def collectives_of(backend: str) -> Collectives:

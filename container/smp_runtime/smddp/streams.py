@@ -95,10 +95,20 @@ class StreamGather:
             if all(block is not None for block in blocks):
                 _wait(all_gather_single_coalesced(self._inside, blocks, list(arrived)))
             else:
-                for row, part in zip(self._grid.rows, arrived, strict=True):
-                    _wait(self._inside.allgather([[item.outputs[rank] for rank in row]], [part]))
+                self._share_in_places(item, arrived, sort[hosts * size :])
             if item.finish is not None:
                 item.finish()
+
+    def _share_in_places(self, item: Item, arrived: torch.Tensor, free: torch.Tensor) -> None:
+        """The phase inside a host where its shards lie apart, as pieces of shards do: by the free part of the sort buffer."""
+        for row, part in zip(self._grid.rows, arrived, strict=True):
+            places = [item.outputs[rank] for rank in row]
+            if (needed := len(places) * part.numel()) > free.numel():
+                _wait(self._inside.allgather([places], [part]))
+                continue
+            _wait(all_gather_single(self._inside, free[:needed], part))
+            for place, came in zip(places, free[:needed].view(len(places), -1), strict=True):
+                place.copy_(came)
 
     def abort(self) -> None:
         """End what is under way on the two groups."""

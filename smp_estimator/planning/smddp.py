@@ -1,0 +1,83 @@
+"""SMDDP's all-gather in a plan: which part of the gathered bytes goes through it, by the arithmetic of the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from smp_config import Group, Topology
+from smp_config.smddp import BufferSizes, host_rows
+
+if TYPE_CHECKING:
+    from smp_estimator.planning.request import Request
+
+MIB = 2**20
+
+
+def grids(request: Request, topology: Topology) -> list[tuple[int, int] | str]:
+    """For every sharding group its hosts and the ranks on each, or why it cannot gather in phases."""
+    found: list[tuple[int, int] | str] = []
+    for members in topology.groups(Group.SHARD):
+        rows = host_rows([f"algo-{rank // request.processes_per_host + 1}" for rank in members])
+        found.append(rows if isinstance(rows, str) else (len(rows), len(rows[0])))
+    return found
+
+
+def buffer_bytes(request: Request, topology: Topology) -> int:
+    """Bytes of the buffers on a rank; they are allocated when the first all-gather goes in phases."""
+    if not request.uses_smddp or all(isinstance(grid, str) for grid in grids(request, topology)):
+        return 0
+    sizes = BufferSizes.from_environment(dict(request.environment))
+    return sizes.scratch + sizes.sort
+
+
+@dataclass(frozen=True)
+class SmddpUse:
+    """How units are gathered in a job whose backend is SMDDP.
+
+    Attributes:
+        share: part of the gathered bytes that goes through it, 0 to 1.
+        largest: bytes of a rank's shard of the largest unit.
+        pieces: in which this shard goes; 0 where it does not.
+        reason: why the rest falls back to the plain backend; None where nothing does.
+    """
+
+    sizes: BufferSizes
+    share: float
+    largest: int
+    pieces: int
+    reason: str | None
+
+    @classmethod
+    def of(cls, request: Request, topology: Topology, shards: list[int]) -> SmddpUse:
+        """Compute it.
+
+        Args:
+            shards: by unit, bytes of a rank's shard.
+        """
+        sizes = BufferSizes.from_environment(dict(request.environment))
+        largest, through, pieces, reason = max(shards, default=0), 0, 0, None
+        groups = grids(request, topology)
+        for grid in groups:
+            if isinstance(grid, str):
+                reason = reason or grid
+                continue
+            fitting = [shard for shard in shards if sizes.pieces(shard, *grid)]
+            if reason is None and len(fitting) < len(shards):
+                reason = sizes.fallback_reason(largest, grid[0] * grid[1], grid[0] * largest)
+            through += sum(fitting)
+            pieces = max(pieces, sizes.pieces(largest, *grid))
+        whole = len(groups) * sum(shards)
+        return cls(sizes, through / whole if whole else 0.0, largest, pieces, reason)
+
+    def __str__(self) -> str:
+        if not self.largest:
+            return "nothing is large enough to be sharded, so the SMDDP all-gather has nothing to do"
+        said = f"{self.share:.0%} of the gathered bytes go through the SMDDP all-gather"
+        if self.share:
+            said += (
+                f", in buffers of {self.sizes.scratch / MIB:.4g} and {self.sizes.sort / MIB:.4g} MiB, which are counted; the "
+                f"shard of the largest unit, {self.largest / MIB:.1f} MiB, goes in {self.pieces} "
+                f"piece{'s' * (self.pieces != 1)}"
+            )
+        return said if self.reason is None else f"{said}; the plain backend does the rest: {self.reason}"
