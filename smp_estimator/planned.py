@@ -74,7 +74,8 @@ class Planned:
         """The batch size among the hyperparameters, with its name."""
         given = self._hyperparameters or {}
         for name in _BATCH_NAMES:
-            text = str(given.get(name, ""))
+            value = given.get(name, "")
+            text = "" if is_variable(value) else str(value)
             if text.isdecimal() and int(text) > 0:
                 return name, int(text)
         return None

@@ -217,7 +217,7 @@ def test_plan_takes_a_batch_from_the_microbatches() -> None:
         (["plan", "gpt2", "--tokens", "9"], "--tokens is 9, less than one sample"),
         (["suggest", "gpt2", "--gpu-memory", "4"], "--gpu-memory was given, but no --instance-type"),
         (["suggest", "gpt2", "--instance-type", "x", "--processes", "2"], "give --gpu-memory, the memory of one GPU"),
-        (["suggest", "1e12", "--instance-count", "1"], "1 instances of any current type"),
+        (["suggest", "300b", "--instance-count", "1"], "1 instances of any current type"),
     ],
 )
 def test_errors_call_options_by_their_names(arguments: list[str], said: str) -> None:

@@ -150,16 +150,21 @@ def test_predicted_bytes_are_near_the_measured_ones_under_data_parallelism(ranks
 # -- state, by precision -----------------------------------------------------------------------------------------
 
 WIDE = 256
-#: Bytes of a parameter between two steps and in the inner ``optimizer.step()``, of two ranks.
-SHARED = {"ddp": True, "shard_optimizer_state": True}
+#: Bytes of a parameter between two steps and in the inner ``optimizer.step()``, of two ranks. Sharded parameters stay
+#: gathered, below sdp_max_live_parameters.
+STATE_SHARED = {"ddp": True, "shard_optimizer_state": True}
+ALL_SHARED = {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
 STATES = [
     ({"ddp": True}, 16, 16),
-    (SHARED, 8, 10),
+    (STATE_SHARED, 8, 10),
     ({"ddp": True, "bf16": True}, 16, 20),
-    ({**SHARED, "fp16": True}, 8, 11),
+    ({**STATE_SHARED, "fp16": True}, 8, 11),
+    ({**ALL_SHARED, "bf16": True}, 9, 11),
     pytest.param({"ddp": True, "fp16": True}, 16, 20, marks=pytest.mark.full),
-    pytest.param({**SHARED, "bf16": True}, 8, 10, marks=pytest.mark.full),
-    pytest.param({**SHARED, "fp16": True, "_fp32_grad_accumulation": True}, 8, 10, marks=pytest.mark.full),
+    pytest.param(ALL_SHARED, 10, 12, marks=pytest.mark.full),
+    pytest.param({**ALL_SHARED, "fp16": True}, 9, 12, marks=pytest.mark.full),
+    pytest.param({**STATE_SHARED, "bf16": True}, 8, 10, marks=pytest.mark.full),
+    pytest.param({**STATE_SHARED, "fp16": True, "_fp32_grad_accumulation": True}, 8, 10, marks=pytest.mark.full),
 ]
 
 
@@ -215,8 +220,10 @@ def test_the_state_of_every_precision_is_the_measured_one(ranks, config, before,
         backward = worst.in_backward - worst.activations.total
         if config.get("shard_optimizer_state"):
             # Only without a reduce-scatter of its own, as gloo, does a backend get the other ranks' parts beside the buffers.
-            sums = 2 if config == {**SHARED, "fp16": True} else 4
+            sums = 2 if config == {**STATE_SHARED, "fp16": True} else 4
             assert found["backward"] - sums * count == pytest.approx(backward, rel=0.12)
+        elif config.get("sharded_data_parallel_degree"):  # the last of its units is still on its way to the bucket
+            assert found["backward"] == pytest.approx(backward, rel=0.03)
         else:
             assert max(found["backward"], found["update"]) == pytest.approx(max(backward, worst.in_update), rel=0.02)
 

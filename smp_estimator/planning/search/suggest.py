@@ -88,7 +88,7 @@ class Suggestion(Shown):
         other, script = self.alternative, self.plan.request.workload
         fits = self.plan.verdict.feasible
         word = "← chosen" if fits else "← nearest"
-        tried = [
+        tried: list[list[Cell]] = [
             [
                 step.what,
                 f"{step.plan.total_bytes / GB:,.1f} GB",
@@ -126,7 +126,7 @@ def _verdict(plan: Plan, more: str) -> Said:
 
 
 def _clusters_grid(title: str, clusters: tuple[Cluster, ...], chosen: Cluster | None) -> Grid:
-    rows = []
+    rows: list[list[Cell]] = []
     for each in clusters:
         known = each.plan.instance
         gpus = f"{each.gpus} × {known.gpu}" if known else str(each.gpus)
