@@ -10,9 +10,18 @@ from smp_estimator.planning.report import Grid, Lines, Report, Said
 
 
 def plan_report(
-    plan: Forecast, changes: Sequence[Change], fewer: Sequence[SmallerCluster], notes: Sequence[str]
+    plan: Forecast,
+    changes: Sequence[Change],
+    fewer: Sequence[SmallerCluster],
+    notes: Sequence[str],
+    *,
+    searched: bool = False,
 ) -> Report:
-    """The plan as a table of kinds by stage, with what to change and what to know below it."""
+    """The plan as a table of kinds by stage, with what to change and what to know below it.
+
+    Args:
+        searched: it is what a search has found, so none is advised.
+    """
     request, shape = plan.request, plan.request.shape
     known = plan.instance
     cluster = f"{request.instance_count} × {request.instance_type}"
@@ -33,7 +42,7 @@ def plan_report(
     )
     idle = [f"idle {plan.idle:.0%} of a step: (p − 1) / (m + p − 1)"] if len(plan.stages) > 1 else []
     to_change = [str(change) for change in changes]
-    if plan.verdict is Verdict.DOES_NOT_FIT and not to_change:
+    if plan.verdict is Verdict.DOES_NOT_FIT and not to_change and not searched:
         to_change = [
             "no single change is enough; suggest looks for several at once, and for a cluster that is large enough"
         ]

@@ -84,6 +84,7 @@ def test_a_cluster_that_is_too_small_names_those_that_are_not() -> None:
     assert "← nearest" in said
     assert "chosen" not in said.split("verdict nothing")[0].replace("chosen for", "")
     assert "'ddp'" not in said  # settings that do not fit are not offered
+    assert "suggest" not in said  # which would advise itself
 
 
 def test_too_large_for_anything() -> None:

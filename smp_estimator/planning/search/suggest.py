@@ -14,6 +14,7 @@ from smp_estimator.planning.report import Cell, Grid, Lines, Report, Said, Shown
 from smp_estimator.planning.request import Request, request_for
 from smp_estimator.planning.search.clusters import MOST_INSTANCES, Cluster, smallest, smallest_clusters
 from smp_estimator.planning.search.ladder import Step, climb, sharded
+from smp_estimator.planning.table import plan_report
 
 if TYPE_CHECKING:
     from smp_estimator.planning.plan import Plan
@@ -118,7 +119,8 @@ class Suggestion(Shown):
         parts.append(Lines(rows))
         if self.clusters and not self.searched:
             parts.append(_clusters_grid("would fit on", self.clusters, None))
-        return [*parts, Lines([("", [""])]), *self.plan.report()]
+        plan = plan_report(self.plan, self.plan.changes, self.plan.smaller_clusters, self.plan.notes, searched=True)
+        return [*parts, Lines([("", [""])]), *plan]
 
 
 def _verdict(plan: Plan, more: str) -> Said:
