@@ -26,6 +26,15 @@ def test_without_instances_the_smallest_cluster_is_proposed() -> None:
     assert str(large).index("the smallest clusters that fit") < str(large).index("tried on")
 
 
+def test_fewer_instances_come_before_less_memory() -> None:
+    clusters = suggest("gpt-neox-65b").clusters
+    counts = [cluster.instance_count for cluster in clusters]
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 1
+    for one, other in pairwise(clusters):
+        assert one.instance_count < other.instance_count or one.memory_bytes <= other.memory_bytes
+
+
 def test_every_cluster_that_is_named_fits() -> None:
     for cluster in suggest("gpt2-60b").clusters:
         request = cluster.plan.request
