@@ -373,13 +373,12 @@ def _plainer(forecast: Forecast) -> list[str]:
 
 
 def rule_line(forecast: Forecast) -> str:
-    """State of the whole model by bytes per parameter, in backward and in the optimizer's step."""
-    count = forecast.request.shape.parameters
-    worst = forecast.worst
+    """State of the whole model by the rules of thumb, and what it comes to on a GPU."""
+    count, worst = forecast.request.shape.parameters, forecast.worst
     line = f"state of the whole model at 16 bytes per parameter: {16 * count / GB:,.1f} GB"
     if is_half(forecast.request.parameters):
-        line += (
-            f"; at 20, with float32 copies of the gradients in optimizer.step(): {20 * count / GB:,.1f} GB; on this GPU "
-            f"{worst.state / GB:,.1f} GB in backward, {worst.in_update / GB:,.1f} in optimizer.step()"
-        )
-    return line
+        line += f", at 20, with float32 copies of the gradients: {20 * count / GB:,.1f} GB"
+    return (
+        line
+        + f"; on this GPU {worst.state / GB:,.1f} GB of state, and {worst.in_update / GB:,.1f} GB in all in optimizer.step()"
+    )

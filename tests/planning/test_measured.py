@@ -155,11 +155,11 @@ WIDE = 256
 STATE_SHARED = {"ddp": True, "shard_optimizer_state": True}
 ALL_SHARED = {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
 STATES = [
-    ({"ddp": True}, 16, 16),
-    (STATE_SHARED, 8, 10),
     ({"ddp": True, "bf16": True}, 16, 20),
     ({**STATE_SHARED, "fp16": True}, 8, 11),
     ({**ALL_SHARED, "bf16": True}, 9, 11),
+    pytest.param({"ddp": True}, 16, 16, marks=pytest.mark.full),
+    pytest.param(STATE_SHARED, 8, 10, marks=pytest.mark.full),
     pytest.param({"ddp": True, "fp16": True}, 16, 20, marks=pytest.mark.full),
     pytest.param(ALL_SHARED, 10, 12, marks=pytest.mark.full),
     pytest.param({**ALL_SHARED, "fp16": True}, 9, 12, marks=pytest.mark.full),
@@ -247,7 +247,7 @@ def _offloaded() -> list[int]:
 
 @pytest.mark.parametrize(
     ("horizon", "active"),
-    [(4, 4), (9, 1), pytest.param(1, 4, marks=pytest.mark.full), pytest.param(3, 1, marks=pytest.mark.full)],
+    [(4, 4), *(pytest.param(*given, marks=pytest.mark.full) for given in ((1, 4), (3, 1), (9, 1)))],
 )
 def test_the_horizon_of_offloading_is_the_measured_one(ranks, horizon, active) -> None:
     config = {
