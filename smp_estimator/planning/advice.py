@@ -10,8 +10,9 @@ from typing import Any
 from smp_config import ConfigError, Group
 from smp_config.instances import instances
 from smp_estimator.planning.forecast import Forecast, Verdict
-from smp_estimator.planning.memory import is_half
+from smp_estimator.planning.memory import Kind, is_half
 from smp_estimator.planning.network import gathered_shards
+from smp_estimator.planning.request import OPTIMIZER_BYTES
 from smp_estimator.planning.smddp import SmddpUse
 
 GB = 1e9
@@ -290,6 +291,7 @@ def notes(forecast: Forecast) -> tuple[str, ...]:
         said.append(f"{known.name} has no EFA; between {request.instance_count} instances it will be slow")
     if request.uses_smddp:
         said.append(str(SmddpUse.of(request, forecast.topology, gathered_shards(request))))
+    said += _temporaries(forecast)
     said += _host_memory(forecast)
     if not request.shape.has_layers:
         said.append("the module shows no layers or width, so activations are not counted; give a ModelShape for them")
@@ -316,6 +318,20 @@ def _gpu(forecast: Forecast) -> list[str]:
             "a job needs an image with an older build, or another type"
         )
     return said
+
+
+def _temporaries(forecast: Forecast) -> list[str]:
+    """What PyTorch's Adam takes on a GPU for the length of its step, where that is the worst moment of all."""
+    optimizer, worst = forecast.request.workload.optimizer, forecast.worst
+    if optimizer not in ("adam", "adamw"):
+        return []
+    more = 4 * worst.kinds[Kind.OPTIMIZER] // OPTIMIZER_BYTES[optimizer]
+    if worst.in_update + more <= worst.total:
+        return []
+    return [
+        f"not counted: PyTorch's Adam as it is by default on a GPU (foreach) needs {more / GB:,.1f} GB more in its step, "
+        f"{(worst.in_update + more) / GB:,.1f} GB in all; made with fused=True it needs none"
+    ]
 
 
 def _host_memory(forecast: Forecast) -> list[str]:

@@ -130,6 +130,16 @@ def test_the_worse_of_two_moments_counts() -> None:
     assert "total in backward" not in str(plan("gpt2", "ml.p4d.24xlarge"))
 
 
+def test_what_adam_takes_in_its_step_is_said_where_it_matters() -> None:
+    """As measured with foreach=True: 4 bytes per parameter, on top of 20."""
+    few = plan("gpt2", "ml.p4d.24xlarge", 1, {"ddp": True, "bf16": True}, sequence=8, activation_checkpointing="each")
+    count = few.request.shape.parameters
+    said = f"needs {4 * count / 1e9:.1f} GB more in its step, {24 * count / 1e9:.1f} GB in all"
+    assert said in " ".join(few.notes)
+    assert "foreach" not in " ".join(few.changed(optimizer="momentum").notes)
+    assert "foreach" not in " ".join(few.changed(batch=64, shape=few.request.shape.with_sequence(1024)).notes)
+
+
 @pytest.mark.parametrize(
     ("model", "count", "degree", "mib", "pieces"),
     [
