@@ -109,7 +109,7 @@ class Epochs:
             ]
         left = "none left over"
         if self.dropped:
-            left = f"{self.dropped:,} left over and dropped ({self.dropped / self.samples:.1%} of an epoch)"
+            left = f"{self.dropped:,} left over and dropped ({100 * self.dropped / self.samples:.2g}% of an epoch)"
         said = [f"{samples} ÷ {self.global_batch:,} per step = {_steps(self.steps)} per epoch, {left}"]
         if self.epochs > 1:
             said.append(f"{self.epochs} epochs: {_steps(self.total_steps)}")

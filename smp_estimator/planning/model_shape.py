@@ -136,7 +136,7 @@ class ModelShape:
         if name not in SHAPES:
             raise ConfigError(
                 f"there is no model named {name!r}{suggest(name, SHAPES)}; known are {', '.join(SHAPES)}: use one of "
-                "these, or give layers, hidden, heads, vocabulary and sequence"
+                "these, or give layers, hidden, heads, vocabulary and sequence, or the path of a configuration of Transformers"
             )
         return SHAPES[name]
 
