@@ -66,7 +66,7 @@ class Planned:
                 **workload,
             )
         except ConfigError as error:
-            if "batch_source" not in workload:
+            if "batch_source" not in workload or f"batch of {batch}" not in str(error):
                 raise
             raise ConfigError(f"{error}; the batch of {batch} is {workload['batch_source']}") from None
 
