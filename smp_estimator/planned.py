@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from smp_estimator.settings.distribution import Distribution
 
 
+#: What scripts call the samples that a rank reads at a time.
+_BATCH_NAMES = ("batch_size", "train_batch_size", "per_device_train_batch_size")
+
+
 class Planned:
     """Answers whether a model fits this estimator's cluster; nothing is started."""
 
@@ -20,17 +24,20 @@ class Planned:
     instance_groups: Any
     environment: Any
     distribution: Any
+    _hyperparameters: Any
 
     def _check_settings(self) -> Distribution | None:
         raise NotImplementedError
 
-    def plan(self, model: Any, batch: int = 1, **workload: Any) -> Plan:
+    def plan(self, model: Any, batch: int | None = None, **workload: Any) -> Plan:
         """Say whether ``model`` trains with this estimator's distribution on its instances, and where memory goes.
 
         Args:
             model: an ``nn.Module`` (the meta device is enough), a :class:`~smp_estimator.planning.ModelShape`, the name of a
-                published shape, or a number of parameters.
-            batch: samples that a rank reads at a time.
+                published shape, a number of parameters, or a configuration of Transformers (the object, its dictionary, or
+                the path of ``config.json`` or of its folder).
+            batch: samples that a rank reads at a time; default: the hyperparameter ``batch_size``, ``train_batch_size`` or
+                ``per_device_train_batch_size``, else one for each microbatch. The plan says which.
             workload: ``sequence``, ``activation_checkpointing``, ``gpu_memory_bytes`` and the other arguments of
                 :func:`smp_estimator.planning.plan`.
 
@@ -46,17 +53,37 @@ class Planned:
         settings = distribution.settings if distribution is not None else None
         if settings is not None and settings.mpi is not None and settings.mpi.processes_per_host is not None:
             workload.setdefault("processes_per_host", settings.mpi.processes_per_host)
-        return plan(
-            model,
-            *self._cluster(),
-            parameters=settings.model_parallel if settings is not None else None,
-            batch=batch,
-            environment=self.environment,
-            **workload,
-        )
+        if batch is None and (found := self._batch_of_script()) is not None:
+            name, batch = found
+            workload["batch_source"] = f"the hyperparameter {name}"
+        try:
+            return plan(
+                model,
+                *self._cluster(),
+                parameters=settings.model_parallel if settings is not None else None,
+                batch=batch,
+                environment=self.environment,
+                **workload,
+            )
+        except ConfigError as error:
+            if "batch_source" not in workload or f"batch of {batch}" not in str(error):
+                raise
+            raise ConfigError(f"{error}; the batch of {batch} is {workload['batch_source']}") from None
+
+    def _batch_of_script(self) -> tuple[str, int] | None:
+        """The batch size among the hyperparameters, with its name."""
+        given = self._hyperparameters or {}
+        for name in _BATCH_NAMES:
+            value = given.get(name, "")
+            text = "" if is_variable(value) else str(value)
+            if text.isdecimal() and int(text) > 0:
+                return name, int(text)
+        return None
 
     def suggest(self, model: Any, batch: int = 1, **workload: Any) -> Suggestion:
         """Pick degrees for ``model`` on this estimator's instances, in the order of the public best practices.
+
+        Where nothing fits there, the suggestion names clusters on which the model does.
 
         Args:
             model: as for :meth:`plan`.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from smp_config import ConfigError, JobSettings, Topology
-from smp_config.instances import GIB, instance
+from smp_config.instances import instance
 from smp_config.parameters import KEYS
 from smp_estimator.cli.checkpoint import checkpoint
 from smp_estimator.cli.console import console
+from smp_estimator.cli.planning import plan, suggest
+from smp_estimator.cli.values import dictionary as _dictionary
+from smp_estimator.cli.values import literal as _literal
 from smp_estimator.local.uris import address_of
 
 LOCAL_TYPES = ("local", "local_gpu")
@@ -45,34 +46,8 @@ def main() -> None:
 
 
 main.add_command(checkpoint)
-
-
-def _literal(text: str, what: str) -> Any:
-    """JSON, or a Python literal such as ``{"ddp": True}``; raises ConfigError for what is neither."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as as_json:
-        try:
-            return ast.literal_eval(text.strip())
-        except (ValueError, SyntaxError, TypeError, RecursionError) as as_python:
-            raise ConfigError(
-                f"{what} is neither JSON ({as_json}) nor a Python literal ({as_python}); write a dictionary such as "
-                '{"ddp": true} or {"ddp": True}, without names or calls'
-            ) from None
-
-
-def _dictionary(value: str, what: str) -> dict[str, Any]:
-    """A dictionary given as text or as the path of a file with it."""
-    text = value
-    if not value.lstrip().startswith("{"):
-        path = Path(value)
-        if not path.is_file():
-            raise ConfigError(f"{what} is {value!r}; it is no dictionary, and there is no such file: give one of them")
-        text = path.read_text(encoding="utf-8")
-    found = _literal(text, what)
-    if not isinstance(found, dict):
-        raise ConfigError(f"{what} holds a {type(found).__name__}; settings have names: write a dictionary")
-    return found
+main.add_command(plan)
+main.add_command(suggest)
 
 
 # -- validate ----------------------------------------------------------------------------------------------
@@ -151,108 +126,6 @@ def _degrees(topology: Topology) -> str:
         f"{topology.world_size} processes = pipeline {topology.pipeline} × tensor {topology.tensor} × {topology.rdp_size} "
         f"replicas, sharded over {topology.sharded}, placement {topology.placement}"
     )
-
-
-# -- plan and suggest --------------------------------------------------------------------------------------
-
-
-def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What ``plan`` and ``suggest`` ask alike."""
-    options = [
-        click.argument("model"),
-        click.option("--instance-type", default="ml.p4d.24xlarge", show_default=True),
-        click.option("--instance-count", type=click.IntRange(1), default=1, show_default=True),
-        click.option("--processes", "processes_per_host", type=click.IntRange(1), help="Per host; default: its GPUs."),
-        click.option("--gpu-memory", type=float, metavar="GIB", help="Of one GPU; default: the catalogue's."),
-        click.option("--sequence", type=click.IntRange(1), help="Tokens per sample; default: the model's."),
-        click.option("--checkpointing", "activation_checkpointing", help="each, contiguous or group_N; default: none."),
-        click.option("--fused-attention/--no-fused-attention", default=True, show_default=True),
-        click.option("--dropout/--no-dropout", default=True, show_default=True),
-        click.option("--fp32-loss", is_flag=True, help="The script computes the loss on fp32 logits."),
-        click.option("--optimizer", default="adam", show_default=True),
-        click.option("--accumulation", type=click.IntRange(1), default=1, show_default=True),
-        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def _job(model: str, gpu_memory: float | None, given: dict[str, Any]) -> dict[str, Any]:
-    from smp_estimator.planning import ModelShape
-
-    found: Any = model
-    if model.lstrip().startswith("{"):
-        fields = _dictionary(model, "MODEL")
-        unknown = set(fields) - set(ModelShape.__dataclass_fields__) | {"weights"} & set(fields)
-        needed = {"layers", "hidden", "heads", "vocabulary", "sequence"} - set(fields)
-        if unknown or needed:
-            wrong = [
-                f"{word} {', '.join(sorted(names))}"
-                for word, names in (("lacks", needed), ("has unknown", unknown))
-                if names
-            ]
-            raise ConfigError(
-                f"the shape given as MODEL {' and '.join(wrong)}; "
-                'write for example {"layers": 48, "hidden": 1600, "heads": 25, "vocabulary": 50257, "sequence": 1024}'
-            )
-        found = ModelShape(**fields)
-    else:
-        try:
-            found = float(model.lower().replace("b", "e9"))
-        except ValueError:
-            pass  # the name of a shape
-    if gpu_memory is not None and not 0 < gpu_memory < math.inf:
-        raise ConfigError(
-            f"--gpu-memory is {gpu_memory:g}; it is the memory of one GPU in GiB: give more than 0, or leave it out for the "
-            "catalogue's"
-        )
-    memory = None if gpu_memory is None else math.ceil(gpu_memory * GIB)
-    return {"model": found, "gpu_memory_bytes": memory, **given}
-
-
-@main.command()
-@_job_options
-@click.option(
-    "--parameters", default='{"ddp": true}', show_default=True, help="mp_parameters: a dictionary or its file."
-)
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="The script's batch size.")
-def plan(model: str, gpu_memory: float | None, parameters: str, as_json: bool, **given: Any) -> None:
-    """Say whether MODEL fits, where the memory goes, and what to change.
-
-    MODEL is the name of a published shape (gpt2-xl, gpt-neox-20b, …), a number of parameters (20e9, 20b), or a shape as
-    a dictionary. Exit code 1 when it does not fit.
-    """
-    from smp_estimator import planning
-
-    made = planning.plan(parameters=_dictionary(parameters, "--parameters"), **_job(model, gpu_memory, given))
-    if as_json:
-        click.echo(json.dumps(made.to_dict(), indent=2))
-    else:
-        console().print(made)
-    if made.verdict is planning.Verdict.DOES_NOT_FIT:
-        raise click.exceptions.Exit(1)
-
-
-@main.command()
-@_job_options
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Samples per GPU.")
-@click.option("--global-batch", type=click.IntRange(1), help="Samples per optimizer step, instead of --batch.")
-@click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), default="auto", show_default=True)
-def suggest(model: str, gpu_memory: float | None, as_json: bool, **given: Any) -> None:
-    """Pick degrees for MODEL on a cluster, in the order of the best practices. MODEL: as for plan."""
-    from smp_estimator import planning
-
-    found = planning.suggest(**_job(model, gpu_memory, given))
-    if as_json:
-        tried = [
-            {"what": s.what, "total_bytes": s.plan.total_bytes, "verdict": s.plan.verdict.name} for s in found.tried
-        ]
-        click.echo(json.dumps({"parameters": found.parameters, "tried": tried, "plan": found.plan.to_dict()}, indent=2))
-    else:
-        console().print(found)
-    if found.plan.verdict is planning.Verdict.DOES_NOT_FIT:
-        raise click.exceptions.Exit(1)
 
 
 # -- topology ----------------------------------------------------------------------------------------------

@@ -4,17 +4,20 @@
 """
 
 from smp_config.instances import Instance, instance, instances
-from smp_estimator.planning.batches import Batches, batch_for, batches, batches_of
+from smp_estimator.planning.batches import Batches, Epochs, batch_for, batches, batches_of
 from smp_estimator.planning.forecast import Verdict
 from smp_estimator.planning.memory import Kind
 from smp_estimator.planning.model_shape import SHAPES, ModelShape
 from smp_estimator.planning.plan import Plan, plan
 from smp_estimator.planning.request import Workload
-from smp_estimator.planning.suggest import Suggestion, suggest
+from smp_estimator.planning.search.clusters import Cluster
+from smp_estimator.planning.search.suggest import Suggestion, suggest
 
 __all__ = [
     "SHAPES",
     "Batches",
+    "Cluster",
+    "Epochs",
     "Instance",
     "Kind",
     "ModelShape",

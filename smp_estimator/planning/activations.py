@@ -118,7 +118,6 @@ def stage_activations(
     in_flight: int,
     has_loss: bool,
     distributed_loss: bool,
-    pipelined: bool,
     horizon: int | None,
 ) -> StageActivations:
     """Activations of a stage with ``layers`` layers and ``in_flight`` microbatches.
@@ -128,9 +127,8 @@ def stage_activations(
 
     Args:
         horizon: ``activation_loading_horizon`` when checkpoints are offloaded, else None. On the GPU are then the one
-            in use and those loaded early: with a pipeline a task is one microbatch's forward or backward, so of
-            ``horizon`` tasks every second is a backward; without, a task is one checkpointed unit.
-        pipelined: more than one stage.
+            in use and those of the next ``horizon`` tasks, each the forward or backward pass of one checkpointed unit,
+            with a pipeline too: the last microbatches of a step have nothing but backward passes before them.
     """
     layer = layer_bytes(shape, cost, fused_attention=workload.fused_attention, dropout=workload.dropout)
     backward = backward_bytes(shape, cost)
@@ -143,8 +141,7 @@ def stage_activations(
     kept = unit * units * in_flight
     on_gpu = kept
     if horizon is not None:
-        early = unit * units * (1 + -(-horizon // 2)) if pipelined else unit * (1 + horizon)
-        on_gpu = min(kept, early)
+        on_gpu = min(kept, unit * (1 + horizon))
     return StageActivations(
         kept=on_gpu, working=max(layer * group + backward, loss), offloaded=kept if horizon is not None else 0
     )

@@ -9,12 +9,29 @@ from typing import Any
 
 from smp_config import ConfigError, Group
 from smp_config.instances import instances
-from smp_estimator.planning.forecast import RULE_OF_16, RULE_OF_20, Forecast, Verdict
-from smp_estimator.planning.memory import is_half
+from smp_estimator.planning.forecast import Forecast, Verdict
+from smp_estimator.planning.memory import Kind, is_half
 from smp_estimator.planning.network import gathered_shards
+from smp_estimator.planning.request import OPTIMIZER_BYTES
 from smp_estimator.planning.smddp import SmddpUse
 
 GB = 1e9
+
+#: GPUs without bfloat16 arithmetic.
+_NO_BFLOAT16 = ("K80", "V100", "T4")
+
+#: GPUs for which newer builds of PyTorch have no code, and the release of CUDA that dropped them.
+_DROPPED = {"K80": 12, "V100": 13}
+
+
+def has_bfloat16(gpu: str) -> bool:
+    """Whether a GPU, named as in the catalogue, computes in bfloat16."""
+    return gpu not in _NO_BFLOAT16
+
+
+def is_current(gpu: str) -> bool:
+    """Whether PyTorch's builds for every CUDA from 12 on run on a GPU."""
+    return gpu not in _DROPPED
 
 
 @dataclass(frozen=True)
@@ -46,7 +63,7 @@ def amount(forecast: Forecast) -> str:
     size, fraction = forecast.request.gpu_memory_bytes, forecast.fraction
     if size is None or fraction is None:
         return f"{forecast.total_bytes / GB:.3g} GB per GPU"
-    return f"{forecast.total_bytes / GB:.1f} GB of {size / GB:.1f} ({fraction:.0%}), {forecast.verdict.value}"
+    return f"{forecast.total_bytes / GB:,.1f} GB of {size / GB:.1f} ({fraction:.0%}), {forecast.verdict.value}"
 
 
 def changes(forecast: Forecast) -> tuple[Change, ...]:
@@ -54,12 +71,23 @@ def changes(forecast: Forecast) -> tuple[Change, ...]:
 
     The batch comes first (the reference page: "you might want to lower batch size first"), then what costs least:
     sharded optimizer state, checkpointing, tensor parallelism inside a node, sharded data parallelism, pipeline,
-    offloading, larger instances, more instances. The global batch stays as it is except for the first.
+    offloading, shorter samples, larger instances, more instances. The global batch stays as it is except for the first.
     """
     if forecast.verdict in (Verdict.FITS, Verdict.UNKNOWN):
         return ()
     better = []
-    for attempt in (_batch, _optimizer_state, _checkpointing, _tensor, _sharding, _pipeline, _offload, _larger, _more):
+    for attempt in (
+        _batch,
+        _optimizer_state,
+        _checkpointing,
+        _tensor,
+        _sharding,
+        _pipeline,
+        _offload,
+        _sequence,
+        _larger,
+        _more,
+    ):
         best: Change | None = None
         for change in _valid(forecast, attempt):
             if (change.plan.fraction or 0.0) < (forecast.fraction or 0.0):  # a verdict knows the memory of both
@@ -70,6 +98,9 @@ def changes(forecast: Forecast) -> tuple[Change, ...]:
             better.append(best)
     return tuple(better)
 
+
+#: Below this a shorter sequence is no advice any more.
+_SHORTEST_SEQUENCE = 128
 
 #: What to change in words, the settings of mp_parameters, and the fields of the request or the workload.
 _Candidate = tuple[str, dict[str, Any], dict[str, Any]]
@@ -146,6 +177,14 @@ def _offload(forecast: Forecast) -> Iterator[_Candidate]:
         yield '"offload_activations": True', {"offload_activations": True}, {}
 
 
+def _sequence(forecast: Forecast) -> Iterator[_Candidate]:
+    shape = forecast.request.shape
+    shorter = shape.sequence // 2
+    while shorter >= _SHORTEST_SEQUENCE and shape.has_layers:
+        yield f"sequence {shorter} instead of {shape.sequence}", {}, {"shape": shape.with_sequence(shorter)}
+        shorter //= 2
+
+
 def _larger(forecast: Forecast) -> Iterator[_Candidate]:
     now = forecast.instance
     if now is None:
@@ -155,6 +194,7 @@ def _larger(forecast: Forecast) -> Iterator[_Candidate]:
         other
         for other in instances()
         if other.gpus == now.gpus
+        and is_current(other.gpu)
         and other.gpu_memory_bytes > now.gpu_memory_bytes
         and other.name.split(".")[1][0] == family
         and other.efa >= now.efa
@@ -167,7 +207,7 @@ def _larger(forecast: Forecast) -> Iterator[_Candidate]:
 def _more(forecast: Forecast) -> Iterator[_Candidate]:
     """Only what is sharded shrinks; the sharding degree grows with the cluster."""
     degree, count = forecast.request.parameters.sharded_data_parallel_degree, forecast.request.instance_count
-    for factor in (2, 4):
+    for factor in (2, 4, 8, 16, 32, 64):
         settings = {"sharded_data_parallel_degree": degree * factor} if degree > 1 else {}
         what = f"{count * factor} instances" + (
             f' with "sharded_data_parallel_degree": {degree * factor}' if settings else ""
@@ -232,8 +272,13 @@ def notes(forecast: Forecast) -> tuple[str, ...]:
     if known is None:
         said.append(
             f"instance type {request.instance_type} is not in the catalogue; "
-            + ("gpu_memory_bytes was given" if request.gpu_memory_bytes else "give gpu_memory_bytes for a verdict")
+            + (
+                "the memory of its GPUs is as given"
+                if request.gpu_memory_bytes
+                else "without their memory there is no verdict"
+            )
         )
+    said += _gpu(forecast)
     per_node = request.processes_per_host
     tensor_nodes = forecast.nodes_of(Group.TP)
     if tensor_nodes > 1:
@@ -246,6 +291,7 @@ def notes(forecast: Forecast) -> tuple[str, ...]:
         said.append(f"{known.name} has no EFA; between {request.instance_count} instances it will be slow")
     if request.uses_smddp:
         said.append(str(SmddpUse.of(request, forecast.topology, gathered_shards(request))))
+    said += _temporaries(forecast)
     said += _host_memory(forecast)
     if not request.shape.has_layers:
         said.append("the module shows no layers or width, so activations are not counted; give a ModelShape for them")
@@ -253,6 +299,39 @@ def notes(forecast: Forecast) -> tuple[str, ...]:
         said.append("the loss is counted on logits in half precision; a script that turns them into fp32 needs more")
     said += _plainer(forecast)
     return tuple(said)
+
+
+def _gpu(forecast: Forecast) -> list[str]:
+    """What the GPU itself cannot do."""
+    known = forecast.instance
+    if known is None:
+        return []
+    said = []
+    if forecast.request.parameters.bf16 and not has_bfloat16(known.gpu):
+        said.append(
+            f'the {known.gpu} of {known.name} has no bfloat16 arithmetic: "bf16" is emulated there, slowly, where it works at '
+            'all; use "fp16": True, or a type with newer GPUs'
+        )
+    if not is_current(known.gpu):
+        said.append(
+            f"builds of PyTorch for CUDA {_DROPPED[known.gpu]} and newer have no code for the {known.gpu} of {known.name}; such "
+            "a job needs an image with an older build, or another type"
+        )
+    return said
+
+
+def _temporaries(forecast: Forecast) -> list[str]:
+    """What PyTorch's Adam takes on a GPU for the length of its step, where that is the worst moment of all."""
+    optimizer, worst = forecast.request.workload.optimizer, forecast.worst
+    if optimizer not in ("adam", "adamw"):
+        return []
+    more = 4 * worst.kinds[Kind.OPTIMIZER] // OPTIMIZER_BYTES[optimizer]
+    if worst.in_update + more <= worst.total:
+        return []
+    return [
+        f"not counted: PyTorch's Adam as it is by default on a GPU (foreach) needs {more / GB:,.1f} GB more in its step, "
+        f"{(worst.in_update + more) / GB:,.1f} GB in all; made with fused=True it needs none"
+    ]
 
 
 def _host_memory(forecast: Forecast) -> list[str]:
@@ -265,7 +344,7 @@ def _host_memory(forecast: Forecast) -> list[str]:
     built = 4 * request.shape.parameters * request.processes_per_host
     if built > known.host_memory_bytes and not request.parameters.delayed_parameter_initialization:
         said.append(
-            f"building the model in fp32 in {request.processes_per_host} processes takes {built / GB:.0f} GB of the host's "
+            f"building the model in fp32 in every process takes {built / GB:.0f} GB of the host's "
             f'{known.host_memory_bytes / GB:.0f} GB; set "delayed_parameter_initialization": True'
         )
     if forecast.offloaded_host_bytes > known.host_memory_bytes:
@@ -310,14 +389,12 @@ def _plainer(forecast: Forecast) -> list[str]:
 
 
 def rule_line(forecast: Forecast) -> str:
-    """State of the whole model by 16 bytes per parameter, with the rule of 20 beside it."""
-    count = forecast.request.shape.parameters
-    worst = forecast.worst
-    line = f"whole model at {RULE_OF_16} bytes per parameter: {RULE_OF_16 * count / GB:.1f} GB"
+    """State of the whole model by the rules of thumb, and what it comes to on a GPU."""
+    count, worst = forecast.request.shape.parameters, forecast.worst
+    line = f"state of the whole model at 16 bytes per parameter: {16 * count / GB:,.1f} GB"
     if is_half(forecast.request.parameters):
-        older = worst.state + worst.gradient_copy
-        line += (
-            f" (rule of 20, with an fp32 copy of the gradients: {RULE_OF_20 * count / GB:.1f} GB; on this GPU "
-            f"{older / GB:.1f} GB of state instead of {worst.state / GB:.1f})"
-        )
-    return line
+        line += f", at 20, with float32 copies of the gradients: {20 * count / GB:,.1f} GB"
+    return (
+        line
+        + f"; on this GPU {worst.state / GB:,.1f} GB of state, and {worst.in_update / GB:,.1f} GB in all in optimizer.step()"
+    )

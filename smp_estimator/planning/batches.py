@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from smp_config import ConfigError, Group, ModelParallelParameters, Topology
 from smp_config.in_flight import SCHEDULES, default_active, in_flight_counts
@@ -39,6 +39,90 @@ class Batches:
     def tokens(self) -> int:
         """Tokens per optimizer step."""
         return self.global_batch * self.sequence
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """What a data set comes to in optimizer steps.
+
+    Counted as readers count that drop what is left over (``DistributedSampler(drop_last=True)`` and
+    ``DataLoader(drop_last=True)``): microbatches need whole batches.
+
+    Attributes:
+        samples: of the data set.
+        global_batch: samples per step.
+        epochs: passes through the data set.
+        steps: per epoch.
+        dropped: samples that an epoch leaves out.
+        tokens: of the data set, when they were given.
+        sequence: tokens per sample as they are computed with.
+    """
+
+    samples: int
+    global_batch: int
+    epochs: int
+    steps: int
+    dropped: int
+    tokens: int | None
+    sequence: int
+
+    @classmethod
+    def of(cls, batch: Batches, samples: int | None, tokens: int | None, epochs: int = 1) -> Epochs:
+        """Of a data set of ``samples``, or of ``tokens`` that are cut into samples of a whole sequence.
+
+        Raises:
+            ConfigError: fewer tokens than one sample.
+        """
+        if samples is None:
+            samples = (tokens or 0) // batch.sequence
+            if not samples:
+                raise ConfigError(
+                    f"tokens is {tokens}, less than one sample of {batch.sequence} tokens; give the tokens of the whole data "
+                    "set, or a shorter sequence"
+                )
+        steps, dropped = divmod(samples, batch.global_batch)
+        return cls(samples, batch.global_batch, epochs, steps, dropped, tokens, batch.sequence)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all epochs."""
+        return self.epochs * self.steps
+
+    def to_dict(self) -> dict[str, int | None]:
+        """The numbers by name."""
+        return {**asdict(self), "total_steps": self.total_steps}
+
+    def lines(self) -> list[str]:
+        """In words: steps of an epoch and of all, what is left over, and what the global batch has to do with it."""
+        samples = f"{self.samples:,} sample{'s' if self.samples != 1 else ''}"
+        if self.tokens is not None:
+            per_sample = self.tokens / self.samples
+            samples += f" of {self.tokens:,} tokens"
+            if per_sample < 0.99 * self.sequence:
+                samples += (
+                    f" ({per_sample:,.0f} each, so {1 - per_sample / self.sequence:.0%} of what is computed is padding)"
+                )
+        if not self.steps:
+            return [
+                f"{samples} are fewer than the global batch of {self.global_batch:,}, so an epoch has no whole step; lower the "
+                "batch, the accumulation or the number of readers"
+            ]
+        left = "none left over"
+        if self.dropped:
+            left = f"{self.dropped:,} left over and dropped ({100 * self.dropped / self.samples:.2g}% of an epoch)"
+        said = [f"{samples} ÷ {self.global_batch:,} per step = {_steps(self.steps)} per epoch, {left}"]
+        if self.epochs > 1:
+            said.append(f"{self.epochs} epochs: {_steps(self.total_steps)}")
+        half = self.samples // max(1, self.global_batch // 2)
+        said.append(
+            f"a step averages the gradients of {self.global_batch:,} samples and updates the weights once"
+            + (f": half the global batch would update them {half:,} times per epoch" if self.global_batch > 1 else "")
+        )
+        return said
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'s' if count != 1 else ''}"
 
 
 def batches(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from smp_config.instances import Instance, instance
-from smp_estimator.planning.batches import Batches, batches_of, idle_fraction
+from smp_estimator.planning.batches import Batches, Epochs, batches_of, idle_fraction
 from smp_estimator.planning.memory import StageMemory, memory
 from smp_estimator.planning.network import Traffic, traffic
 
@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 #: Above this part of a GPU's memory a plan is tight: the driver's own use, NCCL's buffers, kernel workspaces and the
 #: allocator's fragmentation are not counted in a plan.
 TIGHT_ABOVE = 0.85
-
-#: The rule of thumb for mixed precision with Adam that keeps an fp32 copy of the gradients: 2 + 2 + 8 + 4 + 4.
-RULE_OF_20 = 20
-RULE_OF_16 = 16
 
 
 class Verdict(enum.Enum):
@@ -76,6 +72,14 @@ class Forecast:
     def changed(self, settings: Mapping[str, Any] | None = None, **fields: Any) -> Self:
         """The same with other settings of mp_parameters or keywords of ``plan()``; raises ConfigError if degrees no longer fit."""
         return self.of(self.request.changed(settings, **fields))
+
+    @property
+    def epochs(self) -> Epochs | None:
+        """Steps of the data set; None when its size was not given."""
+        script = self.request.workload
+        if script.samples is None and script.tokens is None:
+            return None
+        return Epochs.of(self.batches, script.samples, script.tokens, script.epochs)
 
     @property
     def worst(self) -> StageMemory:

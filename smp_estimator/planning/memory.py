@@ -2,9 +2,10 @@
 
 State per parameter with Adam (Rajbhandari et al. 2020, ZeRO, section 3): half precision 2 (parameter) + 2 (gradient)
 + 4 (fp32 master copy) + 8 (two moments) = 16 bytes, fp32 4 + 4 + 8 = 16. With ``shard_optimizer_state`` over n ranks
-4 + 12/n, or 8 + 8/n; with sharded data parallelism of degree s all 16 are divided by s, and in bfloat16, whose gradients
-are then summed and kept in fp32 and need no copy for the update, 18. The older rule of 20 bytes
-adds an fp32 copy of the gradients, which this library does not keep; it is printed beside.
+4 + 12/n, or 8 + 8/n, and a rank's share of the reduced gradients; with sharded data parallelism of degree s all 16 are
+divided by s, and in bfloat16, whose gradients are then summed and kept in fp32, 18. Two moments are compared: backward,
+with activations, and ``optimizer.step()``, when these are gone and half precision gradients are there a second time, in
+fp32: 20 bytes. Gradients that are kept in fp32 need no copy.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class StageMemory:
     Attributes:
         stage: counted from 0.
         elements: parameter elements that this rank computes with (after pipeline and tensor parallelism).
-        kinds: bytes by kind.
-        gradient_copy: bytes that an fp32 copy of the gradients would add, as the rule of 20 bytes has it.
+        kinds: bytes by kind, in backward.
+        gradient_copy: bytes of the fp32 copy of half precision gradients, in ``optimizer.step()`` only.
+        in_update: bytes in ``optimizer.step()``, when activations and buckets are gone.
     """
 
     stage: int
@@ -59,11 +61,17 @@ class StageMemory:
     kinds: dict[Kind, int]
     activations: StageActivations
     gradient_copy: int = field(repr=False)
+    in_update: int = field(repr=False)
+
+    @property
+    def in_backward(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.kinds.values())
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds."""
-        return sum(self.kinds.values())
+        """Bytes at the worst moment."""
+        return max(self.in_backward, self.in_update)
 
     @property
     def state(self) -> int:
@@ -120,7 +128,6 @@ def _activations(request: Request, batch: Batches, stage: int, layers: int, *, h
         in_flight=flying,
         has_loss=has_loss,
         distributed_loss=embedding_is_distributed(parameters, workload),
-        pipelined=stages > 1,
         horizon=parameters.activation_loading_horizon if parameters.offload_activations else None,
     )
 
@@ -146,16 +153,20 @@ def _stage(
     parameters, workload = request.parameters, request.workload
     half = is_half(parameters)
     element = 2 if half else 4
-    gradient = element + (4 if half and parameters.fp32_grad_accumulation else 0)
-    summed = summed_bytes(parameters)  # sharded gradients stay in the type they travel in
+    summed = summed_bytes(parameters)  # gradients of shards stay in the type they travel in
     master, state = (4 if half else 0), OPTIMIZER_BYTES[workload.optimizer]
     tensor, shards = parameters.tensor_parallel_degree, parameters.sharded_data_parallel_degree
     threshold = parameters.sdp_param_persistence_threshold
     split_embedding = embedding_is_distributed(parameters, workload)
+    # A tensor that tensor parallelism does not divide is the same on all ranks of the stage.
+    holders_of = {
+        split: topology.size(Group.RDP if split else Group.DP) if parameters.ddp else 1 for split in (True, False)
+    }
 
     total = trainable = sharded = reduced = 0
-    stored = kept_gradients = shard_gradients = 0.0  # elements whose parameter, gradient this rank stores
-    updated = 0.0  # elements that this rank's optimizer updates
+    stored = updated = 0.0  # elements that this rank stores, and that its optimizer updates
+    # Bytes of gradients: whole ones, those that have left when the optimizer steps, of shards, and fp32 copies.
+    whole = leaving = in_shards = copied = 0.0
     units: dict[int | None, int] = {}
     for weight in weights:
         split = tensor > 1 and (split_embedding if weight.embedding else weight.split)
@@ -169,12 +180,18 @@ def _stage(
             units[weight.layer] = units.get(weight.layer, 0) + local
         if weight.trainable:
             trainable += local
-            kept_gradients += 0 if divided else part
-            shard_gradients += part if divided else 0
-            # A tensor that tensor parallelism does not divide is the same on all ranks of the stage.
-            holders = topology.size(Group.RDP if split else Group.DP) if parameters.ddp else 1
+            holders = holders_of[split]
             reduced += local if holders > 1 else 0
-            updated += part / (holders if parameters.shard_optimizer_state else 1)
+            shares_state = parameters.shard_optimizer_state and holders > 1
+            mine = part / holders if shares_state else part
+            updated += mine
+            whole += 0 if divided else local * element
+            leaving += local * element if shares_state else 0
+            if divided or shares_state:
+                in_shards += mine * summed
+                copied += mine * 4 if summed == 2 else 0
+            elif half:
+                copied += mine * 4
     largest_unit = max(units.values(), default=0)
     gathered = min(sharded, max(parameters.sdp_max_live_parameters, largest_unit))
     if shards > 1:  # a unit above the bucket is complete before it is sent, a bucket at a time
@@ -182,12 +199,12 @@ def _stage(
         buckets = min(trainable, bucket) if largest_unit <= bucket else largest_unit + bucket
     elif workload.gradient_as_bucket_view:  # the buffers stay from step to step beside new gradients
         buckets = reduced
-    else:  # a bucket takes the place of its gradients; sums of bfloat16 take twice theirs until the step ends
+    else:  # a bucket takes the place of its gradients; fp32 sums of half precision take twice theirs until the step ends
         buckets = min(reduced, effective_bucket_bytes(reduced * element) // element)
-        buckets += reduced if parameters.bf16 else 0
+        buckets += reduced if summed > element else 0
     kinds = {
         Kind.PARAMETERS: round(stored * element),
-        Kind.GRADIENTS: round(kept_gradients * gradient + shard_gradients * summed),
+        Kind.GRADIENTS: round(whole + in_shards),
         Kind.MASTER: round(updated * master),
         Kind.OPTIMIZER: round(updated * state),
         Kind.ACTIVATIONS: activations.total,
@@ -195,4 +212,13 @@ def _stage(
         Kind.BUCKETS: buckets * (summed if shards > 1 else element),
         Kind.SMDDP: buffer_bytes(request, topology),
     }
-    return StageMemory(stage, layers, total, kinds, activations, gradient_copy=round(updated * 4) if half else 0)
+    comes_and_goes = kinds[Kind.ACTIVATIONS] + kinds[Kind.BUCKETS]
+    return StageMemory(
+        stage,
+        layers,
+        total,
+        kinds,
+        activations,
+        gradient_copy=round(copied),
+        in_update=sum(kinds.values()) - comes_and_goes + round(copied - leaving),
+    )

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from smp_config import ConfigError
@@ -103,7 +104,11 @@ class ModelShape:
 
     def tensors(self) -> tuple[Weight, ...]:
         """Every parameter tensor, embeddings first, then layer by layer, then the head."""
-        return self.weights or tuple(self._made())
+        return self.weights or self._made_once
+
+    @cached_property
+    def _made_once(self) -> tuple[Weight, ...]:
+        return tuple(self._made())
 
     def _made(self) -> Iterable[Weight]:
         h, f = self.hidden, self.width
@@ -131,7 +136,7 @@ class ModelShape:
         if name not in SHAPES:
             raise ConfigError(
                 f"there is no model named {name!r}{suggest(name, SHAPES)}; known are {', '.join(SHAPES)}: use one of "
-                "these, or give layers, hidden, heads, vocabulary and sequence"
+                "these, or give layers, hidden, heads, vocabulary and sequence, or the path of a configuration of Transformers"
             )
         return SHAPES[name]
 
@@ -164,7 +169,7 @@ class ModelShape:
                 )
         if best is None:
             raise ConfigError(
-                f"no shape near {count:.3g} parameters has a vocabulary of {vocabulary}: the word embedding alone takes "
+                f"no shape near {_count(count)} parameters has a vocabulary of {vocabulary}: the word embedding alone takes "
                 f"{vocabulary} × 128 = {vocabulary * 128} parameters at the smallest width; give vocabulary="
                 f"{max(1, int(count / 512))} or the shape itself"
             )
@@ -175,7 +180,7 @@ class ModelShape:
             hidden // 128,
             vocabulary,
             sequence,
-            source=f"chosen for {count / 1e9:.3g} billion parameters",
+            source=f"chosen for {_count(count)} parameters",
         )
 
     @classmethod
@@ -215,9 +220,16 @@ class ModelShape:
 
     def __str__(self) -> str:
         return (
-            f"{self.parameters / 1e9:.3g}B parameters: {self.layers} layers × {self.hidden}, {self.heads} heads, "
+            f"{_count(self.parameters)} parameters: {self.layers} layers × {self.hidden}, {self.heads} heads, "
             f"vocabulary {self.vocabulary}, sequence {self.sequence}"
         )
+
+
+def _count(parameters: float) -> str:
+    """``"124M"``, ``"20.6B"``, ``"1,000B"``."""
+    unit, letter = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
+    number = parameters / unit
+    return f"{number:,.0f}{letter}" if number >= 100 else f"{number:.3g}{letter}"
 
 
 _NUMBERED = re.compile(r"^(.*?)\.?(\d+)(?:\.|$)")

@@ -9,19 +9,18 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from smp_estimator.planning.advice import Change, SmallerCluster, changes, notes, smaller_clusters
-from smp_estimator.planning.forecast import RULE_OF_16, RULE_OF_20, Forecast
+from smp_estimator.planning.forecast import Forecast
+from smp_estimator.planning.report import Report, Shown
 from smp_estimator.planning.request import request_for
-from smp_estimator.planning.table import as_text, plan_table
+from smp_estimator.planning.table import plan_report
 
 if TYPE_CHECKING:
-    from rich.console import Group
-
     from smp_config import ModelParallelParameters
 
 
 @dataclass(frozen=True)
-class Plan(Forecast):
-    """A forecast with advice; ``print(plan)`` shows it as a table."""
+class Plan(Shown, Forecast):
+    """A forecast with advice; ``print(plan)`` and a notebook show it as a table."""
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
@@ -57,25 +56,30 @@ class Plan(Forecast):
             "total_bytes": self.total_bytes,
             "fraction": self.fraction,
             "stages": [
-                {"stage": s.stage, "layers": s.layers, "total": s.total, **{k.value: v for k, v in s.kinds.items()}}
+                {
+                    "stage": s.stage,
+                    "layers": s.layers,
+                    "total": s.total,
+                    "in_optimizer_step": s.in_update,
+                    **{k.value: v for k, v in s.kinds.items()},
+                }
                 for s in self.stages
             ],
             "global_batch": self.batches.global_batch,
             "tokens_per_step": self.batches.tokens,
+            "epochs": None if self.epochs is None else self.epochs.to_dict(),
             "pipeline_idle": self.idle,
             "bytes_sent_per_rank": self.traffic.total,
-            "rule_of_16_bytes": RULE_OF_16 * request.shape.parameters,
-            "rule_of_20_bytes": RULE_OF_20 * request.shape.parameters,
+            "rule_of_16_bytes": 16 * request.shape.parameters,
+            "rule_of_20_bytes": 20 * request.shape.parameters,
             "changes": [str(change) for change in self.changes],
             "smaller_clusters": [str(smaller) for smaller in self.smaller_clusters],
             "notes": list(self.notes),
         }
 
-    def __rich__(self) -> Group:
-        return plan_table(self, self.changes, self.smaller_clusters, self.notes)
-
-    def __str__(self) -> str:
-        return as_text(self)
+    def report(self) -> Report:
+        """What is printed."""
+        return plan_report(self, self.changes, self.smaller_clusters, self.notes)
 
 
 def plan(
@@ -83,7 +87,7 @@ def plan(
     instance_type: str,
     instance_count: int = 1,
     parameters: ModelParallelParameters | Mapping[str, Any] | str | None = None,
-    batch: int = 1,
+    batch: int | None = None,
     *,
     sequence: int | None = None,
     processes_per_host: int | None = None,
@@ -94,18 +98,21 @@ def plan(
     """Say whether a model trains on a cluster, and where the memory goes.
 
     Args:
-        model: an ``nn.Module`` (the meta device is enough), a :class:`ModelShape`, the name of a published shape, or
-            a number of parameters.
+        model: an ``nn.Module`` (the meta device is enough), a :class:`ModelShape`, the name of a published shape, a
+            number of parameters, or a configuration of Transformers: the object, its dictionary, or the path of
+            ``config.json`` or of its folder.
         instance_type: such as ``"ml.p4d.24xlarge"``.
         instance_count: instances.
         parameters: ``mp_parameters``; None means a single copy of the model on each GPU with ``ddp``.
-        batch: samples that a rank reads at a time; with ``prescaled_batch`` that a tensor parallel group reads.
+        batch: samples that a rank reads at a time; with ``prescaled_batch`` that a tensor parallel group reads;
+            default: one for each microbatch.
         sequence: tokens per sample; default: the shape's.
         processes_per_host: default: the GPUs of the instance.
         gpu_memory_bytes: memory of one GPU; default: the catalogue's.
         environment: of the job; sizes of the SMDDP buffers are read from it.
         workload: fields of :class:`~smp_estimator.planning.request.Workload`: ``activation_checkpointing``,
-            ``fused_attention``, ``dropout``, ``optimizer``, ``accumulation``, …
+            ``fused_attention``, ``dropout``, ``optimizer``, ``accumulation``, …; of the data set ``samples`` or
+            ``tokens``, and ``epochs``.
 
     Raises:
         ConfigError: settings that cannot work.

@@ -7,12 +7,14 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from smp_config import ConfigError, ModelParallelParameters, smddp
 from smp_config.errors import suggest
 from smp_config.instances import instance
-from smp_estimator.planning.model_shape import ModelShape
+from smp_estimator.planning.model_config import read_shape, shape_of
+from smp_estimator.planning.model_shape import SHAPES, ModelShape
 
 #: Bytes of optimizer state per parameter, in fp32: two moments, one, or none.
 OPTIMIZER_BYTES = {"adam": 8, "adamw": 8, "lamb": 8, "momentum": 4, "sgd": 0}
@@ -20,7 +22,7 @@ OPTIMIZER_BYTES = {"adam": 8, "adamw": 8, "lamb": 8, "momentum": 4, "sgd": 0}
 
 @dataclass(frozen=True)
 class Workload:
-    """What the training script does, as far as memory depends on it: everything that ``mp_parameters`` does not say.
+    """What the training script does: everything that ``mp_parameters`` does not say, and the arithmetic needs.
 
     Attributes:
         batch: samples that a rank (with ``prescaled_batch`` a tensor parallel group) reads at a time.
@@ -34,6 +36,10 @@ class Workload:
             tensor parallelism turns it on by itself.
         fp32_loss: the script computes the loss on logits turned into fp32.
         gradient_as_bucket_view: one set of reduction buffers stays for all steps.
+        samples: of the data set; None when its size is not known, and from ``tokens`` where these are.
+        tokens: of the data set, before samples are cut or filled to the length of a sequence.
+        epochs: passes through the data set.
+        batch_source: where ``batch`` is from when it was not given, in words.
     """
 
     batch: int = 1
@@ -45,8 +51,20 @@ class Workload:
     distribute_embedding: bool = False
     fp32_loss: bool = False
     gradient_as_bucket_view: bool = False
+    samples: int | None = None
+    tokens: int | None = None
+    epochs: int = 1
+    batch_source: str = ""
 
     def __post_init__(self) -> None:
+        for name in ("samples", "tokens", "epochs"):
+            value = getattr(self, name)
+            if name != "epochs" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(
+                    f"{name} is {value!r} ({type(value).__name__}); steps are counted from it: give a whole number of 1 or more"
+                )
         if self.optimizer not in OPTIMIZER_BYTES:
             raise ConfigError(
                 f"optimizer is {self.optimizer!r}; its state per parameter is unknown: use one of {', '.join(OPTIMIZER_BYTES)}"
@@ -121,7 +139,6 @@ def request_for(
     workload: Mapping[str, Any],
 ) -> Request:
     """Settle the arguments of :func:`smp_estimator.planning.plan`; raises ConfigError for one that cannot be used."""
-    script = _workload(workload)
     if isinstance(instance_count, bool) or not isinstance(instance_count, int) or instance_count < 1:
         raise ConfigError(f"instance_count is {instance_count!r}; it is a number of instances: set it to 1 or more")
     known = instance(instance_type)
@@ -148,13 +165,18 @@ def request_for(
         )
     if not isinstance(parameters, ModelParallelParameters):
         parameters = ModelParallelParameters.from_mp_parameters({"ddp": True} if parameters is None else parameters)
+    script = dict(workload)
+    if script.get("batch") is None:
+        script["batch"] = parameters.microbatches
+        many = parameters.microbatches > 1
+        script["batch_source"] = "one sample per microbatch, as none was given" if many else "1, as none was given"
     return Request(
         shape=_shape(model, sequence),
         instance_type=instance_type,
         instance_count=instance_count,
         processes_per_host=processes_per_host,
         parameters=parameters,
-        workload=script,
+        workload=_workload(script),
         gpu_memory_bytes=gpu_memory_bytes,
         environment=tuple(sorted((environment or {}).items())),
     )
@@ -164,10 +186,16 @@ def _shape(model: Any, sequence: int | None) -> ModelShape:
     """A model given in any of the ways of ``plan()``, as a shape."""
     if isinstance(model, ModelShape):
         shape = model
+    elif isinstance(model, Mapping):
+        shape = shape_of(model)
+    elif isinstance(model, Path) or (isinstance(model, str) and model not in SHAPES and Path(model).exists()):
+        shape = read_shape(Path(model))
     elif isinstance(model, str):
         shape = ModelShape.named(model)
     elif isinstance(model, int | float):
         return ModelShape.from_parameter_count(model, sequence=sequence or 2048)
+    elif hasattr(model, "model_type") and callable(getattr(model, "to_dict", None)):
+        shape = shape_of(model.to_dict(), type(model).__name__)
     else:
         return ModelShape.from_module(model, sequence=sequence)
     return shape.with_sequence(sequence)

@@ -1,45 +1,39 @@
-"""A plan on the screen."""
+"""What a plan says, line by line."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
-from typing import Any
-
-from rich.console import Console, Group
-from rich.table import Table
-from rich.text import Text
 
 from smp_estimator.planning.advice import GB, Change, SmallerCluster, amount, rule_line
 from smp_estimator.planning.forecast import Forecast, Verdict
+from smp_estimator.planning.report import Grid, Lines, Report, Said
 
-COLOURS = {Verdict.FITS: "green", Verdict.TIGHT: "yellow", Verdict.DOES_NOT_FIT: "red", Verdict.UNKNOWN: "blue"}
 
+def plan_report(
+    plan: Forecast,
+    changes: Sequence[Change],
+    fewer: Sequence[SmallerCluster],
+    notes: Sequence[str],
+    *,
+    searched: bool = False,
+) -> Report:
+    """The plan as a table of kinds by stage, with what to change and what to know below it.
 
-def plan_table(
-    plan: Forecast, changes: Sequence[Change], fewer: Sequence[SmallerCluster], notes: Sequence[str]
-) -> Group:
-    """The plan as a table of kinds by stage, with what to change and what to know below it."""
+    Args:
+        searched: it is what a search has found, so none is advised.
+    """
     request, shape = plan.request, plan.request.shape
     known = plan.instance
-    table = Table(title=None, title_justify="left")
-    table.add_column("memory of one GPU (GB = 10⁹ bytes)")
-    for stage in plan.stages:
-        layers = f"{stage.layers} layer{'s' if stage.layers != 1 else ''}"
-        table.add_column(f"stage {stage.stage}, {layers}" if len(plan.stages) > 1 else layers, justify="right")
-    for kind in plan.worst.kinds:
-        if any(stage.kinds[kind] for stage in plan.stages):
-            table.add_row(kind.value, *(f"{stage.kinds[kind] / GB:.2f}" for stage in plan.stages))
-    table.add_section()
-    table.add_row("total", *(f"{stage.total / GB:.2f}" for stage in plan.stages), style="bold")
     cluster = f"{request.instance_count} × {request.instance_type}"
     cluster += f" ({known.gpus} × {known.gpu}), " if known else ", "
-    above = labelled(
+    cluster += f"{request.world} process{'es' if request.world != 1 else ''}"
+    above = Lines(
         [
             ("model", [str(shape), shape.source]),
-            ("cluster", [cluster + f"{request.world} processes"]),
+            ("cluster", [cluster]),
             ("degrees", [_degrees_line(plan)]),
             ("batch", [_batch_line(plan)]),
+            ("data set", [] if plan.epochs is None else plan.epochs.lines()),
         ]
     )
     network = (
@@ -48,11 +42,13 @@ def plan_table(
     )
     idle = [f"idle {plan.idle:.0%} of a step: (p − 1) / (m + p − 1)"] if len(plan.stages) > 1 else []
     to_change = [str(change) for change in changes]
-    if plan.verdict is Verdict.DOES_NOT_FIT and not to_change:
-        to_change = ["no single change is enough; suggest() looks for a combination"]
-    below = labelled(
+    if plan.verdict is Verdict.DOES_NOT_FIT and not to_change and not searched:
+        to_change = [
+            "no single change is enough; suggest looks for several at once, and for a cluster that is large enough"
+        ]
+    below = Lines(
         [
-            ("verdict", [Text(amount(plan), style=f"bold {COLOURS[plan.verdict]}")]),
+            ("verdict", [Said(amount(plan), plan.verdict)]),
             ("rules", [rule_line(plan)]),
             ("network", [network]),
             ("pipeline", idle),
@@ -61,7 +57,24 @@ def plan_table(
             ("notes", notes),
         ]
     )
-    return Group(above, table, below)
+    return [above, _memory(plan), below]
+
+
+def _memory(plan: Forecast) -> Grid:
+    columns = ["memory of one GPU (GB = 10⁹ bytes)"]
+    for stage in plan.stages:
+        layers = f"{stage.layers} layer{'s' if stage.layers != 1 else ''}"
+        columns.append(f"stage {stage.stage}, {layers}" if len(plan.stages) > 1 else layers)
+    rows = [
+        [kind.value, *(f"{stage.kinds[kind] / GB:,.2f}" for stage in plan.stages)]
+        for kind in plan.worst.kinds
+        if any(stage.kinds[kind] for stage in plan.stages)
+    ]
+    totals = [["total", *(f"{stage.in_backward / GB:,.2f}" for stage in plan.stages)]]
+    if any(stage.gradient_copy for stage in plan.stages):
+        totals[0][0] = "total in backward"
+        totals.append(["in optimizer.step()", *(f"{stage.in_update / GB:,.2f}" for stage in plan.stages)])
+    return Grid(columns, rows, frozenset(range(1, len(columns))), totals)
 
 
 def _degrees_line(plan: Forecast) -> str:
@@ -88,25 +101,11 @@ def _batch_line(plan: Forecast) -> str:
     text = f"{batch.readers} reader{'s' if batch.readers != 1 else ''} × {batch.batch}"
     if batch.accumulation > 1:
         text += f" × {batch.accumulation} accumulation steps"
-    text += f" = {batch.global_batch} samples = {batch.tokens:,} tokens per step"
+    text += (
+        f" = {batch.global_batch:,} sample{'s' if batch.global_batch != 1 else ''} = {batch.tokens:,} tokens per step"
+    )
     if batch.microbatches > 1:
         text += f"; {batch.microbatches} microbatches of {batch.microbatch}"
+    if plan.request.workload.batch_source:
+        text += f"; the batch is {plan.request.workload.batch_source}"
     return text
-
-
-def labelled(rows: list[tuple[str, Sequence[str | Text]]]) -> Table:
-    """Labels on the left, each with one or several lines of text; rows without lines are left out."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, lines in rows:
-        for number, line in enumerate(lines):
-            grid.add_row(label if number == 0 else "", line if isinstance(line, Text) else Text(line))
-    return grid
-
-
-def as_text(shown: Any) -> str:
-    """What a rich renderable shows, as plain text of 116 columns."""
-    text = io.StringIO()
-    Console(file=text, width=116).print(shown)
-    return text.getvalue().rstrip()

@@ -101,15 +101,33 @@ def save_png(topology: Topology, path: str | Path, *, per_node: int = 8) -> Path
     for panel, group in enumerate(kinds):
         axes = figure.add_subplot(high, wide, panel + 1)
         _draw(axes, topology, group, per_node, rows)
-    figure.suptitle(
-        f"(nodes, sharded data parallel, tensor parallel, pipeline) = ({rows}, {topology.sharded}, {topology.tensor}, "
-        f"{topology.pipeline})",
-        fontsize=10,
-    )
+    figure.suptitle(picture_title(topology, per_node), fontsize=10)
     figure.tight_layout()
     target = Path(path)
     figure.savefig(target, format="png")
     return target
+
+
+def picture_title(topology: Topology, per_node: int) -> str:
+    """``"32 ranks on 4 nodes: tensor parallel over 4, sharded over 4, 2 replicas of each shard"``."""
+    nodes, ranks = -(-topology.world_size // per_node), topology.world_size
+    over = []
+    if topology.pipeline > 1:
+        over.append(f"pipeline of {topology.pipeline} stages")
+    if topology.tensor > 1:
+        over.append(f"tensor parallel over {topology.tensor}")
+    if topology.sharded > 1:
+        over.append(f"sharded over {topology.sharded}")
+    copies, what = (
+        topology.size(Group.REPLICA),
+        "each shard" if topology.sharded > 1 else "each part" if over else "the model",
+    )
+    over.append(_counted(copies, f"replica{{}} of {what}"))
+    return f"{_counted(ranks, 'rank{}')} on {_counted(nodes, 'node{}')}: {', '.join(over)}"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what.format('s' if count != 1 else '')}"
 
 
 def appearance(topology: Topology, group: Group, members: list[int]) -> tuple[int, int]:

@@ -22,6 +22,7 @@ GOOD = {
 }
 
 
+P4D = ("--instance-type", "ml.p4d.24xlarge")
 SHAPE = '{"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 100, "sequence": 16, %s}'
 
 
@@ -123,14 +124,19 @@ def test_plan_as_json() -> None:
     found = json.loads(call("plan", "gpt2", "--json").output)
     assert found["verdict"] == "fits"
     assert found["model"]["parameters"] == 124_439_808
-    assert found["total_bytes"] == sum(
-        size for kind, size in found["stages"][0].items() if kind not in ("stage", "layers", "total")
-    )
+    stage = found["stages"][0]
+    kinds = [size for kind, size in stage.items() if kind not in ("stage", "layers", "total", "in_optimizer_step")]
+    assert found["total_bytes"] == max(sum(kinds), stage["in_optimizer_step"]) == sum(kinds)
 
 
 @pytest.mark.parametrize("model", ["7b", "7e9", "7000000000"])
 def test_plan_takes_counts(model: str) -> None:
-    assert "B parameters" in call("plan", model, "--instance-type", "ml.p4d.24xlarge", code=1).output
+    assert "7B parameters" in call("plan", model, "--instance-type", "ml.p4d.24xlarge", code=1).output
+
+
+def test_plan_writes_large_and_small_counts_out() -> None:
+    assert "1,000B parameters: " in call("plan", "1000b", code=1).output
+    assert "350M parameters" in call("plan", "350m").output
 
 
 def test_plan_takes_shapes_and_other_devices() -> None:
@@ -147,7 +153,7 @@ def test_plan_takes_shapes_and_other_devices() -> None:
         (["gpt3"], "did you mean 'gpt2'"),
         (["gpt2", "--parameters", "nowhere.json"], "no such file"),
         (["gpt2", "--parameters", '{"ddp": tru}'], "neither JSON"),
-        (["gpt2", "--instance-type", "ml.p9.xlarge"], "give processes_per_host"),
+        (["gpt2", "--instance-type", "ml.p9.xlarge"], "give --processes (and --gpu-memory for a verdict)"),
         (["nan"], "the model has nan parameters"),
         (["inf"], "the model has inf parameters"),
         (["gpt2", "--gpu-memory", "0"], "--gpu-memory is 0; it is the memory of one GPU in GiB: give more than 0"),
@@ -155,7 +161,7 @@ def test_plan_takes_shapes_and_other_devices() -> None:
         (["gpt2", "--gpu-memory", "inf"], "--gpu-memory is inf;"),
         ([SHAPE % '"feed_forward": "x"'], "feed_forward is 'x'; it is the width inside the MLP"),
         ([SHAPE % '"gated": "no"'], "gated is 'no'; the shape has it or not"),
-        ([SHAPE % '"weights": [1]'], "given as MODEL has unknown weights"),
+        ([SHAPE % '"weights": [1]'], "the shape in the dictionary has unknown weights"),
     ],
 )
 def test_plan_refuses(arguments: list[str], said: str) -> None:
@@ -163,12 +169,63 @@ def test_plan_refuses(arguments: list[str], said: str) -> None:
 
 
 def test_suggest() -> None:
-    said = flat(call("suggest", "gpt2-60b", "--instance-count", "32", "--batch", "7"))
+    said = flat(call("suggest", "gpt2-60b", *P4D, "--instance-count", "32", "--batch", "7"))
     assert "'tensor_parallel_degree': 8" in said
     assert "← chosen" in said
-    found = json.loads(call("suggest", "gpt2", "--json").output)
+    found = json.loads(call("suggest", "gpt2", *P4D, "--json").output)
     assert found["parameters"] == {"ddp": True, "bf16": True}
-    call("suggest", "gpt-neox-65b", "--instance-type", "ml.g5.xlarge", code=1)
+    call("suggest", "gpt-neox-65b", "--instance-type", "ml.g5.xlarge", "--instance-count", "1", code=1)
+
+
+def test_suggest_answers_on_what_a_model_fits() -> None:
+    cluster = json.loads(call("suggest", "gpt-neox-20b", "--json").output)
+    assert (cluster["instance_count"], len(cluster["clusters"])) == (1, 6)
+    many = json.loads(call("suggest", "gpt-neox-20b", *P4D, "--json").output)
+    assert many["instance_count"] == 2
+    said = flat(call("suggest", "gpt-neox-65b", *P4D, "--instance-count", "1", code=1))
+    assert "nothing fits on 1 × ml.p4d.24xlarge; the nearest is shown below would fit on" in said
+    assert "6 × ml.p4d.24xlarge" in said
+    assert "chosen" not in said.split("verdict nothing")[0]
+
+
+def test_plan_reads_configurations_and_data_sets(tmp_path: Path) -> None:
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "vocab_size": 50257,
+        "n_positions": 1024,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for given in (str(tmp_path / "config.json"), str(tmp_path)):
+        found = json.loads(call("plan", given, "--samples", "5000", "--batch", "8", "--epochs", "3", "--json").output)
+        assert found["model"]["parameters"] == 124_439_808
+        assert (found["epochs"]["steps"], found["epochs"]["total_steps"], found["epochs"]["dropped"]) == (78, 234, 8)
+    assert "there is no file nowhere/config.json" in flat(call("plan", "nowhere/config.json", code=1))
+
+
+def test_plan_takes_a_batch_from_the_microbatches() -> None:
+    parameters = '{"pipeline_parallel_degree": 2, "microbatches": 4}'
+    assert "the batch is one sample per microbatch, as none was given" in flat(
+        call("plan", "gpt2", "--parameters", parameters)
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan", "gpt2", "--processes", "99"], "--processes is 99, but ml.p4d.24xlarge has 8 GPUs"),
+        (["plan", "gpt2", "--checkpointing", "all"], "--checkpointing is 'all'; it is the strategy"),
+        (["plan", "gpt2", "--optimizer", "adams"], "--optimizer is 'adams'; its state"),
+        (["plan", "gpt2", "--tokens", "9"], "--tokens is 9, less than one sample"),
+        (["suggest", "gpt2", "--gpu-memory", "4"], "--gpu-memory was given, but no --instance-type"),
+        (["suggest", "gpt2", "--instance-type", "x", "--processes", "2"], "give --gpu-memory, the memory of one GPU"),
+        (["suggest", "300b", "--instance-count", "1"], "1 instances of any current type"),
+    ],
+)
+def test_errors_call_options_by_their_names(arguments: list[str], said: str) -> None:
+    assert said in flat(call(*arguments, code=1))
 
 
 def test_topology_draws_the_published_example(tmp_path: Path) -> None:

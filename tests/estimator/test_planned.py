@@ -52,3 +52,19 @@ def test_a_cluster_that_is_not_known_yet():
     estimator.instance_count = None
     with pytest.raises(ConfigError, match=r"smp_estimator.planning.plan\(\)"):
         estimator.suggest("gpt2")
+
+
+@pytest.mark.parametrize("name", ["batch_size", "train_batch_size", "per_device_train_batch_size"])
+def test_the_batch_is_that_of_the_hyperparameters(name):
+    estimator = _estimator(pipeline_parallel_degree=2, microbatches=2)
+    assert estimator.plan("gpt2", gpu_memory_bytes=2**34).batches.batch == 2
+    estimator.set_hyperparameters(**{name: 6, "epochs": 3})
+    made = estimator.plan("gpt2", gpu_memory_bytes=2**34)
+    assert made.batches.batch == 6
+    assert f"the batch is the hyperparameter {name}" in " ".join(str(made).split())
+    assert estimator.plan("gpt2", 4, gpu_memory_bytes=2**34).batches.batch == 4
+    estimator.set_hyperparameters(**{name: 5})
+    with pytest.raises(
+        ConfigError, match=f"cannot be divided into 2 microbatches.*; the batch of 5 is the hyperparameter {name}"
+    ):
+        estimator.plan("gpt2", gpu_memory_bytes=2**34)

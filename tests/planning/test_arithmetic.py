@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smp_config import ConfigError, ModelParallelParameters, Topology
-from smp_estimator.planning import batch_for, batches, batches_of, plan
+from smp_estimator.planning import ModelShape, batch_for, batches, batches_of, plan
 from smp_estimator.planning import network as net
 from smp_estimator.planning.batches import idle_fraction, in_flight, layers_of_stage
+
+SMALL = ModelShape(2, 64, 2, 100, 16)
 
 
 def test_example_one_sharding_alone() -> None:
@@ -154,3 +156,74 @@ def test_traffic_of_a_plan() -> None:
         **shape, parameters={"ddp": True, "pipeline_parallel_degree": 2, "microbatches": 4, "fp16": True}, batch=4
     )
     assert staged.traffic.pipeline == pytest.approx(hidden)
+
+
+# -- data sets ---------------------------------------------------------------------------------------------------
+
+
+def _epochs(batch: int = 500, **dataset: int) -> Any:
+    return plan(1e9, "ml.p4d.24xlarge", 1, {"ddp": True}, batch, processes_per_host=1, sequence=128, **dataset).epochs
+
+
+def test_the_published_examples_of_epochs() -> None:
+    """5,000 samples in batches of 500 are 10 steps; 640 images in batches of 64 (two replicas of 32) are 10 too."""
+    assert (_epochs(samples=5000).steps, _epochs(samples=5000).dropped) == (10, 0)
+    parameters = {"ddp": True, "pipeline_parallel_degree": 4, "microbatches": 4}
+    assert plan("gpt2", "ml.p4d.24xlarge", 1, parameters, 32, samples=640).epochs.steps == 10
+
+
+def test_what_is_left_over_is_dropped_and_said() -> None:
+    found = _epochs(samples=5001 + 498, epochs=3)
+    assert (found.steps, found.total_steps, found.dropped) == (10, 30, 499)
+    said = " ".join(found.lines())
+    assert "5,499 samples ÷ 500 per step = 10 steps per epoch, 499 left over and dropped (9.1% of an epoch)" in said
+    assert "3 epochs: 30 steps" in said
+    assert "half the global batch would update them 21 times per epoch" in said
+
+
+@given(st.integers(1, 5000), st.sampled_from([1, 2, 8]), st.integers(1, 7), st.integers(1, 3), st.sampled_from([1, 2]))
+def test_steps_are_those_of_readers_that_drop(
+    samples: int, hosts: int, batch: int, accumulation: int, tensor: int
+) -> None:
+    """A reader gets an equal share of the samples, makes whole batches of it, and steps after whole accumulations."""
+    parameters = {"ddp": True, "tensor_parallel_degree": tensor, "prescaled_batch": tensor > 1}
+    made = plan(
+        SMALL, "local", hosts, parameters, batch, processes_per_host=2, samples=samples, accumulation=accumulation
+    )
+    share = samples // made.batches.readers
+    assert made.epochs is not None
+    assert made.epochs.steps == share // batch // accumulation
+    assert made.epochs.dropped == samples - made.epochs.steps * made.batches.global_batch
+
+
+def test_tokens_are_cut_into_samples() -> None:
+    found = _epochs(tokens=128 * 5000 + 127)
+    assert (found.samples, found.steps) == (5000, 10)
+    padded = _epochs(tokens=64 * 5000, samples=5000)
+    assert "64 each, so 50% of what is computed is padding" in padded.lines()[0]
+    with pytest.raises(ConfigError, match="less than one sample of 128 tokens"):
+        _ = _epochs(tokens=127)
+
+
+def test_a_data_set_smaller_than_a_step() -> None:
+    found = _epochs(samples=499)
+    assert found.steps == 0
+    assert "499 samples are fewer than the global batch of 500, so an epoch has no whole step" in found.lines()[0]
+
+
+@pytest.mark.parametrize("wrong", [{"samples": 0}, {"samples": 1.5}, {"epochs": True}, {"tokens": "many"}])
+def test_wrong_data_sets(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="steps are counted from it"):
+        _epochs(**wrong)
+
+
+# -- batches that were not given ---------------------------------------------------------------------------------
+
+
+def test_a_batch_that_was_not_given() -> None:
+    parameters = {"pipeline_parallel_degree": 2, "microbatches": 4}
+    made = plan("gpt2", "ml.p4d.24xlarge", 1, parameters)
+    assert made.batches.batch == 4
+    assert "the batch is one sample per microbatch, as none was given" in " ".join(str(made).split())
+    assert "the batch is" not in str(plan("gpt2", "ml.p4d.24xlarge", 1, parameters, 4))
+    assert plan("gpt2", "ml.p4d.24xlarge").batches.batch == 1

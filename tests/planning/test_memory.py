@@ -55,9 +55,10 @@ def test_a_checkpoint_is_the_input_of_its_unit() -> None:
         ({"ddp": True}, (4, 4, 8, 0)),
         ({"ddp": True, "bf16": True}, (2, 2, 8, 4)),
         ({"ddp": True, "fp16": True}, (2, 2, 8, 4)),
-        ({"ddp": True, "bf16": True, "_fp32_grad_accumulation": True}, (2, 6, 8, 4)),
-        ({"ddp": True, "shard_optimizer_state": True}, (4, 4, 8 / 8, 0)),
-        ({"ddp": True, "bf16": True, "shard_optimizer_state": True}, (2, 2, 8 / 8, 4 / 8)),
+        ({"ddp": True, "bf16": True, "_fp32_grad_accumulation": True}, (2, 2, 8, 4)),
+        ({"ddp": True, "shard_optimizer_state": True}, (4, 4 + 4 / 8, 8 / 8, 0)),
+        ({"ddp": True, "bf16": True, "shard_optimizer_state": True}, (2, 2 + 4 / 8, 8 / 8, 4 / 8)),
+        ({"ddp": True, "fp16": True, "shard_optimizer_state": True}, (2, 2 + 2 / 8, 8 / 8, 4 / 8)),
         ({"ddp": True, "sharded_data_parallel_degree": 8, "sdp_param_persistence_threshold": 0}, (4 / 8, 4 / 8, 1, 0)),
         (
             {"ddp": True, "bf16": True, "sharded_data_parallel_degree": 4, "sdp_param_persistence_threshold": 0},

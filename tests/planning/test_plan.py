@@ -95,6 +95,49 @@ def test_notes() -> None:
         in inside
     )
     assert "not in the catalogue" in said("gpt2", "ml.p9.48xlarge", processes_per_host=8)
+    half = {"ddp": True, "bf16": True}
+    for kind, gpu in (("ml.p3.2xlarge", "V100"), ("ml.p2.xlarge", "K80"), ("ml.g4dn.xlarge", "T4")):
+        assert f"the {gpu} of {kind} has no bfloat16 arithmetic" in said("gpt2", kind, 1, half)
+        assert "bfloat16" not in said("gpt2", kind, 1, {"ddp": True, "fp16": True})
+    assert "bfloat16" not in said("gpt2", "ml.p4d.24xlarge", 1, half)
+    assert "builds of PyTorch for CUDA 12 and newer have no code for the K80" in said("gpt2", "ml.p2.xlarge")
+    assert "builds of PyTorch" not in said("gpt2", "ml.g4dn.xlarge")
+
+
+def test_shorter_samples_are_among_the_changes() -> None:
+    made = plan("gpt2-large", "ml.g5.xlarge", 1, {"ddp": True, "bf16": True}, sequence=8192)
+    assert made.verdict is Verdict.DOES_NOT_FIT
+    by_name = {change.what: change.plan for change in made.changes}
+    shorter = [what for what in by_name if what.startswith("sequence ")]
+    assert len(shorter) == 1, list(by_name)
+    words = shorter[0].split()
+    assert words[2:] == ["instead", "of", "8192"]
+    again = made.changed(shape=made.request.shape.with_sequence(int(words[1])))
+    assert again.total_bytes == by_name[shorter[0]].total_bytes
+    assert again.verdict.feasible
+
+
+def test_the_worse_of_two_moments_counts() -> None:
+    """Few activations: optimizer.step(), with its float32 gradients; many: backward."""
+    half = {"ddp": True, "bf16": True}
+    few = plan("gpt2", "ml.p4d.24xlarge", 1, half, sequence=8, activation_checkpointing="each")
+    assert few.total_bytes == few.worst.in_update == 20 * few.request.shape.parameters > few.worst.in_backward
+    many = few.changed(batch=64, shape=few.request.shape.with_sequence(1024))
+    assert many.total_bytes == many.worst.in_backward > many.worst.in_update
+    text = " ".join(str(few).split())
+    assert "total in backward" in text
+    assert f"in optimizer.step() │ {few.worst.in_update / 1e9:.2f}" in text
+    assert "total in backward" not in str(plan("gpt2", "ml.p4d.24xlarge"))
+
+
+def test_what_adam_takes_in_its_step_is_said_where_it_matters() -> None:
+    """As measured with foreach=True: 4 bytes per parameter, on top of 20."""
+    few = plan("gpt2", "ml.p4d.24xlarge", 1, {"ddp": True, "bf16": True}, sequence=8, activation_checkpointing="each")
+    count = few.request.shape.parameters
+    said = f"needs {4 * count / 1e9:.1f} GB more in its step, {24 * count / 1e9:.1f} GB in all"
+    assert said in " ".join(few.notes)
+    assert "foreach" not in " ".join(few.changed(optimizer="momentum").notes)
+    assert "foreach" not in " ".join(few.changed(batch=64, shape=few.request.shape.with_sequence(1024)).notes)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from smp_config import ConfigError, Group, Topology
-from smp_estimator.planning.topology_picture import appearance, group_text, save_png, shown_groups
+from smp_estimator.planning.topology_picture import appearance, group_text, picture_title, save_png, shown_groups
 
 EXAMPLE = Topology(32, tensor=4, sharded=4)
 
@@ -69,3 +69,17 @@ def test_what_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(RuntimeError, match="pip install matplotlib"):
         save_png(EXAMPLE, tmp_path / "x.png")
+
+
+@pytest.mark.parametrize(
+    ("topology", "title"),
+    [
+        (EXAMPLE, "32 ranks on 4 nodes: tensor parallel over 4, sharded over 4, 2 replicas of each shard"),
+        (Topology(8, pipeline=2), "8 ranks on 1 node: pipeline of 2 stages, 4 replicas of each part"),
+        (Topology(12), "12 ranks on 2 nodes: 12 replicas of the model"),
+        (Topology(8, sharded=8), "8 ranks on 1 node: sharded over 8, 1 replica of each shard"),
+        (Topology(1), "1 rank on 1 node: 1 replica of the model"),
+    ],
+)
+def test_the_title_is_in_words(topology: Topology, title: str) -> None:
+    assert picture_title(topology, 8) == title

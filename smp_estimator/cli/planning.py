@@ -1,0 +1,141 @@
+"""``smp-estimator plan`` and ``suggest``: whether a model fits, and on what."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from smp_config import ConfigError
+from smp_config.instances import GIB
+from smp_estimator.cli.console import console
+from smp_estimator.cli.values import dictionary
+
+
+class _Planning(click.Command):
+    """Says in errors what an option is called here, not what the argument is called in Python."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            raise ConfigError(self._in_options(str(error))) from None
+
+    def _in_options(self, message: str) -> str:
+        for option in self.params:
+            if not isinstance(option, click.Option) or option.name is None:
+                continue
+            # A name of one word, such as batch, is an ordinary word too: an argument where a message begins with it.
+            pattern = rf"(?<![\w\"'-]){option.name}(?![\w\"'=])"
+            if "_" not in option.name:
+                pattern = rf"^{option.name}(?= is )"
+            message = re.sub(pattern, option.opts[0], message)
+        return message
+
+
+def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What ``plan`` and ``suggest`` ask alike."""
+    options = [
+        click.argument("model"),
+        click.option("--processes", "processes_per_host", type=click.IntRange(1), help="Per host; default: its GPUs."),
+        click.option(
+            "--gpu-memory", "gpu_memory_bytes", type=float, metavar="GIB", help="Of one GPU; default: the catalogue's."
+        ),
+        click.option("--sequence", type=click.IntRange(1), help="Tokens per sample; default: the model's."),
+        click.option("--checkpointing", "activation_checkpointing", help="each, contiguous or group_N; default: none."),
+        click.option("--fused-attention/--no-fused-attention", default=True, show_default=True),
+        click.option("--dropout/--no-dropout", default=True, show_default=True),
+        click.option("--fp32-loss", is_flag=True, help="The script computes the loss on fp32 logits."),
+        click.option("--optimizer", default="adam", show_default=True),
+        click.option("--accumulation", type=click.IntRange(1), default=1, show_default=True),
+        click.option("--samples", type=click.IntRange(1), help="Of the data set: how many steps an epoch has."),
+        click.option("--tokens", type=click.IntRange(1), help="Of the data set, instead of samples or with them."),
+        click.option("--epochs", type=click.IntRange(1), default=1, show_default=True),
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _model(text: str) -> Any:
+    """A shape or configuration as a dictionary, a path, a count such as 7b or 350m, or the name of a shape."""
+    if text.lstrip().startswith("{"):
+        return dictionary(text, "MODEL")
+    number = re.fullmatch(r"([\d.]+(?:e\d+)?)([mbt]?)", text.lower())
+    if number is not None:
+        try:
+            return float(number[1]) * {"": 1.0, "m": 1e6, "b": 1e9, "t": 1e12}[number[2]]
+        except ValueError:
+            pass  # two points; the name of a shape, perhaps
+    if text.lower() in ("nan", "inf"):
+        return float(text)
+    # Told as a path when it can be one only: a misspelt name shall be told as a name.
+    return Path(text) if Path(text).suffix == ".json" or Path(text).exists() else text
+
+
+def _job(given: dict[str, Any]) -> dict[str, Any]:
+    memory = given.pop("gpu_memory_bytes")
+    if memory is not None and not 0 < memory < math.inf:
+        raise ConfigError(
+            f"--gpu-memory is {memory:g}; it is the memory of one GPU in GiB: give more than 0, or leave it out for the "
+            "catalogue's"
+        )
+    in_bytes = None if memory is None else math.ceil(memory * GIB)
+    return {**given, "model": _model(given["model"]), "gpu_memory_bytes": in_bytes}
+
+
+@click.command(cls=_Planning)
+@_job_options
+@click.option("--instance-type", default="ml.p4d.24xlarge", show_default=True)
+@click.option("--instance-count", type=click.IntRange(1), default=1, show_default=True)
+@click.option(
+    "--parameters", default='{"ddp": true}', show_default=True, help="mp_parameters: a dictionary or its file."
+)
+@click.option("--batch", type=click.IntRange(1), help="The script's batch size; default: its microbatches.")
+def plan(parameters: str, as_json: bool, **given: Any) -> None:
+    """Say whether MODEL fits, where the memory goes, and what to change.
+
+    MODEL is the name of a published shape (gpt2-xl, gpt-neox-20b, …), a number of parameters (20e9, 20b, 350m), a
+    configuration of Transformers (config.json or its folder), or a shape as a dictionary or its file. Exit code 1 when
+    it does not fit.
+    """
+    from smp_estimator import planning
+
+    made = planning.plan(parameters=dictionary(parameters, "--parameters"), **_job(given))
+    _show(made, made.verdict, as_json=as_json)
+
+
+@click.command(cls=_Planning)
+@_job_options
+@click.option("--instance-type", help="Default: the one that makes the smallest cluster.")
+@click.option("--instance-count", type=click.IntRange(1), help="Default: the fewest on which MODEL fits.")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Samples per GPU.")
+@click.option("--global-batch", type=click.IntRange(1), help="Samples per optimizer step, instead of --batch.")
+@click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), default="auto", show_default=True)
+def suggest(as_json: bool, **given: Any) -> None:
+    """Pick degrees for MODEL, in the order of the best practices, and the smallest cluster if none is given.
+
+    MODEL: as for plan. With --instance-type alone the fewest instances of it are looked for. Exit code 1 when MODEL does
+    not fit on the cluster that was given; the clusters on which it would are named.
+    """
+    from smp_estimator import planning
+
+    found = planning.suggest(**_job(given))
+    _show(found, found.plan.verdict, as_json=as_json)
+
+
+def _show(found: Any, verdict: Any, *, as_json: bool) -> None:
+    from smp_estimator.planning import Verdict
+
+    if as_json:
+        click.echo(json.dumps(found.to_dict(), indent=2))
+    else:
+        console().print(found)
+    if verdict is Verdict.DOES_NOT_FIT:
+        raise click.exceptions.Exit(1)

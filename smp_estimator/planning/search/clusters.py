@@ -1,0 +1,155 @@
+"""The smallest clusters that train a model: instance types with the number of instances that each needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from smp_config import ConfigError
+from smp_config.instances import Instance, instances
+from smp_estimator.planning.advice import is_current
+from smp_estimator.planning.forecast import TIGHT_ABOVE
+from smp_estimator.planning.request import OPTIMIZER_BYTES, Request
+from smp_estimator.planning.search.ladder import Step, first_fit
+
+if TYPE_CHECKING:
+    from smp_estimator.planning.plan import Plan
+
+#: Most instances of one cluster that are tried.
+MOST_INSTANCES = 1024
+
+#: Clusters that are shown.
+SHOWN = 6
+
+#: Counts that are tried for each type when the type is open too, from the least that could hold the state.
+_TRIES = 6
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Instances on which a model fits, and the first configuration of the best practices with which it does."""
+
+    step: Step
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of that configuration."""
+        return self.step.plan
+
+    @property
+    def instance_type(self) -> str:
+        """Such as ``"ml.p4d.24xlarge"``."""
+        return self.plan.request.instance_type
+
+    @property
+    def instance_count(self) -> int:
+        """Instances of the cluster."""
+        return self.plan.request.instance_count
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the cluster, one for each process."""
+        return self.plan.request.world
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of all its GPUs."""
+        return self.gpus * (self.plan.request.gpu_memory_bytes or 0)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether several instances are joined without EFA."""
+        known = self.plan.instance
+        return self.instance_count > 1 and known is not None and not known.efa
+
+    @property
+    def size(self) -> tuple[float, ...]:
+        """What to sort by: clusters that a fast network joins, fewer instances, less memory in all, fewer GPUs."""
+        known = self.plan.instance
+        host = known.host_memory_bytes if known else 0
+        return (self.is_slow, self.instance_count, self.memory_bytes, self.gpus, host)
+
+    def __str__(self) -> str:
+        return f"{self.instance_count} × {self.instance_type}"
+
+
+#: Makes the request of a cluster and its samples per optimizer step.
+Ask = Callable[[str, int], tuple[Request, int]]
+
+
+def smallest(ask: Ask, kind: str, tries: int = MOST_INSTANCES) -> Cluster | None:
+    """The fewest instances of one type that a model fits on; None when none of ``tries`` counts is enough."""
+    request, _ = ask(kind, 1)
+    for count, _ in zip(_counts(least_count(request)), range(tries), strict=False):
+        if (found := on(ask, kind, count)) is not None:
+            return found
+    return None
+
+
+def on(ask: Ask, kind: str, count: int) -> Cluster | None:
+    """The cluster of ``count`` instances, if the model fits on it."""
+    try:
+        request, samples = ask(kind, count)
+    except ConfigError:
+        return None  # this type has fewer GPUs than processes were asked for
+    step = first_fit(request, samples)
+    return None if step is None else Cluster(step)
+
+
+def smallest_clusters(ask: Ask, count: int | None = None) -> tuple[Cluster, ...]:
+    """The smallest clusters of all types that current builds of PyTorch run on, the smallest first.
+
+    Args:
+        count: only clusters of so many instances.
+    """
+    least = []
+    for kind in _kinds():
+        try:
+            least.append((least_count(ask(kind.name, 1)[0]), kind.name))
+        except ConfigError:
+            continue  # fewer GPUs than processes were asked for
+    found: list[Cluster] = []
+    for needed, name in sorted(least):
+        fast = sorted(cluster.instance_count for cluster in found if not cluster.is_slow)
+        if needed > MOST_INSTANCES or (len(fast) >= SHOWN and needed > fast[SHOWN - 1]):
+            break  # no later one is smaller than those that there are
+        if count is not None and count < needed:
+            continue
+        cluster = smallest(ask, name, _TRIES) if count is None else on(ask, name, count)
+        if cluster is not None:
+            found.append(cluster)
+    distinct: dict[tuple[object, ...], Cluster] = {}
+    for cluster in sorted(found, key=lambda each: each.size):  # those that differ in their network alone are one
+        known = cluster.plan.instance
+        distinct.setdefault((known.gpu if known else "", cluster.memory_bytes, cluster.instance_count), cluster)
+    return tuple(distinct.values())[:SHOWN]
+
+
+def least_count(request: Request) -> int:
+    """Instances whose GPUs can hold the state, divided over all of them; fewer can never do."""
+    each = 8 + OPTIMIZER_BYTES[request.workload.optimizer]  # parameter, gradient and master copy, in any precision
+    device = TIGHT_ABOVE * (request.gpu_memory_bytes or math.inf)
+    return max(1, math.ceil(each * request.shape.parameters / (device * request.processes_per_host)))
+
+
+def _kinds() -> Iterator[Instance]:
+    """Types worth asking: of those with the same GPUs and network, the one with the least memory of its own."""
+    best: dict[tuple[object, ...], Instance] = {}
+    for known in instances():
+        key = (known.gpu, known.gpu_memory_bytes, known.gpus, known.efa)
+        if is_current(known.gpu) and (key not in best or known.host_memory_bytes < best[key].host_memory_bytes):
+            best[key] = known
+    yield from best.values()
+
+
+def _counts(least: int) -> Iterator[int]:
+    """1 to 8, then 10, 12, 14, 16, 20, …: four between a power of two and the next; from ``least`` on."""
+    power = 1
+    while power <= MOST_INSTANCES:
+        for quarter in range(4):
+            count, rest = divmod(power * (4 + quarter), 4)
+            if rest == 0 and least <= count <= MOST_INSTANCES:
+                yield count
+        power *= 2
