@@ -74,9 +74,11 @@ class ProcessGroups:
         for kind in Group:
             for ranks in topology.groups(kind):
                 key = tuple(ranks)
-                if key not in self._by_ranks:
-                    made = dist.new_group(ranks, timeout=timeout, backend=other)
-                    self._by_ranks[key] = made  # non-members hold a placeholder they never use
+                if key not in self._by_ranks and self._rank in ranks:
+                    # Only members take part: 192 hosts of 8 ranks have 2,041 groups, of which a rank is in few.
+                    self._by_ranks[key] = dist.new_group(
+                        ranks, timeout=timeout, backend=other, use_local_synchronization=True
+                    )
 
     def group(self, kind: Group) -> dist.ProcessGroup:
         """This rank's process group of that kind."""
