@@ -157,34 +157,3 @@ def test_groups_between_hosts_have_the_jobs_deadline(monkeypatch):
     )
     hosts.make_gathering(session, hierarchical=True)
     assert made == [(ranks, timedelta(seconds=77)) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-
-
-def test_a_rank_makes_its_own_groups_only(ranks):
-    """All groups of 1,536 ranks would be 2,041 on each."""
-
-    def run():
-        import torch.distributed as dist
-
-        import smdistributed.modelparallel.torch as smp
-
-        made, new_group = [], dist.new_group
-
-        def counted(members, **options):
-            made.append(list(members))
-            return new_group(members, **options)
-
-        dist.new_group = counted
-        try:
-            smp.init({"ddp": True, "pipeline_parallel_degree": 2})
-        finally:
-            dist.new_group = new_group
-        # Each of them works although the others know nothing of it.
-        for group in (smp.get_pp_process_group(), smp.get_dp_process_group()):
-            seen = [None] * 2
-            dist.all_gather_object(seen, smp.rank(), group=group)
-            assert seen == dist.get_process_group_ranks(group)
-        return smp.rank(), made
-
-    for rank, made in ranks(run, 4, init=False):
-        assert len(made) > 1
-        assert all(rank in members for members in made)

@@ -71,16 +71,12 @@ class ProcessGroups:
         other = backend if lacks or avoids or (backend == smddp.BACKEND and dist.get_backend() != backend) else None
         if other is None:
             self._by_ranks[tuple(range(topology.world_size))] = world
-        # Only members need to make a group: 192 hosts of 8 ranks have 2,041, of which a rank is in few. PyTorch then names it
-        # by the number of groups that its members are in, which is one number unless a script has made groups too.
-        alone = self._owns_default
         for kind in Group:
             for ranks in topology.groups(kind):
                 key = tuple(ranks)
-                if key not in self._by_ranks and (self._rank in ranks or not alone):
-                    self._by_ranks[key] = dist.new_group(  # elsewhere a placeholder that is never used
-                        ranks, timeout=timeout, backend=other, use_local_synchronization=alone
-                    )
+                if key not in self._by_ranks:
+                    made = dist.new_group(ranks, timeout=timeout, backend=other)
+                    self._by_ranks[key] = made  # non-members hold a placeholder they never use
 
     def group(self, kind: Group) -> dist.ProcessGroup:
         """This rank's process group of that kind."""
