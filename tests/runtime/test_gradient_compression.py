@@ -240,6 +240,18 @@ def test_a_hook_of_torchs_over_other_ranks_is_refused(ranks):
     ranks(run, 2, config={"ddp": True, "tensor_parallel_degree": 2})
 
 
+def test_shared_out_state_of_tensor_parallel_ranks_needs_a_common_batch(ranks):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        smp.set_tensor_parallelism(model[0], True)
+        with pytest.raises(SMPUserError, match='set "prescaled_batch": True'):
+            smp.DistributedModel(model).register_comm_hook(*_int8())
+
+    ranks(run, 4, config={"ddp": True, "tensor_parallel_degree": 2, "shard_optimizer_state": True})
+
+
 def test_sharded_data_parallelism_has_no_whole_gradients(ranks):
     def run():
         import smdistributed.modelparallel.torch as smp

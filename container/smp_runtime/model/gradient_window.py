@@ -144,6 +144,13 @@ class GradientWindow:
                 )
             )
             raise SMPUserError(f"register_comm_hook {how} {why}")
+        ranks = self._ranks
+        if self._deliver is not None and ranks.size(Group.TP) > 1 and not ranks.cfg.prescaled_batch:
+            raise SMPUserError(
+                "register_comm_hook averages a bucket over one group of ranks, but with shard_optimizer_state and a batch per rank "
+                f"of {ranks.size(Group.TP)} tensor parallel ranks distributed and ordinary layers have different ones; set "
+                '"prescaled_batch": True, or register no hook'
+            )
         state, hook = self.hook
 
         def transport(parameters: Sequence[torch.Tensor], peers: Peers) -> HookTransport:
