@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_config import Group, ModelParallelParameters, Topology
+from smp_config import ConfigError, Group, ModelParallelParameters, Topology
 from smp_config.instances import instance
 from smp_estimator.planning.batches import batches
 from smp_estimator.settings import distribution as strategies
@@ -137,13 +137,17 @@ def test_configurations_of_the_pages_are_accepted_as_printed(name, caplog):
 
 
 def test_two_instances_of_four_gpus_are_eight_processes():
-    gpus = instance("ml.p3.8xlarge").gpus
-    given = {
-        "smdistributed": {"modelparallel": {"enabled": True, "parameters": {"ddp": True, "partitions": 8}}},
-        "mpi": {"enabled": True, "processes_per_host": gpus},
-    }
-    strategies.read(given, instance_type="ml.p3.8xlarge", hosts=2, process_mode=False)  # eight stages have a place
-    assert gpus * 2 == 8
+    def read(stages):
+        parameters = {"ddp": True, "pipeline_parallel_degree": stages}
+        given = {
+            "smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}},
+            "mpi": {"enabled": True, "processes_per_host": instance("ml.p3.8xlarge").gpus},
+        }
+        strategies.read(given, instance_type="ml.p3.8xlarge", hosts=2, process_mode=False)
+
+    read(8)
+    with pytest.raises(ConfigError, match="8 processes = mpi.processes_per_host 4 × instance_count 2"):
+        read(16)
 
 
 def test_the_worked_example_of_batches():
