@@ -224,6 +224,33 @@ def test_a_hook_trains_as_no_hook_does(ranks, layout):
         assert any(not torch.equal(rounded[1][name], value) for name, value in plain[1].items())
 
 
+def test_pytorchs_own_ddp_takes_the_hooks(ranks):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+
+        def gradients(hook, state):
+            torch.manual_seed(0)
+            network = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+            model = nn.parallel.DistributedDataParallel(network, bucket_cap_mb=0.001)
+            if hook is not None:
+                model.register_comm_hook(state, hook)
+            found = []
+            for step in range(3):  # DDP fills its buckets otherwise after the first
+                x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + smp.rank()))
+                model.zero_grad()
+                model(x).square().mean().backward()
+                found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
+            return torch.stack(found)
+
+        plain = gradients(None, None)
+        exact = gradients(compression.sparse_hook, compression.SparseState(density=1.0))
+        rounded = gradients(compression.int8_hook, compression.Int8State())
+        torch.testing.assert_close(exact, plain)
+        return float((rounded - plain).norm() / plain.norm())
+
+    assert all(0 < error < 0.02 for error in ranks(run, 2, config={"ddp": True}))
+
+
 def test_a_hook_of_torchs_over_other_ranks_is_refused(ranks):
     def run():
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

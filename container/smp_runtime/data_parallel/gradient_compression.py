@@ -1,13 +1,12 @@
 """Communication hooks that send gradients in fewer bytes, for ``register_comm_hook`` and for PyTorch's DDP.
 
 What a rank could not send it adds to its next gradient (error feedback), so nothing is lost, only late.
-"""
 
-from __future__ import annotations
+Annotations are evaluated here, since PyTorch's DDP compares those of a hook with its own types.
+"""
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,22 +19,6 @@ _BLOCK = 256
 _INT8_MAX = 127
 
 
-class GradientBucket(Protocol):
-    """What hooks use of ``torch.distributed.GradBucket``."""
-
-    def buffer(self) -> torch.Tensor:
-        """The gradients as a flat tensor, not averaged."""
-        ...
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Views of the flat tensor."""
-        ...
-
-    def parameters(self) -> list[torch.Tensor]:
-        """Whose gradients these are."""
-        ...
-
-
 class _Remembered:
     """A float32 value per element of the gradients, kept from one reduction to the next; zero at first.
 
@@ -46,7 +29,7 @@ class _Remembered:
         self._flat: dict[torch.Tensor, tuple[list[int], torch.Tensor]] = {}  # by the bucket's first parameter
         self._by_parameter: dict[torch.Tensor, torch.Tensor] = {}
 
-    def of(self, bucket: GradientBucket) -> torch.Tensor:
+    def of(self, bucket: dist.GradBucket) -> torch.Tensor:
         """The values of a bucket, as flat as its buffer; what is written there is kept."""
         parameters = bucket.parameters()
         ids = [id(parameter) for parameter in parameters]
@@ -72,7 +55,7 @@ class _CompressionState:
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group
 
-    def peers(self, bucket: GradientBucket) -> tuple[dist.ProcessGroup, Collectives]:
+    def peers(self, bucket: dist.GradBucket) -> tuple[dist.ProcessGroup, Collectives]:
         """The ranks, and how they exchange tensors."""
         group = self.process_group or getattr(bucket, "process_group", None) or dist.group.WORLD
         if group is None:
@@ -96,7 +79,7 @@ class Int8State(_CompressionState):
         self.left_over = _Remembered()
         self._left_of_sums: dict[torch.Tensor, torch.Tensor] = {}  # by the bucket's first parameter
 
-    def left_of_sum(self, bucket: GradientBucket, average: torch.Tensor) -> torch.Tensor:
+    def left_of_sum(self, bucket: dist.GradBucket, average: torch.Tensor) -> torch.Tensor:
         """What rounding has left over of the part that this rank adds up; zeros where the division is another."""
         left = self._left_of_sums.get(bucket.parameters()[0])
         if left is None or left.shape != average.shape:
@@ -104,7 +87,7 @@ class Int8State(_CompressionState):
         return left
 
 
-def int8_hook(state: Int8State, bucket: GradientBucket) -> torch.futures.Future[torch.Tensor]:
+def int8_hook(state: Int8State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in 8 bits per element and a float32 scale per 256: about a quarter of float32's bytes.
 
     Each rank adds up one part of the bucket in float32, of what all ranks sent, and sends the rounded average to all, so
@@ -181,7 +164,7 @@ class SparseState(_CompressionState):
         self.unsent = _Remembered()
         self.velocity = _Remembered()
 
-    def next_density(self, bucket: GradientBucket) -> float:
+    def next_density(self, bucket: dist.GradBucket) -> float:
         """Of this reduction of a bucket, which is counted."""
         parameters = bucket.parameters()
         done = self._reductions.get(parameters[0], 0)
@@ -189,7 +172,7 @@ class SparseState(_CompressionState):
         return self._warm_up[done] if done < len(self._warm_up) else self._density
 
 
-def sparse_hook(state: SparseState, bucket: GradientBucket) -> torch.futures.Future[torch.Tensor]:
+def sparse_hook(state: SparseState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the greatest elements of a bucket only (Lin et al., "Deep Gradient Compression"); others wait and add up.
 
     Each rank chooses for itself, and sends values with their places: 8 bytes per element that is sent, to every other rank.
