@@ -289,6 +289,14 @@ def test_sharded_data_parallelism_has_no_whole_gradients(ranks):
     ranks(run, 2, config={"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0})
 
 
+def test_a_bucket_of_nothing(solo):
+    solo({})
+    empty = OneBucket([torch.zeros(0)], [torch.zeros(0)], None)
+    for state, hook in (_int8(), _exact()):
+        state.peers = lambda bucket: (None, None)
+        assert hook(state, empty).wait().shape == (0,)
+
+
 @pytest.mark.parametrize("settings", [{"density": 0}, {"density": 1.5}, {"warm_up": [2]}, {"momentum": 1.0}])
 def test_shares_that_cannot_be(settings):
     with pytest.raises(SMPUserError, match="it is the share of .*: use for example"):

@@ -94,7 +94,9 @@ def int8_hook(state: Int8State, bucket: dist.GradBucket) -> torch.futures.Future
     all have the same. Values that are not finite arrive as NaN everywhere.
     """
     buffer, (group, collectives) = bucket.buffer(), state.peers(bucket)
-    ranks, rank = group.size(), group.rank()
+    if not buffer.numel():
+        return _done(buffer)
+    ranks = group.size()
     wanted = buffer.float()
     if state.error_feedback:
         left_over = state.left_over.of(bucket)
@@ -119,7 +121,6 @@ def int8_hook(state: Int8State, bucket: dist.GradBucket) -> torch.futures.Future
     mine, my_scales = _quantized(average)
     if state.error_feedback:
         left.copy_(_finite(average - _restored(mine, my_scales)))
-    codes[rank * part : (rank + 1) * part] = mine
     for whole, shard in ((codes, mine), (scales, my_scales)):
         collectives.all_gather(whole, shard, group).wait()
     return _done(_restored(codes, scales)[: buffer.numel()].to(buffer.dtype))
@@ -178,6 +179,8 @@ def sparse_hook(state: SparseState, bucket: dist.GradBucket) -> torch.futures.Fu
     Each rank chooses for itself, and sends values with their places: 8 bytes per element that is sent, to every other rank.
     """
     buffer, (group, collectives) = bucket.buffer(), state.peers(bucket)
+    if not buffer.numel():
+        return _done(buffer)
     unsent = state.unsent.of(bucket)
     gradient = buffer.float()
     if state.momentum:
