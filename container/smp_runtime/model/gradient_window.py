@@ -284,6 +284,6 @@ def _check_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup)
     if sorted(theirs) != sorted(wanted):
         raise SMPUserError(
             f"the communication hook averages over the ranks {theirs}, but of some parameters only the ranks {wanted} have "
-            "replicas; give it smp.get_dp_process_group(), or with tensor parallelism take a hook of smp.comm_hooks, whose state needs "
-            "no group"
+            "replicas; give it smp.get_dp_process_group(), or with tensor parallelism take a hook of smp.comm_hooks, whose state "
+            "needs no group"
         )
