@@ -208,7 +208,7 @@ def test_the_public_surface_is_frozen():
 
     expected = """
         CommGroup DP_GROUP DistributedModel DistributedOptimizer MP_GROUP PP_GROUP RDP_GROUP RankType StepOutput
-        TP_GROUP WORLD __version__ allgather amp barrier broadcast comm delay_param_initialization dp_barrier
+        TP_GROUP WORLD __version__ allgather amp barrier broadcast comm comm_hooks delay_param_initialization dp_barrier
         dp_rank dp_size exceptions get_dp_group get_dp_process_group get_mp_group get_mp_process_group get_pp_group
         get_pp_process_group get_rdp_group get_rdp_process_group get_tp_group get_tp_process_group
         get_world_process_group init is_initialized is_tracing load local_rank local_size model model_creation

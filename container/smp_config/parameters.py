@@ -49,6 +49,15 @@ _MODEL_ARGUMENTS = {
     "find_unused_parameters": "True",
 }
 
+#: Settings of version 2 of the library, and what to write instead.
+_VERSION_2 = {
+    "hybrid_shard_degree": '"ddp": True and "sharded_data_parallel_degree"',
+    "sm_activation_offloading": '"offload_activations"',
+    "random_seed": "torch.manual_seed(…) in the script",
+    "expert_parallel_degree": '"pipeline_parallel_degree" or "sharded_data_parallel_degree", which divide experts as other modules',
+    "context_parallel_degree": '"tensor_parallel_degree" with "optimize": "memory", which divides activations along the sequence',
+}
+
 #: Settings that only matter when ``sharded_data_parallel_degree`` is above 1.
 SHARDING_OPTIONS = (
     "sdp_reduce_bucket_size",
@@ -173,6 +182,11 @@ class ModelParallelParameters(BaseModel):
                     raise ValueError(
                         f"unknown parameter {key!r}: {argument} is no setting of the job but an argument of the script's model; "
                         f"remove it and write smp.DistributedModel(model, {argument}={_MODEL_ARGUMENTS[argument]})"
+                    )
+                if key in _VERSION_2:
+                    raise ValueError(
+                        f"unknown parameter {key!r}: it belongs to version 2 of the model parallel library, and this speaks "
+                        f"version 1; use {_VERSION_2[key]} instead"
                     )
                 raise ValueError(
                     f"unknown parameter {key!r}{suggest(str(key), _KNOWN_KEYS) or '; see the documented names'}"

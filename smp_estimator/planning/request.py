@@ -17,7 +17,7 @@ from smp_estimator.planning.model_config import read_shape, shape_of
 from smp_estimator.planning.model_shape import SHAPES, ModelShape
 
 #: Bytes of optimizer state per parameter, in fp32: two moments, one, or none.
-OPTIMIZER_BYTES = {"adam": 8, "adamw": 8, "lamb": 8, "momentum": 4, "sgd": 0}
+OPTIMIZER_BYTES = {"adam": 8, "adamw": 8, "lamb": 8, "lans": 8, "lars": 4, "momentum": 4, "novograd": 4, "sgd": 0}
 
 
 @dataclass(frozen=True)

@@ -31,3 +31,18 @@ def test_more_active_microbatches_than_there_are_is_told():
         "active_microbatches is 6, but microbatches is 4, the most that can be in flight: it counts as that"
     ]
     assert said(microbatches=4, active_microbatches=4) == said(microbatches=2) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("hybrid_shard_degree", '"sharded_data_parallel_degree"'),
+        ("sm_activation_offloading", '"offload_activations"'),
+        ("random_seed", "torch.manual_seed"),
+        ("expert_parallel_degree", "divide experts as other modules"),
+        ("context_parallel_degree", '"optimize": "memory"'),
+    ],
+)
+def test_a_setting_of_version_2_says_what_to_use(name, instead):
+    with pytest.raises(ConfigError, match=f"{name}.*belongs to version 2.*use .*{instead}"):
+        ModelParallelParameters.from_mp_parameters({"ddp": True, name: 2})

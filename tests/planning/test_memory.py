@@ -77,7 +77,7 @@ def test_bytes_of_state_per_parameter(parameters: dict[str, Any], each: tuple[fl
         assert found[kind] == pytest.approx(bytes_each * COUNT, rel=1e-6), kind
 
 
-@pytest.mark.parametrize(("optimizer", "each"), [("adamw", 8), ("momentum", 4), ("sgd", 0)])
+@pytest.mark.parametrize(("optimizer", "each"), [("adamw", 8), ("lans", 8), ("lars", 4), ("momentum", 4), ("sgd", 0)])
 def test_other_optimizers(optimizer: str, each: int) -> None:
     assert kinds({"ddp": True}, optimizer=optimizer)[Kind.OPTIMIZER] == each * COUNT
 

@@ -138,8 +138,6 @@ def test_join_under_sharded_state_is_refused(ranks):
         model = smp.DistributedModel(nn.Linear(2, 2))
         with pytest.raises(SMPUserError, match="turn shard_optimizer_state off"), model.join():
             pass
-        with pytest.raises(SMPUserError, match="sharded optimizer state"):
-            model.register_comm_hook(None, lambda s, b: None)
 
     ranks(run, 2, config={"ddp": True, "shard_optimizer_state": True})
 
@@ -153,3 +151,29 @@ def test_model_creation(solo):
         pass
     with pytest.raises(SMPUserError, match="floating point"), smp.model_creation(dtype=torch.int8):
         pass
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_buckets_leave_while_backward_computes(ranks, overlaps):
+    def run():
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        import smdistributed.modelparallel.torch as smp
+
+        network = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+        model, seen = smp.DistributedModel(network, bucket_cap_mb=WIDTH * WIDTH * 4 / 2**20), []
+
+        def hook(state, bucket):
+            seen.append("leaves")
+            return allreduce_hook(smp.get_dp_process_group(), bucket)
+
+        model.register_comm_hook(None, hook)
+        network[0].weight.register_hook(lambda gradient: seen.append("first layer"))  # the last that backward computes
+        for _ in range(3):
+            seen.clear()
+            model.zero_grad()
+            model(torch.ones(2, WIDTH)).sum().backward()
+        return list(seen)
+
+    expected = ["leaves", "leaves", "first layer", "leaves"] if overlaps else ["first layer", *["leaves"] * 3]
+    assert ranks(run, 2, config={"ddp": True, "overlapping_allreduce": overlaps}) == [expected] * 2

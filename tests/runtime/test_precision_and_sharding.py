@@ -23,6 +23,8 @@ OPTIMIZERS = {
     "lamb": lambda groups: smp.optimizers.FusedLAMB(groups, lr=1e-2),
     "novograd": lambda groups: smp.optimizers.FusedNovoGrad(groups, lr=1e-2, weight_decay=0.01),
     "adam": lambda groups: smp.optimizers.FusedAdam(groups, lr=1e-2, weight_decay=0.01),
+    "lars": lambda groups: smp.optimizers.FusedLARS(groups, lr=1.0, weight_decay=0.01, trust_coefficient=0.02),
+    "lans": lambda groups: smp.optimizers.FusedLANS(groups, lr=1e-2),
 }
 WHOLE = list(itertools.product((1, 2, 4), DTYPES, (False, True), OPTIMIZERS))
 #: Every pair of values of two axes occurs.
@@ -31,6 +33,7 @@ SAMPLE = {
     (2, "fp32", True, "lamb"), (2, "fp32", False, "sgd"), (2, "bf16", True, "adamw"), (2, "fp16", True, "sgd"),
     (2, "bf16", False, "novograd"), (2, "fp16", False, "adam"), (2, "fp32", True, "novograd"),
     (4, "fp32", True, "adamw"), (4, "fp16", True, "lamb"), (4, "bf16", False, "sgd"), (4, "fp32", True, "adam"),
+    (4, "fp32", True, "lars"), (2, "bf16", False, "lars"), (2, "fp32", True, "lans"),
 }  # fmt: skip
 
 

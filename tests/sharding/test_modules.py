@@ -121,14 +121,14 @@ def test_activation_checkpointing_gathers_again(ranks, together):
 
 
 class External(nn.Module):
-    """The documented example: the second layer is handed the first one's weight."""
+    """The documented example: the second layer is handed the first one's weight, which a module names as its own too."""
 
-    def __init__(self, register: bool) -> None:
+    def __init__(self, register: str | None) -> None:
         super().__init__()
         self.layer1 = nn.Linear(8, 8)
         self.layer2 = Second()
         if register:
-            smp.register_parameter(self.layer2, self.layer1.weight)
+            smp.register_parameter({"parent": self, "user": self.layer2}[register], self.layer1.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer2(self.layer1(x), dict.__getitem__(self.layer1._parameters, "weight"))
@@ -140,13 +140,14 @@ class Second(nn.Module):
 
 
 def test_a_registered_parameter_is_there_and_one_that_is_not_is_loudly_nan(ranks):
-    config = settings(External(False), 2)
-    ranks(_gradients, 2, lambda: External(True), (2, 8), config=config)
+    config = settings(External(None), 2)
+    for module in ("parent", "user"):
+        ranks(_gradients, 2, lambda module=module: External(module), (2, 8), config=config)
 
     def unregistered():
         import smdistributed.modelparallel.torch as smp
 
-        model = smp.DistributedModel(External(False))
+        model = smp.DistributedModel(External(None))
         assert bool(model.layer1.weight.isnan().all())  # outside a call there is a placeholder of the right shape
         assert model.layer1.weight.shape == (8, 8)
         return bool(model(torch.ones(1, 8)).isnan().all())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from smp_runtime.comm.buckets import Bucket, Reducing, Travel
@@ -14,19 +15,16 @@ if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Collectives
 
 
-class _InGradients:
-    lands_in_gradients = True
-
-    def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
-        """Never called, as ``lands_in_gradients`` says."""
-        raise AssertionError("the result lands in the gradients")
+#: Takes a result by the bucket's position, and which parameters any rank used.
+Deliver = Callable[[int, "torch.Tensor", Sequence[bool]], None]
 
 
-class AllReduceTransport(_InGradients):
+class AllReduceTransport:
     """Every rank gets the average of every gradient."""
 
     carries_tail = True
     divides = True
+    lands_in_gradients = True
 
     def __init__(self, collectives: Collectives, group: dist.ProcessGroup) -> None:
         self._collectives = collectives
@@ -36,13 +34,45 @@ class AllReduceTransport(_InGradients):
         """Start to sum the bucket over the group."""
         return Reducing(self._collectives.all_reduce(buffer, self._group), buffer)
 
+    def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
+        """Never called, as ``lands_in_gradients`` says."""
+        raise AssertionError("the result lands in the gradients")
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Who averages gradients with a hook.
+
+    Attributes:
+        group: the ranks that hold replicas of the parameters.
+        collectives: how they exchange tensors.
+        divisor: what the sum of their gradients is to be divided by.
+    """
+
+    group: dist.ProcessGroup
+    collectives: Collectives
+    divisor: int
+
 
 class HookBucket:
-    """What a communication hook gets: has the methods of ``torch.distributed.GradBucket``, which cannot be made here."""
+    """What a communication hook gets: has the methods of ``torch.distributed.GradBucket``, which cannot be made here.
+
+    Attributes:
+        process_group: the ranks whose gradients are to be averaged.
+        collectives: how they exchange tensors.
+    """
 
     def __init__(
-        self, bucket: Bucket, buffer: torch.Tensor, position: int, is_last: bool, parameters: Sequence[torch.Tensor]
+        self,
+        bucket: Bucket,
+        buffer: torch.Tensor,
+        position: int,
+        is_last: bool,
+        parameters: Sequence[torch.Tensor],
+        peers: Peers,
     ) -> None:
+        self.process_group = peers.group
+        self.collectives = peers.collectives
         self._bucket = bucket
         self._buffer = buffer
         self._position = position
@@ -75,26 +105,41 @@ class HookBucket:
 
 
 class _FromHook:
-    def __init__(self, future: torch.futures.Future[Any]) -> None:
+    def __init__(self, future: torch.futures.Future[Any], scale: float) -> None:
         self._future = future
+        self._scale = scale
 
     def land(self) -> torch.Tensor:
         value = self._future.wait()
-        return value[0] if isinstance(value, list | tuple) else value
+        average = value[0] if isinstance(value, list | tuple) else value
+        return average if self._scale == 1.0 else average.mul_(self._scale)
 
 
-class HookTransport(_InGradients):
-    """A hook in the form of PyTorch's DDP communication hooks averages the buckets."""
+class HookTransport:
+    """A hook in the form of PyTorch's DDP communication hooks averages the buckets.
+
+    Args:
+        deliver: takes the averages, where they are not the gradients of whole parameters: sharded optimizer state.
+    """
 
     carries_tail = False
     divides = False
 
     def __init__(
-        self, state: Any, hook: Callable[[Any, Any], torch.futures.Future[Any]], parameters: Sequence[torch.Tensor]
+        self,
+        state: Any,
+        hook: Callable[[Any, Any], torch.futures.Future[Any]],
+        parameters: Sequence[torch.Tensor],
+        peers: Peers,
+        deliver: Deliver | None = None,
     ) -> None:
         self._state = state
         self._hook = hook
         self._parameters = parameters
+        self._peers = peers
+        self._deliver = deliver
+        self.lands_in_gradients = deliver is None
+        self._scale = peers.group.size() / peers.divisor
         self._previous: torch.futures.Future[Any] | None = None
 
     def launch(self, bucket: Bucket, buffer: torch.Tensor, position: int, is_last: bool) -> Travel:
@@ -103,6 +148,14 @@ class HookTransport(_InGradients):
             # Hooks that communicate again when a first exchange is done (PowerSGD) wait inside gloo's two threads;
             # with two buckets under way both would wait for each other for ever.
             self._previous.wait()
-        future = self._hook(self._state, HookBucket(bucket, buffer, position, is_last, self._parameters))
+        filled = bucket.offsets[-1] + self._parameters[bucket.indices[-1]].numel()
+        buffer[filled:].zero_()  # so that all shards are of one length
+        future = self._hook(self._state, HookBucket(bucket, buffer, position, is_last, self._parameters, self._peers))
         self._previous = None if is_last else future
-        return _FromHook(future)
+        return _FromHook(future, self._scale)
+
+    def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
+        """Hand on what the hook has averaged."""
+        if self._deliver is None:
+            raise AssertionError("the result lands in the gradients")
+        self._deliver(position, result, used)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from smp_config import Group
 from smp_runtime.comm.buckets import Bucket, Transport, Travel, make_buckets
-from smp_runtime.data_parallel.bucket_transports import AllReduceTransport
+from smp_runtime.data_parallel.bucket_transports import AllReduceTransport, Peers
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
@@ -100,9 +100,9 @@ class GradientReducer:
         """Indices of the parameters of each bucket, in the order of launching."""
         return [list(bucket.indices) for bucket in self._buckets]
 
-    def use_transport(self, make: Callable[[Sequence[torch.Tensor]], Transport]) -> None:
-        """Replace the transport, between windows; ``make`` gets the parameters."""
-        self._transport = make(self._parameters)
+    def use_transport(self, make: Callable[[Sequence[torch.Tensor], Peers], Transport]) -> None:
+        """Replace the transport, between windows; ``make`` gets the parameters, and over whom they are averaged."""
+        self._transport = make(self._parameters, Peers(self._group, self._collectives, self._divisor))
         self._set_buckets(self._buckets)
 
     def begin_window(self, *, reduces: bool) -> None:
@@ -277,8 +277,8 @@ class ReducerSet:
         """Indices of the parameters of each bucket, reducer after reducer."""
         return [bucket for reducer in self._reducers for bucket in reducer.bucket_order]
 
-    def use_transport(self, make: Callable[[Sequence[torch.Tensor]], Transport]) -> None:
-        """Replace every reducer's transport, between windows; ``make`` gets the parameters."""
+    def use_transport(self, make: Callable[[Sequence[torch.Tensor], Peers], Transport]) -> None:
+        """Replace every reducer's transport, as of one."""
         for reducer in self._reducers:
             reducer.use_transport(make)
 

@@ -133,7 +133,7 @@ class DistributedModel(WrappedModule):
 
     def _place(self) -> None:
         recipe.place(self._ranks, self._stages, self._replicas, self._window, self._backward, self._placed)
-        self._window.install_hook(shares_state=self.sharded_state is not None)
+        self._window.install_hook()
 
     # -- what it is made of ----------------------------------------------------------------------------------------
 
@@ -419,14 +419,16 @@ class DistributedModel(WrappedModule):
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Let a communication hook of PyTorch's DDP average the gradients; ``hook(state, bucket)`` gives a future.
 
-        The hook averages over the data parallel ranks itself. Call it before the first step.
+        The hook averages over the data parallel ranks itself. Call it before the first step. ``smp.comm_hooks`` has hooks
+        that send less.
 
         Raises:
-            SMPUserError: gradients are not all-reduced: no data parallelism, or sharded optimizer state.
+            SMPUserError: no data parallelism, sharded data parallelism, or the hook averages over other ranks than have
+                replicas of the parameters.
         """
         self._window.hook = (state, hook)
         if self.partitioned:
-            self._window.install_hook(shares_state=self.sharded_state is not None)
+            self._window.install_hook()
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(model, optimizer)`` once the model is partitioned; at once when it already is."""

@@ -7,8 +7,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from smp_config import Group
-from smp_runtime.data_parallel.bucket_transports import HookTransport
+from smp_runtime.data_parallel.bucket_transports import Deliver, HookTransport, Peers
 from smp_runtime.data_parallel.reducer import Reducer, make_reducer
 from smp_runtime.data_parallel.uneven_batches import BackwardAgreement
 from smp_runtime.errors import SMPUserError
@@ -55,6 +57,7 @@ class GradientWindow:
         self._passes = 0
         self._closing_is_queued = False
         self._reducer: Reducer | None = None
+        self._deliver: Deliver | None = None
         self.hook: tuple[Any, Callable[..., Any]] | None = None
         self._agreement: BackwardAgreement | None = None
         self.shards: ShardedParameters | None = None
@@ -108,6 +111,7 @@ class GradientWindow:
             dtype: in which gradients are summed; None means in their own type.
             state: shares out optimizer state, so that gradients go to their owners only; or None.
         """
+        self._deliver = state.deliver_whole if state else None
         self._reducer = make_reducer(
             registry,
             trained,
@@ -121,19 +125,39 @@ class GradientWindow:
         )
         self.open()
 
-    def install_hook(self, *, shares_state: bool) -> None:
-        """Let the communication hook that was given average the gradients, instead of an all-reduce.
+    def install_hook(self) -> None:
+        """Let the communication hook that was given average the gradients, instead of an all-reduce or reduce-scatter.
 
         Raises:
-            SMPUserError: gradients are not all-reduced.
+            SMPUserError: there are no replicas, parameters are sharded too, or the hook averages over other ranks.
         """
         if self.hook is None:
             return
-        if self._reducer is None or shares_state:
-            why = "sharded optimizer state" if shares_state else "no data parallelism over several ranks"
-            raise SMPUserError(f"register_comm_hook replaces the all-reduce of gradients, but this job has {why}")
+        if self._reducer is None or self.shards is not None:
+            how = "averages the gradients of replicas, but this job"
+            why = (
+                "has no data parallelism over several ranks"
+                if self.shards is None
+                else (
+                    "shards parameters too, so that no rank ever has whole gradients; use shard_optimizer_state instead of "
+                    "sharded_data_parallel_degree, or no hook"
+                )
+            )
+            raise SMPUserError(f"register_comm_hook {how} {why}")
+        ranks = self._ranks
+        if self._deliver is not None and ranks.size(Group.TP) > 1 and not ranks.cfg.prescaled_batch:
+            raise SMPUserError(
+                "register_comm_hook averages a bucket over one group of ranks, but with shard_optimizer_state and a batch per rank "
+                f"of {ranks.size(Group.TP)} tensor parallel ranks distributed and ordinary layers have different ones; set "
+                '"prescaled_batch": True, or register no hook'
+            )
         state, hook = self.hook
-        self._reducer.use_transport(lambda parameters: HookTransport(state, hook, parameters))
+
+        def transport(parameters: Sequence[torch.Tensor], peers: Peers) -> HookTransport:
+            _check_group(state, hook, peers.group)
+            return HookTransport(state, hook, parameters, peers, self._deliver)
+
+        self._reducer.use_transport(transport)
 
     def open(self) -> None:
         """Gradients that come from now on belong to the next pass, which reduces if it completes a group of passes."""
@@ -243,3 +267,23 @@ class GradientWindow:
                 "multiplied by 0 where a rank has nothing to learn"
             )
         return bool(positions)
+
+
+def _check_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup) -> None:
+    """Refuse a hook that is known to average over other ranks than those with replicas of the parameters.
+
+    Raises:
+        SMPUserError: names both.
+    """
+    given = state if isinstance(state, dist.ProcessGroup) else getattr(state, "process_group", None)
+    if given is None and getattr(hook, "__module__", "").startswith("torch.distributed."):
+        given = dist.group.WORLD  # PyTorch's own default
+    if given is None:
+        return
+    theirs, wanted = dist.get_process_group_ranks(given), dist.get_process_group_ranks(group)
+    if sorted(theirs) != sorted(wanted):
+        raise SMPUserError(
+            f"the communication hook averages over the ranks {theirs}, but of some parameters only the ranks {wanted} have "
+            "replicas; give it smp.get_dp_process_group(), or with tensor parallelism take a hook of smp.comm_hooks, whose state "
+            "needs no group"
+        )

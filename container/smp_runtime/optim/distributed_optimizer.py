@@ -166,7 +166,7 @@ class DistributedOptimizer(SavedOptimizer):
         if any(word in base.__name__.lower() for base in kind.__mro__ for word in _NEED_WHOLE_TENSORS):
             raise SMPUserError(
                 f"{kind.__name__} looks at whole tensors, but with {why} a rank updates parts of them; use an element-wise "
-                "optimizer such as AdamW, or smp.optimizers.FusedLAMB or FusedNovoGrad, or turn it off"
+                "optimizer such as AdamW, or FusedLAMB, FusedLANS, FusedLARS or FusedNovoGrad of smp.optimizers, or turn it off"
             )
         home = (getattr(kind.step, "__module__", None) or "").partition(".")[0]
         if home not in ("torch", "smp_runtime") and self._ranks.rank == 0:

@@ -61,7 +61,7 @@ class _ApexOptimizer(torch.optim.Optimizer):
         return [(parameter, parameter.grad) for parameter in group["params"] if parameter.grad is not None]
 
 
-class _NormedOptimizer(_ApexOptimizer):
+class NormedOptimizer(_ApexOptimizer):
     """Knows the norms of whole parameters, whatever part of them is here."""
 
     _norms: Norms | None = None
@@ -131,12 +131,12 @@ class FusedAdam(_ApexOptimizer):
                     gradient = gradient.add(parameter, alpha=group["weight_decay"])
                 state["exp_avg"].lerp_(gradient, 1 - beta_1)
                 state["exp_avg_sq"].mul_(beta_2).addcmul_(gradient, gradient, value=1 - beta_2)
-                first, second = _corrections(group, state["step"], beta_1, beta_2)
+                first, second = bias_corrections(group, state["step"], beta_1, beta_2)
                 denominator = (state["exp_avg_sq"] / second).sqrt_().add_(group["eps"])
                 parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / first)
 
 
-class FusedLAMB(_NormedOptimizer):
+class FusedLAMB(NormedOptimizer):
     """LAMB (You et al., "Large Batch Optimization for Deep Learning"): Adam with a step scaled per parameter.
 
     The step of each parameter is scaled by the ratio of the parameter's norm to the norm of its update. Arguments that are
@@ -193,7 +193,7 @@ class FusedLAMB(_NormedOptimizer):
                 weight = 1 - beta_1 if group["grad_averaging"] else 1.0
                 state["exp_avg"].mul_(beta_1).add_(gradient, alpha=weight)
                 state["exp_avg_sq"].mul_(beta_2).addcmul_(gradient, gradient, value=1 - beta_2)
-                first, second = _corrections(group, state["step"], beta_1, beta_2)
+                first, second = bias_corrections(group, state["step"], beta_1, beta_2)
                 update = (state["exp_avg"] / first) / ((state["exp_avg_sq"] / second).sqrt_().add_(group["eps"]))
                 if decay and self.adam_w_mode:
                     update.add_(parameter, alpha=decay)
@@ -214,7 +214,7 @@ class FusedLAMB(_NormedOptimizer):
         return self._norms.total_square(pairs, self._known()).sqrt()
 
 
-class FusedNovoGrad(_NormedOptimizer):
+class FusedNovoGrad(NormedOptimizer):
     """NovoGrad (Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments").
 
     The second moment is one number per parameter: an average of the gradient's norm. Arguments that are not named here are
@@ -265,7 +265,7 @@ class FusedNovoGrad(_NormedOptimizer):
                 state["step"] += 1
                 if state["step"] > 1 or self.init_zero:
                     state["exp_avg_sq"] = state["exp_avg_sq"] * beta_2 + square * (1 - beta_2)
-                first, second = _corrections(group, state["step"], beta_1, beta_2)
+                first, second = bias_corrections(group, state["step"], beta_1, beta_2)
                 denominator = (state["exp_avg_sq"] / second).sqrt() + group["eps"]
                 direction = gradient / denominator
                 if self.reg_inside_moment:
@@ -282,7 +282,8 @@ class FusedNovoGrad(_NormedOptimizer):
 FusedLamb = FusedLAMB
 
 
-def _corrections(group: dict[str, Any], step: int, beta_1: float, beta_2: float) -> tuple[float, float]:
+def bias_corrections(group: dict[str, Any], step: int, beta_1: float, beta_2: float) -> tuple[float, float]:
+    """What the averages of gradient and squared gradient are divided by, after so many steps."""
     if not group["bias_correction"]:
         return 1.0, 1.0
     return 1 - beta_1**step, 1 - beta_2**step

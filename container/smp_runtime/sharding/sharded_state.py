@@ -77,6 +77,10 @@ class ShardedState(FlatShards[WholeUnit]):
         reduced = self._shard_gradients[position] = result if former is None else former.add_(result)
         self._hand_out(self.units[position], reduced, [used[index] for index in self.buckets[position].indices])
 
+    def deliver_whole(self, position: int, average: torch.Tensor, used: Sequence[bool]) -> None:
+        """Keep this rank's shard of averaged gradients that every rank has whole."""
+        self.deliver(position, self.units[position].part_of(average).clone(), used)
+
     def clear_gradients(self) -> None:
         """Forget what was delivered."""
         super().clear_gradients()

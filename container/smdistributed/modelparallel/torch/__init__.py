@@ -1,6 +1,16 @@
 """``import smdistributed.modelparallel.torch as smp``: exactly the names that scripts rely on."""
 
-from smdistributed.modelparallel.torch import amp, comm, exceptions, model, nn, optimizer, optimizers, patches
+from smdistributed.modelparallel.torch import (
+    amp,
+    comm,
+    comm_hooks,
+    exceptions,
+    model,
+    nn,
+    optimizer,
+    optimizers,
+    patches,
+)
 from smdistributed.modelparallel.torch.checkpoint import (
     load,
     resume_from_checkpoint,
@@ -83,6 +93,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "comm",
+    "comm_hooks",
     "delay_param_initialization",
     "dp_barrier",
     "dp_rank",
