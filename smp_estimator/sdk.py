@@ -60,6 +60,7 @@ with credentials_when_used():
     from sagemaker.estimator import EstimatorBase, Framework
     from sagemaker.estimator import _TrainingJob as TrainingJob
     from sagemaker.exceptions import UnexpectedStatusException
+    from sagemaker.fw_utils import SM_DATAPARALLEL_SUPPORTED_FRAMEWORK_VERSIONS as DATA_PARALLEL_VERSIONS
     from sagemaker.fw_utils import UploadedCode
     from sagemaker.huggingface import HuggingFace
     from sagemaker.image_uris import config_for_framework
@@ -80,6 +81,7 @@ with credentials_when_used():
     from sagemaker.workflow.pipeline_context import PipelineSession
 
 __all__ = [
+    "DATA_PARALLEL_VERSIONS",
     "EstimatorBase",
     "FileSystemInput",
     "Framework",
