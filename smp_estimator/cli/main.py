@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ from smp_config.instances import GIB, instance
 from smp_config.parameters import KEYS
 from smp_estimator.cli.checkpoint import checkpoint
 from smp_estimator.cli.console import console
-from smp_estimator.local.uris import address_of
+from smp_estimator.cli.run import run
+from smp_estimator.cli.values import dictionary as _dictionary
+from smp_estimator.cli.values import literal as _literal
 
 LOCAL_TYPES = ("local", "local_gpu")
 
@@ -45,34 +46,7 @@ def main() -> None:
 
 
 main.add_command(checkpoint)
-
-
-def _literal(text: str, what: str) -> Any:
-    """JSON, or a Python literal such as ``{"ddp": True}``; raises ConfigError for what is neither."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as as_json:
-        try:
-            return ast.literal_eval(text.strip())
-        except (ValueError, SyntaxError, TypeError, RecursionError) as as_python:
-            raise ConfigError(
-                f"{what} is neither JSON ({as_json}) nor a Python literal ({as_python}); write a dictionary such as "
-                '{"ddp": true} or {"ddp": True}, without names or calls'
-            ) from None
-
-
-def _dictionary(value: str, what: str) -> dict[str, Any]:
-    """A dictionary given as text or as the path of a file with it."""
-    text = value
-    if not value.lstrip().startswith("{"):
-        path = Path(value)
-        if not path.is_file():
-            raise ConfigError(f"{what} is {value!r}; it is no dictionary, and there is no such file: give one of them")
-        text = path.read_text(encoding="utf-8")
-    found = _literal(text, what)
-    if not isinstance(found, dict):
-        raise ConfigError(f"{what} holds a {type(found).__name__}; settings have names: write a dictionary")
-    return found
+main.add_command(run)
 
 
 # -- validate ----------------------------------------------------------------------------------------------
@@ -276,84 +250,6 @@ def topology(world: int, pp: int, tp: int, sdp: int, placement: str, per_node: i
     out.print(group_text(grid))
     if png:
         out.print(f"picture: {save_png(grid, png, per_node=per_node)}")
-
-
-# -- run ---------------------------------------------------------------------------------------------------
-
-
-def _pairs(values: tuple[str, ...], option: str) -> Iterator[tuple[str, str]]:
-    for value in values:
-        name, sign, text = value.partition("=")
-        if not sign or not name:
-            raise ConfigError(f"{option} is {value!r}; it has a name and a value: write {option} name=value")
-        yield name, text
-
-
-def _value(text: str) -> Any:
-    """A hyperparameter's value: JSON where it is JSON (300, 0.1, true), else text."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-@main.command()
-@click.argument("script", type=click.Path(exists=True, dir_okay=False))
-@click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="Processes of each host.")
-@click.option("--hosts", type=click.IntRange(1), default=1, show_default=True, help="Simulated hosts.")
-@click.option("--hyperparameter", multiple=True, metavar="NAME=VALUE", help="May be repeated.")
-@click.option("--channel", multiple=True, metavar="NAME=DIR", help="Input data; may be repeated.")
-@click.option(
-    "--parameters", default='{"ddp": true}', show_default=True, help="mp_parameters: a dictionary or its file."
-)
-@click.option("--source-dir", type=click.Path(exists=True, file_okay=False), help="Shipped whole; SCRIPT lies in it.")
-@click.option("--output", type=click.Path(file_okay=False), help="Where model.tar.gz goes.")
-def run(
-    script: str,
-    processes: int,
-    hosts: int,
-    hyperparameter: tuple[str, ...],
-    channel: tuple[str, ...],
-    parameters: str,
-    source_dir: str | None,
-    output: str | None,
-) -> None:
-    """Run SCRIPT as a training job of processes on this machine. Exit code 1 when it fails."""
-    path = Path(script).absolute()
-    if source_dir and Path(source_dir).absolute() not in path.parents:
-        raise ConfigError(f"SCRIPT {path} does not lie in --source-dir {source_dir}; give the folder that holds it")
-    channels = {}
-    for name, folder in _pairs(channel, "--channel"):
-        if not Path(folder).is_dir():
-            raise ConfigError(
-                f"--channel {name} is {folder!r}, which is no directory ({Path(folder).absolute()}): correct it"
-            )
-        channels[name] = address_of(folder)
-    settings: dict[str, Any] = {
-        "entry_point": str(path.relative_to(Path(source_dir).absolute())) if source_dir else str(path),
-        "instance_type": "local",
-        "instance_count": hosts,
-        "hyperparameters": {name: _value(text) for name, text in _pairs(hyperparameter, "--hyperparameter")},
-        "distribution": {
-            "smdistributed": {
-                "modelparallel": {"enabled": True, "parameters": _dictionary(parameters, "--parameters")}
-            },
-            "mpi": {"enabled": True, "processes_per_host": processes},
-        },
-    }
-    if source_dir:
-        settings["source_dir"] = str(Path(source_dir).absolute())
-    if output:
-        settings["output_path"] = address_of(output)
-
-    from smp_estimator import SMPEstimator
-
-    estimator = SMPEstimator(**settings)
-    try:
-        estimator.fit(channels or None)
-    except ValueError as error:  # the job failed; the message holds the rank and its exception
-        raise click.ClickException(str(error)) from None
-    click.echo(f"model: {estimator.model_data}")
 
 
 # -- timeline ----------------------------------------------------------------------------------------------

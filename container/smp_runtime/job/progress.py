@@ -11,7 +11,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -64,21 +64,13 @@ class ProgressReporter:
     def from_environment(
         cls, *, enabled: bool, device: torch.device, environ: Mapping[str, str] | None = None, rank: int = 0
     ) -> ProgressReporter:
-        """A reporter that takes the number of steps from the job's hyperparameters, where they name it."""
+        """A reporter that takes the number of steps from the hyperparameters or the command line, where they name it."""
         environ = os.environ if environ is None else environ
-        total = None
         try:
             hyperparameters = json.loads(environ.get("SM_HPS", "{}"))
         except json.JSONDecodeError:
             hyperparameters = {}
-        for name in TOTAL_STEPS_NAMES:
-            try:
-                found = int(hyperparameters[name])
-            except (KeyError, TypeError, ValueError):
-                continue
-            if found > 0:  # -1 often means "until the data ends"
-                total = found
-                break
+        total = _total_steps(hyperparameters) or _total_steps(_named(sys.argv[1:]))
         in_job = "SM_HPS" in environ
         return cls(enabled=enabled and in_job, total_steps=total, device=device, rank=rank if in_job else None)
 
@@ -161,6 +153,27 @@ class ProgressReporter:
     def _print_line(line: str) -> None:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
+
+
+def _total_steps(named: Mapping[str, object]) -> int | None:
+    for name in TOTAL_STEPS_NAMES:
+        try:
+            found = int(named[name])  # type: ignore[call-overload]  # what is no number raises
+        except (KeyError, TypeError, ValueError):
+            continue
+        if found > 0:  # -1 often means "until the data ends"
+            return int(found)
+    return None
+
+
+def _named(words: Sequence[str]) -> dict[str, object]:
+    """The values of ``--name value`` and ``--name=value`` on a command line, hyphens in names as underscores."""
+    found: dict[str, object] = {}
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, sign, value = word.partition("=")
+        if name.startswith("--"):
+            found[name[2:].replace("-", "_")] = value if sign else following
+    return found
 
 
 def _processor_seconds() -> float:

@@ -1,0 +1,38 @@
+"""Dictionaries as a command line has them: written out, or the name of a file."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+from smp_config import ConfigError
+
+
+def literal(text: str, what: str) -> Any:
+    """JSON, or a Python literal such as ``{"ddp": True}``; raises ConfigError for what is neither."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as as_json:
+        try:
+            return ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError, TypeError, RecursionError) as as_python:
+            raise ConfigError(
+                f"{what} is neither JSON ({as_json}) nor a Python literal ({as_python}); write a dictionary such as "
+                '{"ddp": true} or {"ddp": True}, without names or calls'
+            ) from None
+
+
+def dictionary(value: str, what: str) -> dict[str, Any]:
+    """A dictionary given as text or as the path of a file with it."""
+    text = value
+    if not value.lstrip().startswith("{"):
+        path = Path(value)
+        if not path.is_file():
+            raise ConfigError(f"{what} is {value!r}; it is no dictionary, and there is no such file: give one of them")
+        text = path.read_text(encoding="utf-8")
+    found = literal(text, what)
+    if not isinstance(found, dict):
+        raise ConfigError(f"{what} holds a {type(found).__name__}; settings have names: write a dictionary")
+    return found
