@@ -261,7 +261,7 @@ def topology(world: int, pp: int, tp: int, sdp: int, placement: str, per_node: i
     "--step",
     "number",
     type=int,
-    help="Show, trace and draw this step; default: draw the newest training step, trace all.",
+    help="Show, trace and draw this step; default: draw the median training step, trace all.",
 )
 @click.option("--trace", type=click.Path(dir_okay=False), help="Write a trace for ui.perfetto.dev or chrome://tracing.")
 @click.option("--picture", type=click.Path(dir_okay=False), help="Draw one step; .png, .svg or .pdf.")
@@ -283,9 +283,9 @@ def timeline(job_output: str, number: int | None, trace: str | None, picture: st
     expected = f"{step.expected_idle:.1%} for {step.stages} equal stages and {step.microbatches} microbatches"
     out.print(f"{step.title}: {step.idle:.1%} idle; (p − 1)/(m + p − 1) = {expected}")
     if number is None and step is not found.steps[-1]:
-        newest = found.steps[-1]
+        training, newest = sum(one.trains for one in found.steps), found.steps[-1]
         out.print(
-            f"{step.title} is the newest training step; the newest of all is {newest.title}: --step {newest.number}"
+            f"{step.title} is the median of {training} training steps; the newest is {newest.title}: --step {newest.number}"
         )
     if found.missing:
         ranks = ", ".join(map(str, found.missing[:16]))
