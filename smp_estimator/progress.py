@@ -135,9 +135,9 @@ class Tracker:
 
     @property
     def eta_seconds(self) -> float | None:
-        """Remaining time at the recent pace; None as long as it cannot be known."""
+        """Remaining time at the recent pace; None as long as it cannot be known, and at the end."""
         record = self.record
-        if record is None or not record.total_steps or len(self._window) < 2:
+        if record is None or not record.total_steps or record.step >= record.total_steps or len(self._window) < 2:
             return None
         (since, first), (until, last) = self._window[0], self._window[-1]
         if last <= first:

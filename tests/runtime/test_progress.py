@@ -88,6 +88,23 @@ def test_the_last_step_is_printed_when_the_rank_leaves(capsys, monkeypatch, fail
     assert used.cpu_cores >= 0
 
 
+@pytest.mark.parametrize(
+    ("words", "hyperparameters", "total"),
+    [
+        ([], "{}", None),
+        (["--max-steps", "7", "-x"], "{}", 7),
+        (["--lr", "0.1", "--num_steps=9"], '{"lr": 0.1}', 9),
+        (["--steps", "7"], '{"max_steps": 5}', 5),
+        (["--steps"], '{"steps": -1}', None),
+    ],
+)
+def test_the_number_of_steps_is_found_where_scripts_get_it(monkeypatch, words, hyperparameters, total):
+    monkeypatch.setattr("sys.argv", ["train.py", *words])
+    environ = {"SM_HPS": hyperparameters}
+    reporter = ProgressReporter.from_environment(enabled=True, device=torch.device("cpu"), environ=environ)
+    assert reporter.total_steps == total
+
+
 def test_nothing_is_printed_twice_nor_before_the_first_step(capsys):
     reporter = ProgressReporter(enabled=True, total_steps=1)
     reporter.set_position(7)

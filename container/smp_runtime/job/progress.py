@@ -169,7 +169,7 @@ def _total_steps(named: Mapping[str, object]) -> int | None:
 def _named(words: Sequence[str]) -> dict[str, object]:
     """The values of ``--name value`` and ``--name=value`` on a command line, hyphens in names as underscores."""
     found: dict[str, object] = {}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         name, sign, value = word.partition("=")
         if name.startswith("--"):
             found[name[2:].replace("-", "_")] = value if sign else following
