@@ -29,9 +29,9 @@ def test_both_say_what_is_split_what_stays_whole_and_how_much_each_rank_holds(ra
         "ddp": True,
     }
     everyone = ranks(_said, 4, config=config)
-    assert [len(said) for said, _ in everyone] == [1, 0, 0, 0], "one rank of each stage speaks"
-    (text,), (sharded, whole) = everyone[0]
-    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert [len(said) for said, _ in everyone] == [2, 0, 0, 0], "one rank of each stage speaks"
+    texts, (sharded, whole) = everyone[0]
+    lines = [" ".join(line.split()) for text in texts for line in text.splitlines()]
     # 4 blocks of two linear layers, 32 → 128 → 32; weights are split by inputs, so that biases are whole.
     split, biases, others = 4 * 2 * 32 * 128, 4 * (128 + 32), 4 * 64 + 8 * 32 + 32 + 32 + 1
     assert lines[:6] == [
@@ -40,8 +40,9 @@ def test_both_say_what_is_split_what_stays_whole_and_how_much_each_rank_holds(ra
         "module kind parameters on this rank",
         "blocks.0–3.mlp.0 4 × Linear → DistributedLinear 16,896 8,704",
         "blocks.0–3.mlp.2 4 × Linear → DistributedLinear 16,512 8,320",
-        f"whole on every rank: {biases} parameters in 8 tensors of distributed modules, which each rank needs (norms, biases that "
-        "are added to a sum)",
+        f"whole on every rank: {biases} parameters in 8 tensors of distributed modules, because each rank needs them (norms, "
+        "biases that are added to a sum) or nobody asked (embeddings without distribute_embedding): blocks.0–3.mlp.0.bias 4 × 128, "
+        "blocks.0–3.mlp.2.bias 4 × 32",
         f"whole on every rank: {others} parameters of modules that are not distributed, because nothing marked them or they have "
         "no distributed form: enter.weight 256, blocks.0–3.norm.weight 4 × 32, blocks.0–3.norm.bias 4 × 32, enter.bias 32, "
         "leave.weight 32, leave.bias 1",

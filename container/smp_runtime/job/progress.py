@@ -52,6 +52,7 @@ class ProgressReporter:
         self._rank = rank
         self._joined = time.monotonic(), _processor_seconds()
         self._printed_step = 0
+        self._stepped_at = 0.0
         self._losses: list[torch.Tensor] = []
         self._eval_loss: float | None = None
         self._pending_samples = 0
@@ -106,7 +107,7 @@ class ProgressReporter:
             return
         self._samples += self._pending_samples
         self._pending_samples = 0
-        now = time.monotonic()
+        self._stepped_at = now = time.monotonic()
         last = self.total_steps is not None and self.step == self.total_steps
         if now - self._printed_at >= _SECONDS_BETWEEN_LINES or last:
             self._print(now)
@@ -121,7 +122,7 @@ class ProgressReporter:
             if failed:
                 self._losses = []
             if self.enabled and self.step != self._printed_step:
-                self._print(time.monotonic())
+                self._print(self._stepped_at)
             if self._rank is not None:
                 self._print_line(format_usage(self._usage(self._rank)))
         self.enabled, self._rank = False, None

@@ -27,16 +27,14 @@ _UNITS = (("GiB", 30), ("MiB", 20), ("KiB", 10))
 _NUMBER = re.compile(r"\d+")
 
 
-def describe(part: LocalPart, shards: ShardedParameters | None, ranks: Ranks) -> str:
-    """What is split and what stays whole, and how much this rank holds; empty without these strategies."""
+def describe_placement(part: LocalPart, shards: ShardedParameters | None, ranks: Ranks) -> Iterator[str]:
+    """What is split and what stays whole, and how much this rank holds: a text for each of these strategies that is on."""
     records = [record for record in part.registry if part.has_tensor(record.name)]
     where = f"stage {part.stage}, " if ranks.size(Group.PP) > 1 else ""
-    lines: list[str] = []
     if ranks.size(Group.TP) > 1:
-        lines += _split(part, records, f"{where}rank {ranks.rank}", ranks.size(Group.TP))
+        yield "\n".join(_split(part, records, f"{where}rank {ranks.rank}", ranks.size(Group.TP)))
     if shards is not None:
-        lines += _sharded(shards, records, f"{where}rank {ranks.rank}", ranks.size(Group.SHARD))
-    return "\n".join(lines)
+        yield "\n".join(_sharded(shards, records, f"{where}rank {ranks.rank}", ranks.size(Group.SHARD)))
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,9 @@ def _split(part: LocalPart, records: Sequence[ParameterRecord], who: str, degree
     kept = [r for r in records if r.name in inside and r.placement.tensor_axis is None]
     if kept:
         lines.append(
-            f"  whole on every rank: {_elements(kept):,} parameters in {_tensors(kept)} of distributed modules, which each rank "
-            "needs (norms, biases that are added to a sum)"
+            f"  whole on every rank: {_elements(kept):,} parameters in {_tensors(kept)} of distributed modules, because each rank "
+            "needs them (norms, biases that are added to a sum) or nobody asked (embeddings without distribute_embedding): "
+            f"{_largest(kept)}"
         )
     others = [r for r in records if r.name not in inside]
     if others:
