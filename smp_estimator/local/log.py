@@ -77,7 +77,7 @@ class JobLog:
                 elif not closed:
                     yield None
                 if closed or not wait:
-                    yield from self.usage
+                    yield from list(self.usage)
                     return
 
     def tail(self, lines: int) -> list[str]:
