@@ -21,7 +21,7 @@ from support.jobs import model_parallel
 
 from smp_config import ConfigError
 from smp_config.version import __version__
-from smp_estimator import SMPEstimator
+from smp_estimator import SMPEstimator, SMPHuggingFace
 from smp_estimator.cloud import entry, images, source
 
 WHEEL = f"smp_estimator-{__version__}-py3-none-any.whl"
@@ -486,3 +486,11 @@ def test_a_stock_image_that_is_too_old_for_the_backend(cloud: Cloud, script: Pat
         ConfigError, match=r"framework_version is 2\.5, but the backend smddp needs PyTorch 2\.6 or newer.*'2\.6"
     ):
         cloud.estimator(script, image_uri=None, framework_version="2.5", distribution=DATA_PARALLEL)
+
+
+def test_a_data_parallel_job_of_hugging_face(cloud: Cloud, script: Path) -> None:
+    given = cloud.arguments(script, image_uri=None, distribution=DATA_PARALLEL)
+    SMPHuggingFace(**given).fit(wait=False)
+    assert "huggingface-pytorch-training:2." in cloud.requests[-1]["AlgorithmSpecification"]["TrainingImage"]
+    carried = cloud.carried()
+    assert (carried["sagemaker_program"], carried["sagemaker_mpi_enabled"]) == ("smp_entry.py", True)
