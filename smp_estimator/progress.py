@@ -83,7 +83,8 @@ def usage_line(used: Mapping[int, UsageRecord]) -> str:
     memory = {rank: used[rank].memory_bytes / 2**30 for rank in sorted(used)}
     most, least = max(memory, key=memory.__getitem__), min(memory, key=memory.__getitem__)
     if len(memory) == 1:
-        said = f"peak memory: {memory[most]:.2f} GiB"
+        # Of a job that failed only the rank that did may have told.
+        said = f"peak memory{f' of rank {most}' if most else ''}: {memory[most]:.2f} GiB"
     elif len(memory) <= _LISTED_RANKS and list(memory) == list(range(len(memory))):
         said = f"peak memory by rank: {', '.join(f'{one:.2f}' for one in memory.values())} GiB (most: rank {most})"
     else:

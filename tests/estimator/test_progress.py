@@ -157,3 +157,7 @@ def test_what_the_ranks_used_is_the_last_thing_of_the_log(
     ]
     progress.show([record(9), *map(format_usage, reversed(used)), "last"], view=progress.PlainView(out))
     assert out.getvalue().splitlines()[1:] == ["last", said]
+
+
+def test_a_rank_that_tells_alone_is_named() -> None:
+    assert progress.usage_line({3: UsageRecord(rank=3, memory_bytes=GIB)}) == "peak memory of rank 3: 1.00 GiB"
