@@ -264,7 +264,6 @@ def resume(args: argparse.Namespace, scheduler: torch.optim.lr_scheduler.LRSched
         return 0, []
     content = smp.resume_from_checkpoint(str(args.checkpoint_dir))
     scheduler.load_state_dict(content["scheduler"])
-    smp.state.progress.set_position(content["step"])
     print_once(f"resumed at step {content['step']}")
     return content["step"], content["losses"]
 

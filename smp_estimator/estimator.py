@@ -20,7 +20,8 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
     needed, ``instance_count`` is 1 unless given and makes that many simulated hosts.
 
     In the cloud a model parallel job without ``image_uri`` runs in the SDK's stock PyTorch image, the newest unless
-    ``framework_version`` names one (2.4 or newer), and the runtime travels with the code.
+    ``framework_version`` names one (2.4 or newer), and the runtime travels with the code. The same holds for a job of
+    the data parallel library (2.6 or newer).
 
     Args:
         ship_runtime: whether the runtime travels with the code. Default: with stock images only; images of one's
@@ -78,9 +79,9 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
     def _sdk_class(cls) -> Any:
         return PyTorch
 
-    def _choose_image(self, sdk: dict[str, Any]) -> None:
+    def _choose_image(self, sdk: dict[str, Any], floor: tuple[int, int]) -> None:
         sdk["framework_version"], sdk["py_version"] = images.choose_pytorch(
-            sdk.get("framework_version"), sdk.get("py_version")
+            sdk.get("framework_version"), sdk.get("py_version"), floor
         )
 
     def _pytorch_distribution_configuration(self, distribution: dict[str, Any]) -> dict[str, Any]:
@@ -138,9 +139,9 @@ class SMPHuggingFace(TrainsWithSMP, HuggingFace):
     def _sdk_class(cls) -> Any:
         return HuggingFace
 
-    def _choose_image(self, sdk: dict[str, Any]) -> None:
+    def _choose_image(self, sdk: dict[str, Any], floor: tuple[int, int]) -> None:
         sdk["transformers_version"], sdk["pytorch_version"], sdk["py_version"] = images.choose_huggingface(
-            sdk.get("transformers_version"), sdk.get("pytorch_version"), sdk.get("py_version")
+            sdk.get("transformers_version"), sdk.get("pytorch_version"), sdk.get("py_version"), floor
         )
 
     def _huggingface_distribution_configuration(self, distribution: dict[str, Any]) -> dict[str, Any]:

@@ -90,6 +90,8 @@ class TrainsWithSMP(Planned, _SDK):
             image_uri = fill_in_here(entry_point, image_uri, sdk)
         elif ours and strategies.is_model_parallel(distribution):
             self._prepare_cloud(image_uri, ship_runtime, sdk)
+        elif ours and strategies.is_data_parallel(distribution) and ship_runtime is not False:
+            self._prepare_data_parallel(image_uri, ship_runtime, sdk)
         # The SDK makes a client for its TensorBoard app; on this machine it must not look for credentials now.
         with credentials_when_used() if self._process_mode else contextlib.nullcontext():
             super().__init__(
@@ -118,20 +120,34 @@ class TrainsWithSMP(Planned, _SDK):
 
     def _sdk_checks(self, distribution: Any, image_uri: Any, sdk: dict[str, Any]) -> bool:
         """Whether a job needs what only some stock images and instances have, which the SDK knows."""
+        if self._ship_runtime:
+            return False
         stock = not self._process_mode and not image_uri and sdk.get("instance_type") not in LOCAL_TYPES
         return stock and strategies.is_data_parallel(distribution) and not restore.is_attaching()
 
-    def _choose_image(self, sdk: dict[str, Any]) -> None:
-        """Fill in the versions of the stock image that a job without ``image_uri`` runs in."""
+    def _choose_image(self, sdk: dict[str, Any], floor: tuple[int, int]) -> None:
+        """Fill in the versions of the stock image that a job without ``image_uri`` runs in; PyTorch is ``floor`` or newer."""
         raise NotImplementedError
 
     def _prepare_cloud(self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any]) -> None:
         """Settle the image, how the runtime gets there, and the defaults."""
+        self._settle_image(image_uri, ship_runtime, sdk, images.TORCH_FLOOR)
+        service.fill_in_cloud(sdk, self._reader.say)
+
+    def _prepare_data_parallel(self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any]) -> None:
+        """The same for the data parallel library, which old stock images have of their own."""
+        if not images.has_own_data_parallel(image_uri, sdk.get("pytorch_version") or sdk.get("framework_version")):
+            self._settle_image(image_uri, ship_runtime, sdk, images.DATA_PARALLEL_FLOOR)
+
+    def _settle_image(
+        self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any], floor: tuple[int, int]
+    ) -> None:
         if not image_uri:
             with restore.lenient_when_attaching(self._reader.say):
-                self._choose_image(sdk)
+                self._choose_image(sdk, floor)
         self._ship_runtime = (not image_uri or images.is_stock(image_uri)) if ship_runtime is None else ship_runtime
-        service.fill_in_cloud(sdk, self._reader.say, ships_runtime=self._ship_runtime)
+        if self._ship_runtime:
+            service.warn_of_isolation(sdk, self._reader.say)
 
     # -- checks --------------------------------------------------------------------------------------------
 
@@ -162,7 +178,7 @@ class TrainsWithSMP(Planned, _SDK):
         """The script and what is shipped with it exist, and the runtime can be put beside it."""
         if self.git_config or self._recipe:
             return
-        ours = self._process_mode or strategies.is_model_parallel(self.distribution)
+        ours = self._process_mode or self._ships() or strategies.is_model_parallel(self.distribution)
         checks.check_code(self.entry_point, self.source_dir, self.dependencies, own_launcher=ours)
         remote = is_s3_uri(self.source_dir) or is_pipeline_variable(self.source_dir)
         if self._ships() and remote and not self._has_runtime(self.source_dir):
@@ -174,7 +190,8 @@ class TrainsWithSMP(Planned, _SDK):
 
     def _ships(self) -> bool:
         """Whether the runtime travels with the code of the next job."""
-        if not self._ship_runtime or not strategies.is_model_parallel(self.distribution):
+        libraries = strategies.is_model_parallel, strategies.is_data_parallel
+        if not self._ship_runtime or not any(turned_on(self.distribution) for turned_on in libraries):
             return False
         session = self.sagemaker_session
         mounted = session.local_mode and (session.config or {}).get("local", {}).get("local_code")

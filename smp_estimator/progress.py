@@ -1,7 +1,7 @@
 """The display of a running job: its log lines, and below them where it stands.
 
 Whatever yields log lines can be shown: a job on this machine, or the log stream of one in the cloud. Lines that
-carry a progress record are never shown; they move the display.
+carry a record are never shown; they move the display, and at the end say what the ranks have used.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
-from smp_config.records import ProgressRecord, parse_progress
+from smp_config.records import ProgressRecord, UsageRecord, parse_progress, parse_usage
 
 #: Without a terminal: seconds between two progress lines.
 PLAIN_INTERVAL_SECONDS = 10.0
@@ -21,7 +21,10 @@ _NOTEBOOK_INTERVAL_SECONDS = 0.5
 #: Records that the speed is measured over, so that the estimate follows a change of pace.
 _WINDOW = 50
 
-Event = str | ProgressRecord | None
+#: The usage of so many ranks is listed one by one; of more, the most and the least are told.
+_LISTED_RANKS = 8
+
+Event = str | ProgressRecord | UsageRecord | None
 
 
 class View:
@@ -52,16 +55,18 @@ def show(events: Iterable[Event], *, view: View | None = None, timeout_seconds: 
     """Show a job until its events end.
 
     Args:
-        events: log lines (raw progress lines among them are recognised), progress records, and None for "still
-            waiting".
+        events: log lines (raw records among them are recognised), records, and None for "still waiting".
         view: default: what suits the standard output.
         timeout_seconds: stop showing after this long; events must then come regularly, None if need be.
     """
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    used: dict[int, UsageRecord] = {}
     with view or open_view() as shown:
         for event in events:
-            record = parse_progress(event) if isinstance(event, str) else event
-            if record is not None:
+            record = (parse_progress(event) or parse_usage(event)) if isinstance(event, str) else event
+            if isinstance(record, UsageRecord):
+                used[record.rank] = record
+            elif record is not None:
                 shown.update(record)
             elif isinstance(event, str):
                 shown.line(event)
@@ -69,6 +74,30 @@ def show(events: Iterable[Event], *, view: View | None = None, timeout_seconds: 
                 shown.tick()
             if deadline is not None and time.monotonic() > deadline:
                 return
+        if used:
+            shown.line(usage_line(used))
+
+
+def usage_line(used: Mapping[int, UsageRecord]) -> str:
+    """``peak memory by rank: 0.52, 0.49 GiB (most: rank 0); CPU: 0.97 cores per rank (least: rank 1, 0.93)``."""
+    memory = {rank: used[rank].memory_bytes / 2**30 for rank in sorted(used)}
+    most, least = max(memory, key=memory.__getitem__), min(memory, key=memory.__getitem__)
+    if len(memory) == 1:
+        # Of a job that failed only the rank that did may have told.
+        said = f"peak memory{f' of rank {most}' if most else ''}: {memory[most]:.2f} GiB"
+    elif len(memory) <= _LISTED_RANKS and list(memory) == list(range(len(memory))):
+        said = f"peak memory by rank: {', '.join(f'{one:.2f}' for one in memory.values())} GiB (most: rank {most})"
+    else:
+        said = (
+            f"peak memory: {memory[most]:.2f} GiB on rank {most}, the most of {len(memory)} ranks (least: rank {least}, "
+            f"{memory[least]:.2f} GiB)"
+        )
+    cores = {rank: one.cpu_cores for rank, one in sorted(used.items()) if one.cpu_cores is not None}
+    if not cores:
+        return said
+    idlest = min(cores, key=cores.__getitem__)
+    each = f" per rank (least: rank {idlest}, {cores[idlest]:.2f})" if len(cores) > 1 else ""
+    return f"{said}; CPU: {sum(cores.values()) / len(cores):.2f} cores{each}"
 
 
 def open_view(stream: TextIO | None = None) -> View:
@@ -107,9 +136,9 @@ class Tracker:
 
     @property
     def eta_seconds(self) -> float | None:
-        """Remaining time at the recent pace; None as long as it cannot be known."""
+        """Remaining time at the recent pace; None as long as it cannot be known, and at the end."""
         record = self.record
-        if record is None or not record.total_steps or len(self._window) < 2:
+        if record is None or not record.total_steps or record.step >= record.total_steps or len(self._window) < 2:
             return None
         (since, first), (until, last) = self._window[0], self._window[-1]
         if last <= first:

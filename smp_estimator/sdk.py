@@ -2,11 +2,13 @@
 
 Importing the SDK makes a session for its model hub at once, and with it clients that look for credentials; on a
 machine without any that is a request to the metadata address, which can hang for seconds. Here that look-up is put
-off until such a client is used.
+off until such a client is used. The session also says which files of defaults there are not, on the standard output;
+unless the user has set up the SDK's logging, that is left out.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,12 +56,31 @@ def _found(credentials: Any) -> dict[str, str]:
     }
 
 
-with credentials_when_used():
+@contextmanager
+def without_absent_defaults() -> Iterator[None]:
+    """The SDK does not say meanwhile where it has found no file of defaults; it says each such thing once."""
+    logger = logging.getLogger("sagemaker.config")
+    if logger.level or logger.handlers or logging.getLogger("sagemaker").handlers:  # somebody wants to read it
+        yield
+        return
+    logger.addFilter(_tells_something)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_tells_something)
+
+
+def _tells_something(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Not applying SDK defaults")
+
+
+with credentials_when_used(), without_absent_defaults():
     from sagemaker import git_utils
     from sagemaker.config import load_local_mode_config, load_sagemaker_config, validate_sagemaker_config
     from sagemaker.estimator import EstimatorBase, Framework
     from sagemaker.estimator import _TrainingJob as TrainingJob
     from sagemaker.exceptions import UnexpectedStatusException
+    from sagemaker.fw_utils import SM_DATAPARALLEL_SUPPORTED_FRAMEWORK_VERSIONS as DATA_PARALLEL_VERSIONS
     from sagemaker.fw_utils import UploadedCode
     from sagemaker.huggingface import HuggingFace
     from sagemaker.image_uris import config_for_framework
@@ -80,6 +101,7 @@ with credentials_when_used():
     from sagemaker.workflow.pipeline_context import PipelineSession
 
 __all__ = [
+    "DATA_PARALLEL_VERSIONS",
     "EstimatorBase",
     "FileSystemInput",
     "Framework",

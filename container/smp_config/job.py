@@ -24,6 +24,9 @@ PLATFORM_PREFIX = "sagemaker_"
 #: Seconds between the platform's SIGTERM and its SIGKILL.
 STOP_GRACE_SECONDS = 120
 
+#: Environment variable with a JSON list: words of the script's command line, behind its hyperparameters.
+SCRIPT_ARGUMENTS_VARIABLE = "SMP_SCRIPT_ARGUMENTS"
+
 #: Endings of entry points that the launcher starts: with Python, with bash.
 SCRIPT_SUFFIXES = (".py", ".sh")
 

@@ -1,4 +1,7 @@
-"""What ranks tell in their output, one JSON object on a line behind a prefix: how far the job is, and why one failed."""
+"""What ranks tell in their output, one JSON object on a line behind a prefix.
+
+How far the job is, what a rank has used when it ends, and why one failed.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 #: A log line of this prefix is a progress record, which rank 0 prints and ``fit()`` reads, wherever the job runs.
 PROGRESS_PREFIX = "smp-progress "
+
+#: The same for a usage record, which every rank prints when it leaves the job.
+USAGE_PREFIX = "smp-usage "
 
 #: A line of this prefix on a rank's standard error is a failure record, for the launcher.
 FAILURE_PREFIX = "smp-failure "
@@ -61,6 +67,30 @@ def format_progress(record: ProgressRecord) -> str:
 def parse_progress(line: str) -> ProgressRecord | None:
     """Read a log line; None when it is not a progress record (also when a launcher cut it)."""
     return _parsed(ProgressRecord, line, PROGRESS_PREFIX)
+
+
+class UsageRecord(BaseModel):
+    """What a rank has used from ``smp.init()`` to its end.
+
+    ``memory_bytes`` is its peak, as in a progress record; ``cpu_cores`` is processor time per second, threads and
+    ended child processes included, so that 1.0 is one core that was always busy.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    rank: int
+    memory_bytes: int
+    cpu_cores: float | None = None
+
+
+def format_usage(record: UsageRecord) -> str:
+    """One line of text, without the line break."""
+    return USAGE_PREFIX + record.model_dump_json(exclude_none=True)
+
+
+def parse_usage(line: str) -> UsageRecord | None:
+    """Read a log line; None when it is not a usage record."""
+    return _parsed(UsageRecord, line, USAGE_PREFIX)
 
 
 class FailureRecord(BaseModel):

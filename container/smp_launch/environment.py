@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_config.errors import ConfigError, suggest
-from smp_config.job import PLATFORM_PREFIX, SCRIPT_SUFFIXES, decoded_hyperparameter
+from smp_config.job import PLATFORM_PREFIX, SCRIPT_ARGUMENTS_VARIABLE, SCRIPT_SUFFIXES, decoded_hyperparameter
 
 if TYPE_CHECKING:
     from smp_launch.tree import Tree
@@ -52,6 +52,7 @@ class TrainingEnvironment:
     channels: Mapping[str, Any]
     current_host: str
     job_name: str = ""
+    more_arguments: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, tree: Tree, environ: Mapping[str, str], host: str | None = None) -> TrainingEnvironment:
@@ -85,6 +86,7 @@ class TrainingEnvironment:
             channels=tree.read_config("inputdataconfig"),
             current_host=current,
             job_name=environ.get(JOB_NAME_VARIABLE, ""),
+            more_arguments=tuple(json.loads(environ.get(SCRIPT_ARGUMENTS_VARIABLE) or "[]")),
         )
 
     @property
@@ -158,12 +160,12 @@ class TrainingEnvironment:
                 )
 
     def user_arguments(self) -> list[str]:
-        """``--name value`` for every user hyperparameter, sorted by name; one letter gets one dash."""
+        """``--name value`` for every user hyperparameter, sorted by name; one letter gets one dash. Then further words."""
         words = []
         for name, value in sorted(self.user_hyperparameters.items()):
             dashes = "--" if len(name) > 1 else "-"
             words += [dashes + name, _argument(value)]
-        return words
+        return [*words, *self.more_arguments]
 
     def variables(self) -> dict[str, str]:
         """All ``SM_*`` variables, as text."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from smp_config.parameters import KEYS
 from smp_estimator.cli.checkpoint import checkpoint
 from smp_estimator.cli.console import console
 from smp_estimator.cli.planning import plan, suggest
-from smp_estimator.cli.values import dictionary as _dictionary
+from smp_estimator.cli.run import run
 from smp_estimator.cli.values import literal as _literal
-from smp_estimator.local.uris import address_of
 
 LOCAL_TYPES = ("local", "local_gpu")
 
@@ -48,6 +46,7 @@ def main() -> None:
 main.add_command(checkpoint)
 main.add_command(plan)
 main.add_command(suggest)
+main.add_command(run)
 
 
 # -- validate ----------------------------------------------------------------------------------------------
@@ -151,84 +150,6 @@ def topology(world: int, pp: int, tp: int, sdp: int, placement: str, per_node: i
         out.print(f"picture: {save_png(grid, png, per_node=per_node)}")
 
 
-# -- run ---------------------------------------------------------------------------------------------------
-
-
-def _pairs(values: tuple[str, ...], option: str) -> Iterator[tuple[str, str]]:
-    for value in values:
-        name, sign, text = value.partition("=")
-        if not sign or not name:
-            raise ConfigError(f"{option} is {value!r}; it has a name and a value: write {option} name=value")
-        yield name, text
-
-
-def _value(text: str) -> Any:
-    """A hyperparameter's value: JSON where it is JSON (300, 0.1, true), else text."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-@main.command()
-@click.argument("script", type=click.Path(exists=True, dir_okay=False))
-@click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="Processes of each host.")
-@click.option("--hosts", type=click.IntRange(1), default=1, show_default=True, help="Simulated hosts.")
-@click.option("--hyperparameter", multiple=True, metavar="NAME=VALUE", help="May be repeated.")
-@click.option("--channel", multiple=True, metavar="NAME=DIR", help="Input data; may be repeated.")
-@click.option(
-    "--parameters", default='{"ddp": true}', show_default=True, help="mp_parameters: a dictionary or its file."
-)
-@click.option("--source-dir", type=click.Path(exists=True, file_okay=False), help="Shipped whole; SCRIPT lies in it.")
-@click.option("--output", type=click.Path(file_okay=False), help="Where model.tar.gz goes.")
-def run(
-    script: str,
-    processes: int,
-    hosts: int,
-    hyperparameter: tuple[str, ...],
-    channel: tuple[str, ...],
-    parameters: str,
-    source_dir: str | None,
-    output: str | None,
-) -> None:
-    """Run SCRIPT as a training job of processes on this machine. Exit code 1 when it fails."""
-    path = Path(script).absolute()
-    if source_dir and Path(source_dir).absolute() not in path.parents:
-        raise ConfigError(f"SCRIPT {path} does not lie in --source-dir {source_dir}; give the folder that holds it")
-    channels = {}
-    for name, folder in _pairs(channel, "--channel"):
-        if not Path(folder).is_dir():
-            raise ConfigError(
-                f"--channel {name} is {folder!r}, which is no directory ({Path(folder).absolute()}): correct it"
-            )
-        channels[name] = address_of(folder)
-    settings: dict[str, Any] = {
-        "entry_point": str(path.relative_to(Path(source_dir).absolute())) if source_dir else str(path),
-        "instance_type": "local",
-        "instance_count": hosts,
-        "hyperparameters": {name: _value(text) for name, text in _pairs(hyperparameter, "--hyperparameter")},
-        "distribution": {
-            "smdistributed": {
-                "modelparallel": {"enabled": True, "parameters": _dictionary(parameters, "--parameters")}
-            },
-            "mpi": {"enabled": True, "processes_per_host": processes},
-        },
-    }
-    if source_dir:
-        settings["source_dir"] = str(Path(source_dir).absolute())
-    if output:
-        settings["output_path"] = address_of(output)
-
-    from smp_estimator import SMPEstimator
-
-    estimator = SMPEstimator(**settings)
-    try:
-        estimator.fit(channels or None)
-    except ValueError as error:  # the job failed; the message holds the rank and its exception
-        raise click.ClickException(str(error)) from None
-    click.echo(f"model: {estimator.model_data}")
-
-
 # -- timeline ----------------------------------------------------------------------------------------------
 
 
@@ -238,7 +159,7 @@ def run(
     "--step",
     "number",
     type=int,
-    help="Show, trace and draw this step; default: draw the newest training step, trace all.",
+    help="Show, trace and draw this step; default: draw the median training step, trace all.",
 )
 @click.option("--trace", type=click.Path(dir_okay=False), help="Write a trace for ui.perfetto.dev or chrome://tracing.")
 @click.option("--picture", type=click.Path(dir_okay=False), help="Draw one step; .png, .svg or .pdf.")
@@ -260,9 +181,9 @@ def timeline(job_output: str, number: int | None, trace: str | None, picture: st
     expected = f"{step.expected_idle:.1%} for {step.stages} equal stages and {step.microbatches} microbatches"
     out.print(f"{step.title}: {step.idle:.1%} idle; (p − 1)/(m + p − 1) = {expected}")
     if number is None and step is not found.steps[-1]:
-        newest = found.steps[-1]
+        training, newest = sum(one.trains for one in found.steps), found.steps[-1]
         out.print(
-            f"{step.title} is the newest training step; the newest of all is {newest.title}: --step {newest.number}"
+            f"{step.title} is the median of {training} training steps; the newest is {newest.title}: --step {newest.number}"
         )
     if found.missing:
         ranks = ", ".join(map(str, found.missing[:16]))

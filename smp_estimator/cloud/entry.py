@@ -20,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
+from typing import Any
 
 USER_PROGRAM = "sagemaker_smp_program"
 
@@ -29,14 +31,34 @@ PACKAGES = ("smdistributed", "smp_config", "smp_launch", "smp_runtime")
 _PYTHON_FLOOR = (3, 10)
 _TORCH_FLOOR = (2, 4)
 
+#: The same for a job of the data parallel library, whose backend needs newer collectives.
+_DATA_PARALLEL_FLOOR = (2, 6)
+
+#: Switches the data parallel library on; says so in a job's parameters.
+_DATA_PARALLEL = "sagemaker_distributed_dataparallel_enabled"
+
+#: In the unpacked wheel: the entry point by which PyTorch registers the backend ``smddp`` when it is imported.
+_DISCOVERY = os.path.join("smp_launch", "discovery")
+
+#: Where the ranks meet unless the platform has said so.
+_PORT = "7777"
+
 
 def main() -> None:
     """Prepare this rank and run the script with the arguments of the command line."""
     code = os.path.dirname(os.path.abspath(__file__))
-    _check_image()
+    data_parallel = bool(carried().get(_DATA_PARALLEL))
+    _check_image(_DATA_PARALLEL_FLOOR if data_parallel else _TORCH_FLOOR)
     site = unpacked(_wheel(code))
     prefer(site)
     os.environ.setdefault("SMP_HOST", host())
+    if data_parallel:
+        discovery = os.path.join(site, _DISCOVERY)
+        sys.path.append(discovery)
+        os.environ["PYTHONPATH"] += os.pathsep + discovery
+        os.environ.update(rank_variables(os.environ))
+        os.environ.setdefault("MASTER_ADDR", leader())
+        os.environ.setdefault("MASTER_PORT", _PORT)
     program = os.path.join(code, user_program())
     if program.endswith(".sh"):
         sys.exit(subprocess.call(["bash", program, *sys.argv[1:]]))
@@ -82,25 +104,63 @@ def prefer(site: str) -> None:
         print(f"[smp] the smdistributed in {others[0]} is not used: the job brought its own", flush=True)
 
 
+def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """What scripts of the data parallel library read, from what mpirun says.
+
+    Nothing on a host that mpirun was not told of: one of an instance group that does not train.
+    """
+    names = {
+        "RANK": "RANK",
+        "WORLD_SIZE": "SIZE",
+        "LOCAL_RANK": "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE": "LOCAL_SIZE",
+        "SMDATAPARALLEL_LOCAL_RANK": "LOCAL_RANK",
+    }
+    said = {name: environ.get(f"OMPI_COMM_WORLD_{word}") for name, word in names.items()}
+    return {name: value for name, value in said.items() if value is not None}
+
+
 def host() -> str:
     """This host's name; the platform's own variables hold the leader's name on every host."""
+    return str(_resources().get("current_host") or socket.gethostname())
+
+
+def leader() -> str:
+    """The host of rank 0: the first of those that train."""
+    resources = _resources()
+    chosen = carried().get("sagemaker_distribution_instance_groups") or ()
+    for group in resources.get("instance_groups") or ():
+        if group.get("instance_group_name") in chosen and group.get("hosts"):
+            return str(group["hosts"][0])
+    return str((resources.get("hosts") or ["127.0.0.1"])[0])
+
+
+def _resources() -> dict[str, Any]:
+    """What the platform says of the job's hosts; nothing where it says nothing."""
     base = os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml"
     try:
         with open(os.path.join(base, "input", "config", "resourceconfig.json"), encoding="utf-8") as file:
-            return str(json.load(file)["current_host"])
-    except (OSError, ValueError, KeyError):
-        return socket.gethostname()
+            found = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def carried() -> dict[str, Any]:
+    """The platform's parameters of the job."""
+    found = json.loads(os.environ.get("SM_FRAMEWORK_PARAMS") or "{}")
+    return found if isinstance(found, dict) else {}
 
 
 def user_program() -> str:
     """The user's script, relative to the code directory; raises RuntimeError if the job does not say."""
-    carried = json.loads(os.environ.get("SM_FRAMEWORK_PARAMS") or "{}")
-    if USER_PROGRAM not in carried:
+    parameters = carried()
+    if USER_PROGRAM not in parameters:
         raise RuntimeError(
             f"the job does not say which script to run: {USER_PROGRAM} is missing in SM_FRAMEWORK_PARAMS, which has "
-            f"{sorted(carried)}; start the job with SMPEstimator.fit()"
+            f"{sorted(parameters)}; start the job with SMPEstimator.fit()"
         )
-    return str(carried[USER_PROGRAM])
+    return str(parameters[USER_PROGRAM])
 
 
 def _wheel(code: str) -> str:
@@ -113,22 +173,26 @@ def _wheel(code: str) -> str:
     return found[0]
 
 
-def _check_image() -> None:
+def _check_image(torch_floor: tuple[int, int]) -> None:
     """Old images fail here, in words, instead of somewhere in an import."""
     from importlib import metadata
 
+    oldest = ".".join(map(str, torch_floor))
+    library = "data parallel" if torch_floor == _DATA_PARALLEL_FLOOR else "model parallel"
     if sys.version_info < _PYTHON_FLOOR:
         floor = ".".join(map(str, _PYTHON_FLOOR))
         raise RuntimeError(
-            f"the image has Python {sys.version.split()[0]}, and the model parallel runtime needs {floor}; use an image with "
-            "PyTorch 2.4 or newer"
+            f"the image has Python {sys.version.split()[0]}, and the {library} runtime needs {floor}; use an image with "
+            f"PyTorch {oldest} or newer"
         )
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
-        raise RuntimeError("the image has no PyTorch; use a PyTorch training image, 2.4 or newer") from None
-    if tuple(int(part) for part in re.findall(r"\d+", torch)[:2]) < _TORCH_FLOOR:
-        raise RuntimeError(f"the image has PyTorch {torch}, and the model parallel runtime needs 2.4 or newer")
+        raise RuntimeError(f"the image has no PyTorch; use a PyTorch training image, {oldest} or newer") from None
+    if tuple(int(part) for part in re.findall(r"\d+", torch)[:2]) < torch_floor:
+        raise RuntimeError(
+            f"the image has PyTorch {torch}, and the {library} runtime needs {oldest} or newer; use a newer image"
+        )
     if importlib.util.find_spec("pydantic") is None:
         raise RuntimeError(
             "the image has no pydantic: requirements.txt, which the upload extends, was not installed; without a network "

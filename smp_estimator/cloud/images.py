@@ -7,15 +7,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from smp_config import ConfigError
-from smp_estimator.sdk import config_for_framework
+from smp_estimator.sdk import DATA_PARALLEL_VERSIONS, config_for_framework
 
 #: The oldest PyTorch that the runtime works with.
 TORCH_FLOOR = (2, 4)
 
+#: The oldest PyTorch that has what the backend ``smddp`` is made of.
+DATA_PARALLEL_FLOOR = (2, 6)
+
 #: From this version on, the Trainer of Transformers no longer works with the library.
 TRANSFORMERS_CEILING = (5,)
-
-_FLOOR = ".".join(map(str, TORCH_FLOOR))
 
 #: Repositories of the stock training images, whichever account and region they are in.
 _STOCK_REPOSITORY = re.compile(r"^\d{12}\.dkr\.ecr[^/]*/(huggingface-)?pytorch-training(-\w+)?[:@]")
@@ -26,12 +27,30 @@ def is_stock(image_uri: Any) -> bool:
     return isinstance(image_uri, str) and _STOCK_REPOSITORY.match(image_uri) is not None
 
 
-def choose_pytorch(framework_version: str | None, py_version: str | None) -> tuple[str, str]:
+def has_own_data_parallel(image_uri: Any, version: Any) -> bool:
+    """Whether a stock image is too old for this data parallel library, and brings the one of its time.
+
+    Args:
+        image_uri: as given to the estimator.
+        version: of PyTorch, where no image is named.
+    """
+    if is_stock(image_uri):
+        version = image_uri.rpartition(":")[2].split("-")[0]
+    elif image_uri:
+        return False
+    old = isinstance(version, str) and _number(version) < DATA_PARALLEL_FLOOR
+    return old and version in DATA_PARALLEL_VERSIONS["pytorch"]
+
+
+def choose_pytorch(
+    framework_version: str | None, py_version: str | None, floor: tuple[int, int] = TORCH_FLOOR
+) -> tuple[str, str]:
     """The stock image for a job that names no image.
 
     Args:
         framework_version: as given to the estimator; None takes the newest that the SDK knows.
         py_version: as given; None takes the one that belongs to the version.
+        floor: the oldest PyTorch that the job can use.
 
     Returns:
         Both, filled in.
@@ -40,17 +59,20 @@ def choose_pytorch(framework_version: str | None, py_version: str | None) -> tup
         ConfigError: a version below the runtime's floor, or one without an image; names the nearest that has one.
     """
     known, aliases = _training_images("pytorch")
-    usable = {version: row for version, row in known.items() if _number(version) >= TORCH_FLOOR}
+    usable = {version: row for version, row in known.items() if _number(version) >= floor}
     if framework_version is None:
         framework_version = max(usable, key=_number)
     else:
-        _require("framework_version", framework_version, usable, aliases)
+        _require("framework_version", framework_version, usable, aliases, floor)
     row = usable[aliases.get(framework_version, framework_version)]
     return framework_version, _python(py_version, row, f"framework_version {framework_version}")
 
 
 def choose_huggingface(
-    transformers_version: str | None, pytorch_version: str | None, py_version: str | None
+    transformers_version: str | None,
+    pytorch_version: str | None,
+    py_version: str | None,
+    floor: tuple[int, int] = TORCH_FLOOR,
 ) -> tuple[str, str, str]:
     """The stock Hugging Face image for a job that names no image.
 
@@ -66,14 +88,14 @@ def choose_huggingface(
     for transformers, rows in known.items():
         for name, row in rows.items():
             version = name.removeprefix("pytorch")
-            if name.startswith("pytorch") and _number(version) >= TORCH_FLOOR:
+            if name.startswith("pytorch") and _number(version) >= floor:
                 by_torch.setdefault(version, {})[transformers] = row
     full = aliases.get(transformers_version or "", transformers_version)
     if full is not None:
         by_torch = {torch: {full: rows[full]} for torch, rows in by_torch.items() if full in rows} or by_torch
     if pytorch_version is not None:
         short = {torch.rsplit(".", 1)[0]: torch for torch in sorted(by_torch, key=_number)}
-        _require("pytorch_version", pytorch_version, by_torch, short)
+        _require("pytorch_version", pytorch_version, by_torch, short, floor)
         by_torch = {pytorch_version: by_torch[short.get(pytorch_version, pytorch_version)]}
     pairs = sorted(
         ((torch, transformers) for torch, rows in by_torch.items() for transformers in rows),
@@ -84,7 +106,7 @@ def choose_huggingface(
             offered = [transformers for _, transformers in pairs]
             raise ConfigError(
                 f"transformers_version is {transformers_version}, and the SDK has no training image of it with PyTorch "
-                f"{pytorch_version or _FLOOR + ' or newer'}, which the runtime needs; set transformers_version to "
+                f"{pytorch_version or _text(floor) + ' or newer'}, which the runtime needs; set transformers_version to "
                 f"{_nearest(transformers_version or '', offered)!r}, or give image_uri"
             )
         pairs = [pair for pair in pairs if pair[1] == full]
@@ -95,18 +117,19 @@ def choose_huggingface(
     return transformers, torch, _python(py_version, row, f"pytorch_version {torch}")
 
 
-def check_torch(version: str | None, name: str) -> None:
+def check_torch(version: str | None, name: str, floor: tuple[int, int] = TORCH_FLOOR) -> None:
     """Refuse a version of PyTorch that is too old for the runtime; ``name`` is that of the argument.
 
     Raises:
         ConfigError: naming the nearest version that has an image.
     """
-    if not version or _number(version) >= TORCH_FLOOR:
+    if not version or _number(version) >= floor:
         return
     known, _ = _training_images("pytorch")
-    usable = [v for v in known if _number(v) >= TORCH_FLOOR]
+    usable = [v for v in known if _number(v) >= floor]
+    what = "the backend smddp" if floor == DATA_PARALLEL_FLOOR else "the runtime"
     raise ConfigError(
-        f"{name} is {version}, but the runtime needs PyTorch {_FLOOR} or newer (it is shipped with the code and uses the "
+        f"{name} is {version}, but {what} needs PyTorch {_text(floor)} or newer (it is shipped with the code and uses the "
         f"image's PyTorch); set {name} to {min(usable, key=_number)!r}, the nearest that the SDK has an image of, or to "
         f"{max(usable, key=_number)!r}, the newest"
     )
@@ -117,8 +140,10 @@ def _training_images(framework: str) -> tuple[dict[str, Mapping[str, Any]], dict
     return training["versions"], training.get("version_aliases", {})
 
 
-def _require(name: str, version: str, usable: Iterable[str], aliases: Mapping[str, str]) -> None:
-    check_torch(version, name)
+def _require(
+    name: str, version: str, usable: Iterable[str], aliases: Mapping[str, str], floor: tuple[int, int]
+) -> None:
+    check_torch(version, name, floor)
     usable = list(usable)
     if aliases.get(version, version) in usable:
         return
@@ -138,6 +163,10 @@ def _python(given: str | None, row: Mapping[str, Any], what: str) -> str:
             f"{offered[-1]!r}, or leave it out"
         )
     return given
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _nearest(version: str, offered: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
-from smp_config.records import parse_progress
+from smp_config.records import parse_progress, parse_usage
 from smp_estimator.local.session import shows_training
 from smp_estimator.progress import show
 from smp_estimator.sdk import (
@@ -117,8 +117,9 @@ class CloudLog:
             found = _HOST.search(stream)
             host = found[1] if found else stream.rpartition("/")[2]
             for message in self._messages(stream):
-                # A progress line moves the display and is not shown: it needs no host.
-                yield message if parse_progress(message) else f"[{host}] {message}"
+                # A record moves the display and is not shown: it needs no host.
+                is_record = parse_progress(message) or parse_usage(message)
+                yield message if is_record else f"[{host}] {message}"
 
     def _streams(self) -> list[str]:
         """Names of the streams there are now, by the number of their host."""

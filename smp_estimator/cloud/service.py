@@ -35,12 +35,8 @@ def metric_definitions() -> list[dict[str, str]]:
     return [{"Name": name, "Regex": rf'{PROGRESS_PREFIX}\{{.*"{name}": ?{_NUMBER}'} for name in METRICS]
 
 
-def fill_in_cloud(sdk: dict[str, Any], say: Callable[[str], None], *, ships_runtime: bool) -> None:
-    """Fill in the defaults among ``sdk``, the arguments for the SDK's class; ``say`` is told about what is allowed but unwise.
-
-    Args:
-        ships_runtime: the runtime travels with the code, into a stock image.
-    """
+def fill_in_cloud(sdk: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Fill in the defaults among ``sdk``, the arguments for the SDK's class; ``say`` is told about what is allowed but unwise."""
     if sdk.get("debugger_hook_config") is None:
         sdk["debugger_hook_config"] = False
     elif sdk["debugger_hook_config"]:
@@ -50,7 +46,11 @@ def fill_in_cloud(sdk: dict[str, Any], say: Callable[[str], None], *, ships_runt
         )
     if sdk.get("metric_definitions") is None:
         sdk["metric_definitions"] = metric_definitions()
-    if ships_runtime and sdk.get("enable_network_isolation") is True:
+
+
+def warn_of_isolation(sdk: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Say what a job without a network lacks whose runtime travels into a stock image."""
+    if sdk.get("enable_network_isolation") is True:
         say(
             "enable_network_isolation is True, and the stock image must install the runtime's requirements from a package "
             "index; give image_uri, an image that has the runtime, unless the stock image has pydantic and safetensors"

@@ -21,19 +21,31 @@ if TYPE_CHECKING:
 DEFAULT_LAUNCHER = (sys.executable, "-m", "smp_launch", "train")
 
 #: What an enclosing job, mpirun or torchrun left in the notebook's environment would mislead the new job.
-_FOREIGN_PREFIXES = ("SM_", "SMP_", "SAGEMAKER_BASE_DIR", "OMPI_COMM_", "OMPI_UNIVERSE", "PMIX_", "PRTE_LAUNCHED")
-_FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_FOREIGN_PREFIXES = (
+    "SM_",
+    "SMP_LAUNCH_",
+    "SAGEMAKER_BASE_DIR",
+    "OMPI_COMM_",
+    "OMPI_UNIVERSE",
+    "PMIX_",
+    "PRTE_LAUNCHED",
+)
+_FOREIGN_NAMES = frozenset(
+    """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT SMP_RANK SMP_WORLD_SIZE SMP_LOCAL_RANK
+    SMP_LOCAL_SIZE SMP_HOST SMP_CHECKPOINT_DIR SMP_JOB_TOKEN SMP_SCRIPT_ARGUMENTS""".split()
+)
+
+
+def is_foreign(name: str) -> bool:
+    """Whether a variable of this process is not handed on to a job, which has one of that name itself or must have none."""
+    return name.startswith(_FOREIGN_PREFIXES) or name in _FOREIGN_NAMES
 
 
 def environment_of(
     tree: HostTree, job: JobTree, *, job_name: str, token: str, region: str | None, user: Mapping[str, str]
 ) -> dict[str, str]:
     """The environment of one host's bootstrap: the notebook's, then the platform's, then the user's ``environment``."""
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_FOREIGN_PREFIXES) and name not in _FOREIGN_NAMES
-    }
+    inherited = {name: value for name, value in os.environ.items() if not is_foreign(name)}
     # A notebook kernel is often started without its environment's bin folder on PATH, and mpirun lies there.
     scripts = os.path.dirname(sys.executable)
     path = inherited.get("PATH", os.defpath)

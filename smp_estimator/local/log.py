@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from smp_config.records import ProgressRecord, parse_progress
+from smp_config.records import ProgressRecord, UsageRecord, parse_progress, parse_usage
 
 #: A progress bar that redraws its line is let through at most this often, in seconds.
 _REDRAW_SECONDS = 1.0
@@ -18,26 +18,29 @@ _TICK_SECONDS = 0.25
 
 
 class JobLog:
-    """Lines in a file, and the newest progress record beside them.
+    """Lines in a file, and beside them the newest progress record and what the ranks that have ended used.
 
-    Progress lines are taken out of the text: a reader gets them as records, and the file stays readable.
+    Their lines are taken out of the text: a reader gets them as records, and the file stays readable.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.progress: ProgressRecord | None = None
+        self.usage: list[UsageRecord] = []
         self._file = path.open("ab")
         self._changed = threading.Condition()
         self._closed = False
 
     def write(self, line: str, source: str = "") -> None:
         """Append one line (without its line break); ``source`` names the host when it is not the leader."""
-        record = parse_progress(line)
+        record, usage = parse_progress(line), parse_usage(line)
         with self._changed:
             if self._closed:
                 return
             if record is not None:
                 self.progress = record
+            elif usage is not None:
+                self.usage.append(usage)
             else:
                 text = f"[{source}] {line}\n" if source else line + "\n"
                 self._file.write(text.encode("utf-8", "replace"))
@@ -51,8 +54,8 @@ class JobLog:
             self._file.close()
             self._changed.notify_all()
 
-    def follow(self, *, wait: bool = True) -> Iterator[str | ProgressRecord | None]:
-        """Every line from the first, and each new progress record, until the log is closed; None when nothing is new.
+    def follow(self, *, wait: bool = True) -> Iterator[str | ProgressRecord | UsageRecord | None]:
+        """Every line from the first, and each new record, until the log is closed; None when nothing is new.
 
         Args:
             wait: False ends at what is there now.
@@ -74,6 +77,7 @@ class JobLog:
                 elif not closed:
                     yield None
                 if closed or not wait:
+                    yield from list(self.usage)
                     return
 
     def tail(self, lines: int) -> list[str]:

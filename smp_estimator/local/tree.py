@@ -54,7 +54,7 @@ class JobTree:
 
     @property
     def log(self) -> Path:
-        """What the hosts wrote, without lines of progress."""
+        """What the hosts wrote, without the records among it."""
         return self.root / "job.log"
 
     @property

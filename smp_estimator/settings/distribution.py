@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from smp_config import ConfigError, Group, JobSettings, ModelParallelParameters, Topology
@@ -19,7 +19,12 @@ from smp_config.instances import Instance, instance, instances
 from smp_config.job import HYPERPARAMETER_CHARACTERS, MP_PARAMETERS, MPI_PROCESSES
 from smp_config.mpi_options import MpiOption, check_mpi_options, variables
 from smp_config.smddp import BufferSizes
-from smp_estimator.settings.translation import hyperparameters, mirrored_environment, stock_image_conflicts
+from smp_estimator.settings.translation import (
+    for_stock_launcher,
+    hyperparameters,
+    mirrored_environment,
+    stock_image_conflicts,
+)
 from smp_estimator.settings.variables import separated
 
 logger = logging.getLogger(__name__)
@@ -188,8 +193,10 @@ class SettingsReader:
         source = repr((distribution, stock_image, where))
         if self._kept is None or source != self._source:
             found = read(distribution, say=self.say, **where)
-            for sentence in stock_image_conflicts(found.settings) if stock_image else ():
-                self.say(sentence)
+            if stock_image:
+                found = replace(found, settings=for_stock_launcher(found.settings, where.get("environment")))
+                for sentence in stock_image_conflicts(found.settings):
+                    self.say(sentence)
             self._source, self._kept = source, found
         return self._kept
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from smp_config import ConfigError, JobSettings
 from smp_config.instances import instance
-from smp_config.job import DATA_PARALLEL_ENABLED, DEFAULT_MPI_OPTIONS, MPI_OPTIONS
+from smp_config.job import DATA_PARALLEL_ENABLED, DEFAULT_MPI_OPTIONS, MPI_OPTIONS, MpiSettings
 from smp_config.mpi_options import MpiOption, parse_mpi_options, variables
 
 #: Makes NCCL use the Elastic Fabric Adapter.
@@ -50,6 +50,20 @@ def hyperparameters(
     return {**sent, **(later or {})}
 
 
+def for_stock_launcher(settings: JobSettings, environment: Mapping[str, Any] | None = None) -> JobSettings:
+    """A data parallel job as the launcher of a stock image must get it: by mpirun, with what the platform needs.
+
+    Told of the data parallel library alone, that launcher starts the ranks with a program of the library that few
+    images have. Without a number of processes it starts one on each GPU.
+    """
+    if settings.data_parallel is None:
+        return settings
+    mpi = settings.mpi or MpiSettings(enabled=True)
+    custom = f"{mpi.custom_mpi_options} {settings.data_parallel.custom_mpi_options}"
+    options = _joined(_added_options(settings.instance_type, custom, environment or {}), custom)
+    return settings.model_copy(update={"mpi": mpi.model_copy(update={"custom_mpi_options": options})})
+
+
 def from_hyperparameters(carried: Mapping[str, Any]) -> dict[str, Any] | None:
     """The ``distribution`` dictionary of a job that already runs, or None when it carries no strategy of ours.
 
@@ -66,19 +80,29 @@ def from_hyperparameters(carried: Mapping[str, Any]) -> dict[str, Any] | None:
         if settings.data_parallel.custom_mpi_options:
             data["custom_mpi_options"] = settings.data_parallel.custom_mpi_options
         distribution["smdistributed"] = {"dataparallel": data}
-    if settings.mpi is not None and settings.mpi.enabled:
-        mpi: dict[str, Any] = {"enabled": True}
-        if settings.mpi.processes_per_host is not None:
-            mpi["processes_per_host"] = settings.mpi.processes_per_host
-        custom = settings.mpi.custom_mpi_options
-        if settings.model_parallel is not None:
-            custom = _without(custom, _default_options(settings.instance_type))
-        if custom:
-            mpi["custom_mpi_options"] = custom
+    mpi = _mpi_as_given(settings)
+    if mpi and (settings.data_parallel is None or len(mpi) > 1):  # else only what for_stock_launcher has added
         distribution["mpi"] = mpi
     if distribution and settings.instance_groups:
         distribution["instance_groups"] = list(settings.instance_groups)
     return distribution or None
+
+
+def _mpi_as_given(settings: JobSettings) -> dict[str, Any]:
+    """``distribution["mpi"]`` without what was added for the platform; empty when mpi is off."""
+    if settings.mpi is None or not settings.mpi.enabled:
+        return {}
+    mpi: dict[str, Any] = {"enabled": True}
+    if settings.mpi.processes_per_host is not None:
+        mpi["processes_per_host"] = settings.mpi.processes_per_host
+    custom = settings.mpi.custom_mpi_options
+    if settings.model_parallel is not None or settings.data_parallel is not None:
+        custom = _without(custom, _default_options(settings.instance_type))
+    if settings.data_parallel is not None:
+        custom = custom.removesuffix(_without_repetition(settings.data_parallel.custom_mpi_options)).rstrip()
+    if custom:
+        mpi["custom_mpi_options"] = custom
+    return mpi
 
 
 def mirrored_environment(settings: JobSettings, environment: Mapping[str, Any] | None) -> dict[str, Any]:

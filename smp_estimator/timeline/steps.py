@@ -168,13 +168,17 @@ class JobTimeline:
         )
 
     def step(self, number: int | None = None) -> Step:
-        """The step of this number; without one the newest training step, or the newest where there is none.
+        """The step of this number; without one the training step of median makespan, or the newest where none trains.
+
+        Of an even number of training steps it is the faster of the two in the middle.
 
         Raises:
             ConfigError: it was not recorded.
         """
         if number is None:
-            return next((step for step in reversed(self.steps) if step.trains), self.steps[-1])
+            # To the nanosecond: steps that only rounding tells apart keep their order.
+            training = sorted((step for step in self.steps if step.trains), key=lambda step: round(step.makespan, 9))
+            return training[(len(training) - 1) // 2] if training else self.steps[-1]
         for step in self.steps:
             if step.number == number:
                 return step

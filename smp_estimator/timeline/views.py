@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,14 @@ _COMPUTED, _CALLS = 0, 1
 #: Idle fractions of more ranks are given as least and most.
 _LISTED_RANKS = 8
 
-_COLOURS = {"F": "#5b8fd9", "B": "#e8964a", "S": "#9b9b9b"}
+#: Lightness of a microbatch's colour, so that its forward and backward passes can be told apart.
+_LIGHTNESS = {"F": 0.62, "B": 0.40}
+_SATURATION = 0.55
+_STEP_FUNCTION = "#9b9b9b"
+
+#: Neighbouring microbatches get hues far apart, and no two the same: the golden ratio never repeats.
+_HUE_STEP = (5**0.5 - 1) / 2
+_FIRST_HUE = 0.58
 
 #: Lanes of more ranks would be thinner than their names.
 _MOST_RANKS = 128
@@ -135,36 +143,47 @@ def save_picture(step: Step, path: str | Path) -> Path:
     )
     axes.set_xlabel("milliseconds")
     axes.set_title(title(step), fontsize=10)
-    for kind, colour in _COLOURS.items():
-        axes.plot([], [], linewidth=6, color=colour, label=KIND_WORDS[kind])
+    for kind, word in KIND_WORDS.items():
+        axes.plot([], [], linewidth=6, color=colour_of(kind, 0), label=word)
+    axes.plot([], [], linestyle="", label="colour and number: microbatch")
     axes.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.35 / len(step.ranks) - 0.12), ncol=3, fontsize=8, frameon=False
+        loc="upper center", bbox_to_anchor=(0.5, -0.35 / len(step.ranks) - 0.12), ncol=4, fontsize=8, frameon=False
     )
     figure.savefig(target, bbox_inches="tight")
     return target
 
 
 def title(step: Step) -> str:
-    """``step 12: 311 ms, 23.1 % idle ((p − 1)/(m + p − 1) = 20.0 % for 2 stages, 4 microbatches)``."""
+    """``step 12: 310.8 ms, 23.1 % idle ((p − 1)/(m + p − 1) = 20.0 % for 2 stages, 4 microbatches)``."""
     return (
-        f"{step.title}: {step.makespan * 1e3:.3g} ms, {step.idle:.1%} idle ((p − 1)/(m + p − 1) = {step.expected_idle:.1%} "
+        f"{step.title}: {_milliseconds(step.makespan)} ms, {step.idle:.1%} idle ((p − 1)/(m + p − 1) = {step.expected_idle:.1%} "
         f"for {step.stages} stages, {step.microbatches} microbatches)"
     )
 
 
 def _draw_lane(axes: Any, lane: int, rank: RankStep, origin: float, width: float) -> None:
     """Draw one rank's blocks; ``width`` is the step's, in milliseconds."""
-    for kind, colour in _COLOURS.items():
-        bars = [((b.start - origin) * 1e3, (b.stop - b.start) * 1e3) for b in rank.blocks if b.kind == kind]
-        line = 0.4 if len(bars) < 200 else 0.0
-        axes.broken_barh(bars, (lane - _LANE / 2, _LANE), facecolors=colour, edgecolor="white", linewidth=line)
-    for begin, end, microbatch in _runs(rank, origin, width):
+    bars = [((b.start - origin) * 1e3, (b.stop - b.start) * 1e3) for b in rank.blocks]
+    colours = [colour_of(b.kind, b.microbatch) for b in rank.blocks]
+    line = 0.4 if len(bars) < 600 else 0.0
+    axes.broken_barh(bars, (lane - _LANE / 2, _LANE), facecolors=colours, edgecolor="white", linewidth=line)
+    for begin, end, (kind, microbatch) in _runs(rank, origin, width):
         if end - begin >= _WIDE_ENOUGH * width:
-            axes.text((begin + end) / 2, lane, str(microbatch), ha="center", va="center", fontsize=7, color="white")
+            ink = "black" if kind == "F" else "white"
+            axes.text((begin + end) / 2, lane, str(microbatch), ha="center", va="center", fontsize=7, color=ink)
 
 
-def _runs(rank: RankStep, origin: float, width: float) -> Iterator[tuple[float, float, int]]:
-    """Neighbouring blocks of one kind and microbatch as one: begin and end in milliseconds, and the microbatch."""
+def colour_of(kind: str, microbatch: int) -> str:
+    """A block's colour as ``#rrggbb``: the hue is its microbatch's, lighter forward than backward; grey is the step function's."""
+    if kind not in _LIGHTNESS:
+        return _STEP_FUNCTION
+    hue = (_FIRST_HUE + microbatch * _HUE_STEP) % 1.0
+    parts = colorsys.hls_to_rgb(hue, _LIGHTNESS[kind], _SATURATION)
+    return "#" + "".join(f"{round(part * 255):02x}" for part in parts)
+
+
+def _runs(rank: RankStep, origin: float, width: float) -> Iterator[tuple[float, float, tuple[str, int]]]:
+    """Neighbouring blocks of one kind and microbatch as one: begin and end in milliseconds, and these two."""
     begin, end, before = 0.0, 0.0, None
     for block in rank.blocks:
         left, right = (block.start - origin) * 1e3, (block.stop - origin) * 1e3
@@ -172,10 +191,10 @@ def _runs(rank: RankStep, origin: float, width: float) -> Iterator[tuple[float, 
             end = max(end, right)
             continue
         if before is not None:
-            yield begin, end, before[1]
+            yield begin, end, before
         begin, end, before = left, right, (block.kind, block.microbatch)
     if before is not None:
-        yield begin, end, before[1]
+        yield begin, end, before
 
 
 def chrome_trace(timeline: JobTimeline, only: Step | None = None) -> dict[str, Any]:

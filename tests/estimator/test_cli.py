@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -275,6 +276,8 @@ def test_run_hands_everything_on(fake: type[Fake], script: Path, tmp_path: Path)
         *("--processes", "2", "--hosts", "3", "--source-dir", str(script), "--output", str(tmp_path / "out")),
         *("--hyperparameter", "steps=300", "--hyperparameter", "rate=1e-3", "--hyperparameter", "name=a=b"),
         *("--channel", f"train={data}", "--parameters", '{"ddp": True, "microbatches": 2}'),
+        *("--env", "SMP_TIMELINE=3", "--env", "A=b=c", "--checkpoints", str(tmp_path / "kept")),
+        *("--", "--lr", "0.1", "--flag", "-x", "two words", "--processes"),
     ).output
     assert "file:///models/model.tar.gz" in said
     assert fake.made["entry_point"] == "train.py"
@@ -286,6 +289,30 @@ def test_run_hands_everything_on(fake: type[Fake], script: Path, tmp_path: Path)
     assert model == {"enabled": True, "parameters": {"ddp": True, "microbatches": 2}}
     assert fake.made["output_path"] == f"file://{tmp_path / 'out'}"
     assert fake.fitted == {"train": f"file://{data}"}
+    assert fake.made["checkpoint_s3_uri"] == f"file://{tmp_path / 'kept'}"
+    words = json.loads(fake.made["environment"].pop("SMP_SCRIPT_ARGUMENTS"))
+    assert words == ["--lr", "0.1", "--flag", "-x", "two words", "--processes"]
+    assert fake.made["environment"] == {"SMP_TIMELINE": "3", "A": "b=c"}
+
+
+def test_run_says_which_variables_of_the_shell_it_leaves_out(
+    fake: type[Fake], script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = str(script / "train.py")
+    monkeypatch.setenv("SMP_TIMELINE", "3")  # handed on
+    assert "not taken" not in call("run", train).output
+    monkeypatch.setenv("SMP_CHECKPOINT_DIR", "/somewhere")
+    monkeypatch.setenv("SMP_RANK", "3")
+    said = flat(call("run", train))
+    assert "since the launcher sets them: SMP_CHECKPOINT_DIR, SMP_RANK; --checkpoints DIR names the folder" in said
+    said = flat(call("run", train, "--checkpoints", str(script)))
+    assert "since the launcher sets it: SMP_RANK" in said
+    assert "SMP_CHECKPOINT_DIR" not in said
+
+
+def test_run_says_where_the_script_s_words_belong(fake: type[Fake], script: Path) -> None:
+    said = flat(call("run", str(script / "train.py"), "--lr", "0.1", code=2))
+    assert "run has no option --lr; if it is meant for the script, write it behind --: run SCRIPT -- --lr …" in said
 
 
 def test_run_reads_its_own_addresses(fake: type[Fake], script: Path, tmp_path: Path) -> None:
@@ -311,6 +338,8 @@ def test_run_shows_the_failure_and_fails(fake: type[Fake], script: Path) -> None
         (["--channel", "train"], "write --channel name=value"),
         (["--channel", "train=/no/such/folder"], "is no directory"),
         (["--hyperparameter", "=3"], "write --hyperparameter name=value"),
+        (["--env", "A"], "write --env name=value"),
+        (["--env", "SMP_CHECKPOINT_DIR=/x"], "sets SMP_CHECKPOINT_DIR in every rank itself: leave it out, and give"),
         (["--source-dir", "/usr"], "does not lie in --source-dir"),
     ],
 )
@@ -329,17 +358,23 @@ def test_run_runs(tmp_path: Path) -> None:
         "import argparse, os, pathlib\n"
         "parser = argparse.ArgumentParser()\n"
         "parser.add_argument('--steps', type=int)\n"
-        "steps = parser.parse_known_args()[0].steps\n"
+        "steps, rest = parser.parse_known_args()\n"
         "word = (pathlib.Path(os.environ['SM_CHANNEL_TRAIN']) / 'word.txt').read_text()\n"
-        "print('rank', os.environ['SMP_RANK'], 'of', os.environ['SMP_WORLD_SIZE'], word, steps)\n"
+        "print('rank', os.environ['SMP_RANK'], 'of', os.environ['SMP_WORLD_SIZE'], word, steps.steps, rest[-2:])\n"
+        "print('environment', os.environ['GIVEN'], os.environ['SMP_OF_THE_SHELL'])\n"
+        "pathlib.Path(os.environ['SMP_CHECKPOINT_DIR'], 'kept.txt').write_text('x')\n"
         "pathlib.Path(os.environ['SM_MODEL_DIR'], 'x.txt').write_text('x')\n"
     )
     command = [sys.executable, "-m", "smp_estimator.cli", "run", str(script), "--processes", "2"]
     command += ["--hyperparameter", "steps=7", "--channel", f"train={data}", "--output", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=tmp_path)
+    command += ["--env", "GIVEN=here", "--checkpoints", "checkpoints", "--", "--flag", "two words"]
+    shell = {**os.environ, "SMP_OF_THE_SHELL": "kept"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=tmp_path, env=shell)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in (0, 1):
-        assert f"rank {rank} of 2 hello 7" in done.stdout + done.stderr
+        assert f"rank {rank} of 2 hello 7 ['--flag', 'two words']" in done.stdout + done.stderr
+    assert done.stdout.count("environment here kept") == 2
+    assert (tmp_path / "checkpoints/kept.txt").exists()
     assert list((tmp_path / "out").rglob("model.tar.gz"))
 
 

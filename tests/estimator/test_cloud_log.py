@@ -11,7 +11,7 @@ import pytest
 from support.cloud import Cloud, boto_session, service, set_status
 from support.jobs import model_parallel
 
-from smp_config.records import ProgressRecord, format_progress
+from smp_config.records import ProgressRecord, UsageRecord, format_progress, format_usage
 from smp_estimator import SMPEstimator
 from smp_estimator.cloud.job import CloudLog
 
@@ -91,7 +91,8 @@ def test_to_completed(cloud: Cloud, script: Path, capsys: pytest.CaptureFixture[
 
     def end() -> None:
         set_status(_backends(), name, "Completed")
-        cloud.write(f"{name}/algo-10-1700000001", "late host", "late line")
+        used = [format_usage(UsageRecord(rank=rank, memory_bytes=(rank + 1) * 2**30)) for rank in (1, 0)]
+        cloud.write(f"{name}/algo-10-1700000001", "late host", "late line", *used)
 
     play(cloud, lambda: set_status(_backends(), name, "InProgress", "Starting"), training, more, end)
     job = job_of(cloud, script)
@@ -111,6 +112,8 @@ def test_to_completed(cloud: Cloud, script: Path, capsys: pytest.CaptureFixture[
     assert progress[0].startswith("step 1/4 | loss 4.0000 | samples/s 100.0")
     assert progress[-1].startswith("step 4/4 | loss 1.0000")
     assert "smp-progress" not in "\n".join(lines)
+    assert "smp-usage" not in "\n".join(lines)
+    assert "peak memory by rank: 1.00, 2.00 GiB (most: rank 1)" in lines
 
     job.logs()
     again = capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 
@@ -27,8 +28,26 @@ def test_estimator_never_loads_torch_or_the_runtime() -> None:
     loaded = _python(
         "import sys; from smp_estimator import SMPEstimator;"
         "print([m for m in ('torch', 'smp_runtime', 'smdistributed') if m in sys.modules])"
-    ).splitlines()[-1]
-    assert loaded == "[]"
+    )
+    assert loaded == "[]", "nor does it print anything"
+
+
+def test_what_the_sdk_says_of_its_defaults_is_kept_for_who_has_set_up_its_logging(monkeypatch) -> None:
+    from smp_estimator.sdk import without_absent_defaults
+
+    logger, level = logging.getLogger("sagemaker.config"), logging.INFO
+    monkeypatch.setattr(logger, "handlers", [])
+    absent, found = (
+        logging.LogRecord("sagemaker.config", level, "", 0, f"{what} from location: %s", ("/etc/x",), None)
+        for what in ("Not applying SDK defaults", "Fetched defaults config")
+    )
+    shown = []
+    for level_of_the_user in (logging.NOTSET, logging.INFO):
+        monkeypatch.setattr(logger, "level", level_of_the_user)
+        with without_absent_defaults():
+            shown.append([bool(logger.filter(record)) for record in (absent, found)])
+        assert logger.filter(absent)
+    assert shown == [[False, True], [True, True]]
 
 
 def test_import_loads_nothing_that_takes_long() -> None:

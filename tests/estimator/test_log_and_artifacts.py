@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_config.records import ProgressRecord, format_progress
+from smp_config.records import ProgressRecord, UsageRecord, format_progress, format_usage
 from smp_estimator.local import artifacts
 from smp_estimator.local.log import JobLog, LineSplitter
 
@@ -22,6 +22,8 @@ def test_followers_get_every_line_and_the_newest_record(tmp_path: Path) -> None:
     for step in range(200):
         log.write(f"line {step} äöü")
         log.write(format_progress(ProgressRecord(step=step)))
+    used = UsageRecord(rank=3, memory_bytes=2**20, cpu_cores=0.5)
+    log.write(format_usage(used), "algo-2")
     log.write("from a worker", "algo-2")
     log.close()
     reader.join(10)
@@ -29,7 +31,9 @@ def test_followers_get_every_line_and_the_newest_record(tmp_path: Path) -> None:
         "[algo-2] from a worker"
     ]
     assert [item for item in seen if isinstance(item, ProgressRecord)][-1].step == 199
+    assert [item for item in seen if isinstance(item, UsageRecord)] == [used]
     assert list(log.follow())[:1] == ["line 0 äöü"], "a late reader starts at the beginning"
+    assert list(log.follow())[-1] == used
     assert log.tail(1) == ["[algo-2] from a worker"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from smp_config.records import ProgressRecord, format_progress
+from smp_config.records import ProgressRecord, UsageRecord, format_progress, format_usage
 from smp_estimator import progress
 
 
@@ -124,3 +124,40 @@ def test_timeout_ends_the_display() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00:00"), (61.4, "0:01:01"), (3723, "1:02:03")])
 def test_clock(seconds: float, text: str) -> None:
     assert progress.clock(seconds) == text
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("memory", "cores", "said"),
+    [
+        ([0.5], [0.9], "peak memory: 0.50 GiB; CPU: 0.90 cores"),
+        ([0.5], [None], "peak memory: 0.50 GiB"),
+        (
+            [0.5, 0.75, 0.25],
+            [1.0, 0.9, 0.5],
+            "peak memory by rank: 0.50, 0.75, 0.25 GiB (most: rank 1); CPU: 0.80 cores per rank (least: rank 2, 0.50)",
+        ),
+        (
+            [*range(8), 1.0],
+            [1.0] * 9,
+            "peak memory: 7.00 GiB on rank 7, the most of 9 ranks (least: rank 0, 0.00 GiB); CPU: 1.00 cores per rank (least: "
+            "rank 0, 1.00)",
+        ),
+    ],
+)
+def test_what_the_ranks_used_is_the_last_thing_of_the_log(
+    memory: list[float], cores: list[float | None], said: str
+) -> None:
+    out = io.StringIO()
+    used = [
+        UsageRecord(rank=rank, memory_bytes=int(m * GIB), cpu_cores=c)
+        for rank, (m, c) in enumerate(zip(memory, cores, strict=True))
+    ]
+    progress.show([record(9), *map(format_usage, reversed(used)), "last"], view=progress.PlainView(out))
+    assert out.getvalue().splitlines()[1:] == ["last", said]
+
+
+def test_a_rank_that_tells_alone_is_named() -> None:
+    assert progress.usage_line({3: UsageRecord(rank=3, memory_bytes=GIB)}) == "peak memory of rank 3: 1.00 GiB"

@@ -16,15 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cloud import Cloud, service
+from support.cloud import IMAGE, Cloud, service
 from support.jobs import model_parallel
 
 from smp_config import ConfigError
 from smp_config.version import __version__
-from smp_estimator import SMPEstimator
+from smp_estimator import SMPEstimator, SMPHuggingFace
 from smp_estimator.cloud import entry, images, source
 
 WHEEL = f"smp_estimator-{__version__}-py3-none-any.whl"
+
+DATA_PARALLEL = {"smdistributed": {"dataparallel": {"enabled": True}}}
+
+STOCK = "763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch-training:%s-gpu-py312"
 
 #: Prints what it got; stands for a training script.
 SCRIPT = """
@@ -145,6 +149,7 @@ def test_requirements_leave_the_image_s_packages_alone() -> None:
 
 def test_both_sides_have_one_floor() -> None:
     assert entry._TORCH_FLOOR == images.TORCH_FLOOR
+    assert entry._DATA_PARALLEL_FLOOR == images.DATA_PARALLEL_FLOOR
 
 
 @pytest.fixture
@@ -290,7 +295,7 @@ def test_attach_and_train_again(cloud: Cloud, script: Path) -> None:
 
 
 def test_when_the_runtime_stays_at_home(cloud: Cloud, script: Path) -> None:
-    stock = "763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch-training:2.6.0-gpu-py312"
+    stock = STOCK % "2.6.0"
     smp = {"distribution": model_parallel(8, ddp=True)}
 
     def program(**given: Any) -> str:
@@ -336,12 +341,30 @@ if smp.rank() == 0:
 """
 
 
-@pytest.mark.job
-def test_ranks_as_the_platform_s_toolkit_starts_them(cloud: Cloud, script: Path, tmp_path: Path) -> None:
+#: A script of the data parallel library: no import of this project, the image's PyTorch finds the backend.
+DATA_PARALLEL_STEP = """
+import json, os, sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("smddp")
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+model(torch.full((3, 4), float(dist.get_rank()))).sum().backward()
+everyone = [None] * dist.get_world_size()
+import smdistributed.dataparallel.torch.distributed as older
+names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE SMDATAPARALLEL_LOCAL_RANK MASTER_ADDR SMP_HOST".split()
+dist.all_gather_object(everyone, [
+    dist.get_rank(), older.get_local_rank(), older.__file__, sys.argv[1:], dist.get_backend(),
+    float(model.module.weight.grad[0, 0]), [os.environ[name] for name in names],
+])
+if dist.get_rank() == 0:
+    print("found " + json.dumps(everyone), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def ran_as_by_the_toolkit(code: Path, tmp_path: Path, words: list[str], **environment: str) -> list[Any]:
     """``mpirun … python -m mpi4py <program> <arguments>`` in the unpacked source, the image's own library in the way."""
-    (script / "train.py").write_text(STEP)
-    cloud.estimator(script, image_uri=None, distribution=model_parallel(2, ddp=True)).fit(wait=False)
-    code = unpacked(cloud, cloud.requests[-1], tmp_path / "code")
     foreign = tmp_path / "image" / "smdistributed"
     foreign.mkdir(parents=True)
     (foreign / "__init__.py").write_text("raise RuntimeError('the image has another one')")
@@ -352,14 +375,12 @@ def test_ranks_as_the_platform_s_toolkit_starts_them(cloud: Cloud, script: Path,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(foreign.parent),
         "TMPDIR": str(tmp_path),
-        "SM_FRAMEWORK_PARAMS": json.dumps({"sagemaker_smp_program": "train.py", "sagemaker_mpi_enabled": True}),
-        "SM_HP_MP_PARAMETERS": json.dumps(cloud.carried()["mp_parameters"]),
-        "SM_HPS": "{}",
+        **environment,
     }
     mpirun = str(Path(sys.executable).with_name("mpirun"))
     options = ["--oversubscribe", "--bind-to", "none", "-np", "2"]
     done = subprocess.run(
-        [mpirun, *options, sys.executable, "-m", "mpi4py", "smp_entry.py", "--mp_parameters", "ddp=True"],
+        [mpirun, *options, sys.executable, "-m", "mpi4py", "smp_entry.py", *words],
         cwd=code,
         env=environment,
         capture_output=True,
@@ -369,6 +390,107 @@ def test_ranks_as_the_platform_s_toolkit_starts_them(cloud: Cloud, script: Path,
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("is not used: the job brought its own") == 1
     line = next(line for line in done.stdout.splitlines() if line.startswith("found "))
-    found = json.loads(line.removeprefix("found "))
+    return list(json.loads(line.removeprefix("found ")))
+
+
+@pytest.mark.job
+def test_ranks_as_the_platform_s_toolkit_starts_them(cloud: Cloud, script: Path, tmp_path: Path) -> None:
+    (script / "train.py").write_text(STEP)
+    cloud.estimator(script, image_uri=None, distribution=model_parallel(2, ddp=True)).fit(wait=False)
+    found = ran_as_by_the_toolkit(
+        unpacked(cloud, cloud.requests[-1], tmp_path / "code"),
+        tmp_path,
+        ["--mp_parameters", "ddp=True"],
+        SM_FRAMEWORK_PARAMS=json.dumps({"sagemaker_smp_program": "train.py", "sagemaker_mpi_enabled": True}),
+        SM_HP_MP_PARAMETERS=json.dumps(cloud.carried()["mp_parameters"]),
+        SM_HPS="{}",
+    )
     assert [rank[:2] for rank in found] == [[0, 0], [1, 1]]
     assert all("/smp-site-" in rank[2] and rank[3] == ["--mp_parameters", "ddp=True"] for rank in found)
+
+
+@pytest.mark.job
+def test_ranks_of_a_data_parallel_job_in_a_stock_image(cloud: Cloud, script: Path, tmp_path: Path) -> None:
+    (script / "train.py").write_text(DATA_PARALLEL_STEP)
+    cloud.estimator(script, image_uri=None, distribution=DATA_PARALLEL).fit(wait=False)
+    carried = cloud.carried()
+    found = ran_as_by_the_toolkit(
+        unpacked(cloud, cloud.requests[-1], tmp_path / "code"),
+        tmp_path,
+        ["--epochs", "3"],
+        SM_FRAMEWORK_PARAMS=json.dumps(
+            {name: value for name, value in carried.items() if name.startswith("sagemaker_")}
+        ),
+        MASTER_ADDR="127.0.0.1",
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    for rank, (number, local, older, words, backend, gradient, variables) in enumerate(found):
+        assert (number, local, words, backend) == (rank, rank, ["--epochs", "3"], "smddp")
+        assert "/smp-site-" in older
+        assert gradient == 1.5, "3 rows of ones and of zeros, averaged"
+        assert variables[:6] == [str(rank), "2", str(rank), "2", str(rank), "127.0.0.1"]
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "image", "ships"),
+    [
+        ({}, "pytorch-training:2.8.0-gpu", True),
+        ({"framework_version": "2.6"}, "pytorch-training:2.6-gpu", True),
+        ({"image_uri": STOCK % "2.7.1"}, "pytorch-training:2.7.1-gpu", True),
+        ({"framework_version": "2.0.1", "py_version": "py310"}, "pytorch-training:2.0.1-gpu", False),
+        ({"image_uri": STOCK % "2.2.0"}, "pytorch-training:2.2.0-gpu", False),
+        ({"image_uri": IMAGE}, "smp:1", False),
+        ({"image_uri": IMAGE, "ship_runtime": True}, "smp:1", True),
+    ],
+)
+def test_the_runtime_of_a_data_parallel_job(
+    cloud: Cloud, script: Path, given: dict[str, Any], image: str, ships: bool
+) -> None:
+    """It travels where the image has none: not into old images, which have the library of their time."""
+    cloud.estimator(script, **{"image_uri": None, **given}, distribution=DATA_PARALLEL).fit(wait=False)
+    assert image in cloud.requests[-1]["AlgorithmSpecification"]["TrainingImage"]
+    carried = cloud.carried()
+    assert carried["sagemaker_program"] == ("smp_entry.py" if ships else "train.py")
+    assert carried["sagemaker_distributed_dataparallel_enabled"] is True
+    # By mpirun: the launcher's other way needs a program of the image's library. It counts the GPUs itself.
+    assert carried.get("sagemaker_mpi_enabled") is (True if ships else None)
+    assert "sagemaker_mpi_num_of_processes_per_host" not in carried
+
+
+def test_a_data_parallel_job_is_sent_and_attached_to(cloud: Cloud, script: Path) -> None:
+    options = {"enabled": True, "custom_mpi_options": "-verbose -x NCCL_DEBUG=INFO"}
+    job = cloud.estimator(
+        script,
+        image_uri=None,
+        distribution={"smdistributed": {"dataparallel": options}},
+        environment={"SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "16384"},
+    )
+    job.fit(wait=False)
+    first = cloud.carried()
+    assert first["sagemaker_mpi_custom_mpi_options"] == (
+        "-x FI_PROVIDER=efa -x NCCL_PROTO=simple -x FI_EFA_USE_DEVICE_RDMA=1 -x SMDDP_AG_SORT_BUFFER_SIZE_BYTES=16384 "
+        "-verbose -x NCCL_DEBUG=INFO"
+    )
+    attached = SMPEstimator.attach(job.latest_training_job.name, sagemaker_session=cloud.session)
+    assert attached.entry_point == "train.py"
+    assert attached.distribution["smdistributed"] == {"dataparallel": options}
+    attached.fit(wait=False)
+    again = cloud.carried()
+    for name in first.keys() - {"sagemaker_job_name"}:
+        assert again[name] == first[name], name
+
+
+def test_a_stock_image_that_is_too_old_for_the_backend(cloud: Cloud, script: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"framework_version is 2\.5, but the backend smddp needs PyTorch 2\.6 or newer.*'2\.6"
+    ):
+        cloud.estimator(script, image_uri=None, framework_version="2.5", distribution=DATA_PARALLEL)
+
+
+def test_a_data_parallel_job_of_hugging_face(cloud: Cloud, script: Path) -> None:
+    given = cloud.arguments(script, image_uri=None, distribution=DATA_PARALLEL)
+    SMPHuggingFace(**given).fit(wait=False)
+    assert "huggingface-pytorch-training:2." in cloud.requests[-1]["AlgorithmSpecification"]["TrainingImage"]
+    carried = cloud.carried()
+    assert (carried["sagemaker_program"], carried["sagemaker_mpi_enabled"]) == ("smp_entry.py", True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import json
 import tarfile
 from pathlib import Path
@@ -15,7 +16,7 @@ from smp_config import ConfigError
 from smp_config.timeline import RankTimeline, StepTimeline, parse_timeline, steps_to_keep
 from smp_estimator.cli.main import main
 from smp_estimator.timeline import JobTimeline, read_timeline
-from smp_estimator.timeline.views import chrome_trace
+from smp_estimator.timeline.views import chrome_trace, colour_of, rank_table, title
 
 MS = 1e-3
 
@@ -143,22 +144,48 @@ def test_it_prints_tables_and_writes_trace_and_picture(job: Path, tmp_path: Path
     trace, picture = tmp_path / "trace.json", tmp_path / "step.png"
     said = call(job, "--trace", trace, "--picture", picture)
     assert "3 steps of job-1" in said
-    assert "step 7: 42.9% idle; (p − 1)/(m + p − 1) = 42.9% for 4 equal stages and 4 microbatches" in said
-    assert said.count("140.0") == 4  # a row per step, and the title of the newest
+    assert "step 6: 42.9% idle; (p − 1)/(m + p − 1) = 42.9% for 4 equal stages and 4 microbatches" in said
+    assert "step 6 is the median of 3 training steps; the newest is step 7: --step 7" in said
+    assert said.count("140.0") == 4  # a row per step, and the title of the one in the middle
     assert said.count("57.1%") == 4  # busy, a row per rank
     assert "warning" not in said
     assert picture.read_bytes().startswith(b"\x89PNG")
     from matplotlib.image import imread
 
     pixels = imread(picture)[..., :3]
-    for colour in ((0x5B, 0x8F, 0xD9), (0xE8, 0x96, 0x4A)):  # forward and backward take their share of the picture
-        near = (abs(pixels * 255 - colour).max(axis=-1) < 3).mean()
-        assert near > 0.05, (colour, near)
+    shares = {}
+    for kind, microbatch in itertools.product("FB", range(4)):  # each block takes its share of the picture
+        colour = [int(colour_of(kind, microbatch)[at : at + 2], 16) for at in (1, 3, 5)]
+        shares[kind, microbatch] = float((abs(pixels * 255 - colour).max(axis=-1) < 3).mean())
+    assert min(shares.values()) > 0.01, shares
+    assert len({colour_of(kind, number) for kind in "FB" for number in range(64)}) == 128
     assert {event["args"]["step"] for event in json.loads(trace.read_text())["traceEvents"] if "cname" in event} == {
         5,
         6,
         7,
     }
+
+
+@pytest.mark.parametrize(
+    ("makespans", "shown"), [([0.2, 9.0, 0.3], 3), ([0.3, 0.2, 9.0], 1), ([0.3, 0.2, 9.0, 8.0], 1), ([0.5], 1)]
+)
+def test_the_step_of_median_makespan_is_the_one_that_is_shown(makespans: list[float], shown: int) -> None:
+    """Neither the newest nor a step in which something else held the job up."""
+    steps = [
+        StepTimeline(number=n, start=0, stop=10, actions=[(0, "F", 0, 0, 0, 0.1), (0, "B", 0, 0, 0.1, length)])
+        for n, length in enumerate(makespans, 1)
+    ]
+    timeline = JobTimeline.of([("a", RankTimeline(job="j", rank=0, stage=0, names=["n"], paths=["p"], steps=steps))])
+    assert timeline.step().number == shown
+
+
+def test_title_and_table_agree() -> None:
+    action = StepTimeline(number=3, start=0, stop=2, actions=[(0, "B", 0, 0, 0.0, 1.29876)])
+    step = JobTimeline.of(
+        [("a", RankTimeline(job="j", rank=0, stage=0, names=["n"], paths=["p"], steps=[action]))]
+    ).step()
+    assert title(step).startswith("step 3: 1298.8 ms, ")
+    assert rank_table(step).title == "step 3, 1298.8 ms"
 
 
 def test_one_step(job: Path, tmp_path: Path) -> None:

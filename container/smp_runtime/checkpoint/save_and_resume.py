@@ -127,7 +127,8 @@ def resume_from_checkpoint(
     """Load a checkpoint into the wrapped model and optimizer; every rank calls it, also before the first step.
 
     The degrees, the number of processes and the precision may be others than when it was saved. Every file is checked
-    against its checksum, and names and shapes against the model, before anything is loaded.
+    against its checksum, and names and shapes against the model, before anything is loaded. With the optimizer's state
+    the progress display goes on from the step at which a partial checkpoint was saved.
 
     Args:
         path: folder of checkpoints.
@@ -189,6 +190,8 @@ def resume_from_checkpoint(
         random_state = plan.reader.content(random_file(session.ranks.rank))
         plan.load()
         restore_random_state(session, random_state, plan.same_topology)
+    if load_optimizer and plan.manifest.steps:  # else the weights begin a training of their own
+        session.progress.set_position(plan.manifest.steps)
     return content
 
 

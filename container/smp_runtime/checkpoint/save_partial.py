@@ -73,6 +73,7 @@ class Described:
     optimizer: OptimizerRecord | None
     translations: list[str]
     order: list[str]
+    steps: int
 
 
 class Saver:
@@ -314,6 +315,7 @@ def describe(session: Session, tag: str, model: DistributedModel, optimizer: Dis
         optimizer_record(optimizer, entries) if optimizer is not None else None,
         translation_names(session.module_manager.translate_functions),
         list(model.module.state_dict(keep_vars=True)),
+        session.progress.step,
     )
 
 
@@ -332,6 +334,7 @@ def merge(described: Described, reports: list[Report], save: str) -> Manifest:
         optimizer=described.optimizer,
         translations=described.translations,
         save=save,
+        steps=described.steps,
     )
     for report in reports:
         for name, record in report.files.items():

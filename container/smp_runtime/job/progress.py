@@ -1,16 +1,21 @@
-"""How far the training is: one structured line a second from rank 0, read by ``fit()`` wherever the job runs."""
+"""How far the training is: one structured line a second from rank 0, read by ``fit()`` wherever the job runs.
+
+At the end rank 0 prints a last one, and every rank what it has used.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from smp_config.records import ProgressRecord, format_progress
+from smp_config.records import ProgressRecord, UsageRecord, format_progress, format_usage
 from smp_runtime.comm.devices import peak_memory_bytes
 
 #: Hyperparameters by which scripts commonly name the number of optimizer steps.
@@ -29,13 +34,25 @@ class ProgressReporter:
         enabled: False makes every method do nothing (all ranks but one).
         total_steps: optimizer steps of the whole job, None when unknown.
         device: whose memory is reported.
+        rank: whose usage is told at the end; None tells nothing.
     """
 
-    def __init__(self, *, enabled: bool, total_steps: int | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        enabled: bool,
+        total_steps: int | None = None,
+        device: torch.device | None = None,
+        rank: int | None = None,
+    ) -> None:
         self.enabled = enabled
         self.total_steps = total_steps
         self.step = 0
         self._device = device or torch.device("cpu")
+        self._rank = rank
+        self._joined = time.monotonic(), _processor_seconds()
+        self._printed_step = 0
+        self._stepped_at = 0.0
         self._losses: list[torch.Tensor] = []
         self._eval_loss: float | None = None
         self._pending_samples = 0
@@ -46,28 +63,21 @@ class ProgressReporter:
 
     @classmethod
     def from_environment(
-        cls, *, enabled: bool, device: torch.device, environ: Mapping[str, str] | None = None
+        cls, *, enabled: bool, device: torch.device, environ: Mapping[str, str] | None = None, rank: int = 0
     ) -> ProgressReporter:
-        """A reporter that takes the number of steps from the job's hyperparameters, where they name it."""
+        """A reporter that takes the number of steps from the hyperparameters or the command line, where they name it."""
         environ = os.environ if environ is None else environ
-        total = None
         try:
             hyperparameters = json.loads(environ.get("SM_HPS", "{}"))
         except json.JSONDecodeError:
             hyperparameters = {}
-        for name in TOTAL_STEPS_NAMES:
-            try:
-                found = int(hyperparameters[name])
-            except (KeyError, TypeError, ValueError):
-                continue
-            if found > 0:  # -1 often means "until the data ends"
-                total = found
-                break
-        return cls(enabled=enabled and "SM_HPS" in environ, total_steps=total, device=device)
+        total = _total_steps(hyperparameters) or _total_steps(_named(sys.argv[1:]))
+        in_job = "SM_HPS" in environ
+        return cls(enabled=enabled and in_job, total_steps=total, device=device, rank=rank if in_job else None)
 
     def set_position(self, step: int, total_steps: int | None = None) -> None:
-        """Tell where a resumed job stands, and how long it will be."""
-        self.step = step
+        """Tell where a resumed job stands, and how long it will be; ``resume_from_checkpoint`` does the former."""
+        self.step = self._printed_step = step
         self.total_steps = self.total_steps if total_steps is None else total_steps
 
     def step_begins(self) -> None:
@@ -97,17 +107,39 @@ class ProgressReporter:
             return
         self._samples += self._pending_samples
         self._pending_samples = 0
-        now = time.monotonic()
+        self._stepped_at = now = time.monotonic()
         last = self.total_steps is not None and self.step == self.total_steps
         if now - self._printed_at >= _SECONDS_BETWEEN_LINES or last:
             self._print(now)
+
+    def close(self, *, failed: bool = False) -> None:
+        """The rank leaves the job: print the last step, unless that was done, and what the rank has used.
+
+        Args:
+            failed: an error ends the process; then no loss is read, which could wait for a device that does not answer.
+        """
+        with contextlib.suppress(Exception):  # nothing that is only shown may keep a rank from leaving
+            if failed:
+                self._losses = []
+            if self.enabled and self.step != self._printed_step:
+                self._print(self._stepped_at)
+            if self._rank is not None:
+                self._print_line(format_usage(self._usage(self._rank)))
+        self.enabled, self._rank = False, None
+
+    def _usage(self, rank: int) -> UsageRecord:
+        since, before = self._joined
+        elapsed = time.monotonic() - since
+        cores = (_processor_seconds() - before) / elapsed if elapsed > 0 else None
+        return UsageRecord(rank=rank, memory_bytes=peak_memory_bytes(self._device), cpu_cores=cores)
 
     def _print(self, now: float) -> None:
         samples_before, then = self._window
         rate = (self._samples - samples_before) / (now - then) if self._started is not None and now > then else None
         record = ProgressRecord(
             step=self.step,
-            total_steps=self.total_steps,
+            # What a script goes beyond was not the number of its steps.
+            total_steps=None if self.total_steps is not None and self.step > self.total_steps else self.total_steps,
             loss=float(torch.stack([loss.float() for loss in self._losses]).mean()) if self._losses else None,
             eval_loss=self._eval_loss,
             samples_per_second=rate or None,
@@ -115,6 +147,37 @@ class ProgressReporter:
             memory_bytes=peak_memory_bytes(self._device),
         )
         self._window = (self._samples, now)
-        self._printed_at = now
-        sys.stdout.write(format_progress(record) + "\n")
+        self._printed_at, self._printed_step = now, self.step
+        self._print_line(format_progress(record))
+
+    @staticmethod
+    def _print_line(line: str) -> None:
+        sys.stdout.write(line + "\n")
         sys.stdout.flush()
+
+
+def _total_steps(named: Mapping[str, object]) -> int | None:
+    for name in TOTAL_STEPS_NAMES:
+        try:
+            found = int(named[name])  # type: ignore[call-overload]  # what is no number raises
+        except (KeyError, TypeError, ValueError):
+            continue
+        if found > 0:  # -1 often means "until the data ends"
+            return int(found)
+    return None
+
+
+def _named(words: Sequence[str]) -> dict[str, object]:
+    """The values of ``--name value`` and ``--name=value`` on a command line, hyphens in names as underscores."""
+    found: dict[str, object] = {}
+    for word, following in zip(words, [*words, ""][1:], strict=True):
+        name, sign, value = word.partition("=")
+        if name.startswith("--"):
+            found[name[2:].replace("-", "_")] = value if sign else following
+    return found
+
+
+def _processor_seconds() -> float:
+    """Of this process with all its threads, and of its children that have ended."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in used)

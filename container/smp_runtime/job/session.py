@@ -67,7 +67,9 @@ class Session:
         if self.ranks.rank == 0 and warning is not None:
             logger.warning(warning)
         self.messages = Messages(control, self.ranks.topology)
-        self.progress = ProgressReporter.from_environment(enabled=control.rank == 0, device=self.ranks.device)
+        self.progress = ProgressReporter.from_environment(
+            enabled=control.rank == 0, device=self.ranks.device, rank=control.rank
+        )
         self.module_manager = self.ranks.keep(ModuleManager, ModuleManager)
         self.has_failed = False
         self.at_close: list[Callable[[], None]] = []
@@ -123,6 +125,7 @@ class Session:
 
     def close(self) -> None:
         """Leave the job: process groups and the control plane are released."""
+        self.progress.close(failed=self.has_failed)
         failure: Exception | None = None
         for finish in self.at_close:
             try:

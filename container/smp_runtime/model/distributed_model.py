@@ -22,6 +22,7 @@ from smp_runtime.model import recipe
 from smp_runtime.model.backward import Backward
 from smp_runtime.model.gradient_window import GradientWindow
 from smp_runtime.model.local_part import LocalPart, Placed
+from smp_runtime.model.placement_report import describe_placement
 from smp_runtime.model.replicas import Replicas
 from smp_runtime.model.stages import Stages, TracingOptions
 from smp_runtime.model.state_dict import PARTIAL_KEY, ModelState, TensorShape
@@ -133,6 +134,9 @@ class DistributedModel(WrappedModule):
 
     def _place(self) -> None:
         recipe.place(self._ranks, self._stages, self._replicas, self._window, self._backward, self._placed)
+        if self._ranks.rank_in(Group.DP) == 0:  # the first of each stage
+            for text in describe_placement(self._part, self._placed.shards, self._ranks):
+                logger.info("%s", text)
         self._window.install_hook()
 
     # -- what it is made of ----------------------------------------------------------------------------------------

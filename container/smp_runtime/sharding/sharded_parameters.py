@@ -21,13 +21,8 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.parameters.deferred_creation import Deferrals, StandIn, materialize, stand_ins
 from smp_runtime.sharding.all_gather import make_gathering
 from smp_runtime.sharding.flat_shards import FlatShards
-<<<<<<< HEAD
 from smp_runtime.sharding.flat_unit import ShardedUnit, mark_parameter
-from smp_runtime.sharding.live_parameters import LiveParameters
-=======
-from smp_runtime.sharding.flat_unit import ShardedUnit
 from smp_runtime.sharding.live_parameters import LiveParameters, warn_of_large_units
->>>>>>> w19-sharding
 from smp_runtime.sharding.module_hooks import ModuleUses
 from smp_runtime.sharding.sharded_gradients import ShardedGradients
 from smp_runtime.sharding.unit_plan import ShardingOptions, is_sharded, plan_units

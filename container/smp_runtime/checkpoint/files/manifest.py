@@ -139,6 +139,7 @@ class Manifest:
         translations: Hugging Face models that were distributed, by their name in ``smp.nn.huggingface``: their
             parameters have the names of the distributed modules.
         save: the same on every host, and other for every save: tells apart what was saved under one tag.
+        steps: optimizer steps that the training had made; 0 where nobody counted.
     """
 
     tag: str
@@ -153,6 +154,7 @@ class Manifest:
     optimizer: OptimizerRecord | None = None
     translations: list[str] = field(default_factory=list)
     save: str = ""
+    steps: int = 0
 
     # -- JSON ------------------------------------------------------------------------------------------------------
 
@@ -161,6 +163,7 @@ class Manifest:
         data = {
             "format": FORMAT,
             "save": self.save,
+            "steps": self.steps,
             **{key: getattr(self, key) for key in ("tag", "saved", "library", "topology", "precision", "translations")},
             "files": {name: asdict(record) for name, record in self.files.items()},
             "parameters": {name: asdict(record) for name, record in self.parameters.items()},
@@ -200,6 +203,7 @@ class Manifest:
                     for file, keys in data["pieces"].items()
                 },
                 save=str(data.get("save", "")),
+                steps=int(data.get("steps", 0)),
             )
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise ValueError(f"it lacks what a manifest has ({error!r})") from error

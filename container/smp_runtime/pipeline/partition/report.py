@@ -33,7 +33,7 @@ def describe(trace: Trace, assignment: Assignment, settings: CostSettings | None
         for paths, reason in _few(together_with_reasons(trace))
     ]
     return "\n".join(
-        ["Partition assignments:", *_table(rows), *together, *_summary(costs, model.settings.memory_weight)]
+        ["Partition assignments:", *table(rows), *together, *_summary(costs, model.settings.memory_weight)]
     )
 
 
@@ -107,10 +107,10 @@ def _summary(costs: Sequence[StageCost], memory_weight: float) -> list[str]:
         shares = (f"{cost.memory:.1%}", f"{cost.work:.1%}", f"{cost.traffic:.1%}", f"{cost.cost:.1%}")
         rows.append((str(stage), f"{cost.elements:,}", *shares))
     how = f"  cost = {memory_weight:g} × memory + {1 - memory_weight:g} × work + traffic, which comes on top of the 100% above"
-    return [*_table(rows), how, f"  predicted balance (greatest ÷ mean cost of a stage): {balance(costs):.2f}"]
+    return [*table(rows), how, f"  predicted balance (greatest ÷ mean cost of a stage): {balance(costs):.2f}"]
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Columns below each other; those with figures to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
