@@ -68,6 +68,10 @@ class StepFunction:
 
     def _call(self, bound: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
         session = sessions.current()
+        with session.ranks.control.doing(f"the step {self._name}"):
+            return self._step(session, bound, *args, **kwargs)
+
+    def _step(self, session: Session, bound: tuple[Any, ...], /, *args: Any, **kwargs: Any) -> Any:
         if session.ranks.step.microbatch is not None:
             raise SMPUserError(
                 f"the step {self._function.__name__!r} was called inside another step; call it outside, or take the "
