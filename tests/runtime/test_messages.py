@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import pytest
@@ -110,6 +111,7 @@ def _ends(call, folder):
 
     train(torch.ones(2, 2))
     optimizer.step()
+    sys.modules["__main__"].kept = model if call == "step" else None  # as a script does
     if smp.rank() != 0:
         session.current().has_failed = call == "failure"
         return None
