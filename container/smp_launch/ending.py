@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import errno
 import fcntl
 import gc
+import hashlib
 import io
 import os
+import re
 import signal
+import socket
 import sys
 import termios
 import threading
@@ -28,6 +33,9 @@ _LAST_RESORT_SECONDS = EXIT_SECONDS + 1.0
 #: Seconds for mpirun to read a failing rank's last words, and then to pass them on.
 _READ_PATIENCE = 1.0
 _PASS_ON_SECONDS = 0.1
+
+#: Before each line of a traceback that PyTorch's hook prints.
+_MARK = re.compile(r"^\[rank\d+\]: ?")
 
 #: Of a failing script's message, in the failure line; the log has it whole.
 _MESSAGE_BYTES = 1600
@@ -53,15 +61,54 @@ def tell(rank: int, host: str, error: BaseException, name: str | None = None) ->
         traceback.print_exc()
 
 
-def show(error: BaseException) -> None:
-    """Print the traceback as the interpreter would: through the script's hook, and itself where the hook fails."""
+def show(error: BaseException, rank: int = 0) -> None:
+    """Print the traceback as the interpreter would: through the script's hook, and itself where the hook fails.
+
+    Of several ranks of a machine that fail with the same error, only the first prints it; the others print a line.
+    """
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    first = _first_to_tell(text)
+    said = io.StringIO()
     try:
-        sys.excepthook(type(error), error, error.__traceback__)
+        with contextlib.nullcontext() if first else contextlib.redirect_stderr(said):
+            sys.excepthook(type(error), error, error.__traceback__)
     except BaseException as second:
         print("Error in sys.excepthook:", file=sys.stderr)
         traceback.print_exception(type(second), second, second.__traceback__)
         print("\nOriginal exception was:", file=sys.stderr)
-        traceback.print_exception(type(error), error, error.__traceback__)
+        print(text, end="", file=sys.stderr)
+        return
+    if not first:
+        print(
+            "\n".join(_but_told(said.getvalue(), text, f"rank {rank}: the same {type(error).__name__}")),
+            file=sys.stderr,
+        )
+
+
+def _but_told(said: str, text: str, instead: str) -> list[str]:
+    """The lines of ``said`` with ``instead`` in the place of the traceback ``text``, if they begin with it."""
+    lines, told = said.splitlines(), text.splitlines()
+    # PyTorch's hook marks lines with the rank. The last line may hold a suggestion of the interpreter's.
+    plain = [_MARK.sub("", line) for line in lines[: len(told) - 1]]
+    return [instead, *filter(None, lines[len(told) :])] if plain == told[:-1] else lines
+
+
+#: Held while this process lives: no other rank of this machine tells the same error.
+_told: list[socket.socket] = []
+
+
+def _first_to_tell(text: str) -> bool:
+    """Whether no other process of this machine's part of the job has told this before."""
+    # A name that only one process can have, and that leaves no file; ranks of one job and machine have one parent.
+    mark = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0smp-{os.getppid()}-{mark}")
+    except OSError as error:
+        claim.close()
+        return error.errno != errno.EADDRINUSE  # where there are no such names, everybody tells
+    _told.append(claim)
+    return True
 
 
 def abort(code: int, failed: BaseException) -> NoReturn:

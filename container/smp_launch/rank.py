@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         _strip_own_frames(error)
         # Before the script's hook sees it, which may abort the job.
         ending.tell(rank, host, error)
-        ending.show(error)
+        ending.show(error, rank)
     else:
         return 0
     code = code if 0 < code < 256 else 1
