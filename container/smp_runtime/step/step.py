@@ -60,11 +60,25 @@ class StepFunction:
 
     def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
         # A step may be a method: its instance is an argument that is never split.
-        return self if instance is None else functools.partial(self._call, (instance,))
+        return self if instance is None else functools.partial(self._call_of, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run every microbatch; see :func:`step` for what is split and returned."""
         return self._call((), *args, **kwargs)
+
+    def _call_of(self, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return self._call((instance,) if self._takes(instance, args, kwargs) else (), *args, **kwargs)
+
+    def _takes(self, instance: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the function is a method; a plain one may stand in a class body, too, and be called on an instance."""
+        first = next(iter(self._signature.parameters.values()), None)
+        if first is not None and (first.name == "self" or first.kind is inspect.Parameter.VAR_POSITIONAL):
+            return True
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError:  # with the instance it fits, or is told as Python would
+            return True
+        return False
 
     def _call(self, bound: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
         session = sessions.current()
