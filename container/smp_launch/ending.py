@@ -64,10 +64,14 @@ def tell(rank: int, host: str, error: BaseException, name: str | None = None) ->
 def show(error: BaseException, rank: int = 0) -> None:
     """Print the traceback as the interpreter would: through the script's hook, and itself where the hook fails.
 
-    Of several ranks of a machine that fail with the same error, only the first prints it; the others print a line.
+    Of several ranks of a machine that fail with the same error, or because of it, only the first prints it, the others a line.
     """
+    told = getattr(error, "failure", None)
+    if isinstance(told, FailureRecord):  # which is in the message, and would be printed again as the cause
+        error.__cause__, error.__suppress_context__ = None, True
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    first = _first_to_tell(text)
+    record = FailureRecord.of(rank, "", error, text)
+    first = _first_to_tell(record)
     said = io.StringIO()
     try:
         with contextlib.nullcontext() if first else contextlib.redirect_stderr(said):
@@ -76,13 +80,12 @@ def show(error: BaseException, rank: int = 0) -> None:
         print("Error in sys.excepthook:", file=sys.stderr)
         traceback.print_exception(type(second), second, second.__traceback__)
         print("\nOriginal exception was:", file=sys.stderr)
-        print(text, end="", file=sys.stderr)
+        traceback.print_exception(type(error), error, error.__traceback__)
         return
     if not first:
-        print(
-            "\n".join(_but_told(said.getvalue(), text, f"rank {rank}: the same {type(error).__name__}")),
-            file=sys.stderr,
-        )
+        of = f" of rank {record.rank}" if record.rank != rank else ""
+        line = f"rank {rank}: the same {record.error_type}{of}"
+        print("\n".join(_but_told(said.getvalue(), text, line)), file=sys.stderr)
 
 
 def _but_told(said: str, text: str, instead: str) -> list[str]:
@@ -97,12 +100,14 @@ def _but_told(said: str, text: str, instead: str) -> list[str]:
 _told: list[socket.socket] = []
 
 
-def _first_to_tell(text: str) -> bool:
+def _first_to_tell(record: FailureRecord) -> bool:
     """Whether no other process of this machine's part of the job has told this before."""
-    # A name that only one process can have, and that leaves no file; ranks of one job and machine have one parent.
-    mark = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+    places = [line for line in record.traceback.splitlines() if line.startswith('  File "')]
+    words = f"{record.error_type} {record.message} {places[-1:]}"
+    mark = hashlib.sha256(words.encode("utf-8", "replace")).hexdigest()
     claim = socket.socket(socket.AF_UNIX)
     try:
+        # A name that only one process can have, and that leaves no file; ranks of one job and machine have one parent.
         claim.bind(f"\0smp-{os.getppid()}-{mark}")
     except OSError as error:
         claim.close()

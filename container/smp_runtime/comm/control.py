@@ -16,7 +16,7 @@ from typing import Any
 from smp_runtime.comm.carriers import MpiCarrier, SoloCarrier, StoreCarrier
 from smp_runtime.comm.waiting import ENDED, Carrier, left_text
 from smp_runtime.comm.waiting import timeout_seconds as timeout_seconds
-from smp_runtime.errors import DeadlineError, SMPError, SMPRuntimeError, SMPUserError
+from smp_runtime.errors import DeadlineError, RankLeftError, SMPError, SMPRuntimeError, SMPUserError
 
 #: Message channels, so that the runtime's own messages never match a script's, nor a script's ``allgather`` its ``send``.
 USER_CHANNEL = 1
@@ -53,7 +53,7 @@ class ControlPlane:
         """The script is in this public call, which messages name; inside another one it does not matter.
 
         Raises:
-            SMPRuntimeError: instead of an error about a lost connection, where other ranks have left the job.
+            RankLeftError: instead of an error about a lost connection, where other ranks have left the job.
         """
         if self._carrier.call:
             yield
@@ -61,11 +61,13 @@ class ControlPlane:
         self._carrier.call = call
         try:
             yield
+        except (RankLeftError, DeadlineError) as error:
+            raise type(error)(*error.args) from None  # the way to the wait says nothing to the script
         except RuntimeError as error:
             if isinstance(error, SMPError) or not _LOST.search(str(error)):
                 raise
             if left := self._who_left():
-                raise SMPRuntimeError(f"{left_text(self._carrier, left)} ({error})") from error
+                raise RankLeftError(f"{left_text(self._carrier, left)} ({error})") from error
             if _TIMED_OUT.search(str(error)):
                 raise DeadlineError(
                     f"rank {self.rank} waited {timeout_seconds():g} s in {call} for another rank ({error}); let every rank make "

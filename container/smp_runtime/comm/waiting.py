@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from smp_runtime.errors import DeadlineError, SMPRuntimeError, SMPUserError
+from smp_runtime.errors import DeadlineError, RankLeftError, SMPUserError
 
 #: Seconds after which a wait for another rank is an error; ``SMP_TIMEOUT_SECONDS`` changes it.
 DEFAULT_TIMEOUT_SECONDS = 1800.0
@@ -112,7 +112,7 @@ class Wait:
         """Let some time pass.
 
         Raises:
-            SMPRuntimeError: the other rank has left the job.
+            RankLeftError: the other rank has left the job.
             DeadlineError: the wait took too long.
         """
         if time.monotonic() > self._next_look:
@@ -129,7 +129,7 @@ class Wait:
         if place is not None and place.left:
             self._left_at = self._left_at or now
             if now - self._left_at > _UNDER_WAY_SECONDS:
-                raise SMPRuntimeError(left_text(self._carrier, {self._other: place.left}))
+                raise RankLeftError(left_text(self._carrier, {self._other: place.left}))
         if waited > self._seconds:
             where = (
                 f"waits in {place.call}" if place is not None and place.call else "is in no call that waits for a rank"

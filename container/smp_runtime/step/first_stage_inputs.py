@@ -14,7 +14,7 @@ import torch
 
 from smp_config import Group
 from smp_runtime.comm.control import RUNTIME_CHANNEL
-from smp_runtime.errors import SMPUserError
+from smp_runtime.errors import RankLeftError, SMPUserError
 from smp_runtime.tensors.nested import leaves_of
 from smp_runtime.tensors.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 #: Elements of a tensor that are added up, to see whether ranks have read the same batch.
 _PROBED_ELEMENTS = 4096
+
+#: Batches are compared in the first call, and then in every fourth, sixteenth … only, since ranks and devices wait for it.
+_LESS_OFTEN = 4
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -53,6 +56,7 @@ class FirstStageInputs:
         self._ranks = ranks
         self._members = ranks.members(Group.PP)
         self._calls = 0
+        self._next_look = 1
         self.travel = False
 
     def of_step(self, arguments: Arguments, name: str, reader: int | None) -> Arguments:
@@ -68,10 +72,19 @@ class FirstStageInputs:
         Raises:
             SMPUserError: the first rank's arguments hold something that cannot travel, and this rank has nothing in its place.
         """
+        try:
+            return self._of_step(arguments, name, reader)
+        except RankLeftError:
+            if reader is None:
+                raise
+            return arguments  # the pipeline's own connections tell more of it
+
+    def _of_step(self, arguments: Arguments, name: str, reader: int | None) -> Arguments:
         self._calls += 1
         is_first = self._ranks.rank == self._members[0]
         leaves, spec = tree_flatten(arguments)
-        if not self.travel and self._calls & (self._calls - 1) == 0:  # seldom, as it waits for the device
+        if not self.travel and self._calls >= self._next_look:
+            self._next_look *= _LESS_OFTEN
             seen = (repr(spec), [_described(leaf) for leaf in leaves])
             everyone = self._ranks.control.allgather(seen, self._members)
             self.travel = any(other != everyone[0] for other in everyone)
@@ -93,9 +106,9 @@ class FirstStageInputs:
         theirs, leaves = message
         if theirs != spec and (kinds := [leaf.kind for leaf in leaves if isinstance(leaf, _Kept)]):
             raise SMPUserError(
-                f"rank {self._ranks.rank} called the step {name} with other arguments than rank {self._members[0]}, the first of its "
-                f"pipeline, whose arguments are used; they hold a {kinds[0]}, which is not sent between ranks, and it is not clear "
-                "what stands for it here: pass arguments of the same structure on every rank of a pipeline"
+                f"rank {self._ranks.rank} called the step {name} with other arguments than rank {self._members[0]}, the first of "
+                f"its pipeline, whose arguments are used; they hold a {kinds[0]}, which is not sent between ranks, and it is not "
+                "clear what stands for it here: pass arguments of the same structure on every rank of a pipeline"
             )
         received = [own[n] if isinstance(leaf, _Kept) else self._received(leaf) for n, leaf in enumerate(leaves)]
         args, kwargs = tree_unflatten(received, theirs)

@@ -297,8 +297,8 @@ class StepCall(NamedTuple):
             what = "with other values"
         return what and (
             f"rank {rank} called the step {self.function} with a batch {what} than rank {root_rank} of the same pipeline; that of "
-            "the pipeline's first rank (smp.pp_rank() == 0) is used. Placeholders on the others do no harm, but data that they read "
-            "would be lost: give the sampler num_replicas=smp.dp_size() and rank=smp.dp_rank()"
+            "the pipeline's first rank (smp.pp_rank() == 0) is used. Placeholders on the others do no harm, but data that they "
+            "read would be lost: give the sampler num_replicas=smp.dp_size() and rank=smp.dp_rank()"
         )
 
 
