@@ -130,8 +130,10 @@ def _ends(call, folder):
     ("call", "words"),
     [
         ("save", "rank 1 ended its script while rank 0 waits in smp.save_checkpoint"),
-        ("resume", "rank 1 ended its script while rank 0 waits in smp.resume_from_checkpoint"),
-        ("gather", "rank 1 ended its script while rank 0 waits in smp.allgather"),
+        pytest.param(
+            "resume", "rank 1 ended its script while rank 0 waits in smp.resume_from_checkpoint", marks=pytest.mark.full
+        ),
+        pytest.param("gather", "rank 1 ended its script while rank 0 waits in smp.allgather", marks=pytest.mark.full),
         ("step", "rank 1 ended its script while rank 0 waits in the step _ends.<locals>.train"),
         ("failure", "rank 1 failed while rank 0 is in smp.barrier; the error of rank 1 is the cause"),
     ],
