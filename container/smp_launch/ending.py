@@ -37,6 +37,9 @@ _PASS_ON_SECONDS = 0.1
 #: Before each line of a traceback that PyTorch's hook prints.
 _MARK = re.compile(r"^\[rank\d+\]: ?")
 
+#: What a script may look for in the tensors that a step-decorated function is given or has made.
+_OF_STEP_OUTPUT = ("reduce_mean", "reduce_sum")
+
 #: Of a failing script's message, in the failure line; the log has it whole.
 _MESSAGE_BYTES = 1600
 
@@ -57,8 +60,18 @@ def tell(rank: int, host: str, error: BaseException, name: str | None = None) ->
         _leave_report(record)
         # One write of less than a pipe's atomic size, so that no other line can get between.
         os.write(2, (format_failure(record) + "\n").encode())
-    except Exception:
+    except Exception:  # the rank ends with the script's error, whatever keeps it from being told
         traceback.print_exc()
+
+
+def explain(error: BaseException) -> None:
+    """Add to the message of an error what a beginner must know, where the script has taken one thing for another."""
+    wanted = getattr(error, "name", None)
+    if isinstance(error, AttributeError) and wanted in _OF_STEP_OUTPUT and type(error.obj).__name__ == "Tensor":
+        error.args = (
+            f"{error}: this is a tensor already; only what a function with @smp.step returns to its caller, a StepOutput, has "
+            f"{wanted}()",
+        )
 
 
 def show(error: BaseException, rank: int = 0) -> None:
@@ -158,7 +171,7 @@ def _flush_streams() -> None:
         try:
             stream.flush()
         except (OSError, ValueError, AttributeError):
-            pass
+            pass  # nobody reads it any more, or the script has closed it, or put something else there
 
 
 def _cut(message: str) -> str:
@@ -177,7 +190,7 @@ def _leave_report(record: FailureRecord) -> None:
         temporary.write_text(record.model_dump_json(), encoding="utf-8")
         temporary.rename(Path(folder, f"{record.rank}{REPORT_SUFFIX}"))
     except OSError:
-        pass
+        pass  # the launcher is gone, or the disk is full: it still has the line
 
 
 def _wait_until_read(descriptor: int) -> None:
@@ -191,5 +204,5 @@ def _wait_until_read(descriptor: int) -> None:
             break  # neither pipe nor terminal
         if not any(unread):
             break
-        time.sleep(0.005)
-    time.sleep(_PASS_ON_SECONDS)
+        time.sleep(0.005)  # a pipe tells nobody that it was read
+    time.sleep(_PASS_ON_SECONDS)  # mpirun has it, and tells nobody that it has passed it on

@@ -77,6 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     except BaseException as error:
         failed, code = error, 1
         _strip_own_frames(error)
+        ending.explain(error)
         # Before the script's hook sees it, which may abort the job.
         ending.tell(rank, host, error)
         ending.show(error, rank)

@@ -203,6 +203,18 @@ def _raised(value):
         return error
 
 
+def test_a_tensor_that_is_taken_for_a_step_output_is_explained():
+    class Tensor:
+        pass
+
+    for name, words in (("reduce_mean", "has reduce_mean()"), ("reduse_mean", "no attribute 'reduse_mean'")):
+        with pytest.raises(AttributeError) as raised:
+            getattr(Tensor(), name)
+        ending.explain(raised.value)
+        assert str(raised.value).startswith(f"'Tensor' object has no attribute {name!r}")
+        assert str(raised.value).endswith(words)
+
+
 def test_equal_errors_of_several_ranks_are_printed_once(capsys, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     value = uuid.uuid4().hex  # errors that were told are known as long as the process lives

@@ -143,6 +143,31 @@ def test_who_waits_for_a_rank_that_has_left_is_told_at_once(ranks, tmp_path, cal
     assert words in told
 
 
+def test_a_wait_is_named_by_the_call_of_the_script():
+    """From the script to the wait: the constructor of a class of ours, and a function below it."""
+    from smp_runtime.comm.waiting import script_s_call
+
+    code = """
+def below():
+    return script_s_call()
+
+class DistributedModel:
+    def __init__(self):
+        self.said = below()
+
+    def state_dict(self):
+        return below()
+"""
+    ours = {"__name__": "smp_runtime.model", "script_s_call": script_s_call}
+    exec(code, ours)
+    model = ours["DistributedModel"]()
+    assert [model.said, model.state_dict(), ours["below"]()] == [
+        "DistributedModel",
+        "DistributedModel.state_dict",
+        "below",
+    ]
+
+
 def test_a_job_that_is_joined_again_knows_nothing_of_the_one_that_was_left(ranks):
     def run():
         import smdistributed.modelparallel.torch as smp

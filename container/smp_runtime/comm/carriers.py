@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-from smp_runtime.comm.waiting import FAILED, Place, Wait, timeout_seconds
+from smp_runtime.comm.waiting import FAILED, Place, Wait, script_s_call, timeout_seconds
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
 
 #: Where ranks tell where they are; no channel of :mod:`smp_runtime.comm.control`.
@@ -189,7 +189,7 @@ class StoreCarrier:
                     wait.pause()
         except self._lost as error:
             raise SMPRuntimeError(
-                f"rank {self.rank} waits in {self.call or 'a call of smp'} for rank {other}, but the store of this job is gone "
+                f"rank {self.rank} waits in {self.call or script_s_call()} for rank {other}, but the store of this job is gone "
                 f"({str(error).splitlines()[0]}): the process that keeps it, rank 0 where no agent does, has ended; let every rank "
                 "make the same calls, and look for the first error of that rank"
             ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Mapping
@@ -135,15 +136,26 @@ class Wait:
                 f"waits in {place.call}" if place is not None and place.call else "is in no call that waits for a rank"
             )
             raise DeadlineError(
-                f"rank {self._carrier.rank} waited {self._seconds:g} s in {self._carrier.call or 'a call of smp'} for rank "
+                f"rank {self._carrier.rank} waited {self._seconds:g} s in {self._carrier.call or script_s_call()} for rank "
                 f"{self._other}, which {where}, as far as it has told; let every rank make the same calls in the same order, or "
                 "raise SMP_TIMEOUT_SECONDS"
             )
 
 
+def script_s_call() -> str:
+    """The function of this library that the script has called, for messages where nothing has named it."""
+    frame, name = inspect.currentframe(), ""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(("smp_runtime.", "smdistributed.")):
+            owner = frame.f_locals.get("self")
+            name = frame.f_code.co_name if owner is None else f"{type(owner).__name__}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return name.removesuffix(".__init__")
+
+
 def left_text(carrier: Carrier, left: Mapping[int, str]) -> str:
     """What a rank says that cannot go on because others, by rank, have left the job."""
-    call = carrier.call or "a call of smp"
+    call = carrier.call or script_s_call()
     whom = ", ".join(f"rank {rank}" for rank in left)
     if FAILED in left.values():
         return f"{whom} failed while rank {carrier.rank} is in {call}; the error of {whom} is the cause: see the log"

@@ -97,7 +97,8 @@ def decide(
     Raises:
         SMPUserError: a partition that does not fit, on every rank with the same message.
     """
-    decision, failure = _Decision(), None
+    decision = _Decision()
+    failure: Exception | None = None
     if control.rank == tracing_rank:
         try:
             assignment, text = _decided(module, tracing, parameters, manual, optimizer_bytes)
@@ -117,8 +118,8 @@ def decide(
         raise failures.heard(decision.told)
     if decision.answer is None:
         kind = SMPUserError if decision.is_users else SMPRuntimeError
-        error = kind(f"the model could not be partitioned on rank {tracing_rank}: {decision.text}")
-        raise failures.attribute(error, decision.told)
+        echo = kind(f"the model could not be partitioned on rank {tracing_rank}: {decision.text}")
+        raise failures.attribute(echo, decision.told)
     answer, text = decision.answer, decision.text
     if control.rank == tracing_rank:
         logger.info(text)
