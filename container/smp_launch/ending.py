@@ -121,7 +121,7 @@ def _first_to_tell(record: FailureRecord) -> bool:
     claim = socket.socket(socket.AF_UNIX)
     try:
         # A name that only one process can have, and that leaves no file; ranks of one job and machine have one parent.
-        claim.bind(f"\0smp-{os.getppid()}-{mark}")
+        claim.bind(f"\0smp-{socket.gethostname()[:24]}-{os.getppid()}-{mark[:32]}")
     except OSError as error:
         claim.close()
         return error.errno != errno.EADDRINUSE  # where there are no such names, everybody tells

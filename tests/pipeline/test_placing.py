@@ -208,6 +208,7 @@ def test_a_bug_in_the_first_step_is_told_as_in_later_ones(ranks):
     # Whichever rank is heard first, the failure is that of the rank that met it.
     assert failure == told
     assert (told.rank, told.error_type, told.message) == (0, "KeyError", "'mine'")
+    assert told.traceback.startswith("In module '1' in the tracing step:\nTraceback (most recent call last)")
 
 
 def test_a_bug_in_the_step_function_stays_itself_where_it_is_traced(ranks):

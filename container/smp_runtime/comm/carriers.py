@@ -93,7 +93,7 @@ class MpiCarrier:
         """See :class:`Carrier`."""
         if asks and not self._has_left(other):
             self._places.pop(other, None)
-            self._tell(other, Place(self.call), asks=True)
+            self._tell(other, Place(self.call or script_s_call()), asks=True)
         self._hear()
         return self._places.get(other)
 
@@ -115,7 +115,7 @@ class MpiCarrier:
             if not self._has_left(source):
                 self._places[source] = place
             if asked:
-                self._tell(source, Place(self.call), asks=False)
+                self._tell(source, Place(self.call or script_s_call()), asks=False)
 
     def _has_left(self, other: int) -> bool:
         return other in self._places and bool(self._places[other].left)
@@ -197,19 +197,22 @@ class StoreCarrier:
     def look(self, other: int, *, asks: bool) -> Place | None:
         """See :class:`Carrier`."""
         if asks:
-            self._store.set(self._place(self.rank), pickle.dumps(Place(self.call)))  # type: ignore[arg-type]
+            self._tell(Place(self.call or script_s_call()))
         place = self._place(other)
         found: Place | None = pickle.loads(self._store.get(place)) if self._store.check([place]) else None
         return found
 
     def went_on(self) -> None:
-        """This rank waits no more."""
-        self._store.delete_key(self._place(self.rank))
+        """This rank waits no more. The key stays: another rank may be about to read it, and would wait for it."""
+        self._tell(Place())
 
     def close(self, left: str) -> None:
         """See :class:`Carrier`; the store itself closes with the last reference to it."""
         with contextlib.suppress(RuntimeError):  # it is gone with the rank that had it
-            self._store.set(self._place(self.rank), pickle.dumps(Place(left=left)))  # type: ignore[arg-type]
+            self._tell(Place(left=left))
+
+    def _tell(self, place: Place) -> None:
+        self._store.set(self._place(self.rank), pickle.dumps(place))  # type: ignore[arg-type]  # as above
 
     def _place(self, rank: int) -> str:
         return f"{self._joined}/place/{rank}"

@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import time
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,9 @@ USER_COLLECTIVE_CHANNEL = 3
 _ANSWER_SECONDS = 1.5
 
 #: Of errors of PyTorch's collectives that may come of another rank's end.
-_LOST = re.compile(r"(?i)gloo|nccl|connection|socket|broken pipe|remote process|store")
+_LOST = re.compile(
+    r"(?i)gloo|nccl|c10d|TCPStore|connection (closed|reset|refused|was)|socket|broken pipe|remote process"
+)
 _TIMED_OUT = re.compile(r"(?i)timed out|timeout")
 
 
@@ -62,6 +65,8 @@ class ControlPlane:
         try:
             yield
         except (RankLeftError, DeadlineError) as error:
+            if not _comes_from_us(error.__traceback__):
+                raise
             raise type(error)(*error.args) from None  # the way to the wait says nothing to the script
         except RuntimeError as error:
             if isinstance(error, SMPError) or not _LOST.search(str(error)):
@@ -139,6 +144,17 @@ class ControlPlane:
         if rank == self.rank:
             raise SMPUserError(f"rank {rank} cannot {verb} itself: name another rank from 0 to {self.size - 1}")
         return rank
+
+
+def _comes_from_us(trace: types.TracebackType | None) -> bool:
+    """Whether no code of the script's is on the way to an error."""
+    while trace is not None:
+        if not str(trace.tb_frame.f_globals.get("__name__")).startswith(
+            ("smp_runtime.", "smdistributed.", "contextlib")
+        ):
+            return False
+        trace = trace.tb_next
+    return True
 
 
 def connect(environ: Mapping[str, str] | None = None) -> ControlPlane:

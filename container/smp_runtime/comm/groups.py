@@ -82,6 +82,8 @@ class ProcessGroups:
                     made = dist.new_group(ranks, timeout=timeout, backend=other)
                     self._by_ranks[key] = made  # non-members hold a placeholder they never use
         self._sockets = _open_sockets() - before
+        # A rank that leaves at once must not hang up while others are still connecting.
+        control.barrier(list(range(control.size)))
 
     def group(self, kind: Group) -> dist.ProcessGroup:
         """This rank's process group of that kind."""

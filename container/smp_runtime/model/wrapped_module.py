@@ -36,8 +36,8 @@ class WrappedModule(nn.Module):
         try:
             return getattr(module, name)
         except AttributeError as error:
-            if error.name != name or error.obj is not module:
-                raise  # of a property of the module's, which asks for something else
+            if error.name != name or error.obj is not module or hasattr(type(module), name):
+                raise  # of a property of the module's
         kind = type(module).__name__
         raise AttributeError(
             f"the wrapped model has no attribute {name!r}: neither smp.DistributedModel nor the {kind} inside it has one",

@@ -60,7 +60,7 @@ def message_of(error: BaseException, place: str, stage: int, rank: int) -> Fail:
             host=host,
             error_type=type(error).__name__,
             message=_plain(str(error)),
-            traceback=_plain(traceback_of(error)),
+            traceback=f"In {where}:\n" * where.startswith("module ") + _plain(traceback_of(error)),
             when=time.time(),
         )
     return Fail(stage, rank, where, failure)
