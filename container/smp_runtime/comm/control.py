@@ -72,7 +72,7 @@ class ControlPlane:
             if isinstance(error, SMPError) or not _LOST.search(str(error)):
                 raise
             if left := self._who_left():
-                raise RankLeftError(f"{left_text(self._carrier, left)} ({error})") from error
+                raise RankLeftError(left_text(self._carrier, left)) from None
             if _TIMED_OUT.search(str(error)):
                 raise DeadlineError(
                     f"rank {self.rank} waited {timeout_seconds():g} s in {call} for another rank ({error}); let every rank make "
