@@ -72,7 +72,7 @@ def sleepers(smp: Any, stages: int) -> Any:
     class Sleep(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            time.sleep(FORWARD)
+            time.sleep(FORWARD)  # exactly so long, whatever else runs on the processor
             return x.clone()
 
         @staticmethod

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import errno
 import fcntl
 import gc
+import hashlib
 import io
 import os
+import re
 import signal
+import socket
 import sys
 import termios
 import threading
@@ -29,6 +34,12 @@ _LAST_RESORT_SECONDS = EXIT_SECONDS + 1.0
 _READ_PATIENCE = 1.0
 _PASS_ON_SECONDS = 0.1
 
+#: Before each line of a traceback that PyTorch's hook prints.
+_MARK = re.compile(r"^\[rank\d+\]: ?")
+
+#: What a script may look for in the tensors that a step-decorated function is given or has made.
+_OF_STEP_OUTPUT = ("reduce_mean", "reduce_sum")
+
 #: Of a failing script's message, in the failure line; the log has it whole.
 _MESSAGE_BYTES = 1600
 
@@ -49,19 +60,73 @@ def tell(rank: int, host: str, error: BaseException, name: str | None = None) ->
         _leave_report(record)
         # One write of less than a pipe's atomic size, so that no other line can get between.
         os.write(2, (format_failure(record) + "\n").encode())
-    except Exception:
+    except Exception:  # the rank ends with the script's error, whatever keeps it from being told
         traceback.print_exc()
 
 
-def show(error: BaseException) -> None:
-    """Print the traceback as the interpreter would: through the script's hook, and itself where the hook fails."""
+def explain(error: BaseException) -> None:
+    """Add to the message of an error what a beginner must know, where the script has taken one thing for another."""
+    wanted = getattr(error, "name", None)
+    if isinstance(error, AttributeError) and wanted in _OF_STEP_OUTPUT and type(error.obj).__name__ == "Tensor":
+        error.args = (
+            f"{error}: this is a tensor already; only what a function with @smp.step returns to its caller, a StepOutput, has "
+            f"{wanted}()",
+        )
+
+
+def show(error: BaseException, rank: int = 0) -> None:
+    """Print the traceback as the interpreter would: through the script's hook, and itself where the hook fails.
+
+    Of several ranks of a machine that fail with the same error, or because of it, only the first prints it, the others a line.
+    """
+    told = getattr(error, "failure", None)
+    if isinstance(told, FailureRecord):  # which is in the message, and would be printed again as the cause
+        error.__cause__, error.__suppress_context__ = None, True
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    record = FailureRecord.of(rank, "", error, text)
+    first = _first_to_tell(record)
+    said = io.StringIO()
     try:
-        sys.excepthook(type(error), error, error.__traceback__)
+        with contextlib.nullcontext() if first else contextlib.redirect_stderr(said):
+            sys.excepthook(type(error), error, error.__traceback__)
     except BaseException as second:
         print("Error in sys.excepthook:", file=sys.stderr)
         traceback.print_exception(type(second), second, second.__traceback__)
         print("\nOriginal exception was:", file=sys.stderr)
         traceback.print_exception(type(error), error, error.__traceback__)
+        return
+    if not first:
+        of = f" of rank {record.rank}" if record.rank != rank else ""
+        line = f"rank {rank}: the same {record.error_type}{of}"
+        print("\n".join(_but_told(said.getvalue(), text, line)), file=sys.stderr)
+
+
+def _but_told(said: str, text: str, instead: str) -> list[str]:
+    """The lines of ``said`` with ``instead`` in the place of the traceback ``text``, if they begin with it."""
+    lines, told = said.splitlines(), text.splitlines()
+    # PyTorch's hook marks lines with the rank. The last line may hold a suggestion of the interpreter's.
+    plain = [_MARK.sub("", line) for line in lines[: len(told) - 1]]
+    return [instead, *filter(None, lines[len(told) :])] if plain == told[:-1] else lines
+
+
+#: Held while this process lives: no other rank of this machine tells the same error.
+_told: list[socket.socket] = []
+
+
+def _first_to_tell(record: FailureRecord) -> bool:
+    """Whether no other process of this machine's part of the job has told this before."""
+    places = [line for line in record.traceback.splitlines() if line.startswith('  File "')]
+    words = f"{record.error_type} {record.message} {places[-1:]}"
+    mark = hashlib.sha256(words.encode("utf-8", "replace")).hexdigest()
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        # A name that only one process can have, and that leaves no file; ranks of one job and machine have one parent.
+        claim.bind(f"\0smp-{socket.gethostname()[:24]}-{os.getppid()}-{mark[:32]}")
+    except OSError as error:
+        claim.close()
+        return error.errno != errno.EADDRINUSE  # where there are no such names, everybody tells
+    _told.append(claim)
+    return True
 
 
 def abort(code: int, failed: BaseException) -> NoReturn:
@@ -106,7 +171,7 @@ def _flush_streams() -> None:
         try:
             stream.flush()
         except (OSError, ValueError, AttributeError):
-            pass
+            pass  # nobody reads it any more, or the script has closed it, or put something else there
 
 
 def _cut(message: str) -> str:
@@ -125,7 +190,7 @@ def _leave_report(record: FailureRecord) -> None:
         temporary.write_text(record.model_dump_json(), encoding="utf-8")
         temporary.rename(Path(folder, f"{record.rank}{REPORT_SUFFIX}"))
     except OSError:
-        pass
+        pass  # the launcher is gone, or the disk is full: it still has the line
 
 
 def _wait_until_read(descriptor: int) -> None:
@@ -139,5 +204,5 @@ def _wait_until_read(descriptor: int) -> None:
             break  # neither pipe nor terminal
         if not any(unread):
             break
-        time.sleep(0.005)
-    time.sleep(_PASS_ON_SECONDS)
+        time.sleep(0.005)  # a pipe tells nobody that it was read
+    time.sleep(_PASS_ON_SECONDS)  # mpirun has it, and tells nobody that it has passed it on

@@ -77,9 +77,10 @@ def main(arguments: Sequence[str]) -> int:
     except BaseException as error:
         failed, code = error, 1
         _strip_own_frames(error)
+        ending.explain(error)
         # Before the script's hook sees it, which may abort the job.
         ending.tell(rank, host, error)
-        ending.show(error)
+        ending.show(error, rank)
     else:
         return 0
     code = code if 0 < code < 256 else 1

@@ -25,5 +25,9 @@ class DeadlineError(SMPRuntimeError):
     """A wait for another rank outlasted its deadline."""
 
 
+class RankLeftError(SMPRuntimeError):
+    """Another rank has ended its script, or failed, while this one waits for it."""
+
+
 class CheckpointError(SMPRuntimeError):
     """A checkpoint is missing, incomplete or belongs to another model."""

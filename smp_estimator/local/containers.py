@@ -7,6 +7,7 @@ folders of the containers are gone. So their failure files are read while the SD
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -33,12 +34,14 @@ class _Left:
 
     Attributes:
         failures: the text of each host's failure file, in the order of the hosts.
+        interrupted: the Ctrl-C that has ended the SDK's watching, which the SDK would keep to itself.
         archive: the address of ``output.tar.gz``, where the SDK came so far.
     """
 
     def __init__(self) -> None:
         self.failures: dict[str, str] = {}
         self.archive: str | None = None
+        self.interrupted: KeyboardInterrupt | None = None
 
     def read(self, containers: Any) -> None:
         for host in containers.hosts:
@@ -67,6 +70,7 @@ def failing_rank_told(job_name: Callable[[], str]) -> Iterator[None]:
         job_name: asked when the job has failed; ``fit()`` makes the name.
 
     Raises:
+        KeyboardInterrupt: after Ctrl-C; Docker Compose, which got it too, stops the containers.
         ContainerJobFailed: containers failed and left a failure file. Every other exception passes as it is: Docker
             itself failed, or a container was killed, and the SDK's own words say more.
     """
@@ -87,6 +91,8 @@ def failing_rank_told(job_name: Callable[[], str]) -> Iterator[None]:
         ) from error
     finally:
         _left.reset(token)
+    if left.interrupted is not None:
+        raise left.interrupted
 
 
 def _listen() -> None:
@@ -100,6 +106,13 @@ def _listen() -> None:
         left = _left.get()
         if left is not None:
             left.read(self)
+            if isinstance(stopped := sys.exc_info()[1], KeyboardInterrupt):
+                left.interrupted = stopped
+                print(
+                    "Ctrl-C: Docker Compose stops the containers; their ranks get SIGTERM and have its 10 s to save and exit. "
+                    f"Ctrl-C again kills them. Their log is above; what they write lies in {self.container_root}",
+                    flush=True,
+                )
         model = collect(self, *args, **kwargs)
         if left is not None and isinstance(model, str):
             left.archive = f"{model.removesuffix('model.tar.gz')}output.tar.gz"

@@ -248,11 +248,18 @@ class ProcessSession(LocalSession):
         job = self.job(job_name)
         patience = self.stop_grace_seconds + 3.0
         try:
+            print(
+                f"Ctrl-C: stopping job {job_name}; its ranks get SIGTERM and have {self.stop_grace_seconds:g} s to save and exit. "
+                "Ctrl-C again kills them at once.",
+                flush=True,
+            )
             job.interrupt(self.stop_grace_seconds)
             job.done.wait(patience)
+            print(f"The job was stopped. Its log: {job.tree.log}; all that it wrote: {job.tree.root}", flush=True)
         except KeyboardInterrupt:
             job.kill()
             job.done.wait(3.0)
+            print(f"The job was killed. Its log: {job.tree.log}; all that it wrote: {job.tree.root}", flush=True)
             raise
 
 

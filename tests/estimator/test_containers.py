@@ -22,7 +22,7 @@ Make = Callable[..., Any]
 
 #: ``docker compose version``, and ``docker compose -f FILE up …`` for a play of {host number: text of its failure file}.
 DOCKER = """#!{python}
-import json, pathlib, sys, yaml
+import json, os, pathlib, signal, sys, time, yaml
 if sys.argv[1:] == ["compose", "version"]:
     print("Docker Compose version v2.0.0")
     sys.exit(0)
@@ -37,6 +37,9 @@ for name, service in services.items():
         if there == "/opt/ml/model":
             pathlib.Path(here).mkdir(exist_ok=True)
             pathlib.Path(here, "weights").write_text("1")
+if play["interrupts"]:
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(0.5)
 print("smp-launch: failed, says the container")
 sys.exit(play["code"])
 """
@@ -57,8 +60,8 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     # The SDK checks its configuration against a large schema nine times per estimator, 1.5 s in all.
     monkeypatch.setattr("sagemaker.utils.validate_sagemaker_config", lambda _: None)
 
-    def tell(code: int, failures: dict[int, str] | None = None) -> None:
-        told.write_text(json.dumps({"code": code, "failures": failures or {}}))
+    def tell(code: int, failures: dict[int, str] | None = None, *, interrupts: bool = False) -> None:
+        told.write_text(json.dumps({"code": code, "failures": failures or {}, "interrupts": interrupts}))
 
     return tell
 
@@ -90,6 +93,16 @@ def job(script: Path, tmp_path: Path, play: Callable[..., None]) -> Make:
         )
 
     return build
+
+
+def test_ctrl_c_says_what_it_does(job: Make, play: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    play(130, interrupts=True)
+    with pytest.raises(KeyboardInterrupt):
+        job().fit()
+    said = capsys.readouterr().out
+    assert "Ctrl-C: Docker Compose stops the containers" in said
+    assert "Ctrl-C again kills them" in said
+    assert "/roots/" in said.partition("what they write lies in ")[2]
 
 
 BOOM = "rank 1 (algo-1-ab1cd): ValueError: boom\n\nTraceback (most recent call last):\n  in train\nValueError: boom\n"

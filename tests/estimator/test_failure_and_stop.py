@@ -124,6 +124,10 @@ def test_ctrl_c_leaves_nothing(script: Path, tmp_path: Path) -> None:
         rest = process.stdout.read()
         assert process.wait(10) == 42
         assert "status Stopped" in rest
+        (log,) = (tmp_path / "jobs").glob("*/job.log")
+        assert "Ctrl-C: stopping job" in rest
+        assert "its ranks get SIGTERM and have 1.5 s to save and exit. Ctrl-C again kills them at once." in rest
+        assert f"The job was stopped. Its log: {log};" in rest
     assert not list((tmp_path / "jobs").rglob("model.tar.gz")), "packing would delay the notebook"
 
 
@@ -135,7 +139,7 @@ def test_second_ctrl_c_kills_at_once(script: Path, tmp_path: Path) -> None:
         assert marked(mark), "the ranks ignore SIGTERM and still have their grace"
         process.send_signal(signal.SIGINT)
         assert gone_within(mark, 2.0) < 2.0
-        process.stdout.read()
+        assert "The job was killed. Its log: " in process.stdout.read()
         assert process.wait(10) == 42
 
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from support.jobs import artifact
 
@@ -51,3 +57,38 @@ def test_ranks_messages_and_groups_over_two_simulated_hosts(gpt_job, text, tmp_p
     assert [s["big"] for s in seen[1:]] == [5_000_000] * 3
     assert seen[3]["got"] == "late"
     assert seen[0]["waited"] >= 0.4
+
+
+#: Under plain mpirun: rank 1 leaves the job, rank 0 waits for it, and then fails while rank 1 is busy.
+ENDS = """
+import sys, time
+import smdistributed.modelparallel.torch as smp
+
+smp.init()
+if smp.rank() == 0:
+    try:
+        smp.barrier()
+    except Exception as error:
+        print("told:", error, flush=True)
+    open(sys.argv[1], "w").write("written at the end")  # by the interpreter, which ends as it does without MPI
+    held = open(sys.argv[1] + ".held", "w")
+    held.write("also")
+    raise ValueError("boom")
+smp.shutdown()
+time.sleep(100)
+"""
+
+
+def test_plain_mpirun_ends_when_a_rank_has_ended_or_failed(tmp_path):
+    (tmp_path / "ends.py").write_text(ENDS)
+    program = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "SMP_"))}
+    environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = [program, "--oversubscribe", "-np", "2", sys.executable, "ends.py", "left"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=80, check=False)
+    said = done.stdout + done.stderr
+    assert "told: rank 1 ended its script while rank 0 waits in smp.barrier; call it on every rank" in said
+    assert "ValueError: boom" in said
+    assert done.returncode == 1
+    assert (tmp_path / "left").read_text() == "written at the end"
+    assert (tmp_path / "left.held").read_text() == "also"

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from smp_config.records import FailureRecord, format_failure
 from smp_launch.failure import Cause, FailureCollector
-from smp_launch.output import Line
+from smp_launch.output import Line, LineAssembler
+from smp_launch.processes import is_ending
+from smp_launch.signals import StopRequests
+from smp_launch.supervise import Supervisor
 
 RULE = "-" * 74
 
@@ -90,6 +97,44 @@ def test_a_rank_that_has_told_why_is_told_so():
 def test_when_mpirun_says_nothing_a_code_that_no_exception_has_is_another_rank_s(code, error, headline):
     collector = heard("", 0, error, LOST)
     assert collector.first_cause(code, first_ended=1, ended_unheard={1}).headline.startswith(headline)
+
+
+@pytest.fixture
+def zombie():
+    """A process that has ended, and of which only the exit code is left; gives its number."""
+    child = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    yield child.pid
+    child.wait()
+
+
+def test_a_process_is_ending_from_the_moment_that_it_exits(zombie):
+    assert is_ending(zombie)
+    assert not is_ending(os.getpid())
+    os.waitpid(zombie, 0)
+    assert not is_ending(zombie)  # there is no such process
+
+
+def test_who_is_ending_when_the_first_failure_is_told_has_ended_unheard(zombie):
+    """Rank 0 lives, and tells that it fails; rank 1 has ended, which the supervisor has not noticed yet."""
+    told = [format_failure(FailureRecord(rank=rank, error_type="StageError", message=LOST)).encode() for rank in (0, 2)]
+    read, write = os.pipe()
+    with StopRequests() as stop, open(read, "rb") as pipe, open(write, "wb", buffering=0) as output:
+        supervisor = Supervisor(stop, FailureCollector(lambda rank: ""), ranks=3)
+        supervisor._outcome.ended_unheard = set()
+        supervisor._watched.update({0: os.getpid(), 1: zombie})
+        output.write(b"a word\n")
+        supervisor._on_output(pipe, LineAssembler(None), 2)
+        assert supervisor._outcome.ended_unheard == set()
+        output.write(told[0] + b"\n")
+        supervisor._on_output(pipe, LineAssembler(None), 2)
+        assert supervisor._outcome.ended_unheard == {1}
+        supervisor._watched[2] = zombie
+        output.write(told[1] + b"\n")
+        supervisor._on_output(pipe, LineAssembler(None), 2)
+        assert supervisor._outcome.ended_unheard == {1}, (
+            "who ends after the first failure was told may be its consequence"
+        )
 
 
 @pytest.mark.job

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
+import traceback
+import uuid
 
 import pytest
 
 from smp_config.records import FAILURE_CHARACTERS, FailureRecord, format_failure
+from smp_launch import ending
 from smp_launch.failure import Cause, FailureCollector, write_failure
 from smp_launch.output import Line
 
@@ -189,3 +193,60 @@ def test_a_rule_without_its_pair_does_not_hide_the_next_message():
     collector, shown = hear(f"{RULE}\n{KILLED_5}\nepoch 2")
     assert shown == [RULE, "epoch 2"]
     assert collector.first_cause(137).headline.startswith("rank 1 (algo-2): was killed by signal 9")
+
+
+def _raised(value):
+    """An error with a traceback, as a script's."""
+    try:
+        raise KeyError(value)
+    except KeyError as error:
+        return error
+
+
+def test_a_tensor_that_is_taken_for_a_step_output_is_explained():
+    class Tensor:
+        pass
+
+    for name, words in (("reduce_mean", "has reduce_mean()"), ("reduse_mean", "no attribute 'reduse_mean'")):
+        with pytest.raises(AttributeError) as raised:
+            getattr(Tensor(), name)
+        ending.explain(raised.value)
+        assert str(raised.value).startswith(f"'Tensor' object has no attribute {name!r}")
+        assert str(raised.value).endswith(words)
+
+
+def test_equal_errors_of_several_ranks_are_printed_once(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    value = uuid.uuid4().hex  # errors that were told are known as long as the process lives
+    for rank in range(3):
+        ending.show(_raised(value), rank)
+    ending.show(_raised("another"), 3)
+    said = capsys.readouterr().err
+    assert said.count("Traceback (most recent call last)") == 2
+    assert said.count(f"KeyError: '{value}'") == 1
+    assert [line for line in said.splitlines() if "the same" in line] == [
+        "rank 1: the same KeyError",
+        "rank 2: the same KeyError",
+    ]
+    assert "KeyError: 'another'" in said
+
+
+def test_an_error_that_stands_for_another_rank_s_is_not_printed_again(capsys, monkeypatch):
+    """What a hook of PyTorch or of the script says besides is printed all the same."""
+
+    def hook(kind, error, trace):
+        for line in traceback.format_exception(kind, error, trace):
+            print("".join(f"[rank1]: {part}" for part in line.splitlines(keepends=True)), end="", file=sys.stderr)
+        print("and more", file=sys.stderr)
+
+    monkeypatch.setattr(sys, "excepthook", hook)
+    origin = _raised(uuid.uuid4().hex)
+    record = FailureRecord.of(0, "algo-1", origin, "".join(traceback.format_exception(origin)))
+    ending.show(origin, 0)
+    capsys.readouterr()
+    try:
+        raise RuntimeError(f"on rank 0: {record.traceback}") from origin
+    except RuntimeError as error:
+        error.failure = record
+        ending.show(error, 1)
+    assert capsys.readouterr().err.splitlines() == ["rank 1: the same KeyError of rank 0", "and more"]

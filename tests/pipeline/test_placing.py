@@ -177,8 +177,46 @@ def test_another_rank_s_message_has_no_class_of_ours(ranks):
     results = ranks(_first_step, 2, _shared, config=MANUAL)
     for (_, error), prefix in zip(results, ("", "the model could not be partitioned on rank 0: "), strict=True):
         assert error.startswith(f"SMPUserError: {prefix}module '0' on stage 0 and module '1' on stage 1 hold or use")
-    results = ranks(_first_step, 2, _raises, config={"partitions": 2})
-    assert results[1][1] == "SMPRuntimeError: the model could not be partitioned on rank 0: KeyError: 'mine'"
+
+
+def _broken_first_step(in_module):
+    """The errors of a first step whose script has a bug: its class, its text, and whose failure it is."""
+    import smdistributed.modelparallel.torch as smp
+
+    net = nn.Sequential(nn.Linear(4, 4), _raises() if in_module else nn.Linear(4, 4))
+    model = smp.DistributedModel(net)
+
+    def train(x):
+        model(x)
+        raise LookupError("the script's own")
+
+    try:
+        smp.step(train)(torch.ones(2, 4))
+    except Exception as error:
+        failure = getattr(error, "failure", None)
+        return type(error).__name__, str(error), failure
+
+
+def test_a_bug_in_the_first_step_is_told_as_in_later_ones(ranks):
+    (kind, text, failure), (other, echo, told) = ranks(_broken_first_step, 2, True, config={"partitions": 2})
+    assert kind == other == "StageError"
+    assert text == echo
+    assert "pipeline stage 0 (rank 0), module '1' in the tracing step: KeyError: 'mine'" in text
+    assert "Traceback of rank 0" in text
+    assert 'raise KeyError("mine")' in text
+    assert "smp_runtime" not in text
+    # Whichever rank is heard first, the failure is that of the rank that met it.
+    assert failure == told
+    assert (told.rank, told.error_type, told.message) == (0, "KeyError", "'mine'")
+    assert told.traceback.startswith("In module '1' in the tracing step:\nTraceback (most recent call last)")
+
+
+def test_a_bug_in_the_step_function_stays_itself_where_it_is_traced(ranks):
+    (kind, text, _), (other, echo, told) = ranks(_broken_first_step, 2, False, config={"partitions": 2})
+    assert (kind, text) == ("LookupError", "the script's own")
+    assert other == "StageError"
+    assert "pipeline stage 0 (rank 0), the step function in the tracing step: LookupError: the script's own" in echo
+    assert told.rank == 0
 
 
 class Scaled(nn.Module):

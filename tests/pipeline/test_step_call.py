@@ -13,7 +13,7 @@ from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
-from smp_runtime.step.step import StepCall, probe
+from smp_runtime.step.step import StepCall, probe_of
 
 CONFIG = {"partitions": 2, "microbatches": 2}
 CALL = StepCall("train", (True, True), ((4, 2),), 1.5)
@@ -101,13 +101,13 @@ def test_calls_are_compared():
 
 def test_the_first_tensor_is_looked_at():
     x = torch.arange(6.0)
-    assert probe([((), {"a": [x]})]) == probe([x, torch.ones(3)])
-    assert probe([x]) != probe([x.flip(0)])
-    assert probe([x.bool()]) is not None
-    assert probe(["text", None, 3]) is None
-    assert probe([x.to(torch.complex64)]) is None
-    assert probe([torch.empty(3, device="meta")]) is None
-    assert probe([torch.empty(0)]) == 0.0
+    assert probe_of([((), {"a": [x]})]) == probe_of([x, torch.ones(3)])
+    assert probe_of([x]) != probe_of([x.flip(0)])
+    assert probe_of([x.bool()]) is not None
+    assert probe_of(["text", None, 3]) is None
+    assert probe_of([x.to(torch.complex64)]) is None
+    assert probe_of([torch.empty(3, device="meta")]) is None
+    assert probe_of([torch.empty(0)]) == 0.0
 
 
 def _drawing(placed: int) -> Any:
@@ -131,3 +131,67 @@ def test_generators_of_python_and_numpy_agree_after_a_step(ranks):
     assert len(set(drawn)) == len(drawn) >= 6
     again, _ = ranks(_drawing, 2, 0, config=config)[0]
     assert again == first
+
+
+class _Unequal(nn.Module):
+    """Its root stage is the last: the head and the code between the parts are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16)
+
+    def forward(self, ids):
+        return self.head(torch.relu(self.body(self.embed(ids))))
+
+
+def _fed(feeds: str, config: Any) -> Any:
+    """Losses of some steps; ``feeds`` says what ranks get that are not the first of a pipeline."""
+    smp.init(config)
+    torch.manual_seed(0)
+    model = smp.DistributedModel(_Unequal())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+
+    @smp.step
+    def step(model, batch, weight=1.0):
+        loss = nn.functional.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten()) * weight
+        model.backward(loss)
+        return loss
+
+    losses, draw = [], torch.Generator().manual_seed(1)
+    for number in range(5):
+        ids = torch.randint(0, 16, (4 if number < 4 else 8, 3), generator=draw)
+        batch = {"ids": ids, "labels": ids.roll(1)}
+        if smp.pp_rank() != 0 and feeds == "placeholders":
+            batch = {"ids": torch.zeros(4, 3), "labels": torch.zeros(4, 3)}
+        optimizer.zero_grad()
+        other = feeds == "placeholders" and smp.pp_rank() != 0
+        loss = step(model, batch, weight=0.0 if other else 2.0)
+        losses.append(float(loss.reduce_mean()))
+        optimizer.step()
+    return losses, None if model.pipeline is None else model.pipeline.root_rank
+
+
+def test_the_batch_of_the_first_rank_is_used_whichever_stage_runs_the_step(ranks):
+    config = {"partitions": 2, "microbatches": 2}
+    same = ranks(_fed, 2, "the same", config, init=False)
+    placeholders = ranks(_fed, 2, "placeholders", config, init=False)
+    alone = ranks(_fed, 1, "the same", {"microbatches": 2}, init=False)
+    assert same[0][1] == 1, "the root stage is the first, which shows nothing"
+    assert placeholders == same
+    assert same[0][0] == pytest.approx(alone[0][0], rel=1e-5)
+
+
+def _structures() -> Any:
+    """Arguments of another structure than the first rank's, which hold a model."""
+    model = _model()
+    try:
+        train(model, torch.ones(4, 2)) if smp.rank() == 0 else train(model=model, x=torch.ones(4, 2))
+    except (SMPUserError, SMPRuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def test_what_cannot_travel_must_stand_at_its_place(ranks):
+    _, error = ranks(_structures, 2, config=CONFIG, env={"SMP_TIMEOUT_SECONDS": "20"})
+    assert "rank 1 called the step train with other arguments than rank 0" in error
+    assert "they hold a DistributedModel" in error

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import time
+
 import pytest
 
 
@@ -68,16 +71,114 @@ def test_send_returns_only_when_received(ranks):
     assert waited >= 0.4
 
 
-def test_a_wait_that_nobody_answers_has_a_deadline(ranks):
+def _out_of_step():
+    """Rank 0 waits for rank 1 to its deadline, and ends; rank 1 waits elsewhere meanwhile."""
+    import os
+
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime.errors import SMPRuntimeError
+
+    os.environ["SMP_TIMEOUT_SECONDS"] = "1" if smp.rank() == 0 else "50"
+    with pytest.raises(SMPRuntimeError) as told:
+        smp.recv_from(1, smp.RankType.WORLD_RANK) if smp.rank() == 0 else smp.barrier()
+    return type(told.value).__name__, str(told.value)
+
+
+def test_a_wait_that_nobody_answers_ends_and_says_where_both_are(ranks):
+    (kind, late), (other, gone) = ranks(_out_of_step, 2)
+    assert kind == "DeadlineError"
+    assert "rank 0 waited 1 s in smp.recv_from for rank 1, which waits in smp.barrier" in late
+    assert "SMP_TIMEOUT_SECONDS" in late
+    assert other == "RankLeftError"
+    assert gone.startswith("rank 0 ended its script while rank 1 waits in smp.barrier; call it on every rank")
+
+
+def _ends(call, folder):
+    """The ranks but the first end their script, or fail, while the first one makes ``call``; gives what it raises."""
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime.errors import SMPRuntimeError
+    from smp_runtime.job import session
+
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(torch.nn.Linear(2, 2))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step
+    def train(x):
+        model.backward(model(x).sum())
+
+    train(torch.ones(2, 2))
+    optimizer.step()
+    sys.modules["__main__"].kept = model if call == "step" else None  # as a script does
+    if smp.rank() != 0:
+        session.current().has_failed = call == "failure"
+        return None
+    calls = {
+        "save": lambda: smp.save_checkpoint(folder, "one"),
+        "resume": lambda: smp.resume_from_checkpoint(folder),
+        "gather": lambda: smp.allgather(1, smp.WORLD),
+        "step": lambda: train(torch.ones(2, 2)),
+    }
+    with pytest.raises(SMPRuntimeError) as told:
+        calls.get(call, smp.barrier)()
+    return str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("save", "rank 1 ended its script while rank 0 waits in smp.save_checkpoint"),
+        pytest.param(
+            "resume", "rank 1 ended its script while rank 0 waits in smp.resume_from_checkpoint", marks=pytest.mark.full
+        ),
+        pytest.param("gather", "rank 1 ended its script while rank 0 waits in smp.allgather", marks=pytest.mark.full),
+        ("step", "rank 1 ended its script while rank 0 waits in the step _ends.<locals>.train"),
+        ("failure", "rank 1 failed while rank 0 is in smp.barrier; the error of rank 1 is the cause"),
+    ],
+)
+def test_who_waits_for_a_rank_that_has_left_is_told_at_once(ranks, tmp_path, call, words):
+    told, _ = ranks(_ends, 2, call, str(tmp_path), init=False, timeout=30)
+    assert words in told
+
+
+def test_a_wait_is_named_by_the_call_of_the_script():
+    """From the script to the wait: the constructor of a class of ours, and a function below it."""
+    from smp_runtime.comm.waiting import script_s_call
+
+    code = """
+def below():
+    return script_s_call()
+
+class DistributedModel:
+    def __init__(self):
+        self.said = below()
+
+    def state_dict(self):
+        return below()
+"""
+    ours = {"__name__": "smp_runtime.model", "script_s_call": script_s_call}
+    exec(code, ours)
+    model = ours["DistributedModel"]()
+    assert [model.said, model.state_dict(), ours["below"]()] == [
+        "DistributedModel",
+        "DistributedModel.state_dict",
+        "below",
+    ]
+
+
+def test_a_job_that_is_joined_again_knows_nothing_of_the_one_that_was_left(ranks):
     def run():
         import smdistributed.modelparallel.torch as smp
-        from smp_runtime.errors import DeadlineError
 
-        if smp.rank() == 0:
-            with pytest.raises(DeadlineError, match="SMP_TIMEOUT_SECONDS"):
-                smp.recv_from(1, smp.RankType.WORLD_RANK)
+        smp.shutdown()
+        smp.init()
+        if smp.rank() == 1:
+            time.sleep(0.8)  # longer than it takes to ask for the other, and to believe that it has left
+        return smp.allgather(smp.rank(), smp.WORLD)
 
-    ranks(run, 2, env={"SMP_TIMEOUT_SECONDS": "1"})
+    assert ranks(run, 2) == [[0, 1], [0, 1]]
 
 
 def test_ranks_that_were_configured_differently(ranks):

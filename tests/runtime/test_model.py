@@ -41,6 +41,28 @@ def test_every_level_of_unwrapping_leads_to_the_module(model):
         _ = model.nothing
 
 
+class Broken(nn.Linear):
+    """Has a property that fails, which is not the same as having none."""
+
+    @property
+    def rank_of(self):
+        return self.settings.rank
+
+
+def test_an_attribute_that_nobody_has_is_one_line(solo):
+    solo({})
+    model = smp.DistributedModel(Broken(2, 2))
+    assert not hasattr(model, "save_pretrained")
+    with pytest.raises(AttributeError) as raised:
+        model.save_pretrained("folder")
+    assert str(raised.value) == (
+        "the wrapped model has no attribute 'save_pretrained': neither smp.DistributedModel nor the Broken inside it has one"
+    )
+    assert raised.value.__cause__ is raised.value.__context__ is None
+    with pytest.raises(AttributeError, match="'Broken' object has no attribute 'rank_of'"):
+        assert model.rank_of
+
+
 def test_names_agree_everywhere(model):
     names = ["layer.weight", "layer.bias"]
     assert list(model.state_dict()) == names

@@ -222,3 +222,32 @@ def test_an_error_in_a_microbatch_leaves_a_usable_session(solo):
     assert smp.state.microbatch is None
     with pytest.raises(KeyError, match="boom"):
         fails(torch.ones(2, 1))
+
+
+def _plain(x, scale=1.0):
+    return x.sum() * scale
+
+
+def _other_name(this, x):
+    return x.sum() + this.bias
+
+
+class InClassBody:
+    """Steps in a class body: a method, one whose instance has another name, and a plain function."""
+
+    other_name = smp.step(_other_name)
+    plain = smp.step(_plain)
+    bias = 1.0
+
+    @smp.step
+    def method(self, x):
+        return x.sum() + self.bias
+
+
+def test_a_step_in_a_class_body_may_be_a_method_or_not(two_microbatches):
+    x, trainer = torch.ones(4), InClassBody()
+    assert [float(loss.reduce_sum()) for loss in (trainer.method(x), trainer.other_name(x))] == [6.0, 6.0]
+    assert float(trainer.plain(x).reduce_sum()) == float(InClassBody.plain(x).reduce_sum()) == 4.0
+    assert float(trainer.plain(x, 3.0).reduce_sum()) == 12.0
+    with pytest.raises(TypeError, match="positional arguments"):
+        trainer.plain(x, 1.0, 2.0)

@@ -1,187 +1,42 @@
 """The control plane: who is there, and small Python objects between ranks.
 
-One protocol, three carriers, chosen in :func:`connect`: MPI under ``mpirun``, a ``TCPStore`` under ``torchrun``,
-nothing at all for a single process.
+One protocol, three carriers (:mod:`smp_runtime.comm.carriers`), chosen in :func:`connect`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pickle
+import re
 import socket
 import time
-from collections import defaultdict
+import types
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
-from smp_runtime.errors import DeadlineError, SMPRuntimeError, SMPUserError
-
-#: Seconds after which a wait for another rank is an error; ``SMP_TIMEOUT_SECONDS`` changes it.
-DEFAULT_TIMEOUT_SECONDS = 1800.0
+from smp_runtime.comm.carriers import MpiCarrier, SoloCarrier, StoreCarrier
+from smp_runtime.comm.waiting import ENDED, Carrier, left_text
+from smp_runtime.comm.waiting import timeout_seconds as timeout_seconds
+from smp_runtime.errors import DeadlineError, RankLeftError, SMPError, SMPRuntimeError, SMPUserError
 
 #: Message channels, so that the runtime's own messages never match a script's, nor a script's ``allgather`` its ``send``.
 USER_CHANNEL = 1
 RUNTIME_CHANNEL = 2
 USER_COLLECTIVE_CHANNEL = 3
 
+#: Seconds for ranks that have left to say so, when a connection was lost.
+_ANSWER_SECONDS = 1.5
 
-def timeout_seconds() -> float:
-    """The deadline of every wait, in seconds."""
-    text = os.environ.get("SMP_TIMEOUT_SECONDS", "")
-    if not text:
-        return DEFAULT_TIMEOUT_SECONDS
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if value <= 0:
-        raise SMPUserError(
-            f"SMP_TIMEOUT_SECONDS is {text!r}; it counts the seconds that a rank waits for another: set a number above 0"
-        )
-    return value
+#: Of errors of PyTorch's collectives that may come of another rank's end.
+_LOST = re.compile(
+    r"(?i)gloo|nccl|c10d|TCPStore|connection (closed|reset|refused|was)|socket|broken pipe|remote process"
+)
+_TIMED_OUT = re.compile(r"(?i)timed out|timeout")
 
 
 def host_name() -> str:
     """This rank's host, as the launcher announced it: several may be simulated on one machine."""
     return os.environ.get("SMP_HOST") or os.environ.get("SM_CURRENT_HOST") or socket.gethostname()
-
-
-class Carrier(Protocol):
-    """Moves one pickled object from one rank to another; both calls return when the object has been received."""
-
-    rank: int
-    size: int
-
-    def send(self, payload: Any, dest: int, channel: int) -> None:
-        """Send an object to rank ``dest``."""
-
-    def receive(self, source: int, channel: int) -> Any:
-        """The next object from rank ``source`` on this channel."""
-
-    def close(self) -> None:
-        """Give up the connection."""
-
-
-class _Backoff:
-    """Waits a little longer each time, up to 1 ms, until the deadline; ranks share cores with each other."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._seconds = timeout_seconds()
-        self._deadline = time.monotonic() + self._seconds
-        self._pause = 20e-6
-
-    def wait(self) -> None:
-        if time.monotonic() > self._deadline:
-            raise DeadlineError(
-                f"waited {self._seconds:.0f} s to {self._what}; the other rank never made the matching call: check that "
-                "every rank reaches it, or raise SMP_TIMEOUT_SECONDS"
-            )
-        time.sleep(self._pause)
-        self._pause = min(self._pause * 1.5, 1e-3)
-
-
-class SoloCarrier:
-    """One process alone: there is nobody to talk to."""
-
-    rank = 0
-    size = 1
-
-    def send(self, payload: Any, dest: int, channel: int) -> None:
-        """See :class:`Carrier`."""
-        raise SMPUserError(f"cannot send to rank {dest}: this job has one process")
-
-    def receive(self, source: int, channel: int) -> Any:
-        """See :class:`Carrier`."""
-        raise SMPUserError(f"cannot receive from rank {source}: this job has one process")
-
-    def close(self) -> None:
-        """There is no connection."""
-
-
-class MpiCarrier:
-    """Messages over MPI; synchronous sends, polled so that every wait has a deadline."""
-
-    def __init__(self) -> None:
-        from mpi4py import MPI
-
-        self._mpi = MPI
-        self._comm = MPI.COMM_WORLD.Dup()
-        self.rank = self._comm.Get_rank()
-        self.size = self._comm.Get_size()
-
-    def send(self, payload: Any, dest: int, channel: int) -> None:
-        """See :class:`Carrier`."""
-        request = self._comm.issend(payload, dest=dest, tag=channel)
-        backoff = _Backoff(f"send to rank {dest}")
-        while not request.test()[0]:
-            backoff.wait()
-
-    def receive(self, source: int, channel: int) -> Any:
-        """See :class:`Carrier`."""
-        backoff = _Backoff(f"receive from rank {source}")
-        while (message := self._comm.improbe(source=source, tag=channel)) is None:
-            backoff.wait()
-        return message.recv()
-
-    def close(self) -> None:
-        """Free the communicator, unless MPI has ended."""
-        if not self._mpi.Is_finalized():
-            self._comm.Free()
-
-
-class StoreCarrier:
-    """Messages over a ``TCPStore``: for ``torchrun`` and other launchers that set ``MASTER_ADDR`` and ``RANK``."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        import torch.distributed as dist
-
-        self.rank = int(environ["RANK"])
-        self.size = int(environ["WORLD_SIZE"])
-        rendezvous = dist.rendezvous("env://", rank=self.rank, world_size=self.size)
-        base, _, _ = next(iter(rendezvous))
-        self._store = dist.PrefixStore("smp-control", base)
-        self._store.set_timeout(timedelta(seconds=timeout_seconds()))
-        self._sequence: dict[tuple[int, int, int], int] = defaultdict(int)
-
-    def _key(self, source: int, dest: int, channel: int) -> str:
-        number = self._sequence[source, dest, channel]
-        self._sequence[source, dest, channel] = number + 1
-        return f"{channel}/{source}/{dest}/{number}"
-
-    @contextlib.contextmanager
-    def _deadline(self, what: str) -> Iterator[None]:
-        import torch.distributed as dist
-
-        try:
-            yield
-        except dist.DistStoreError as error:
-            raise DeadlineError(
-                f"waited {timeout_seconds():.0f} s to {what} ({error}); check that every rank makes the matching call, "
-                "or raise SMP_TIMEOUT_SECONDS"
-            ) from None
-
-    def send(self, payload: Any, dest: int, channel: int) -> None:
-        """See :class:`Carrier`."""
-        key = self._key(self.rank, dest, channel)
-        self._store.set(key, pickle.dumps(payload))  # type: ignore[arg-type]  # bytes work, the stub says str
-        with self._deadline(f"send to rank {dest}"):
-            self._store.wait([key + "/received"])
-        self._store.delete_key(key + "/received")
-
-    def receive(self, source: int, channel: int) -> Any:
-        """See :class:`Carrier`."""
-        key = self._key(source, self.rank, channel)
-        with self._deadline(f"receive from rank {source}"):
-            payload = self._store.get(key)
-        self._store.delete_key(key)
-        self._store.set(key + "/received", "1")
-        return pickle.loads(payload)
-
-    def close(self) -> None:
-        """The store closes with the last reference to it."""
 
 
 class ControlPlane:
@@ -195,6 +50,49 @@ class ControlPlane:
         self._carrier = carrier
         self.rank = carrier.rank
         self.size = carrier.size
+
+    @contextlib.contextmanager
+    def doing(self, call: str) -> Iterator[None]:
+        """The script is in this public call, which messages name; inside another one it does not matter.
+
+        Raises:
+            RankLeftError: instead of an error about a lost connection, where other ranks have left the job.
+        """
+        if self._carrier.call:
+            yield
+            return
+        self._carrier.call = call
+        try:
+            yield
+        except (RankLeftError, DeadlineError) as error:
+            if not _comes_from_us(error.__traceback__):
+                raise
+            raise type(error)(*error.args) from None  # the way to the wait says nothing to the script
+        except RuntimeError as error:
+            if isinstance(error, SMPError) or not _LOST.search(str(error)):
+                raise
+            if left := self._who_left():
+                raise RankLeftError(left_text(self._carrier, left)) from None
+            if _TIMED_OUT.search(str(error)):
+                raise DeadlineError(
+                    f"rank {self.rank} waited {timeout_seconds():g} s in {call} for another rank ({error}); let every rank make "
+                    "the same calls in the same order, or raise SMP_TIMEOUT_SECONDS"
+                ) from error
+            raise
+        finally:
+            self._carrier.call = ""
+
+    def _who_left(self) -> dict[int, str]:
+        """Ranks that have left the job, and how: asked for a moment, as the connection that was lost may have been theirs."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        began, asks = time.monotonic(), True
+        while time.monotonic() - began < _ANSWER_SECONDS:
+            places = {rank: self._carrier.look(rank, asks=asks) for rank in others}
+            if left := {rank: place.left for rank, place in places.items() if place is not None and place.left}:
+                return left
+            asks = False
+            time.sleep(0.02)
+        return {}
 
     def send(self, payload: Any, dest: int, channel: int = USER_CHANNEL) -> None:
         """Send an object to a global rank; returns when it has been received there."""
@@ -253,9 +151,13 @@ class ControlPlane:
         """Return when every member has arrived."""
         self.allgather(None, ranks, channel)
 
-    def close(self) -> None:
-        """Release the carrier; later messages are errors."""
-        self._carrier.close()
+    def close(self, left: str = ENDED) -> None:
+        """Leave the job; later messages are errors.
+
+        Args:
+            left: how, for others that wait for this rank: :data:`ENDED` or :data:`FAILED`.
+        """
+        self._carrier.close(left)
 
     def _peer(self, rank: int, verb: str) -> int:
         if not 0 <= rank < self.size:
@@ -263,6 +165,17 @@ class ControlPlane:
         if rank == self.rank:
             raise SMPUserError(f"rank {rank} cannot {verb} itself: name another rank from 0 to {self.size - 1}")
         return rank
+
+
+def _comes_from_us(trace: types.TracebackType | None) -> bool:
+    """Whether no code of the script's is on the way to an error."""
+    while trace is not None:
+        if not str(trace.tb_frame.f_globals.get("__name__")).startswith(
+            ("smp_runtime.", "smdistributed.", "contextlib")
+        ):
+            return False
+        trace = trace.tb_next
+    return True
 
 
 def connect(environ: Mapping[str, str] | None = None) -> ControlPlane:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import socket
+import stat
 import threading
 from datetime import timedelta
 
@@ -51,8 +53,10 @@ class ProcessGroups:
         device = device or torch.device("cpu")
         self._device = device
         self._owns_default = not dist.is_initialized()
+        before = _open_sockets()
+        self._store_port = 0
         if self._owns_default:
-            self._start(control, backend, port)
+            self._store_port = self._start(control, backend, port)
         elif dist.get_world_size() != control.size or dist.get_rank() != control.rank:
             raise SMPRuntimeError(
                 f"torch.distributed was started before smp.init() as rank {dist.get_rank()} of {dist.get_world_size()}, "
@@ -76,6 +80,9 @@ class ProcessGroups:
                 alone = len(ranks) == 1  # nobody else needs to know its name
                 made = dist.new_group(list(ranks), timeout=timeout, backend=other, use_local_synchronization=alone)
                 self._by_ranks[ranks] = made  # non-members hold a placeholder they never use
+        self._sockets = _open_sockets() - before
+        # A rank that leaves at once must not hang up while others are still connecting.
+        control.barrier(list(range(control.size)))
 
     def group(self, kind: Group) -> dist.ProcessGroup:
         """This rank's process group of that kind."""
@@ -85,6 +92,23 @@ class ProcessGroups:
         """Shut down what was started here."""
         if self._owns_default and dist.is_initialized():
             dist.destroy_process_group()
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """End the connections of gloo, which has no such call: a model that the script still holds would keep them.
+
+        Whoever waits for this rank in a collective gets an error then, though the process lives on in ``MPI_Finalize``.
+        """
+        for descriptor, number in self._sockets:
+            try:
+                if os.fstat(descriptor).st_ino != number:
+                    continue  # closed, and its descriptor used again
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    # Other ranks may still read what is in the store.
+                    if self._store_port not in (connection.getsockname()[1], connection.getpeername()[1]):
+                        connection.shutdown(socket.SHUT_WR)
+            except (OSError, IndexError):  # closed, not connected, or no connection between hosts
+                continue
 
     def abandon(self) -> None:
         """Leave after a failure, while others may still wait for this rank, or it for them.
@@ -112,10 +136,12 @@ class ProcessGroups:
         return self._device.type == "cuda" and used in ("nccl", smddp.BACKEND)
 
     @staticmethod
-    def _start(control: ControlPlane, backend: str, port: int | None) -> None:
+    def _start(control: ControlPlane, backend: str, port: int | None) -> int:
+        """Start ``torch.distributed``; gives the port of its store."""
         everyone = list(range(control.size))
         timeout = timedelta(seconds=timeout_seconds())
         store: dist.Store
+        agreed = 0
         if control.size == 1:
             store = dist.HashStore()
         else:
@@ -123,11 +149,13 @@ class ProcessGroups:
             if control.rank == 0:
                 # Port 0: the store itself finds a free one, so that nobody can take it in between.
                 store = dist.TCPStore(address, port or 0, is_master=True, wait_for_workers=False, timeout=timeout)
-                control.broadcast((address, store.port), everyone)
+                agreed = store.port
+                control.broadcast((address, agreed), everyone)
             else:
                 address, agreed = control.broadcast(None, everyone)
                 store = dist.TCPStore(address, agreed, is_master=False, timeout=timeout)
         dist.init_process_group(backend, store=store, rank=control.rank, world_size=control.size, timeout=timeout)
+        return agreed
 
 
 def groups_to_name(topology: Topology, rank: int) -> list[tuple[int, ...]]:
@@ -153,6 +181,18 @@ def backends_by_device(backends: str) -> dict[str, str]:
     """The backend for each kind of device, from a string such as ``"cpu:gloo,cuda:nccl"``."""
     pairs = (pair.partition(":") for pair in backends.split(","))
     return {device: backend for device, _, backend in pairs}
+
+
+def _open_sockets() -> set[tuple[int, int]]:
+    """Descriptor and number of every socket of this process; none where the system does not list them."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the one that lists them is closed again
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found.add((int(name), status.st_ino))
+    return found
 
 
 def _abort() -> None:

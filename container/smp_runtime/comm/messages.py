@@ -45,25 +45,35 @@ class Messages:
 
     def send(self, obj: Any, dest_rank: int, rank_type: RankType) -> None:
         """Send ``obj``; returns when the receiver has taken it with :meth:`recv_from`."""
-        self._control.send(obj, self._global_rank(dest_rank, rank_type))
+        dest = self._global_rank(dest_rank, rank_type)
+        with self._control.doing("smp.send"):
+            self._control.send(obj, dest)
 
     def recv_from(self, src_rank: int, rank_type: RankType) -> Any:
         """The next object that ``src_rank`` sends or broadcasts to this rank."""
-        return self._control.receive(self._global_rank(src_rank, rank_type))
+        source = self._global_rank(src_rank, rank_type)
+        with self._control.doing("smp.recv_from"):
+            return self._control.receive(source)
 
     def broadcast(self, obj: Any, group: CommGroup) -> None:
         """Send ``obj`` to every other rank of this rank's group; each of them calls :meth:`recv_from`."""
-        for rank in self._members(group):
-            if rank != self._control.rank:
-                self._control.send(obj, rank)
+        members = self._members(group)
+        with self._control.doing("smp.broadcast"):
+            for rank in members:
+                if rank != self._control.rank:
+                    self._control.send(obj, rank)
 
     def allgather(self, obj: Any, group: CommGroup) -> list[Any]:
         """Every member's object in group-rank order; all members call it."""
-        return self._control.allgather(obj, self._members(group), USER_COLLECTIVE_CHANNEL)
+        members = self._members(group)
+        with self._control.doing("smp.allgather"):
+            return self._control.allgather(obj, members, USER_COLLECTIVE_CHANNEL)
 
     def barrier(self, group: CommGroup = CommGroup.WORLD) -> None:
         """Return when every member of this rank's group has called it."""
-        self._control.barrier(self._members(group), USER_COLLECTIVE_CHANNEL)
+        members = self._members(group)
+        with self._control.doing("smp.barrier"):
+            self._control.barrier(members, USER_COLLECTIVE_CHANNEL)
 
     def _members(self, group: CommGroup) -> list[int]:
         if not isinstance(group, CommGroup):

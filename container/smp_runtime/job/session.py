@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from smp_config import Group, ModelParallelParameters
 from smp_runtime.comm.control import ControlPlane, connect
 from smp_runtime.comm.messages import Messages
+from smp_runtime.comm.waiting import ENDED, FAILED
 from smp_runtime.errors import NotInitializedError, SMPUserError
 from smp_runtime.job.module_manager import ModuleManager
 from smp_runtime.job.progress import ProgressReporter
@@ -134,11 +135,12 @@ class Session:
                 failure = failure or error
         for leave in self.at_leave:
             leave()
+        # First of all, since taking groups down may wait for others, and they for this rank.
+        self.ranks.control.close(FAILED if self.has_failed else ENDED)
         if self.has_failed:
             self.ranks.groups.abandon()
         else:
             self.ranks.groups.close()
-        self.ranks.control.close()
         self.ranks.forget()
         if failure is not None:
             raise failure
@@ -165,7 +167,8 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
     settings = {**_given(config), **_given(json.loads(carried) if carried else None)}
     parameters = ModelParallelParameters.from_mp_parameters(settings)
     control = connect()
-    session = Session(parameters, control)
+    with control.doing("smp.init"):
+        session = Session(parameters, control)
     if session.ranks.rank == 0:
         for sentence in parameters.warnings():
             logger.warning(sentence)

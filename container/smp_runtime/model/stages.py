@@ -24,6 +24,7 @@ from smp_runtime.module_state.absent_tensors import (
     absent_parameter,
     make_absent_in_place,
 )
+from smp_runtime.pipeline.execution.failures import FirstStepFailures
 from smp_runtime.pipeline.execution.rank_pipeline import Pipeline, PipelineSettings
 from smp_runtime.pipeline.observe.recorder import recorder_of_job
 from smp_runtime.pipeline.partition.decision import Tracing, decide
@@ -78,6 +79,8 @@ class Stages:
         is_meta = any(parameter.is_meta for parameter in module.parameters())
         # Shapes are all that there is before the parameters are created.
         inputs_on = torch.device("meta") if is_meta else device
+        tracing_stage = ranks.cfg.tracing_rank or 0
+        tracing_rank = ranks.topology.group_of(Group.PP, 0)[tracing_stage]
         assignment = decide(
             module,
             Tracing(
@@ -91,7 +94,8 @@ class Stages:
             ranks.cfg,
             manual_of(self._session),
             ranks.control,
-            tracing_rank=ranks.topology.group_of(Group.PP, 0)[ranks.cfg.tracing_rank or 0],
+            FirstStepFailures(tracing_stage, tracing_rank),
+            tracing_rank=tracing_rank,
             optimizer_bytes=_state_bytes(self._session.optimizer) + (4.0 if self.precision.is_half else 0.0),
         )
         # What tracing has left in reference cycles would keep parameters from being swapped out.

@@ -32,7 +32,18 @@ class WrappedModule(nn.Module):
         except AttributeError:
             if name == "module" or name.startswith("__"):
                 raise
-            return getattr(super().__getattr__("module"), name)
+        module = super().__getattr__("module")
+        try:
+            return getattr(module, name)
+        except AttributeError as error:
+            if error.name != name or error.obj is not module or hasattr(type(module), name):
+                raise  # of a property of the module's
+        kind = type(module).__name__
+        raise AttributeError(
+            f"the wrapped model has no attribute {name!r}: neither smp.DistributedModel nor the {kind} inside it has one",
+            name=name,
+            obj=module,
+        )
 
     def get_module(self) -> nn.Module:
         """The user's module."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
@@ -15,6 +15,7 @@ from smp_runtime.comm.devices import in_order_with_script
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.pipeline.transport.messages import StepKind
+from smp_runtime.step.first_stage_inputs import Arguments, FirstStageInputs, probe
 from smp_runtime.step.microbatches import StepOutput, batch_samples, merge_outputs, shapes_in, split_argument
 from smp_runtime.tensors.nested import leaves_of
 from smp_runtime.tensors.torch_private import tree_map
@@ -22,11 +23,10 @@ from smp_runtime.tensors.torch_private import tree_map
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
     from smp_runtime.job.trained import TrainedModel
+    from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
 
 #: How many calls of a step are looked at, to see whether the ranks of a pipeline have read the same batch.
 _PROBED_CALLS = 2
-#: Elements of the first tensor that are added up, to see whether ranks have read the same batch.
-_PROBED_ELEMENTS = 4096
 
 
 class StepFunction:
@@ -60,20 +60,44 @@ class StepFunction:
 
     def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
         # A step may be a method: its instance is an argument that is never split.
-        return self if instance is None else functools.partial(self._call, (instance,))
+        return self if instance is None else functools.partial(self._call_of, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run every microbatch; see :func:`step` for what is split and returned."""
         return self._call((), *args, **kwargs)
 
+    def _call_of(self, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return self._call((instance,) if self._takes(instance, args, kwargs) else (), *args, **kwargs)
+
+    def _takes(self, instance: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the function is a method; a plain one may stand in a class body, too, and be called on an instance."""
+        first = next(iter(self._signature.parameters.values()), None)
+        if first is not None and (first.name == "self" or first.kind is inspect.Parameter.VAR_POSITIONAL):
+            return True
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError:  # with the instance it fits, or is told as Python would
+            return True
+        return False
+
     def _call(self, bound: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
         session = sessions.current()
+        with session.ranks.control.doing(f"the step {self._name}"):
+            return self._step(session, bound, *args, **kwargs)
+
+    def _step(self, session: Session, bound: tuple[Any, ...], /, *args: Any, **kwargs: Any) -> Any:
         if session.ranks.step.microbatch is not None:
             raise SMPUserError(
                 f"the step {self._function.__name__!r} was called inside another step; call it outside, or take the "
                 "decorator off the inner function"
             )
-        count = session.ranks.cfg.microbatches
+        ranks = session.ranks
+        count = ranks.cfg.microbatches
+        own = args, kwargs
+        if ranks.size(Group.PP) > 1:
+            pipeline = _pipeline_of(session.models)
+            inputs = ranks.keep(FirstStageInputs, functools.partial(FirstStageInputs, ranks))
+            args, kwargs = inputs.of_step(own, self._name, pipeline.root_rank if pipeline is not None else None)
         names = self._argument_names(len(bound) + len(args))[len(bound) :]
         axes = [self._axes.get(name, 0) for name in (*names, *kwargs)]
         values = [*args, *kwargs.values()]
@@ -99,7 +123,7 @@ class StepFunction:
         for model in models:
             model.begin_step()
         try:
-            returned = self._run(session, models, microbatches)
+            returned = self._run(session, models, microbatches, own)
         except BaseException:
             for model in models:
                 model.abandon_step()
@@ -114,17 +138,25 @@ class StepFunction:
         return merged
 
     def _run(
-        self, session: Session, models: Sequence[TrainedModel], microbatches: Sequence[functools.partial[Any]]
+        self,
+        session: Session,
+        models: Sequence[TrainedModel],
+        microbatches: Sequence[functools.partial[Any]],
+        own: Arguments,
     ) -> list[Any]:
-        """What the function returns for each microbatch: one after the other, or through the model's pipeline."""
-        pipeline = next((model.pipeline for model in models if model.pipeline is not None), None)
+        """What the function returns for each microbatch: one after the other, or through the model's pipeline.
+
+        Args:
+            own: this rank's arguments, which a pipeline compares with the other stages'.
+        """
+        pipeline = _pipeline_of(models)
         if pipeline is not None:
             first = microbatches[0]
             course = (id(self), torch.is_grad_enabled(), tuple(model.training for model in models))
             kind = StepKind(course, shapes_in(first.args, first.keywords))
-            looked_at = probe([first.args, first.keywords]) if self._probes > 0 else None
+            looked_at = probe_of(own) if self._probes > 0 else None
             self._probes -= 1
-            call = StepCall(self._name, (*course[1:2], *course[2]), kind.shapes, looked_at)
+            call = StepCall(self._name, (*course[1:2], *course[2]), shapes_in(*own), looked_at)
             flags = [model.module.training for model in models]
             with in_order_with_script(session.ranks.device):
                 results = pipeline.run_step(kind, microbatches, call)
@@ -264,21 +296,21 @@ class StepCall(NamedTuple):
         elif self.probe != root.probe and not _are_both_nan(self.probe, root.probe):
             what = "with other values"
         return what and (
-            f"rank {rank} called the step {self.function} with a batch {what} than rank {root_rank} of the same pipeline; only the "
-            "root stage's is used, so a share of the data would be lost: give the sampler num_replicas=smp.dp_size() and "
-            "rank=smp.dp_rank()"
+            f"rank {rank} called the step {self.function} with a batch {what} than rank {root_rank} of the same pipeline; that of "
+            "the pipeline's first rank (smp.pp_rank() == 0) is used. Placeholders on the others do no harm, but data that they "
+            "read would be lost: give the sampler num_replicas=smp.dp_size() and rank=smp.dp_rank()"
         )
 
 
-def probe(values: Iterable[Any]) -> float | None:
+def probe_of(values: Any) -> float | None:
     """A number that differs, as a rule, for batches that do: from the first tensor in arguments of any nesting."""
     first = next((leaf for leaf in leaves_of(list(values)) if isinstance(leaf, torch.Tensor)), None)
-    if first is None or type(first) is not torch.Tensor or first.layout != torch.strided:
-        return None
-    if first.is_meta or first.is_complex():
-        return None
-    some = first.detach().reshape(-1)[:_PROBED_ELEMENTS].to(torch.float64)
-    return float((some * torch.arange(1, len(some) + 1, device=some.device)).sum())
+    return None if first is None else probe(first)
+
+
+def _pipeline_of(models: Sequence[TrainedModel]) -> Pipeline | None:
+    """The pipeline that runs a step's models; None where none is partitioned."""
+    return next((model.pipeline for model in models if model.pipeline is not None), None)
 
 
 def _are_both_nan(one: float | None, other: float | None) -> bool:

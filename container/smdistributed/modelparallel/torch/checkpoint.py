@@ -15,7 +15,9 @@ from smp_runtime.job.session import current
 def _of_current_session(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return function(current(), *args, **kwargs)
+        session = current()
+        with session.ranks.control.doing(f"smp.{function.__name__}"):
+            return function(session, *args, **kwargs)
 
     # Scripts do not pass the session, so help() must not show it.
     del call.__wrapped__

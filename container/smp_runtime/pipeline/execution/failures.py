@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 STEP_FUNCTION = "the step function"
 
 
-_PIPELINE = Path(__file__).parent
-_OWN_FOLDERS = frozenset({str(_PIPELINE), str(_PIPELINE.parent)})
+#: Rooms of this library whose code runs between the script's lines; an error of a module of ours (``smp.nn``) is another matter.
+_RUNTIME = Path(__file__).parents[2]
+_OWN_FOLDERS = tuple(
+    str(_RUNTIME / room) for room in ("activations", "job", "model", "pipeline", "sharding", "step", "tensors")
+)
 
 
 class StageError(SMPRuntimeError):
@@ -57,7 +60,7 @@ def message_of(error: BaseException, place: str, stage: int, rank: int) -> Fail:
             host=host,
             error_type=type(error).__name__,
             message=_plain(str(error)),
-            traceback=_plain(traceback_of(error)),
+            traceback=f"In {where}:\n" * where.startswith("module ") + _plain(traceback_of(error)),
             when=time.time(),
         )
     return Fail(stage, rank, where, failure)
@@ -111,9 +114,42 @@ def _plain(text: str) -> str:
 
 def _foreign(files: Sequence[str]) -> list[int]:
     """Positions of the frames that are not ours, and of ours below all others: an error that we raise says where."""
-    ours = [os.path.dirname(file) in _OWN_FOLDERS for file in files]
+    ours = [file.startswith(_OWN_FOLDERS) for file in files]
     below = len(ours) - ours[::-1].index(False) if False in ours else 0
     return [index for index, own in enumerate(ours) if not own or index >= below]
+
+
+class FirstStepFailures:
+    """Errors of a model's first step, which one rank traces while the others wait for its decision.
+
+    Args:
+        stage: of the rank that traces.
+        rank: its global rank.
+    """
+
+    def __init__(self, stage: int, rank: int) -> None:
+        self._stage = stage
+        self._rank = rank
+
+    def told(self, error: Exception, module: str) -> Fail:
+        """What the other ranks are told of an error in ``module``, or, if that is empty, in the step function."""
+        where = f"module {module!r}" if module else STEP_FUNCTION
+        return message_of(error, f"({where} in the tracing step)", self._stage, self._rank)
+
+    def own(self, error: Exception, told: Fail, module: str) -> Exception:
+        """What the rank raises that traces: the script's own error stays what it is, as in later steps."""
+        if module:
+            return error_of(told, error.with_traceback(without_own_frames(error.__traceback__)))
+        return error.with_traceback(without_own_frames(error.__traceback__))
+
+    def heard(self, told: Fail) -> Exception:
+        """What the others raise."""
+        return error_of(told)
+
+    def attribute(self, error: Exception, told: Fail) -> Exception:
+        """``error`` with what was told as its origin, for the job's failure."""
+        error.failure = told.failure  # type: ignore[attr-defined]
+        return error
 
 
 class Alarm:

@@ -176,6 +176,11 @@ class Pipeline:
         return self.stage == self.context.stage_of("")
 
     @property
+    def root_rank(self) -> int:
+        """Global rank of the root stage, which runs the step function."""
+        return self.context.ranks[self.context.stage_of("")]
+
+    @property
     def is_in_model_backward(self) -> bool:
         """Whether the calling thread's task runs under ``model.backward``."""
         task = self.context.conductor.current

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from smp_runtime.pipeline.partition.costs import CostSettings
 from smp_runtime.pipeline.partition.module_tree import Trace, note_recomputed, untraced
 from smp_runtime.pipeline.partition.partitioner import partition
 from smp_runtime.pipeline.partition.report import describe
-from smp_runtime.pipeline.partition.tracing import trace
+from smp_runtime.pipeline.partition.tracing import module_that_raised, trace
 
 if TYPE_CHECKING:
     from smp_config import ModelParallelParameters
@@ -42,12 +42,45 @@ class Tracing:
     placed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
+class Failures(Protocol):
+    """How an error of one rank becomes that of all."""
+
+    def told(self, error: Exception, module: str) -> object:
+        """What the other ranks are told of an error of the script.
+
+        Args:
+            module: the path of the module that raised; empty for the step function.
+        """
+        ...
+
+    def own(self, error: Exception, told: Any, module: str) -> Exception:
+        """What the rank raises that met the error."""
+        ...
+
+    def heard(self, told: Any) -> Exception:
+        """What the others raise."""
+        ...
+
+    def attribute(self, error: Exception, told: Any) -> Exception:
+        """``error``, which this library raises on another rank, as a consequence of what was told."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Decision:
+    answer: dict[str, Any] | None = None  # the assignment
+    text: str = ""  # for the log; or why there is no answer, where this library says so
+    told: Any = None  # of an error
+    is_users: bool = False  # whether that is the script's fault
+
+
 def decide(
     module: nn.Module,
     tracing: Tracing,
     parameters: ModelParallelParameters,
     manual: ManualAssignment,
     control: ControlPlane,
+    failures: Failures,
     *,
     tracing_rank: int = 0,
     optimizer_bytes: float = 8.0,
@@ -57,34 +90,37 @@ def decide(
     Args:
         module: the whole model.
         tracing: used on one rank, unless ``skip_tracing`` or a manual or loaded partition makes it unnecessary.
+        failures: how an error of the script in the tracing step is told on all ranks.
         tracing_rank: global rank that decides.
         optimizer_bytes: state per element of a trained parameter.
 
     Raises:
         SMPUserError: a partition that does not fit, on every rank with the same message.
     """
-    # The answer, and the log's text; or None, why not, and whether that is the script's fault.
-    decision: tuple[Any, str, bool] = (None, "", False)
-    failure: BaseException | None = None
+    decision = _Decision()
+    failure: Exception | None = None
     if control.rank == tracing_rank:
         try:
             assignment, text = _decided(module, tracing, parameters, manual, optimizer_bytes)
-            decision = (assignment.to_dict(), text, False)
+            decision = _Decision(assignment.to_dict(), text)
         except Exception as error:  # the others wait for the decision
-            # What we raise says what is wrong by itself; other errors need their name.
-            text = str(error) if isinstance(error, SMPError) else f"{type(error).__name__}: {error}"
-            decision, failure = (None, text, isinstance(error, SMPUserError)), error
+            path = module_that_raised(error)
+            told = failures.told(error, path)
+            if isinstance(error, SMPError):  # what we raise says what is wrong by itself
+                decision, failure = _Decision(None, str(error), told, isinstance(error, SMPUserError)), error
+            else:
+                decision, failure = _Decision(told=told), failures.own(error, told, path)
     everyone = [tracing_rank, *(rank for rank in range(control.size) if rank != tracing_rank)]
-    if control.rank == tracing_rank:
-        control.broadcast(decision, everyone)
-    else:
-        decision = control.broadcast(None, everyone)
-    answer, text, is_users = decision
+    decision = control.broadcast(decision, everyone)
     if failure is not None:
         raise failure
-    if answer is None:
-        kind = SMPUserError if is_users else SMPRuntimeError
-        raise kind(f"the model could not be partitioned on rank {tracing_rank}: {text}")
+    if decision.answer is None and not decision.text:
+        raise failures.heard(decision.told)
+    if decision.answer is None:
+        kind = SMPUserError if decision.is_users else SMPRuntimeError
+        echo = kind(f"the model could not be partitioned on rank {tracing_rank}: {decision.text}")
+        raise failures.attribute(echo, decision.told)
+    answer, text = decision.answer, decision.text
     if control.rank == tracing_rank:
         logger.info(text)
     return Assignment.from_dict(answer)

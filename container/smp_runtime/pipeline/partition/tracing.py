@@ -97,6 +97,16 @@ def trace(
     return Trace(tree.root, recorder.flows(), list(recorder.foreign), recorder.attributes, traced=True, timed=times)
 
 
+def module_that_raised(error: BaseException) -> str:
+    """Path of the innermost module in whose traced call an error was raised; empty where it is the step function's."""
+    path, trace = "", error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals is globals() and (node := trace.tb_frame.f_locals.get("node")) is not None:
+            path = node.path
+        trace = trace.tb_next
+    return path
+
+
 def _measure_times(model: nn.Module, tree: ModuleTree, run: Callable[[], object], device: torch.device) -> None:
     """Write the seconds of each module's own frame into the nodes, which have their operations already."""
 

@@ -1,0 +1,165 @@
+"""The wait of one rank for another: how long it lasts, and what is said when the other does not come."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from smp_runtime.errors import DeadlineError, RankLeftError, SMPUserError
+
+#: Seconds after which a wait for another rank is an error; ``SMP_TIMEOUT_SECONDS`` changes it.
+DEFAULT_TIMEOUT_SECONDS = 1800.0
+
+#: How a rank has left the job.
+ENDED = "ended"
+FAILED = "failed"
+
+#: Seconds of a wait before this rank asks where the other one is; then twice, four times … as long.
+_QUIET_SECONDS = 0.2
+
+#: Seconds between two looks at what the other one has told.
+_LOOK_SECONDS = 0.02
+
+#: Seconds for what a rank has sent before it left.
+_UNDER_WAY_SECONDS = 0.3
+
+
+def timeout_seconds() -> float:
+    """The deadline of every wait, in seconds."""
+    text = os.environ.get("SMP_TIMEOUT_SECONDS", "")
+    if not text:
+        return DEFAULT_TIMEOUT_SECONDS
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise SMPUserError(
+            f"SMP_TIMEOUT_SECONDS is {text!r}; it counts the seconds that a rank waits for another: set a number above 0"
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is, as it has told."""
+
+    call: str = ""  # the public call in which it waits
+    left: str = ""  # how it has left the job, as in "ended its script"; empty while it is in it
+
+
+class Carrier(Protocol):
+    """Moves one pickled object from one rank to another; both calls return when the object has been received.
+
+    Attributes:
+        call: the public call that the script is in; empty outside.
+    """
+
+    rank: int
+    size: int
+    call: str
+
+    def send(self, payload: Any, dest: int, channel: int) -> None:
+        """Send an object to rank ``dest``."""
+
+    def receive(self, source: int, channel: int) -> Any:
+        """The next object from rank ``source`` on this channel."""
+
+    def look(self, other: int, *, asks: bool) -> Place | None:
+        """Where rank ``other`` is, as far as it has told.
+
+        Args:
+            asks: tell it where this rank is, and ask for an answer, which comes by a later look if at all: a rank that computes
+                says nothing.
+        """
+
+    def went_on(self) -> None:
+        """A wait in which this rank has asked is over."""
+
+    def close(self, left: str) -> None:
+        """Leave the job; others that wait for this rank are told ``left``."""
+
+
+class Wait:
+    """The wait for another rank, which ends at the deadline, and soon after the other has left the job; a context manager.
+
+    Args:
+        longest: seconds of a pause at most; pauses get longer up to it, since ranks share cores with each other.
+    """
+
+    def __init__(self, carrier: Carrier, other: int, longest: float) -> None:
+        self._carrier = carrier
+        self._other = other
+        self._longest = longest
+        self._seconds = timeout_seconds()
+        self._began = time.monotonic()
+        self._next_look = self._began + min(_QUIET_SECONDS, self._seconds)
+        self._asked = 0  # times
+        self._left_at: float | None = None  # when it was first seen
+        self._pause = 20e-6
+
+    def __enter__(self) -> Wait:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._asked:
+            self._carrier.went_on()
+
+    def pause(self) -> None:
+        """Let some time pass.
+
+        Raises:
+            RankLeftError: the other rank has left the job.
+            DeadlineError: the wait took too long.
+        """
+        if time.monotonic() > self._next_look:
+            self._look()
+        time.sleep(self._pause)
+        self._pause = min(self._pause * 1.5, self._longest)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        waited, self._next_look = now - self._began, now + _LOOK_SECONDS
+        asks = waited > _QUIET_SECONDS * 2**self._asked
+        self._asked += asks
+        place = self._carrier.look(self._other, asks=asks)
+        if place is not None and place.left:
+            self._left_at = self._left_at or now
+            if now - self._left_at > _UNDER_WAY_SECONDS:
+                raise RankLeftError(left_text(self._carrier, {self._other: place.left}))
+        if waited > self._seconds:
+            where = (
+                f"waits in {place.call}" if place is not None and place.call else "is in no call that waits for a rank"
+            )
+            raise DeadlineError(
+                f"rank {self._carrier.rank} waited {self._seconds:g} s in {self._carrier.call or script_s_call()} for rank "
+                f"{self._other}, which {where}, as far as it has told; let every rank make the same calls in the same order, or "
+                "raise SMP_TIMEOUT_SECONDS"
+            )
+
+
+def script_s_call() -> str:
+    """The function of this library that the script has called, for messages where nothing has named it."""
+    frame, name = inspect.currentframe(), ""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(("smp_runtime.", "smdistributed.")):
+            owner = frame.f_locals.get("self")
+            name = frame.f_code.co_name if owner is None else f"{type(owner).__name__}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return name.removesuffix(".__init__")
+
+
+def left_text(carrier: Carrier, left: Mapping[int, str]) -> str:
+    """What a rank says that cannot go on because others, by rank, have left the job."""
+    call = carrier.call or script_s_call()
+    whom = ", ".join(f"rank {rank}" for rank in left)
+    if FAILED in left.values():
+        return f"{whom} failed while rank {carrier.rank} is in {call}; the error of {whom} is the cause: see the log"
+    return (
+        f"{whom} ended its script while rank {carrier.rank} waits in {call}; call it on every rank: look for an `if` on the rank "
+        "around it, or for a loop or an exit that depends on the rank"
+    )

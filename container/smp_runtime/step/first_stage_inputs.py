@@ -1,0 +1,151 @@
+"""Whose batch a pipeline trains on: its first rank's, whichever stage runs the step function.
+
+Scripts give the rank with ``smp.pp_rank() == 0`` the data, and the others the same or placeholders. Batches are compared in some
+calls, by a few numbers; once they have differed, every step's arguments travel from the first rank to the one that reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp_config import Group
+from smp_runtime.comm.control import RUNTIME_CHANNEL
+from smp_runtime.errors import RankLeftError, SMPUserError
+from smp_runtime.tensors.nested import leaves_of
+from smp_runtime.tensors.torch_private import TreeSpec, tree_flatten, tree_unflatten
+
+if TYPE_CHECKING:
+    from smp_runtime.job.ranks import Ranks
+
+#: Elements of a tensor that are added up, to see whether ranks have read the same batch.
+_PROBED_ELEMENTS = 4096
+
+#: Batches are compared in the first call, and then in every fourth, sixteenth … only, since ranks and devices wait for it.
+_LESS_OFTEN = 4
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sent:
+    """A leaf as it travels."""
+
+    value: Any
+    on_device: bool = False  # whether it is a tensor of the sender's device
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """Stands for a leaf that does not travel, such as a model: every rank has its own."""
+
+    kind: str  # its class
+
+
+class FirstStageInputs:
+    """Gives each step of a job the arguments of its pipeline's first rank.
+
+    Attributes:
+        travel: whether arguments are sent, since ranks of this pipeline were seen with different ones.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._members = ranks.members(Group.PP)
+        self._calls = 0
+        self._next_look = 1
+        self.travel = False
+
+    def of_step(self, arguments: Arguments, name: str, reader: int | None) -> Arguments:
+        """The arguments of a step; every rank of a pipeline calls it, with its own.
+
+        Args:
+            name: of the step, for messages.
+            reader: global rank that runs the step function; None where every rank may, as before the model is partitioned.
+
+        Returns:
+            On a rank that runs the function the first rank's arguments, otherwise this rank's own.
+
+        Raises:
+            SMPUserError: the first rank's arguments hold something that cannot travel, and this rank has nothing in its place.
+        """
+        try:
+            return self._of_step(arguments, name, reader)
+        except RankLeftError:
+            if reader is None:
+                raise
+            return arguments  # the pipeline's own connections tell more of it
+
+    def _of_step(self, arguments: Arguments, name: str, reader: int | None) -> Arguments:
+        self._calls += 1
+        is_first = self._ranks.rank == self._members[0]
+        leaves, spec = tree_flatten(arguments)
+        if not self.travel and self._calls >= self._next_look:
+            self._next_look *= _LESS_OFTEN
+            seen = (repr(spec), [_described(leaf) for leaf in leaves])
+            everyone = self._ranks.control.allgather(seen, self._members)
+            self.travel = any(other != everyone[0] for other in everyone)
+        if not self.travel or reader == self._members[0]:
+            return arguments
+        message = (spec, [_sent(leaf) for leaf in leaves]) if is_first else None
+        if reader is None:
+            message = self._ranks.control.broadcast(message, self._members)
+        elif is_first:
+            self._ranks.control.send(message, reader, RUNTIME_CHANNEL)
+        elif self._ranks.rank == reader:
+            message = self._ranks.control.receive(self._members[0], RUNTIME_CHANNEL)
+        if is_first or message is None:
+            return arguments
+        return self._merged(message, leaves, spec, name)
+
+    def _merged(self, message: tuple[TreeSpec, list[Any]], own: Sequence[Any], spec: TreeSpec, name: str) -> Arguments:
+        """The first rank's arguments, with this rank's own objects where they did not travel."""
+        theirs, leaves = message
+        if theirs != spec and (kinds := [leaf.kind for leaf in leaves if isinstance(leaf, _Kept)]):
+            raise SMPUserError(
+                f"rank {self._ranks.rank} called the step {name} with other arguments than rank {self._members[0]}, the first of "
+                f"its pipeline, whose arguments are used; they hold a {kinds[0]}, which is not sent between ranks, and it is not "
+                "clear what stands for it here: pass arguments of the same structure on every rank of a pipeline"
+            )
+        received = [own[n] if isinstance(leaf, _Kept) else self._received(leaf) for n, leaf in enumerate(leaves)]
+        args, kwargs = tree_unflatten(received, theirs)
+        return tuple(args), dict(kwargs)
+
+    def _received(self, leaf: _Sent) -> Any:
+        if not leaf.on_device:
+            return leaf.value
+        moved = leaf.value.detach().to(self._ranks.device)
+        return moved.requires_grad_() if leaf.value.requires_grad else moved
+
+
+def probe(tensor: torch.Tensor) -> float | None:
+    """A number that differs, as a rule, for tensors that do; None for kinds of tensors that are not looked into."""
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
+        return None
+    some = tensor.detach().reshape(-1)[:_PROBED_ELEMENTS].to(torch.float64)
+    return float((some * torch.arange(1, len(some) + 1, device=some.device)).sum())
+
+
+def _described(leaf: Any) -> str:
+    """What must be equal where ranks have read the same."""
+    if isinstance(leaf, torch.Tensor):
+        return f"{list(leaf.shape)} {leaf.dtype} {probe(leaf)!r}"
+    if isinstance(leaf, Mapping):
+        return f"{list(leaf)} {[_described(inner) for inner in leaves_of(leaf)]}"
+    return repr(leaf) if _is_plain(leaf) else type(leaf).__name__
+
+
+def _sent(leaf: Any) -> _Sent | _Kept:
+    if isinstance(leaf, torch.Tensor):
+        plain = leaf.detach().cpu().clone()  # a view would bring all of its memory along
+        return _Sent(plain.requires_grad_() if leaf.requires_grad else plain, leaf.device.type != "cpu")
+    if _is_plain(leaf) or isinstance(leaf, Mapping):
+        return _Sent(leaf)
+    return _Kept(type(leaf).__name__)
+
+
+def _is_plain(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes)
