@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from smp_config import Group
+from smp_runtime.nn.distributed_module import DistributedModule
 
 if TYPE_CHECKING:
     from smp_runtime.model.local_part import LocalPart, Placed
@@ -105,9 +106,19 @@ class WrappedModule(nn.Module):
         return self.registry.record_of(param).reduction is Group.RDP
 
     def is_distributed_buffer(self, buf: torch.Tensor) -> bool:
-        """Whether a buffer is split over tensor parallel ranks."""
-        return False
+        """Whether a buffer is split over tensor parallel ranks: a distributed module has a slice under its name."""
+        return any(name in module.tensor_slices for module, name in self._distributed_owners(buf))
 
     def is_scaled_batch_buffer(self, buf: torch.Tensor) -> bool:
-        """Whether a buffer sees the batch of the whole tensor parallel group."""
-        return False
+        """Whether a buffer sees the batch of the whole tensor parallel group: one of a distributed module does.
+
+        Unless the module says otherwise, as of a parameter: ``module.reductions[name] = Group.DP``.
+        """
+        owners = self._distributed_owners(buf)
+        return any(module.reductions.get(name, Group.RDP) is Group.RDP for module, name in owners)
+
+    def _distributed_owners(self, buf: torch.Tensor) -> Iterator[tuple[DistributedModule, str]]:
+        """The distributed modules that have a buffer themselves, and its name in each."""
+        for module in self.module.modules():
+            if isinstance(module, DistributedModule):
+                yield from ((module, name) for name, own in module._buffers.items() if own is buf)

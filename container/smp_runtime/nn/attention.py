@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
+from smp_runtime.job import session as sessions
 from smp_runtime.nn.attention_scores import Scoring, alibi_slopes, attend, rotate
 from smp_runtime.nn.half_block import HalfBlock
 from smp_runtime.nn.linear import ColumnProjection, RowProjection
 from smp_runtime.nn.settings import LayerSettings
 from smp_runtime.tensor_parallel.activation_layout import split_dropout
+
+if TYPE_CHECKING:
+    from smp_runtime.tensor_parallel.group import TensorGroup
 
 
 class DistributedAttentionLayer(HalfBlock):
@@ -105,6 +109,13 @@ class DistributedAttentionLayer(HalfBlock):
         normed = self.normed(states, ready)
         return self._residual(states, self.change(normed, cross, mask, positions, ready), ready[2:4])
 
+    def become_whole(self, alone: TensorGroup) -> None:
+        """See :class:`DistributedModule`."""
+        super().become_whole(alone)
+        self.num_local_heads = self.settings.num_attention_heads
+        self.num_local_key_value_heads = self.settings.num_key_value_heads or self.num_local_heads
+        self._scoring = self._make_scoring()
+
     def ready(self) -> list[torch.Tensor | None]:
         """The parameters that work on rows, ready for use."""
         return self._row_parameters(self.dense.bias)
@@ -184,8 +195,8 @@ class FlashAttentionLayer(nn.Module):
         scale_attn_by_layer_idx: divide scores by ``layer_idx + 1`` too.
         layer_idx: the layer's number, from 0.
         scale: factor of the scores, in place of all of the above.
-        triton_flash_attention: accepted; masks work with every kernel here.
-        use_alibi: the mask that ``forward`` gets holds linear biases.
+        triton_flash_attention: has no effect, with a warning: masks, linear biases and dropout work with PyTorch's kernels.
+        use_alibi: linear biases of attention: those in the mask that ``forward`` gets, or computed where it gets none.
 
     Raises:
         SMPUserError: a size or number that the scale needs is missing.
@@ -206,6 +217,11 @@ class FlashAttentionLayer(nn.Module):
         self.attention_dropout_prob = attention_dropout_prob
         self.use_alibi = use_alibi
         self.triton_flash_attention = triton_flash_attention
+        if triton_flash_attention:
+            sessions.say_once(
+                "FlashAttentionLayer(triton_flash_attention=True) ignored: PyTorch's attention computes masks and linear biases "
+                "itself, and drops attention weights too if attention_dropout_prob is not 0"
+            )
         self.scale = scale if scale is not None else 1.0
         if scale is None and scale_attention_scores:
             if attention_head_size is None:
@@ -224,7 +240,8 @@ class FlashAttentionLayer(nn.Module):
         """Attention of ``qkv``, ``[batch, seq, 3, heads, head size]``.
 
         Args:
-            attn_mask: added to the scores, broadcastable to ``[batch, heads, seq, seq]``.
+            attn_mask: added to the scores, broadcastable to ``[batch, heads, seq, seq]``; under ``use_alibi`` it holds the
+                linear biases.
             causal: each token attends to itself and those before it.
 
         Returns:
@@ -232,4 +249,5 @@ class FlashAttentionLayer(nn.Module):
         """
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         dropout = self.attention_dropout_prob if self.training else 0.0
-        return attend(query, key, value, attn_mask, Scoring(self.scale, causal), dropout)
+        slopes = alibi_slopes(query.shape[1]) if self.use_alibi and attn_mask is None else None
+        return attend(query, key, value, attn_mask, Scoring(self.scale, causal, slopes=slopes), dropout)

@@ -12,11 +12,12 @@ from torch import nn
 from smp_config.errors import suggest
 from smp_runtime.errors import SMPUserError
 from smp_runtime.module_state.construction_marks import marking
+from smp_runtime.nn.settings import tell_without_effect
 from smp_runtime.replacement.builtin import known_arguments
 
 _MARK = "_smp_tensor_parallelism"
 
-#: Keywords that switch something on or off; those that no module takes choose kernels, which PyTorch does by itself.
+#: Keywords that switch something on or off.
 SWITCHES = frozenset(
     """attention_in_fp32 query_key_layer_scaling fused_softmax fused_dropout fused_bias_gelu distribute_embedding use_alibi
     fp32_residual_addition flash_attention zero_init""".split()
@@ -54,7 +55,7 @@ def tensor_parallelism(enabled: bool = True, **overrides: Any) -> Iterator[None]
     Raises:
         SMPUserError: an unknown keyword, or a switch that is not true or false.
     """
-    with marking(_MARK, Mark(_truth("enabled", enabled), _checked(overrides))):
+    with marking(_MARK, _mark(enabled, overrides)):
         yield
 
 
@@ -70,7 +71,7 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **overrides:
     """
     if not isinstance(module, nn.Module):
         raise SMPUserError(f"set_tensor_parallelism got a {type(module).__name__}; pass a module of the model")
-    mark = Mark(_truth("enabled", enabled), _checked(overrides))
+    mark = _mark(enabled, overrides)
     for part in module.modules():
         part.__dict__[_MARK] = mark
 
@@ -78,6 +79,13 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **overrides:
 def mark_of(module: nn.Module) -> Mark:
     """What a script asked for ``module``."""
     return module.__dict__.get(_MARK, _NO_MARK)
+
+
+def _mark(enabled: bool, overrides: Mapping[str, Any]) -> Mark:
+    mark = Mark(_truth("enabled", enabled), _checked(overrides))
+    if enabled:
+        tell_without_effect(overrides)
+    return mark
 
 
 def _checked(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
