@@ -1,6 +1,6 @@
 """``import smdistributed.modelparallel.torch as smp``: exactly the names that scripts rely on."""
 
-from smdistributed.modelparallel.torch import amp, comm, exceptions, model, nn, optimizer, optimizers, patches
+from smdistributed.modelparallel.torch import amp, comm, exceptions, model, nn, optimizer, optimizers, patches, utils
 from smdistributed.modelparallel.torch.checkpoint import (
     load,
     resume_from_checkpoint,
@@ -55,15 +55,15 @@ from smdistributed.modelparallel.torch.ranks import (
     tp_size,
 )
 from smdistributed.modelparallel.torch.state_mod import state
+from smdistributed.modelparallel.torch.step import StepOutput, step
 from smp_config.version import __version__
 from smp_runtime.activations.marking import set_activation_checkpointing
+from smp_runtime.job.older_names import hvd_average_grads
 from smp_runtime.job.session import init, is_initialized, is_tracing, shutdown
 from smp_runtime.model.creation import delay_param_initialization, model_creation, partition, set_partition
 from smp_runtime.replacement.registration import tp_register, tp_register_with_module
 from smp_runtime.replacement.scopes import set_tensor_parallelism, tensor_parallelism
 from smp_runtime.sharding.module_hooks import register_parameter
-from smp_runtime.step.microbatches import StepOutput
-from smp_runtime.step.step import step
 
 __all__ = [
     "DP_GROUP",
@@ -99,6 +99,7 @@ __all__ = [
     "get_tp_group",
     "get_tp_process_group",
     "get_world_process_group",
+    "hvd_average_grads",
     "init",
     "is_initialized",
     "is_tracing",
@@ -138,5 +139,6 @@ __all__ = [
     "tp_register",
     "tp_register_with_module",
     "tp_size",
+    "utils",
     "wait_for_checkpoint",
 ]
