@@ -257,7 +257,7 @@ class BlockNames:
 
     def _split(self, name: str) -> tuple[str, str]:
         """What stands in front of a layer's own name, and that; of a single layer's state nothing does."""
-        match = re.fullmatch(rf"(|(?:.*\.)?{self.layers}\.\d+\.)(.+)", name)
+        match = re.fullmatch(rf"((?:.*\.)?{self.layers}\.\d+\.|)(.+)", name)
         return (match[1], match[2]) if match else ("", name)
 
     def to_ours(self, state: Mapping[str, Any]) -> dict[str, Any]:
