@@ -25,11 +25,9 @@ from smp_runtime.model.local_part import LocalPart, Placed
 from smp_runtime.model.replicas import Replicas
 from smp_runtime.model.stages import Stages, TracingOptions
 from smp_runtime.model.state_dict import PARTIAL_KEY, ModelState
-from smp_runtime.model.whole_copy import whole_copy
 from smp_runtime.model.wrapped_module import WrappedModule
 from smp_runtime.optim.clipping_watch import watch_clipping
 from smp_runtime.parameters.precision import Precision
-from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensors.torch_private import device_asked_for, dtype_asked_for
 
 if TYPE_CHECKING:
@@ -393,40 +391,6 @@ class DistributedModel(WrappedModule):
             optimizer.drop_gradients_of(self)
         if self.sharded_state is not None:
             self.sharded_state.clear_gradients()
-
-    def cpu(self) -> DistributedModel:
-        """The full model in CPU memory, to be saved or evaluated; before it is partitioned it stays where it is.
-
-        Where a rank holds a part only (pipeline, tensor and sharded data parallelism), all ranks call it together and each
-        gets a whole copy, which computes by itself: ``model(x)``, ``model.state_dict()`` and ``model.module`` then need no
-        other rank, and :meth:`cuda` goes back to the part, which has stayed where it is. Otherwise the model itself moves,
-        and training on a GPU goes on after :meth:`cuda`, but not in half precision or with sharded optimizer state, where the
-        weights have left the memory that is updated.
-
-        Raises:
-            SMPUserError: the model holds something that cannot be copied.
-        """
-        if not self.partitioned or self._placed.is_copied:
-            return self
-        if self.pipeline is None and self.shards is None and not any(True for _ in self.distributed_modules()):
-            self._placed.is_away = self._ranks.device.type != "cpu"
-            return super().to("cpu")
-        state = self._state.gathered(self._state.local(), to_first=False)
-        self.module = whole_copy(self.module, dict(state), TensorGroup.of(self._ranks))
-        self._placed.is_away = self._placed.is_copied = True
-        return self
-
-    def cuda(self, device: Any = None) -> DistributedModel:
-        """Back to this rank's device after :meth:`cpu`; else ignored, since the model is there already."""
-        if self._placed.is_copied:
-            self._part.module.train(self.training)
-            self.module = self._part.module
-        elif not self._placed.is_away or self.optimizer_shards is not None:
-            return self
-        else:
-            super().to(self._ranks.device)
-        self._placed.is_away = self._placed.is_copied = False
-        return self
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 

@@ -122,8 +122,14 @@ class FusedAdam(_ApexOptimizer):
     ) -> None:
         if amsgrad:
             raise SMPUserError("FusedAdam has no AMSGrad variant; use torch.optim.AdamW(amsgrad=True) instead")
-        settings = {"weight_decay": weight_decay, "set_grad_none": set_grad_none}
-        super().__init__(params, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, **settings)
+        common = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, set_grad_none=set_grad_none, **common)
         self.adam_w_mode = adam_w_mode
 
     def _update(self) -> None:
@@ -176,14 +182,8 @@ class FusedLAMB(_NormedOptimizer):
         if amsgrad:
             raise SMPUserError("FusedLAMB has no AMSGrad variant; leave amsgrad at False")
         settings = {"weight_decay": weight_decay, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm}
-        common = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "set_grad_none": set_grad_none,
-        }
-        super().__init__(params, **common, **settings)
+        common = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        super().__init__(params, set_grad_none=set_grad_none, **common, **settings)
         self.adam_w_mode = adam_w_mode
         self.use_nvlamb = use_nvlamb
 
@@ -264,14 +264,8 @@ class FusedNovoGrad(_NormedOptimizer):
         if norm_type != 2:
             raise SMPUserError(f"norm_type is {norm_type}; FusedNovoGrad measures gradients in the L2 norm: use 2")
         settings = {"weight_decay": weight_decay, "grad_averaging": grad_averaging}
-        common = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "set_grad_none": set_grad_none,
-        }
-        super().__init__(params, **common, **settings)
+        common = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        super().__init__(params, set_grad_none=set_grad_none, **common, **settings)
         self.reg_inside_moment = reg_inside_moment
         self.init_zero = init_zero
 
