@@ -354,3 +354,16 @@ def test_buffers_of_distributed_modules(solo):
     scaled, split, norm = model.module
     assert [model.is_scaled_batch_buffer(b) for b in (scaled.scale, scaled.own, norm.running_mean)] == [1, 0, 0]
     assert [model.is_distributed_buffer(b) for b in (split.scale, split.own, scaled.scale)] == [1, 0, 0]
+
+
+def test_distributed_attention_has_a_flash_attention_layer(solo):
+    """Public tests look for one; it computes, and is in no state."""
+    solo({})
+    layer = _layer(attention_dropout_prob=0.0, hidden_dropout_prob=0.0, add_cross_attention=True)
+    found = [part for part in layer.modules() if isinstance(part, smp.nn.FlashAttentionLayer)]
+    assert len(found) == 2
+    assert not any("flashmod" in name for name in layer.state_dict())
+    x, seen = torch.randn(1, 2, 4), []
+    found[0].weigh = lambda *args: seen.append(args) or torch.zeros(1, 2, 2, 2)
+    layer((x, x, None, None))
+    assert len(seen) == 1

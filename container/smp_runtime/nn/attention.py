@@ -70,6 +70,8 @@ class DistributedAttentionLayer(HalfBlock):
             self.row_reduction,
         )
         self._add_norms()
+        #: Without parameters; it knows whether it drops out, and scripts look for it.
+        self.flashmod = FlashAttentionLayer(attention_dropout_prob, attention_head_size)
         self._scoring = self._make_scoring()
 
     def forward(self, inputs: tuple[Any, ...]) -> torch.Tensor:
@@ -137,7 +139,7 @@ class DistributedAttentionLayer(HalfBlock):
         self._check_length(query.shape[2])
         dropout = settings.attention_dropout_prob if self.training else 0.0
         with split_dropout(self.tensor_group, query.device, dropout > 0.0):
-            context = attend(query, key, value, mask, self._scoring, dropout)
+            context = self.flashmod.weigh(query, key, value, mask, self._scoring)
         context = context.transpose(1, 2).flatten(2)
         output = self.flow.rows(context, self.dense.weight, ready[4])
         return self.flow.dropout(output, settings.hidden_dropout_prob, self.training)
@@ -248,6 +250,11 @@ class FlashAttentionLayer(nn.Module):
             ``[batch, heads, seq, head size]``.
         """
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        dropout = self.attention_dropout_prob if self.training else 0.0
         slopes = alibi_slopes(query.shape[1]) if self.use_alibi and attn_mask is None else None
-        return attend(query, key, value, attn_mask, Scoring(self.scale, causal, slopes=slopes), dropout)
+        return self.weigh(query, key, value, attn_mask, Scoring(self.scale, causal, slopes=slopes))
+
+    def weigh(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
+    ) -> torch.Tensor:
+        """The same of heads that are apart; see :func:`.attend`."""
+        return attend(query, key, value, mask, scoring, self.attention_dropout_prob if self.training else 0.0)
