@@ -102,7 +102,7 @@ def test_a_whole_copy_on_the_cpu_computes_by_itself(ranks, config, always):
         from smp_runtime.errors import SMPUserError
 
         with smp.tensor_parallelism(smp.tp_size() > 1):
-            module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False))
+            module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), _Halving(), nn.Linear(4, 2, bias=False))
         if smp.tp_size() > 1:
             sizes = {"num_attention_heads": 2, "attention_head_size": 2, "hidden_size": 4, "intermediate_size": 8}
             model = {
@@ -128,6 +128,7 @@ def test_a_whole_copy_on_the_cpu_computes_by_itself(ranks, config, always):
         step(torch.arange(16.0).view(4, 4).sin())
         optimizer.step()
         full = model.state_dict()
+        model.module[2].by = 4.0
         model.eval()
         x = torch.linspace(-1, 1, 16).view(4, 4)
         here = step(x).concat()
@@ -142,11 +143,13 @@ def test_a_whole_copy_on_the_cpu_computes_by_itself(ranks, config, always):
             assert torch.equal(value, copied[name]), name
         smp.barrier()
         model.train()
-        with pytest.raises(SMPUserError, match=r"call model\.cuda\(\) first"):
-            step(x)
+        for call in (step, model):
+            with pytest.raises(SMPUserError, match=r"call model\.cuda\(\) first, or model\.eval\(\)"):
+                call(x)
         with pytest.raises(SMPUserError, match=r"call model\.cuda\(\) first"):
             model.load_state_dict(copied)
         smp.barrier()
+        model.module[2].by = 8.0  # of the copy
         model.to(smp.state.device)
         model.eval()
         torch.testing.assert_close(step(x).concat(), here)
@@ -157,6 +160,22 @@ def test_a_whole_copy_on_the_cpu_computes_by_itself(ranks, config, always):
         return any(not torch.equal(value, after[name]) for name, value in full.items())
 
     assert all(ranks(run, 2, config={"ddp": True, **config}))
+
+
+class _Halving(nn.Module):
+    """With a hook that is its own method."""
+
+    def __init__(self):
+        super().__init__()
+        self.by = 2.0
+        self.register_forward_hook(self.divide)
+
+    def divide(self, module, args, output):
+        assert module is self
+        return output / self.by
+
+    def forward(self, x):
+        return x
 
 
 class _AsIds(nn.Module):

@@ -202,7 +202,9 @@ class DistributedModel(WrappedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; inside a step, with one microbatch."""
-        if self._placed.is_copied and not self._trains():
+        if self._placed.is_copied:
+            if self._trains():
+                self._replicas.begin_training_pass()  # says why it cannot
             return self.precision.leave(self.module(*self.precision.enter(args), **self.precision.enter(kwargs)))
         step = self._ranks.step
         if step.is_tracing:

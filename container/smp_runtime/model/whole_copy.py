@@ -33,26 +33,40 @@ def whole_copy(module: nn.Module, state: dict[str, Any], group: TensorGroup) -> 
         SMPUserError: the module holds something that cannot be copied.
     """
     alone = group.alone()
-    memo: dict[int, Any] = {id(group): alone}
-    for path, part in module.named_modules(remove_duplicate=False):
-        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-            if tensor is not None and id(tensor) not in memo:
-                memo[id(tensor)] = _whole(tensor, f"{path}.{name}".lstrip("."), state)
-        memo |= {id(value): replacement for value, replacement in _left_out(part)}
+    memo = {id(group): alone, **_instead(module, state)}
     try:
         made: nn.Module = copy.deepcopy(module, memo)
+        for part in made.modules():
+            _settle(part, memo)
     except Exception as error:
         raise SMPUserError(
             f"model.cpu() makes a whole copy of the {type(module).__name__}, but something on it cannot be copied "
             f"({type(error).__name__}: {error}); load model.state_dict(), called on every rank, into an unwrapped model instead"
         ) from error
     for part in made.modules():
-        for name in _STANDING_IN:
-            if name in part.__dict__ and part.__dict__[name] is None:
-                del part.__dict__[name]
         if isinstance(part, DistributedModule):
             part.become_whole(alone)
     return made
+
+
+def _instead(module: nn.Module, state: dict[str, Any]) -> dict[int, Any]:
+    """By ``id``, what the copy gets in the place of the original's."""
+    memo: dict[int, Any] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None and id(tensor) not in memo:
+                memo[id(tensor)] = _whole(tensor, f"{path}.{name}".lstrip("."), state)
+        memo |= {id(value): replacement for value, replacement in _left_out(part)}
+    return memo
+
+
+def _settle(part: nn.Module, memo: dict[int, Any]) -> None:
+    """A copied module answers for itself, and its hooks know it in the original's place."""
+    for name in list(vars(part)):
+        if name in _STANDING_IN and vars(part)[name] is None:
+            del vars(part)[name]
+        elif _holds_hooks(name):
+            vars(part)[name] = copy.deepcopy(vars(part)[name], memo)
 
 
 def _whole(tensor: torch.Tensor, name: str, state: dict[str, Any]) -> torch.Tensor:
@@ -73,12 +87,16 @@ def _left_out(part: nn.Module) -> Iterator[tuple[Any, Any]]:
     for name, value in vars(part).items():
         if name in _STANDING_IN and _is_ours(value):
             yield value, None
-        elif name.endswith("_hooks") and isinstance(value, dict):
+        elif _holds_hooks(name) and isinstance(value, dict):
             yield value, type(value)((key, hook) for key, hook in value.items() if not _is_ours(hook))
         elif isinstance(value, AbsentAttribute):
             yield value, None  # the module sets it when it runs
         elif isinstance(value, torch.Tensor) and value.grad_fn is not None:
             yield value, None if isinstance(value, AbsentTensor) else value.detach().to("cpu", copy=True)
+
+
+def _holds_hooks(name: str) -> bool:
+    return name.endswith("_hooks")
 
 
 def _is_ours(hook: Any) -> bool:
