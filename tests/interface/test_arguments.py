@@ -305,6 +305,15 @@ def test_attentions_are_checkpointed(solo, parallel):
     assert calls == {"attention": 2, "output": 1}
 
 
+def test_attentions_that_cannot_be_checkpointed_are_told(told):
+    smp.shutdown()
+    smp.init({"checkpoint_attentions": True})
+    made = []
+    (said,) = told(lambda: made.append(smp.DistributedModel(nn.Linear(2, 2))))
+    assert "checkpoint_attentions ignored: the model has no distributed attention" in said
+    assert not [each for each in told(lambda: made.append(smp.DistributedModel(_layer()))) if "ignored" in each]
+
+
 def test_alibi_of_flash_attention_without_a_mask(solo):
     solo({})
     torch.manual_seed(0)

@@ -26,6 +26,7 @@ from smp_runtime.model.replicas import Replicas
 from smp_runtime.model.stages import Stages, TracingOptions
 from smp_runtime.model.state_dict import PARTIAL_KEY, ModelState
 from smp_runtime.model.wrapped_module import WrappedModule
+from smp_runtime.nn.attention import DistributedAttentionLayer
 from smp_runtime.optim.clipping_watch import watch_clipping
 from smp_runtime.parameters.precision import Precision
 from smp_runtime.tensors.torch_private import device_asked_for, dtype_asked_for
@@ -95,6 +96,13 @@ class DistributedModel(WrappedModule):
         self._post_step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self.precision = Precision.of(ranks.cfg)
         self.module = recipe.replaced(module, ranks)
+        if ranks.cfg.checkpoint_attentions and not any(
+            isinstance(p, DistributedAttentionLayer) for p in self.module.modules()
+        ):
+            sessions.say_once(
+                "checkpoint_attentions ignored: the model has no distributed attention, the only one that it is for; for other "
+                "layers call smp.set_activation_checkpointing"
+            )
         self._alias_module()
         # Weak, since a part must not keep the wrapper alive.
         trains, loss_scale = weakref.WeakMethod(self._trains), weakref.WeakMethod(self._loss_scale)

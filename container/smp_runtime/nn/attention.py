@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from smp_runtime.activations.marking import mark
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.nn.attention_scores import Scoring, alibi_slopes, attend, rotate
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 class DistributedAttentionLayer(HalfBlock):
     """Self or cross attention, a linear map and dropout; added to the input, and normalised if asked for.
+
+    It is checkpointed if the configuration says ``checkpoint_attentions``.
 
     Arguments that are not named here are those of :class:`DistributedTransformerLayer`, for this half of it.
 
@@ -73,6 +76,8 @@ class DistributedAttentionLayer(HalfBlock):
         #: Without parameters; it knows whether it drops out, and scripts look for it.
         self.flashmod = FlashAttentionLayer(attention_dropout_prob, attention_head_size)
         self._scoring = self._make_scoring()
+        if self.tensor_group.ranks.cfg.checkpoint_attentions:
+            mark(self)
 
     def forward(self, inputs: tuple[Any, ...]) -> torch.Tensor:
         """Attention of ``(hidden_states, attention_mask)``, or of ``(hidden_states, cross_states, attention_mask)``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from smp_runtime.activations.functional import checkpoint
-from smp_runtime.activations.marking import is_marked, mark
+from smp_runtime.activations.marking import is_marked
 from smp_runtime.nn.attention import DistributedAttentionLayer
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.nn.feed_forward import DistributedTransformerOutputLayer
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DistributedTransformerLayer(DistributedModule):
-    """One transformer layer; its attentions are checkpointed if the configuration says ``checkpoint_attentions``.
+    """One transformer layer.
 
     Args:
         num_attention_heads: heads over all ranks.
@@ -74,10 +74,6 @@ class DistributedTransformerLayer(DistributedModule):
         for half in (self.attention, self.cross_attention, self.output):
             if half is not None:
                 half.converts = False
-        if self.tensor_group.ranks.cfg.checkpoint_attentions:
-            for attention in (self.attention, self.cross_attention):
-                if attention is not None:
-                    mark(attention)
 
     def become_whole(self, alone: TensorGroup) -> None:
         """See :class:`DistributedModule`."""
