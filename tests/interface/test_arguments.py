@@ -136,6 +136,7 @@ def _is_ours(value):
     return value.__module__.startswith(("smp_runtime", "smdistributed"))
 
 
+@functools.cache
 def _functions():
     """Every function that a script can call, once, by a short name: with the constructors and methods of public classes."""
     seen = {}
@@ -257,7 +258,7 @@ def test_every_setting_of_a_layer_is_read_or_warned_about():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
     }
-    silent = {name for name in LayerSettings.names() if name not in _read_of_settings() | used}
+    silent = set(LayerSettings.names()) - _read_of_settings() - used
     assert silent == WITHOUT_EFFECT.keys() & set(LayerSettings.names())
 
 
