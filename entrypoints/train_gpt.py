@@ -150,12 +150,19 @@ def evaluation_step(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) 
     return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
 
 
-def this_ranks_share(size: int, args: argparse.Namespace) -> slice:
-    """This rank's samples of a global batch of ``size``; a common batch belongs to a whole tensor parallel group."""
+def place_among_readers() -> tuple[int, int]:
+    """Which of the ranks that read different samples this one is, and how many they are.
+
+    A common batch (``prescaled_batch``) belongs to a whole tensor parallel group.
+    """
     common = smp.state.cfg.prescaled_batch
-    rank, replicas = (smp.rdp_rank(), smp.rdp_size()) if common else (smp.dp_rank(), smp.dp_size())
-    per_rank = size // replicas
-    return slice(rank * per_rank, (rank + 1) * per_rank)
+    return (smp.rdp_rank(), smp.rdp_size()) if common else (smp.dp_rank(), smp.dp_size())
+
+
+def this_ranks_share(size: int) -> slice:
+    """This rank's samples of a global batch of ``size``."""
+    place, readers = place_among_readers()
+    return slice(place * (size // readers), (place + 1) * (size // readers))
 
 
 @torch.no_grad()
@@ -167,7 +174,7 @@ def evaluate(model: nn.Module, corpus: Corpus, args: argparse.Namespace, device:
     losses = []
     for index in range(args.eval_batches):
         ids, targets = corpus.batch(corpus.held_out, args.batch_size, seed=10_000_019 + index)
-        share = this_ranks_share(args.batch_size, args)
+        share = this_ranks_share(args.batch_size)
         losses.append(float(evaluation_step(model, ids[share].to(device), targets[share].to(device)).reduce_mean()))
     model.train()
     everyone = smp.allgather(sum(losses) / len(losses), smp.DP_GROUP)
@@ -243,6 +250,14 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
+def make_model(config: GPTConfig) -> smp.DistributedModel:
+    """The model over all ranks; with tensor parallelism the linear maps of the blocks are shared by its ranks."""
+    with smp.model_creation():
+        module = GPT(config)
+    smp.set_tensor_parallelism(module.blocks, smp.tp_size() > 1)
+    return smp.DistributedModel(module)
+
+
 def make_optimizer(model: nn.Module, args: argparse.Namespace) -> smp.DistributedOptimizer:
     """AdamW; matrices decay, and biases, norms and embeddings of one dimension do not."""
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -282,16 +297,18 @@ def print_once(text: str) -> None:
 def main() -> int:
     args = parse_arguments()
     smp.init()
-    if args.batch_size % smp.dp_size():
+    _, readers = place_among_readers()
+    if args.batch_size % readers:
         raise ValueError(
-            f"batch_size is {args.batch_size} samples over all processes, which cannot be shared evenly by "
-            f"{smp.dp_size()} data parallel ranks; use a multiple of {smp.dp_size()}"
+            f"batch_size is {args.batch_size} samples over all processes, which cannot be shared evenly by the {readers} data "
+            f"parallel {'groups' if smp.state.cfg.prescaled_batch else 'ranks'} that read different ones; use a multiple of "
+            f"{readers}"
         )
     stop = StopRequest()
     torch.manual_seed(args.seed)  # equal weights everywhere
     config = GPTConfig(args.layers, args.hidden, args.heads, args.seq_len, args.dropout)
     corpus = Corpus(Path(args.train), args.seq_len)
-    model = smp.DistributedModel(GPT(config))
+    model = make_model(config)
     torch.manual_seed(args.seed + smp.dp_rank())  # different dropout on every replica
     device = smp.state.device
 
@@ -315,7 +332,7 @@ def main() -> int:
     model.train()
     for step in range(first_step, args.steps):
         ids, targets = corpus.batch(corpus.train, args.batch_size, seed=args.seed * 1_000_003 + step)
-        share = this_ranks_share(args.batch_size, args)
+        share = this_ranks_share(args.batch_size)
         optimizer.zero_grad()
         loss = train_step(model, ids[share].to(device), targets[share].to(device))
         optimizer.clip_master_grads(args.clip)

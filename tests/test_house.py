@@ -59,6 +59,7 @@ TOUCHED_BY_SCRIPTS = {
     "activations/marking.py",
     "activations/regions.py",
     "checkpoint/export.py",
+    "job/older_names.py",
     "model/creation.py",
     "model/distributed_model.py",
     "nn/distributed_module.py",
@@ -211,12 +212,12 @@ def test_the_public_surface_is_frozen():
         TP_GROUP WORLD __version__ allgather amp barrier broadcast comm comm_hooks delay_param_initialization dp_barrier
         dp_rank dp_size exceptions get_dp_group get_dp_process_group get_mp_group get_mp_process_group get_pp_group
         get_pp_process_group get_rdp_group get_rdp_process_group get_tp_group get_tp_process_group
-        get_world_process_group init is_initialized is_tracing load local_rank local_size model model_creation
+        get_world_process_group hvd_average_grads init is_initialized is_tracing load local_rank local_size model model_creation
         mp_barrier mp_rank mp_size nn optimizer optimizers partition patches pp_rank pp_size rank rdp_rank rdp_size
         recv_from register_parameter
         resume_from_checkpoint save save_checkpoint send set_activation_checkpointing set_partition set_tensor_parallelism
         shutdown size
-        state step tensor_parallelism tp_rank tp_register tp_register_with_module tp_size
+        state step tensor_parallelism tp_rank tp_register tp_register_with_module tp_size utils
         wait_for_checkpoint
     """.split()
     assert sorted(smp.__all__) == sorted(expected)

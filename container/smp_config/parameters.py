@@ -137,7 +137,9 @@ class ModelParallelParameters(BaseModel):
     sdp_max_live_parameters: Whole = Field(1_000_000_000, ge=1, description="Most gathered elements at once.")
     sdp_hierarchical_allgather: StrictBool = Field(True, description="All-gather in phases inside and between nodes.")
     sdp_gradient_clipping: Real = Field(1.0, gt=0.0, description="L2 norm to which the global gradient is clipped.")
-    contiguous: StrictBool = Field(True, description="Accepted for old scripts; stages are always contiguous.")
+    contiguous: StrictBool = Field(
+        True, description="Accepted for old scripts: the automatic partition gives every stage neighbouring modules."
+    )
     horovod: StrictBool = Field(False, description="Only false: Horovod belongs to TensorFlow.")
     load_partition: StrictBool = Field(False, description="Read the partition decision from partition_file.")
     partition_file: str | None = Field(
@@ -147,13 +149,17 @@ class ModelParallelParameters(BaseModel):
     fast_mode: StrictBool = Field(
         True,
         description="Calls of modules on other stages return at once, with results shaped as in earlier calls; false: each "
-        "call waits for its result, which models need whose output shapes depend on values.",
+        "call waits for its result, which is slower, but models need it whose output shapes depend on values.",
     )
     static_mode: StrictBool = Field(False, description="Accepted for old scripts; recorded order is always replayed.")
-    checkpoint_attentions: StrictBool = Field(False, description="Checkpoint the attention part of distributed layers.")
+    checkpoint_attentions: StrictBool = Field(False, description="Checkpoint the attentions of distributed layers.")
     overlapping_allreduce: StrictBool = Field(True, description="Reduce gradients while backward still runs.")
     tracing_rank: Whole | None = Field(None, ge=0, description="Pipeline rank that traces the model; default 0.")
-    match_weights: StrictBool = Field(False, alias="_match_weights", description="Accepted for old test scripts.")
+    match_weights: StrictBool = Field(
+        False,
+        alias="_match_weights",
+        description="Accepted for old scripts; distributed modules keep the original's weights.",
+    )
     fp32_grad_accumulation: StrictBool = Field(
         False, alias="_fp32_grad_accumulation", description="Accumulate half precision gradients in fp32."
     )
@@ -323,6 +329,29 @@ class ModelParallelParameters(BaseModel):
             )
         if self.prescaled_batch and tensor == 1:
             said.append("prescaled_batch ignored: tensor_parallel_degree is 1")
+        return said + self._without_effect()
+
+    def _without_effect(self) -> list[str]:
+        """Settings of old scripts that have nothing to do here, or another effect than these scripts expect."""
+        said = []
+        if not self.contiguous:
+            said.append(
+                "contiguous is false, which changes nothing: the automatic partition gives every stage neighbouring modules; to "
+                "place modules otherwise, call smp.set_partition, or use smp.partition with auto_partition false"
+            )
+        if self.static_mode:
+            said.append(
+                "static_mode ignored: the order of the first steps is planned and replayed in any case; remove it"
+            )
+        if self.match_weights:
+            said.append(
+                "_match_weights ignored: modules that are distributed take over the original's weights in any case; remove it"
+            )
+        if not self.fast_mode and self.pipeline_parallel_degree > 1:
+            said.append(
+                "fast_mode is false, so every call of a module on another stage waits for its result: remove it, unless the "
+                "shapes of a module's outputs depend on the values of its inputs"
+            )
         return said
 
     @classmethod

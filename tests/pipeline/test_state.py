@@ -139,3 +139,30 @@ def test_a_state_that_comes_before_the_first_step_waits_for_the_partition(ranks,
     for loss, _, state in (*partial, *whole):
         assert loss == pytest.approx(expected, rel=1e-5)
         assert all(torch.equal(state[name], full[name]) for name in full)
+
+
+def _moved(states, cut, same):
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    torch.manual_seed(3)
+    model = smp.DistributedModel(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))))
+    for index, layer in enumerate(model.module):
+        smp.set_partition(layer, int(index >= cut))
+    if states is not None:
+        model.load_state_dict(states[smp.rank()], same_partition_load=same)
+    model.eval()
+    smp.step(lambda x: model(x))(torch.ones(2, 4))
+    return model.local_state_dict(), model.state_dict()
+
+
+def test_stages_give_each_other_what_the_partition_has_moved(ranks):
+    config = {"partitions": 2, "auto_partition": False, "default_partition": 0}
+    made = ranks(_moved, 2, None, 1, False, config=config)
+    other = [{n: v + 1 if torch.is_tensor(v) else v for n, v in local.items()} for local, _ in made]
+    for _, full in ranks(_moved, 2, other, 3, False, config=config):
+        assert all(torch.equal(full[name], made[0][1][name] + 1) for name in full)
+    with pytest.raises(AssertionError, match=r"missing \['1\.weight'"):
+        ranks(_moved, 2, other, 3, True, config=config)

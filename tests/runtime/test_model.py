@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from support.models import TiedNet
@@ -104,38 +106,104 @@ def test_moving_is_the_wrappers_work(model):
     assert model.cpu() is model
 
 
+CPU_CASES = [
+    ({"pipeline_parallel_degree": 2}, True),
+    ({"tensor_parallel_degree": 2}, True),
+    ({"tensor_parallel_degree": 2, "prescaled_batch": True, "optimize": "speed"}, True),
+    ({"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}, False),
+    ({"pipeline_parallel_degree": 2, "bf16": True}, False),
+]
+
+
 @pytest.mark.parametrize(
-    ("config", "why"),
-    [
-        ({"pipeline_parallel_degree": 2}, "pipeline parallelism"),
-        ({"tensor_parallel_degree": 2}, "tensor parallelism"),
-        ({"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}, "sharded data parallelism"),
-    ],
+    ("config", "always"), [pytest.param(*case, marks=() if case[1] else pytest.mark.full) for case in CPU_CASES]
 )
-def test_a_part_of_a_model_is_not_moved_to_the_cpu(ranks, config, why):
+def test_a_whole_copy_on_the_cpu_computes_by_itself(ranks, config, always):
     def run():
         import smdistributed.modelparallel.torch as smp
         from smp_runtime.errors import SMPUserError
 
         with smp.tensor_parallelism(smp.tp_size() > 1):
-            module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+            module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), _Halving(), nn.Linear(4, 2, bias=False))
+        if smp.tp_size() > 1:
+            sizes = {"num_attention_heads": 2, "attention_head_size": 2, "hidden_size": 4, "intermediate_size": 8}
+            model = {
+                "hidden_dropout_prob": 0.0,
+                "attention_dropout_prob": 0.0,
+                "num_layers": 1,
+                "vocab_size": 5,
+                "num_positions": 4,
+            }
+            lm = smp.nn.DistributedTransformerLMHead(**sizes, **model, use_alibi=True, distribute_embedding=True)
+            module.append(nn.Sequential(OrderedDict(inputs=_AsIds(), lm=lm)))
         model = smp.DistributedModel(module)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
         @smp.step
         def step(x):
-            model.backward(model(x).sum())
+            output = model(x)
+            if model.training:
+                model.backward(output.sum())
+            return output
 
         assert model.partitioned or model.cpu() is model
-        step(torch.ones(2, 4))
-        with pytest.raises(SMPUserError) as caught:
-            model.cpu()
+        step(torch.arange(16.0).view(4, 4).sin())
+        optimizer.step()
         full = model.state_dict()
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).load_state_dict(full)
-        return str(caught.value)
+        model.module[2].by = 4.0
+        model.eval()
+        x = torch.linspace(-1, 1, 16).view(4, 4)
+        here = step(x).concat()
+        assert model.cpu() is model
+        assert all(p.device.type == "cpu" and p.isfinite().all() for p in model.parameters())
+        copied = model.state_dict()
+        if smp.rank() == 0:  # no other rank is asked
+            with torch.no_grad():
+                torch.testing.assert_close(model(x), here)
+        assert full.keys() == copied.keys()
+        for name, value in full.items():
+            assert torch.equal(value, copied[name]), name
+        smp.barrier()
+        model.train()
+        for call in (step, model):
+            with pytest.raises(SMPUserError, match=r"call model\.cuda\(\) first, or model\.eval\(\)"):
+                call(x)
+        with pytest.raises(SMPUserError, match=r"call model\.cuda\(\) first"):
+            model.load_state_dict(copied)
+        smp.barrier()
+        model.module[2].by = 8.0  # of the copy
+        model.to(smp.state.device)
+        model.eval()
+        torch.testing.assert_close(step(x).concat(), here)
+        model.train()
+        step(x)
+        optimizer.step()
+        after = model.state_dict()
+        return any(not torch.equal(value, after[name]) for name, value in full.items())
 
-    for says in ranks(run, 2, config={"ddp": True, **config}):
-        assert why in says
-        assert "model.state_dict()" in says
+    assert all(ranks(run, 2, config={"ddp": True, **config}))
+
+
+class _Halving(nn.Module):
+    """With a hook that is its own method."""
+
+    def __init__(self):
+        super().__init__()
+        self.by = 2.0
+        self.register_forward_hook(self.divide)
+
+    def divide(self, module, args, output):
+        assert module is self
+        return output / self.by
+
+    def forward(self, x):
+        return x
+
+
+class _AsIds(nn.Module):
+    def forward(self, x):
+        ids = (x.sum(-1, keepdim=True) * 0).long().expand(-1, 3) + torch.arange(3)
+        return ids, None, None, None, None
 
 
 @pytest.mark.parametrize(("config", "returns"), [({}, True), ({"bf16": True}, False)])

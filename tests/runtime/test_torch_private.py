@@ -259,6 +259,13 @@ def _(_):
     assert door.dtype_asked_for("cpu", non_blocking=True) is None
 
 
+@of("device_asked_for")
+def _(_):
+    assert door.device_asked_for("meta", torch.float16) == torch.device("meta")
+    assert door.device_asked_for(torch.ones(1)) == torch.device("cpu")
+    assert door.device_asked_for(torch.float64) is None
+
+
 # -- process groups ----------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from torch.serialization import default_restore_location
 from smp_config import Group
 from smp_runtime.checkpoint.files.whole_file import read_tensors, whole_file
 from smp_runtime.errors import SMPUserError
+from smp_runtime.job import session as sessions
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
@@ -50,10 +51,11 @@ def load(
     f: str,
     map_location: Any = None,
     pickle_module: ModuleType | None = None,
+    pickle_load_args: Mapping[str, Any] | None = None,
     partial: bool = True,
     back_compat: bool = False,
     v3: bool = False,
-    **pickle_load_args: Any,
+    **more: Any,
 ) -> Any:
     """Load what :func:`save` wrote, or any file of ``torch.save`` with ``partial=False``.
 
@@ -63,15 +65,26 @@ def load(
     Args:
         map_location: as ``torch.load`` takes it. None puts what was saved from a GPU on the device that this rank computes
             on, whichever GPU its writer had, and leaves what was on the CPU there.
+        pickle_load_args: keywords for the unpickler, as a dictionary or as further keywords.
+        back_compat: has no effect, with a warning: files of all releases are read in the same way.
+        v3: the file name ends in pipeline, tensor and reduced data parallel rank, as with ``smp.save(v3=True)``.
     """
+    if isinstance(pickle_load_args, bool):
+        raise SMPUserError(
+            f"smp.load got {pickle_load_args} as its fourth argument, which is pickle_load_args; name the fifth: "
+            f"partial={pickle_load_args}"
+        )
+    if back_compat:
+        sessions.say_once(
+            "smp.load(back_compat=True) ignored: files of all releases are read in the same way; leave it out"
+        )
+    keywords = {**(pickle_load_args or {}), **more}
     if map_location is None:
         map_location = here(session.ranks.device)
     path = Path(_name(f) + (f"_{partial_suffix(session, v3=v3)}" if partial else ""))
-    if pickle_module is None and not pickle_load_args:
+    if pickle_module is None and not keywords:
         return read_tensors(path, map_location)
-    return torch.load(
-        path, map_location=map_location, pickle_module=pickle_module, weights_only=False, **pickle_load_args
-    )
+    return torch.load(path, map_location=map_location, pickle_module=pickle_module, weights_only=False, **keywords)
 
 
 def here(device: torch.device) -> Callable[[Any, str], Any]:

@@ -123,6 +123,7 @@ def resume_from_checkpoint(
     load_sharded_optimizer_state: bool = True,
     translate_function: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
     trust_user_content: bool = False,
+    load_optimizer_states: bool | None = None,
 ) -> Any:
     """Load a checkpoint into the wrapped model and optimizer; every rank calls it, also before the first step.
 
@@ -142,6 +143,7 @@ def resume_from_checkpoint(
             data parallelism is, or was, on.
         translate_function: applied to a full checkpoint's state before it is loaded.
         trust_user_content: load ``user_content`` even if it holds objects that may run code.
+        load_optimizer_states: what ``load_optimizer`` was called in older releases; it wins if it is given.
 
     Returns:
         The ``user_content`` that was saved, or None.
@@ -150,6 +152,7 @@ def resume_from_checkpoint(
         CheckpointError: nothing to resume, a file is missing or damaged, or it belongs to another model; nothing was
             loaded.
     """
+    load_optimizer = load_optimizer if load_optimizer_states is None else load_optimizer_states
     models = _models(session)
     if len(models) != 1:
         raise SMPUserError(

@@ -184,6 +184,19 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
     return session
 
 
+class _Said(set[str]):
+    """What a job's user was told."""
+
+
+def say_once(sentence: str) -> None:
+    """Warn of something that holds for the whole job: once, on rank 0."""
+    if _session is None:
+        logger.warning(sentence)
+    elif _session.ranks.rank == 0 and sentence not in (said := _session.ranks.keep(_Said, _Said)):
+        said.add(sentence)
+        logger.warning(sentence)
+
+
 def _note_failure_of(session: Session) -> None:
     """Let the session know of an exception that ends the process, before exit handlers close it."""
     former, weak = sys.excepthook, weakref.ref(session)

@@ -27,9 +27,10 @@ from smp_runtime.model.replicas import Replicas
 from smp_runtime.model.stages import Stages, TracingOptions
 from smp_runtime.model.state_dict import PARTIAL_KEY, ModelState, TensorShape
 from smp_runtime.model.wrapped_module import WrappedModule
+from smp_runtime.nn.attention import DistributedAttentionLayer
 from smp_runtime.optim.clipping import clip_over_ranks
 from smp_runtime.parameters.precision import Precision
-from smp_runtime.tensors.torch_private import dtype_asked_for
+from smp_runtime.tensors.torch_private import device_asked_for, dtype_asked_for
 
 if TYPE_CHECKING:
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
@@ -63,7 +64,7 @@ class DistributedModel(WrappedModule):
         broadcast_buffers: copy buffers from the first data parallel rank at every training step.
         gradient_as_bucket_view: gradients of all steps share one buffer, which saves allocating it; a reference to a
             gradient that is kept over a step then sees the next step's values.
-        find_unused_parameters: accepted; unused parameters are always found.
+        find_unused_parameters: has no effect: unused parameters are found whatever it is.
 
     Raises:
         SMPUserError: (a ``ValueError``) an argument out of its range.
@@ -99,6 +100,13 @@ class DistributedModel(WrappedModule):
         self._post_step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self.precision = Precision.of(ranks.cfg)
         self.module = recipe.replaced(module, ranks)
+        if ranks.cfg.checkpoint_attentions and not any(
+            isinstance(p, DistributedAttentionLayer) for p in self.module.modules()
+        ):
+            sessions.say_once(
+                "checkpoint_attentions ignored: the model has no distributed attention, the only one that it is for; for other "
+                "layers call smp.set_activation_checkpointing"
+            )
         self._alias_module()
         # Weak, since a part must not keep the wrapper alive.
         trains, loss_scale = weakref.WeakMethod(self._trains), weakref.WeakMethod(self._loss_scale)
@@ -211,6 +219,10 @@ class DistributedModel(WrappedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; inside a step, with one microbatch."""
+        if self._placed.is_copied:
+            if self._trains():
+                self._replicas.begin_training_pass()  # says why it cannot
+            return self.precision.leave(self.module(*self.precision.enter(args), **self.precision.enter(kwargs)))
         step = self._ranks.step
         if step.is_tracing:
             return self.module(*args, **kwargs)
@@ -316,6 +328,9 @@ class DistributedModel(WrappedModule):
         Args:
             gather_to_rank0: only the first rank of each model parallel group gets it, the others ``{}``.
         """
+        if self._placed.is_copied:
+            keeps = not gather_to_rank0 or self._ranks.rank_in(Group.MP) == 0
+            return self.module.state_dict(*args, **kwargs) if keeps else {}
         return self._state.gathered(self._state.local(*args, **kwargs), to_first=gather_to_rank0)
 
     def state_to_save(self) -> dict[str, Any]:
@@ -346,11 +361,24 @@ class DistributedModel(WrappedModule):
         """Load a full or partial state; names may carry the ``module.`` prefix of other wrappers.
 
         Before the model is partitioned, a state is kept and loaded when its parameters have a place.
+
+        Args:
+            state_dict: from :meth:`state_dict` or, of the same number of ranks, from :meth:`local_state_dict`.
+            strict: whether all names must agree.
+            same_partition_load: of a partial state with pipeline parallelism: it is of this very partition. Otherwise the
+                stages of a replica, which all load theirs, give each other what the partition has moved.
+            assign: put the state's tensors in place of the parameters; only before anything knows these.
         """
+        if self._placed.is_copied:
+            raise SMPUserError(
+                "model.cpu() has put a whole copy in the place of this rank's part, so load_state_dict would change the copy "
+                "only; call model.cuda() first, which goes back to the part, or model.module.load_state_dict for the copy"
+            )
         return self._state.load(
             state_dict,
             strict,
             assign,
+            same_partition=same_partition_load,
             partitioned=self.partitioned,
             known=self._window.reduces or self.optimizer_shards is not None,
         )
@@ -362,8 +390,13 @@ class DistributedModel(WrappedModule):
     # -- like any module -------------------------------------------------------------------------------------------
 
     def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
-        """Dtype changes apply; a device is ignored, because placement is this wrapper's work."""
-        dtype = dtype_asked_for(*args, **kwargs)
+        """Dtype changes apply; a device is ignored, because placement is this wrapper's work.
+
+        After :meth:`cpu`, this rank's device brings the model back as :meth:`cuda` does.
+        """
+        device, dtype = device_asked_for(*args, **kwargs), dtype_asked_for(*args, **kwargs)
+        if device is not None and device.type == self._ranks.device.type and self._placed.is_away:
+            self.cuda()
         if dtype is None:
             return self
         changes = any(p.is_floating_point() and p.dtype is not dtype for p in self.module.parameters())
@@ -387,41 +420,10 @@ class DistributedModel(WrappedModule):
         if self.sharded_state is not None:
             self.sharded_state.clear_gradients()
 
-    def cpu(self) -> DistributedModel:
-        """Move the full model to CPU memory, to be saved or evaluated; before it is partitioned it stays where it is.
-
-        Training on a GPU goes on after :meth:`cuda`, but not in half precision or with sharded optimizer state, where
-        the weights have left the memory that is updated.
-
-        Raises:
-            SMPUserError: this rank holds a part of the model only: pipeline, tensor or sharded data parallelism.
-        """
-        if not self.partitioned:
-            return self
-        reasons = {
-            "pipeline parallelism": self.pipeline is not None,
-            "tensor parallelism": any(True for _ in self.distributed_modules()),
-            "sharded data parallelism": self.shards is not None,
-        }
-        if why := [reason for reason, holds in reasons.items() if holds]:
-            raise SMPUserError(
-                f"model.cpu() moves the full model, but with {' and '.join(why)} rank {self._ranks.rank} holds a part; call "
-                "model.state_dict() on every rank, which gives the full state, and load it into an unwrapped model on the CPU"
-            )
-        self._placed.is_away = self._ranks.device.type != "cpu"
-        return super().to("cpu")
-
-    def cuda(self, device: Any = None) -> DistributedModel:
-        """Ignored: the model is on this rank's device already, unless :meth:`cpu` has moved it."""
-        if not self._placed.is_away or self.optimizer_shards is not None:
-            return self
-        self._placed.is_away = False
-        return super().to(self._ranks.device)
-
     # -- hooks -----------------------------------------------------------------------------------------------------
 
-    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Let a communication hook of PyTorch's DDP average the gradients; ``hook(state, bucket)`` gives a future.
+    def register_comm_hook(self, state: Any, callable: Callable[..., Any]) -> None:
+        """Let a communication hook of PyTorch's DDP average the gradients; ``callable(state, bucket)`` gives a future.
 
         The hook averages over the data parallel ranks itself. Call it before the first step. ``smp.comm_hooks`` has hooks
         that send less.
@@ -430,7 +432,7 @@ class DistributedModel(WrappedModule):
             SMPUserError: no data parallelism, sharded data parallelism, or the hook averages over other ranks than have
                 replicas of the parameters.
         """
-        self._window.hook = (state, hook)
+        self._window.hook = (state, callable)
         if self.partitioned:
             self._window.install_hook()
 

@@ -85,6 +85,7 @@ class Placed:
     #: Parameters that are not trained, and that nothing averages.
     frozen: list[nn.Parameter] = field(default_factory=list)
     is_away: bool = False  # whether ``model.cpu()`` has moved the weights from the device that trains
+    is_copied: bool = False  # or has put a whole copy in the place of what trains
 
     def refresh(self) -> None:
         """Master weights follow what was written into the model."""

@@ -48,13 +48,16 @@ class Replicas:
     def begin_training_pass(self) -> None:
         """What all data parallel ranks do together before a training step."""
         if self._placed.is_away:
-            is_copied = self._placed.optimizer_shards is not None
+            is_copied = self._placed.is_copied
+            has_left = self._placed.optimizer_shards is not None and not is_copied
             goes_on = (
-                "its weights have left those that the optimizer updates" if is_copied else "call model.cuda() first"
+                "its weights have left those that the optimizer updates" if has_left else "call model.cuda() first"
             )
+            what = "put a whole copy of the model on" if is_copied else "moved the model to"
             raise SMPUserError(
-                f"model.cpu() has moved the model to the CPU, but this rank trains on {self._ranks.device}; {goes_on}, or save "
-                "model.state_dict() without moving the model"
+                f"model.cpu() has {what} the CPU, but this rank trains {'its part ' if is_copied else ''}on "
+                f"{self._ranks.device}; {goes_on}, or model.eval() to evaluate it, or save model.state_dict() without moving the "
+                "model"
             )
         for parameter in self._placed.frozen:
             if parameter.requires_grad:

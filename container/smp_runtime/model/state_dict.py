@@ -146,10 +146,20 @@ class ModelState:
             return state
         return {name: value for name, value in state.items() if part.has_tensor(name.removeprefix(prefix))}
 
-    def load(self, state_dict: Mapping[str, Any], strict: bool, assign: bool, *, partitioned: bool, known: bool) -> Any:
+    def load(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool,
+        assign: bool,
+        *,
+        same_partition: bool,
+        partitioned: bool,
+        known: bool,
+    ) -> Any:
         """See :meth:`.DistributedModel.load_state_dict`.
 
         Args:
+            same_partition: whether a part is of this very partition, so that no stage needs another's.
             partitioned: whether the parameters have a place.
             known: whether gradient reduction or the optimizer know the parameters.
         """
@@ -166,8 +176,11 @@ class ModelState:
             state = {name.removeprefix("module."): value for name, value in state.items()}
         if not partitioned and (partial or any(p.is_meta for p in module.parameters())):
             kept = dict(state_dict)
-            self.when_placed(lambda: self.load(kept, strict, assign, partitioned=True, known=True))
+            then = {"same_partition": same_partition, "partitioned": True, "known": True}
+            self.when_placed(lambda: self.load(kept, strict, assign, **then))
             return IncompatibleKeys([], [])
+        if partial and not same_partition:
+            state = self._with_parts_of_others(state)
         result = self._load(state, strict, assign, own)
         for record in self._part.registry:  # masters take a float32 state unrounded
             shard = optimizer_shards.get(record.parameter)
@@ -175,6 +188,21 @@ class ModelState:
             if shard is not None and isinstance(value, torch.Tensor):
                 shard.take(part_of(record, value))
         return result
+
+    def _with_parts_of_others(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A stage's part, which may be of another partition, with what this stage lacks and other stages have of theirs."""
+        part, members = self._part, self._ranks.members(Group.PP)
+        if part.stage_of is None:
+            return state
+        lacking = [n for n in part.module.state_dict(keep_vars=True) if part.has_tensor(n) and n not in state]
+        wanted = set().union(*self._ranks.control.allgather(lacking, members))
+        if not wanted:
+            return state
+        given = {name: _on_cpu(value) for name, value in state.items() if name in wanted}
+        found = {
+            name: value for other in self._ranks.control.allgather(given, members) for name, value in other.items()
+        }
+        return {**{name: found[name] for name in lacking if name in found}, **state}
 
     def _load(self, state: dict[str, Any], strict: bool, assign: bool, own: Mapping[str, Any]) -> Any:
         part = self._part

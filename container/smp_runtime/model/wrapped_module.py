@@ -1,4 +1,4 @@
-"""How a wrapped model looks from outside: attributes, names and iterators are those of the module inside."""
+"""How a wrapped model looks from outside: attributes, names and iterators are those of the module inside; where it lies."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ import torch
 from torch import nn
 
 from smp_config import Group
+from smp_runtime.model.whole_copy import whole_copy
+from smp_runtime.nn.distributed_module import DistributedModule
+from smp_runtime.tensor_parallel.group import TensorGroup
 
 if TYPE_CHECKING:
+    from smp_runtime.job.ranks import Ranks
     from smp_runtime.model.local_part import LocalPart, Placed
+    from smp_runtime.model.stages import Stages
+    from smp_runtime.model.state_dict import ModelState
     from smp_runtime.parameters.registry import ParameterRegistry
 
 
@@ -25,6 +31,9 @@ class WrappedModule(nn.Module):
     module: nn.Module
     _part: LocalPart
     _placed: Placed
+    _ranks: Ranks
+    _stages: Stages
+    _state: ModelState
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -116,9 +125,59 @@ class WrappedModule(nn.Module):
         return self.registry.record_of(param).reduction is Group.RDP
 
     def is_distributed_buffer(self, buf: torch.Tensor) -> bool:
-        """Whether a buffer is split over tensor parallel ranks."""
-        return False
+        """Whether a buffer is split over tensor parallel ranks: a distributed module has a slice under its name."""
+        return any(name in module.tensor_slices for module, name in self._distributed_owners(buf))
 
     def is_scaled_batch_buffer(self, buf: torch.Tensor) -> bool:
-        """Whether a buffer sees the batch of the whole tensor parallel group."""
-        return False
+        """Whether a buffer sees the batch of the whole tensor parallel group: one of a distributed module does.
+
+        Unless the module says otherwise, as of a parameter: ``module.reductions[name] = Group.DP``.
+        """
+        owners = self._distributed_owners(buf)
+        return any(module.reductions.get(name, Group.RDP) is Group.RDP for module, name in owners)
+
+    def _distributed_owners(self, buf: torch.Tensor) -> Iterator[tuple[DistributedModule, str]]:
+        """The distributed modules that have a buffer themselves, and its name in each."""
+        for module in self.module.modules():
+            if isinstance(module, DistributedModule):
+                yield from ((module, name) for name, own in module._buffers.items() if own is buf)
+
+    # -- where it lies ---------------------------------------------------------------------------------------------
+
+    def cpu(self) -> WrappedModule:
+        """The full model in CPU memory, to be saved or evaluated; before it is partitioned it stays where it is.
+
+        Where a rank holds a part only (pipeline, tensor and sharded data parallelism), all ranks call it together and each
+        gets a whole copy, which computes by itself: ``model(x)``, ``model.state_dict()`` and ``model.module`` then need no
+        other rank, and :meth:`cuda` goes back to the part, which has stayed where it is. Otherwise the model itself moves,
+        and training on a GPU goes on after :meth:`cuda`, but not in half precision or with sharded optimizer state, where the
+        weights have left the memory that is updated.
+
+        Raises:
+            SMPUserError: the model holds something that cannot be copied.
+        """
+        if not self._stages.partitioned or self._placed.is_copied:
+            return self
+        if (
+            self._part.stage_of is None
+            and self._placed.shards is None
+            and not any(True for _ in self.distributed_modules())
+        ):
+            self._placed.is_away = self._ranks.device.type != "cpu"
+            return super().to("cpu")
+        state = self._state.gathered(self._state.local(), to_first=False)
+        self.module = whole_copy(self.module, dict(state), TensorGroup.of(self._ranks))
+        self._placed.is_away = self._placed.is_copied = True
+        return self
+
+    def cuda(self, device: Any = None) -> WrappedModule:
+        """Back to this rank's device, whatever ``device`` is, after :meth:`cpu`; else ignored: the model is there already."""
+        if self._placed.is_copied:
+            self._part.module.train(self.training)
+            self.module = self._part.module
+        elif not self._placed.is_away or self._placed.optimizer_shards is not None:
+            return self
+        else:
+            super().to(self._ranks.device)
+        self._placed.is_away = self._placed.is_copied = False
+        return self

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from smp_runtime.activations.marking import mark
 from smp_runtime.errors import SMPUserError
+from smp_runtime.job import session as sessions
 from smp_runtime.nn.attention_scores import Scoring, alibi_slopes, attend, rotate
 from smp_runtime.nn.half_block import HalfBlock
 from smp_runtime.nn.linear import ColumnProjection, RowProjection
 from smp_runtime.nn.settings import LayerSettings
 from smp_runtime.tensor_parallel.activation_layout import split_dropout
 
+if TYPE_CHECKING:
+    from smp_runtime.tensor_parallel.group import TensorGroup
+
 
 class DistributedAttentionLayer(HalfBlock):
     """Self or cross attention, a linear map and dropout; added to the input, and normalised if asked for.
+
+    It is checkpointed if the configuration says ``checkpoint_attentions``.
 
     Arguments that are not named here are those of :class:`DistributedTransformerLayer`, for this half of it.
 
@@ -66,7 +73,11 @@ class DistributedAttentionLayer(HalfBlock):
             self.row_reduction,
         )
         self._add_norms()
+        #: Without parameters; it knows whether it drops out, and scripts look for it.
+        self.flashmod = FlashAttentionLayer(attention_dropout_prob, attention_head_size)
         self._scoring = self._make_scoring()
+        if self.tensor_group.ranks.cfg.checkpoint_attentions:
+            mark(self)
 
     def forward(self, inputs: tuple[Any, ...]) -> torch.Tensor:
         """Attention of ``(hidden_states, attention_mask)``, or of ``(hidden_states, cross_states, attention_mask)``.
@@ -105,6 +116,13 @@ class DistributedAttentionLayer(HalfBlock):
         normed = self.normed(states, ready)
         return self._residual(states, self.change(normed, cross, mask, positions, ready), ready[2:4])
 
+    def become_whole(self, alone: TensorGroup) -> None:
+        """See :class:`DistributedModule`."""
+        super().become_whole(alone)
+        self.num_local_heads = self.settings.num_attention_heads
+        self.num_local_key_value_heads = self.settings.num_key_value_heads or self.num_local_heads
+        self._scoring = self._make_scoring()
+
     def ready(self) -> list[torch.Tensor | None]:
         """The parameters that work on rows, ready for use."""
         return self._row_parameters(self.dense.bias)
@@ -126,7 +144,7 @@ class DistributedAttentionLayer(HalfBlock):
         self._check_length(query.shape[2])
         dropout = settings.attention_dropout_prob if self.training else 0.0
         with split_dropout(self.tensor_group, query.device, dropout > 0.0):
-            context = attend(query, key, value, mask, self._scoring, dropout)
+            context = self.flashmod.weigh(query, key, value, mask, self._scoring)
         context = context.transpose(1, 2).flatten(2)
         output = self.flow.rows(context, self.dense.weight, ready[4])
         return self.flow.dropout(output, settings.hidden_dropout_prob, self.training)
@@ -184,8 +202,8 @@ class FlashAttentionLayer(nn.Module):
         scale_attn_by_layer_idx: divide scores by ``layer_idx + 1`` too.
         layer_idx: the layer's number, from 0.
         scale: factor of the scores, in place of all of the above.
-        triton_flash_attention: accepted; masks work with every kernel here.
-        use_alibi: the mask that ``forward`` gets holds linear biases.
+        triton_flash_attention: has no effect, with a warning: masks, linear biases and dropout work with PyTorch's kernels.
+        use_alibi: linear biases of attention: those in the mask that ``forward`` gets, or computed where it gets none.
 
     Raises:
         SMPUserError: a size or number that the scale needs is missing.
@@ -206,6 +224,11 @@ class FlashAttentionLayer(nn.Module):
         self.attention_dropout_prob = attention_dropout_prob
         self.use_alibi = use_alibi
         self.triton_flash_attention = triton_flash_attention
+        if triton_flash_attention:
+            sessions.say_once(
+                "FlashAttentionLayer(triton_flash_attention=True) ignored: PyTorch's attention computes masks and linear biases "
+                "itself, and drops attention weights too if attention_dropout_prob is not 0"
+            )
         self.scale = scale if scale is not None else 1.0
         if scale is None and scale_attention_scores:
             if attention_head_size is None:
@@ -224,12 +247,19 @@ class FlashAttentionLayer(nn.Module):
         """Attention of ``qkv``, ``[batch, seq, 3, heads, head size]``.
 
         Args:
-            attn_mask: added to the scores, broadcastable to ``[batch, heads, seq, seq]``.
+            attn_mask: added to the scores, broadcastable to ``[batch, heads, seq, seq]``; under ``use_alibi`` it holds the
+                linear biases.
             causal: each token attends to itself and those before it.
 
         Returns:
             ``[batch, heads, seq, head size]``.
         """
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        dropout = self.attention_dropout_prob if self.training else 0.0
-        return attend(query, key, value, attn_mask, Scoring(self.scale, causal), dropout)
+        slopes = alibi_slopes(query.shape[1]) if self.use_alibi and attn_mask is None else None
+        return self.weigh(query, key, value, attn_mask, Scoring(self.scale, causal, slopes=slopes))
+
+    def weigh(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
+    ) -> torch.Tensor:
+        """The same of heads that are apart; see :func:`.attend`."""
+        return attend(query, key, value, mask, scoring, self.attention_dropout_prob if self.training else 0.0)

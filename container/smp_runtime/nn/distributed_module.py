@@ -124,6 +124,14 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
             )
         return size // degree
 
+    def become_whole(self, alone: TensorGroup) -> None:
+        """This copy of the module has got its parameters whole, and computes by itself; ``alone`` is a group of this rank.
+
+        Subclasses that keep what follows from the group set it anew.
+        """
+        self.tensor_group = alone
+        self.tensor_slices = {name: TensorSlice.of(w.shape, w.dim, 0, 1) for name, w in self.tensor_slices.items()}
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Whole weights load too: each rank takes its part of them."""
         for name, where in self.tensor_slices.items():

@@ -8,12 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from smp_runtime.job import session as sessions
 from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError
 from smp_runtime.tensor_parallel.collectives import exchanged, gathered, scatter_summed, summed
 from smp_runtime.tensor_parallel.masks import agree_on_shape
 
 if TYPE_CHECKING:
     from smp_config import Group
+    from smp_runtime.tensor_parallel.group import TensorGroup
     from smp_runtime.tensor_parallel.initialisation import Fill
 
 
@@ -25,7 +27,7 @@ class DistributedEmbedding(DistributedModule):
         embedding_dim: channels, over all ranks.
         padding_idx: a row that stays zero and gets no gradient.
         max_norm: must be None: a row's norm is spread over the ranks.
-        norm_type: not used.
+        norm_type: of ``max_norm``; as in ``nn.Embedding`` it has no effect without that, which a warning says.
         scale_grad_by_freq: as in ``nn.Embedding``.
         sparse: must be False.
         initializer_range: standard deviation of the weights.
@@ -59,6 +61,10 @@ class DistributedEmbedding(DistributedModule):
             raise NotDistributableError(
                 f"DistributedEmbedding got max_norm={max_norm} and sparse={sparse}; a row is spread over the ranks, so "
                 "neither is possible: leave them at None and False"
+            )
+        if norm_type != 2.0:
+            sessions.say_once(
+                f"DistributedEmbedding(norm_type={norm_type}) ignored: it is the norm of max_norm, which is None: leave it out"
             )
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
         self.scale_grad_by_freq = scale_grad_by_freq
@@ -115,6 +121,11 @@ class VocabularyEmbedding(DistributedModule):
                 f"vocab_size is {vocab_size}, too few for {self.tensor_group.size} ranks to have a part each; use a smaller "
                 "tensor_parallel_degree"
             )
+
+    def become_whole(self, alone: TensorGroup) -> None:
+        """See :class:`DistributedModule`."""
+        super().become_whole(alone)
+        self.start, self.stop = 0, self.vocab_size
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of the ids ``[batch, seq]``, ``[batch, seq, hidden]``."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from smp_runtime.nn.settings import LayerSettings
+    from smp_runtime.tensor_parallel.group import TensorGroup
 
 
 class HalfBlock(DistributedModule):
@@ -33,6 +34,11 @@ class HalfBlock(DistributedModule):
         self.converts = True
         #: Of parameters that work on rows.
         self.row_reduction = Group.RDP if self.flow.rows_see_all else Group.DP
+
+    def become_whole(self, alone: TensorGroup) -> None:
+        """See :class:`DistributedModule`."""
+        super().become_whole(alone)
+        self.flow = choose_flow(alone)
 
     def _add_norms(self, with_pre: bool = True) -> None:
         settings = self.settings

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from smp_runtime.activations.functional import checkpoint
+from smp_runtime.activations.marking import is_marked
 from smp_runtime.nn.attention import DistributedAttentionLayer
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.nn.feed_forward import DistributedTransformerOutputLayer
@@ -12,6 +14,8 @@ from smp_runtime.tensor_parallel.activation_layout import Flow, choose_flow
 
 if TYPE_CHECKING:
     import torch
+
+    from smp_runtime.tensor_parallel.group import TensorGroup
 
 
 class DistributedTransformerLayer(DistributedModule):
@@ -71,6 +75,11 @@ class DistributedTransformerLayer(DistributedModule):
             if half is not None:
                 half.converts = False
 
+    def become_whole(self, alone: TensorGroup) -> None:
+        """See :class:`DistributedModule`."""
+        super().become_whole(alone)
+        self.flow = choose_flow(alone)
+
     def forward(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The layer's output, in a tuple like ``inputs``.
 
@@ -103,7 +112,11 @@ class DistributedTransformerLayer(DistributedModule):
         """Both halves read the same input."""
         ready = self.attention.ready()
         normed = self.attention.normed(states, ready)
-        change = self.attention.change(normed, None, mask, positions, ready)
+        attend = self.attention.change
+        if is_marked(self.attention):  # whose own call is not made here
+            change = checkpoint(attend, normed, None, mask, positions, ready)
+        else:
+            change = attend(normed, None, mask, positions, ready)
         ready = self.output.ready()
         if not self.settings.single_pre_layernorm:
             normed = self.output.normed(states, ready)

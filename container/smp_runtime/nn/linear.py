@@ -26,6 +26,9 @@ class DistributedLinear(DistributedModule):
         in_features: channels of the input, over all ranks.
         out_features: channels of the output.
         bias: whether it has one, ``[out]``.
+        device: where its parameters lie until ``smp.DistributedModel`` puts the model on this rank's device, which is also
+            the default.
+        dtype: of its parameters.
 
     Raises:
         IndivisibleError: (a ``ValueError``) the ranks do not divide ``in_features``.
@@ -45,6 +48,17 @@ class DistributedLinear(DistributedModule):
         # It is added to this rank's own output.
         reduction = Group.RDP if self.tensor_group.prescaled else Group.DP
         self.add_whole("bias", (out_features,), uniform_for(in_features), reduction, exists=bias)
+        if device is not None:
+            self._lie_on(torch.device(device))
+
+    def _lie_on(self, device: torch.device) -> None:
+        if device.type == "meta":
+            raise SMPUserError(
+                "DistributedLinear got device='meta', where its weights would be lost; leave device out and create the model in "
+                "smp.delay_param_initialization(), which computes them when they have their place"
+            )
+        if not self.weight.is_meta:
+            self.to(device)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``[batch, …, in]`` to ``[batch, …, out]``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from smp_runtime.tensor_parallel.initialisation import constant, normal
 from smp_runtime.tensor_parallel.masks import agree_on_shape
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
 from smp_runtime.tensor_parallel.split_functions import split_cross_entropy
+
+if TYPE_CHECKING:
+    from smp_runtime.tensor_parallel.group import TensorGroup
 
 #: Targets that do not count.
 IGNORED = -100
@@ -111,6 +114,11 @@ class DistributedTransformerLMHead(DistributedModule):
             self.lm_head = _Head(
                 vocab_size, hidden_size, std, lm_head_bias, tie_word_embeddings, distribute_embedding, own
             )
+
+    def become_whole(self, alone: TensorGroup) -> None:
+        """See :class:`DistributedModule`."""
+        super().become_whole(alone)
+        self.distributes_vocabulary = False
 
     def forward(self, inputs: tuple[Any, ...]) -> Any:
         """Logits, or with labels loss and logits; without the head the transformer's output.

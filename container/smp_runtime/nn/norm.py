@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from smp_config import Group
+from smp_runtime.job import session as sessions
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensor_parallel.initialisation import constant
 
@@ -20,13 +21,18 @@ class FusedLayerNorm(nn.LayerNorm):
         normalized_shape: the last dims, as in ``nn.LayerNorm``.
         eps: added to the variance.
         elementwise_affine: whether it has weight and bias.
-        memory_efficient: accepted.
+        memory_efficient: has no effect, with a warning: PyTorch's kernel keeps its input and two numbers per row.
     """
 
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
     ) -> None:
         super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
+        if memory_efficient:
+            sessions.say_once(
+                "FusedLayerNorm(memory_efficient=True) ignored: PyTorch's layer norm keeps its input for backward; to save that "
+                "memory, checkpoint the layers around it with smp.set_activation_checkpointing"
+            )
 
 
 class RowNorm(DistributedModule):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from smp_config.errors import suggest
 from smp_runtime.errors import SMPUserError
+from smp_runtime.job import session as sessions
 
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
@@ -25,6 +26,28 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+#: Switches that have nothing to do here, with the value that says nothing, and what is done instead.
+_KERNELS = "PyTorch chooses its kernels itself, fused ones where it has them"
+WITHOUT_EFFECT: Mapping[str, tuple[bool, str]] = {
+    "fused_softmax": (True, _KERNELS),
+    "fused_dropout": (False, _KERNELS),
+    "fused_bias_gelu": (False, _KERNELS),
+    "flash_attention": (False, _KERNELS),
+    "query_key_layer_scaling": (False, "PyTorch's attention keeps scores in float32, so they stay in range without it"),
+    "zero_init": (
+        False,
+        "distributed modules start with the weights of those that they replace, or as their arguments say",
+    ),
+}
+
+
+def tell_without_effect(given: Mapping[str, Any]) -> None:
+    """Warn, once per job, of switches in ``given`` that are set and change nothing."""
+    for name, (usual, why) in WITHOUT_EFFECT.items():
+        if given.get(name, usual) is not usual:
+            sessions.say_once(f"{name}={given[name]} ignored: {why}")
+
+
 @dataclass(frozen=True)
 class LayerSettings:
     """One transformer layer; all sizes are those of the whole layer.
@@ -36,9 +59,9 @@ class LayerSettings:
         attention_in_fp32: compute attention in float32.
         query_key_layer_scaling: keeps scores of half precision in range by dividing them by the layer's number and
             multiplying inside the softmax; PyTorch's kernels keep scores in float32, so the result is the same and
-            nothing is left to do.
+            nothing is left to do, which a warning says.
         fused_softmax, fused_dropout, fused_bias_gelu, flash_attention: choose kernels; PyTorch's attention is fused
-            whatever they are.
+            whatever they are, which a warning says.
         use_alibi: linear biases of attention, with base ``alibi_bias_max``.
         scale_attention_scores: divide scores by √head size.
         scale_attn_by_layer_idx: divide scores by the layer's number, ``layer_idx + 1``.
@@ -138,6 +161,7 @@ class LayerSettings:
         for name in settings:
             if name not in known:
                 raise SMPUserError(f"a distributed transformer layer has no argument {name!r}{suggest(name, known)}")
+        tell_without_effect(settings)
         return cls(**settings)
 
     @classmethod

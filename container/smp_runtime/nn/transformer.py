@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -12,6 +12,9 @@ from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.nn.layer import DistributedTransformerLayer, enter_all
 from smp_runtime.nn.settings import LayerSettings
 from smp_runtime.tensor_parallel.activation_layout import choose_flow
+
+if TYPE_CHECKING:
+    from smp_runtime.tensor_parallel.group import TensorGroup
 
 
 class DistributedTransformer(DistributedModule):
@@ -56,6 +59,11 @@ class DistributedTransformer(DistributedModule):
         self._settings = layers[0].settings if layers else None
         self.seq_layers = nn.Sequential(*layers)
         self.flow = choose_flow(self.tensor_group)
+
+    def become_whole(self, alone: TensorGroup) -> None:
+        """See :class:`DistributedModule`."""
+        super().become_whole(alone)
+        self.flow = choose_flow(alone)
 
     def forward(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The last layer's output, in a tuple like ``inputs``; see :class:`DistributedTransformerLayer`."""

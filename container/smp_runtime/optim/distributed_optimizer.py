@@ -269,8 +269,14 @@ class DistributedOptimizer(SavedOptimizer):
         if self._model is not None and self._model.sharded_state is not None:
             self._model.sharded_state.clear_gradients()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the parameters and of what is updated instead of them."""
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients of the parameters and of what is updated instead of them.
+
+        Args:
+            set_to_none: whether to remove gradients or to write zeros; default: what the inner optimizer does, removing.
+        """
+        if set_to_none is None:
+            set_to_none = bool(getattr(self.optimizer, "set_grad_none", True))
         self.optimizer.zero_grad(set_to_none=set_to_none)
         if self._model is not None:
             for parameter in self._parameters():

@@ -38,10 +38,19 @@ class TakesNorms(Protocol):
 
 
 class _ApexOptimizer(torch.optim.Optimizer):
-    """What all of them do alike; ``settings`` are those of a group, by name."""
+    """What all of them do alike; ``settings`` are those of a group, by name.
 
-    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
+    Attributes:
+        set_grad_none: what :meth:`zero_grad` does if it is not told: None for gradients, or zeros.
+    """
+
+    def __init__(self, params: Iterable[Any], *, set_grad_none: bool, **settings: Any) -> None:
+        self.set_grad_none = set_grad_none
         super().__init__(params, settings)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -96,6 +105,7 @@ class FusedAdam(_ApexOptimizer):
         adam_w_mode: False adds the decay to the gradient instead.
         weight_decay: factor of the decay.
         amsgrad: not supported, as in apex.
+        set_grad_none: False lets ``zero_grad()`` write zeros in place of removing gradients.
     """
 
     def __init__(
@@ -112,9 +122,14 @@ class FusedAdam(_ApexOptimizer):
     ) -> None:
         if amsgrad:
             raise SMPUserError("FusedAdam has no AMSGrad variant; use torch.optim.AdamW(amsgrad=True) instead")
-        super().__init__(
-            params, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay
-        )
+        common = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, set_grad_none=set_grad_none, **common)
         self.adam_w_mode = adam_w_mode
 
     def _update(self) -> None:
@@ -167,7 +182,8 @@ class FusedLAMB(NormedOptimizer):
         if amsgrad:
             raise SMPUserError("FusedLAMB has no AMSGrad variant; leave amsgrad at False")
         settings = {"weight_decay": weight_decay, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm}
-        super().__init__(params, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, **settings)
+        common = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        super().__init__(params, set_grad_none=set_grad_none, **common, **settings)
         self.adam_w_mode = adam_w_mode
         self.use_nvlamb = use_nvlamb
 
@@ -248,7 +264,8 @@ class FusedNovoGrad(NormedOptimizer):
         if norm_type != 2:
             raise SMPUserError(f"norm_type is {norm_type}; FusedNovoGrad measures gradients in the L2 norm: use 2")
         settings = {"weight_decay": weight_decay, "grad_averaging": grad_averaging}
-        super().__init__(params, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, **settings)
+        common = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        super().__init__(params, set_grad_none=set_grad_none, **common, **settings)
         self.reg_inside_moment = reg_inside_moment
         self.init_zero = init_zero
 

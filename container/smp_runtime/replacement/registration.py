@@ -98,6 +98,12 @@ class Registration:
 
             made.register_forward_hook(behind)
 
+    def __post_init__(self) -> None:
+        # A hook of the library brings along what else it knows of the class.
+        for name in ("arguments", "state_hook"):
+            if getattr(self, name, None) is None:
+                object.__setattr__(self, name, getattr(self.init_hook, name, None))
+
 
 _by_class: dict[type, Registration] = {}
 #: Classes of packages that may not be installed: the full name of the class, and of a function that registers it.

@@ -12,11 +12,12 @@ from torch import nn
 from smp_config.errors import suggest
 from smp_runtime.errors import SMPUserError
 from smp_runtime.module_state.construction_marks import marking
+from smp_runtime.nn.settings import tell_without_effect
 from smp_runtime.replacement.builtin import known_arguments
 
 _MARK = "_smp_tensor_parallelism"
 
-#: Keywords that switch something on or off; those that no module takes choose kernels, which PyTorch does by itself.
+#: Keywords that switch something on or off.
 SWITCHES = frozenset(
     """attention_in_fp32 query_key_layer_scaling fused_softmax fused_dropout fused_bias_gelu distribute_embedding use_alibi
     fp32_residual_addition flash_attention zero_init""".split()
@@ -88,7 +89,10 @@ def mark_of(module: nn.Module) -> Mark:
 
 
 def _mark(enabled: bool, keep_weights: bool, overrides: Mapping[str, Any]) -> Mark:
-    return Mark(_truth("enabled", enabled), _checked(overrides), _truth("keep_weights", keep_weights))
+    mark = Mark(_truth("enabled", enabled), _checked(overrides), _truth("keep_weights", keep_weights))
+    if enabled:
+        tell_without_effect(overrides)
+    return mark
 
 
 def _checked(overrides: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -109,6 +109,12 @@ class TensorGroup:
     def __deepcopy__(self, memo: Any) -> TensorGroup:
         return self
 
+    def alone(self) -> TensorGroup:
+        """This rank by itself, for a module that it holds whole."""
+        made = object.__new__(type(self))
+        made.__dict__ |= self.__dict__ | {"size": 1, "rank": 0, "prescaled": False}
+        return made
+
     @property
     def is_tracing(self) -> bool:
         """Whether this rank runs the tracing step, alone."""

@@ -239,6 +239,12 @@ def dtype_asked_for(*args: Any, **kwargs: Any) -> torch.dtype | None:
     return dtype
 
 
+def device_asked_for(*args: Any, **kwargs: Any) -> torch.device | None:
+    """The device among them, or None."""
+    device: torch.device | None = _parse_to(*args, **kwargs)[0]
+    return device
+
+
 # -- process groups ----------------------------------------------------------------------------------------------------
 
 #: The store through which the ranks of the default group have met.

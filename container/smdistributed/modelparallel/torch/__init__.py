@@ -10,6 +10,7 @@ from smdistributed.modelparallel.torch import (
     optimizer,
     optimizers,
     patches,
+    utils,
 )
 from smdistributed.modelparallel.torch.checkpoint import (
     load,
@@ -65,15 +66,15 @@ from smdistributed.modelparallel.torch.ranks import (
     tp_size,
 )
 from smdistributed.modelparallel.torch.state_mod import state
+from smdistributed.modelparallel.torch.step import StepOutput, step
 from smp_config.version import __version__
 from smp_runtime.activations.marking import set_activation_checkpointing
+from smp_runtime.job.older_names import hvd_average_grads
 from smp_runtime.job.session import init, is_initialized, is_tracing, shutdown
 from smp_runtime.model.creation import delay_param_initialization, model_creation, partition, set_partition
 from smp_runtime.replacement.registration import tp_register, tp_register_with_module
 from smp_runtime.replacement.scopes import set_tensor_parallelism, tensor_parallelism
 from smp_runtime.sharding.module_hooks import register_parameter
-from smp_runtime.step.microbatches import StepOutput
-from smp_runtime.step.step import step
 
 __all__ = [
     "DP_GROUP",
@@ -110,6 +111,7 @@ __all__ = [
     "get_tp_group",
     "get_tp_process_group",
     "get_world_process_group",
+    "hvd_average_grads",
     "init",
     "is_initialized",
     "is_tracing",
@@ -149,5 +151,6 @@ __all__ = [
     "tp_register",
     "tp_register_with_module",
     "tp_size",
+    "utils",
     "wait_for_checkpoint",
 ]

@@ -1,5 +1,6 @@
 """Helpers that older training scripts import."""
 
+from smp_runtime.job.older_names import rmsg
 from smp_runtime.replacement.placing import get_distribution_axis
 
-__all__ = ["get_distribution_axis"]
+__all__ = ["get_distribution_axis", "rmsg"]

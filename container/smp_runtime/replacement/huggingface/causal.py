@@ -98,7 +98,7 @@ def register_causal(
     def init_hook(config: Any, *_: Any, **facts: Any) -> Arguments:
         refuse_cross_attention(config)
         made = {
-            **_common(config),
+            **common_settings(config),
             **settings(config),
             **facts,
             "add_lm_head": with_head,
@@ -136,7 +136,7 @@ def refuse_cross_attention(config: Any) -> None:
         )
 
 
-def _common(config: Any) -> dict[str, Any]:
+def common_settings(config: Any) -> dict[str, Any]:
     """What all of them have: norms in front of both halves and behind the last layer, and normal weights.
 
     Sizes are read under the names that all configurations of Transformers know.

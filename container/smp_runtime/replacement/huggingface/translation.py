@@ -257,6 +257,51 @@ class EncoderNames:
         return self.to_theirs(state)
 
 
+@dataclass(frozen=True)
+class BlockNames:
+    """How the parameters of layers are called that stay in their original's list, each distributed by itself.
+
+    Attributes:
+        layers: the list's name.
+    """
+
+    layers: str
+    layer: LayerNames
+
+    def _split(self, name: str) -> tuple[str, str]:
+        """What stands in front of a layer's own name, and that; of a single layer's state nothing does."""
+        match = re.fullmatch(rf"((?:.*\.)?{self.layers}\.\d+\.|)(.+)", name)
+        return (match[1], match[2]) if match else ("", name)
+
+    def to_ours(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state of the Hugging Face model, or of one layer."""
+        result: dict[str, Any] = {}
+        for name, value in state.items():
+            place, theirs = self._split(name)
+            if theirs in self.layer.names:
+                result |= {place + own: part for own, part in self.layer.to_ours(theirs, value)}
+            elif not _COMPUTED.search(name):
+                result[name] = value
+        return result
+
+    def to_theirs(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A whole state of the model with distributed layers, or of one of them."""
+        layers: dict[str, dict[str, Any]] = {}
+        for name, value in state.items():
+            place, ours = self._split(name)
+            layers.setdefault(place, {})[ours] = value
+        result: dict[str, Any] = {}
+        done: set[str] = set()
+        for name, value in state.items():
+            place, ours = self._split(name)
+            if ours not in self.layer.own_names(layers[place]):
+                result[name] = value
+            elif place not in done:
+                done.add(place)
+                result |= {place + theirs: part for theirs, part in self.layer.to_theirs(layers[place])}
+        return result
+
+
 def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """What stands behind ``prefix``, without it."""
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
@@ -281,7 +326,7 @@ class Translator(Protocol):
         """The state under the other names."""
 
 
-def translators(names: CausalNames | EncoderNames, model: str) -> tuple[Translator, Translator]:
+def translators(names: CausalNames | EncoderNames | BlockNames, model: str) -> tuple[Translator, Translator]:
     """The public functions of a model: from its states to ours for ``model.load_state_dict``, and back.
 
     Names that they do not know stay. A state alone does not tell a model with a tied head from the one inside it; the

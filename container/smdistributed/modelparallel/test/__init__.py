@@ -1,0 +1,1 @@
+"""Names of the first library's own tests, which old scripts import."""

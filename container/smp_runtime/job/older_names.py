@@ -1,0 +1,53 @@
+"""Names that only the oldest training scripts have: of Horovod, and of the first library's own tests."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from smp_config import Group
+from smp_runtime.errors import SMPUserError
+from smp_runtime.job import session as sessions
+
+
+def rmsg(message: object) -> str:
+    """A message for a log, with this rank in front of it."""
+    return f"[{sessions.current().ranks.rank}] {message}" if sessions.is_initialized() else str(message)
+
+
+def hvd_average_grads() -> None:
+    """Nothing with ``ddp``, which has averaged the gradients when the step ends; a warning says so.
+
+    Raises:
+        SMPUserError: nobody averages them: there are several data parallel ranks, and ``ddp`` is false.
+    """
+    ranks = sessions.current().ranks
+    if not ranks.cfg.ddp and ranks.size(Group.DP) > 1:
+        raise SMPUserError(
+            f"smp.hvd_average_grads() was to average gradients over {ranks.size(Group.DP)} ranks by Horovod, which this library "
+            'does not have; set "ddp": True, which averages them when the step ends, and remove the call'
+        )
+    sessions.say_once("smp.hvd_average_grads() ignored: the gradients are averaged when the step ends; remove the call")
+
+
+def verify(*args: Any, **kwargs: Any) -> NoReturn:
+    """A name of the first library's own tests, which scripts import and do not call.
+
+    Raises:
+        SMPUserError: always, with what compares models.
+    """
+    raise SMPUserError(_OF_TESTS.format(name="verify"))
+
+
+def dump_model(*args: Any, **kwargs: Any) -> NoReturn:
+    """Likewise.
+
+    Raises:
+        SMPUserError: always, with what writes models.
+    """
+    raise SMPUserError(_OF_TESTS.format(name="dump_model"))
+
+
+_OF_TESTS = (
+    "{name} belonged to the tests of the first model parallel library, which scripts import without calling it; to write a model "
+    "use smp.save(model.state_dict(), path, partial=False), to compare two states torch.testing.assert_close"
+)

@@ -1,0 +1,106 @@
+"""A whole copy of a wrapped model in CPU memory, which computes by itself: what ``model.cpu()`` gathers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from smp_runtime.errors import SMPUserError
+from smp_runtime.module_state.absent_tensors import AbsentAttribute, AbsentTensor
+from smp_runtime.nn.distributed_module import DistributedModule
+from smp_runtime.replacement import registration
+
+if TYPE_CHECKING:
+    from smp_runtime.tensor_parallel.group import TensorGroup
+
+#: Of a module: who answers its calls, and whether it is checkpointed; in a copy it does all itself.
+_STANDING_IN = ("_call_impl", "_smp_checkpointing", "forward")
+
+
+def whole_copy(module: nn.Module, state: dict[str, Any], group: TensorGroup) -> nn.Module:
+    """A copy of ``module`` with the values of ``state``, without anything that asks other ranks.
+
+    Args:
+        module: what was wrapped, as this rank has it.
+        state: whole tensors by the module's own names; it is emptied.
+        group: the tensor parallel ranks that share its distributed modules.
+
+    Raises:
+        SMPUserError: the module holds something that cannot be copied.
+    """
+    alone = group.alone()
+    memo = {id(group): alone, **_instead(module, state)}
+    try:
+        made: nn.Module = copy.deepcopy(module, memo)
+        for part in made.modules():
+            _settle(part, memo)
+    except Exception as error:
+        raise SMPUserError(
+            f"model.cpu() makes a whole copy of the {type(module).__name__}, but something on it cannot be copied "
+            f"({type(error).__name__}: {error}); load model.state_dict(), called on every rank, into an unwrapped model instead"
+        ) from error
+    for part in made.modules():
+        if isinstance(part, DistributedModule):
+            part.become_whole(alone)
+    return made
+
+
+def _instead(module: nn.Module, state: dict[str, Any]) -> dict[int, Any]:
+    """By ``id``, what the copy gets in the place of the original's."""
+    memo: dict[int, Any] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None and id(tensor) not in memo:
+                memo[id(tensor)] = _whole(tensor, f"{path}.{name}".lstrip("."), state)
+        memo |= {id(value): replacement for value, replacement in _left_out(part)}
+    return memo
+
+
+def _settle(part: nn.Module, memo: dict[int, Any]) -> None:
+    """A copied module answers for itself, and its hooks know it in the original's place."""
+    for name in list(vars(part)):
+        if name in _STANDING_IN and vars(part)[name] is None:
+            del vars(part)[name]
+        elif _holds_hooks(name):
+            vars(part)[name] = copy.deepcopy(vars(part)[name], memo)
+
+
+def _whole(tensor: torch.Tensor, name: str, state: dict[str, Any]) -> torch.Tensor:
+    value = state.pop(name, None)
+    if not isinstance(value, torch.Tensor):  # a buffer that no state has
+        value = tensor
+        if isinstance(tensor, AbsentTensor):
+            raise SMPUserError(
+                f"model.cpu() gathers what model.state_dict() has, but {tensor.absent_name} lies on pipeline stage "
+                f"{tensor.absent_stage} and is not in it; let the module that has it save it under its own name"
+            )
+    value = value.detach().to("cpu", copy=True)
+    return nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+
+def _left_out(part: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """What a copy does not get, and what it gets instead."""
+    for name, value in vars(part).items():
+        if name in _STANDING_IN and _is_ours(value):
+            yield value, None
+        elif _holds_hooks(name) and isinstance(value, dict):
+            yield value, type(value)((key, hook) for key, hook in value.items() if not _is_ours(hook))
+        elif isinstance(value, AbsentAttribute):
+            yield value, None  # the module sets it when it runs
+        elif isinstance(value, torch.Tensor) and value.grad_fn is not None:
+            yield value, None if isinstance(value, AbsentTensor) else value.detach().to("cpu", copy=True)
+
+
+def _holds_hooks(name: str) -> bool:
+    return name.endswith("_hooks")
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether a function or object is the library's; what translates a replaced module's arguments stays."""
+    hook = getattr(hook, "hook", hook)  # PyTorch wraps some
+    place = str(getattr(hook, "__module__", ""))
+    return place.startswith("smp_runtime.") and place != registration.__name__
