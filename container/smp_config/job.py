@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, ValidationError
 
 from smp_config.errors import ConfigError, suggest
 from smp_config.parameters import ModelParallelParameters, Whole
@@ -49,6 +49,10 @@ CARRIED = (
 )
 
 
+#: Words for mpirun; None, as the SDK sends where it was given, means none.
+Options = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
+
+
 class MpiSettings(BaseModel):
     """``distribution["mpi"]``: how many processes a host starts, and the user's own mpirun options."""
 
@@ -56,7 +60,7 @@ class MpiSettings(BaseModel):
 
     enabled: StrictBool = False
     processes_per_host: Whole | None = None
-    custom_mpi_options: str = ""
+    custom_mpi_options: Options = ""
 
 
 class DataParallelSettings(BaseModel):
@@ -65,7 +69,7 @@ class DataParallelSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     enabled: StrictBool = False
-    custom_mpi_options: str = ""
+    custom_mpi_options: Options = ""
 
 
 class JobSettings(BaseModel):
