@@ -164,6 +164,10 @@ class TrainsWithSMP(Planned, _SDK):
             return
         ours = self._process_mode or strategies.is_model_parallel(self.distribution)
         checks.check_code(self.entry_point, self.source_dir, self.dependencies, own_launcher=ours)
+        read = self._check_settings() if self._process_mode else None
+        if read is not None and read.settings.model_parallel is not None:
+            parameters = read.settings.model_parallel
+            checks.check_partition_file(parameters, self.entry_point, self.source_dir, self.checkpoint_s3_uri)
         remote = is_s3_uri(self.source_dir) or is_pipeline_variable(self.source_dir)
         if self._ships() and remote and not self._has_runtime(self.source_dir):
             raise ConfigError(

@@ -95,9 +95,9 @@ def require_usable(name: str | None, processes_per_host: int | None = None) -> I
         return None
     if known.gpu in _TOO_OLD:
         raise ConfigError(
-            f"instance_type is {name}, whose {known.gpu} GPUs have compute capability {_TOO_OLD[known.gpu]}; the model parallel library "
-            "needs PyTorch 2.4 or newer, which runs from 5.0 on: use a g4dn or g5 instance, or p3 and newer, for example "
-            "'ml.g5.12xlarge'"
+            f"instance_type is {name}, whose {known.gpu} GPUs have compute capability {_TOO_OLD[known.gpu]}; the model parallel "
+            "library needs PyTorch 2.4 or newer, which runs from 5.0 on: use a g4dn or g5 instance, or p3 and newer, for "
+            "example 'ml.g5.12xlarge'"
         )
     if processes_per_host is not None and processes_per_host > known.gpus:
         raise ConfigError(

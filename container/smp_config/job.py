@@ -142,9 +142,18 @@ class JobSettings(BaseModel):
         return sent
 
     @classmethod
-    def from_hyperparameters(cls, hyperparameters: Mapping[str, Any]) -> JobSettings:
-        """Read a job's hyperparameters, Python values or their JSON text; raises ConfigError for one that cannot be read."""
-        carried = {name: decoded_hyperparameter(hyperparameters[name]) for name in CARRIED if name in hyperparameters}
+    def from_hyperparameters(cls, hyperparameters: Mapping[str, Any], *, are_decoded: bool = False) -> JobSettings:
+        """Read a job's hyperparameters.
+
+        Args:
+            hyperparameters: Python values or their JSON text.
+            are_decoded: all are Python values, and a text is one.
+
+        Raises:
+            ConfigError: one that cannot be read.
+        """
+        read = (lambda value: value) if are_decoded else decoded_hyperparameter
+        carried = {name: read(hyperparameters[name]) for name in CARRIED if name in hyperparameters}
         mpi = None
         if MPI_ENABLED in carried:
             given = {

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
 from smp_config.errors import suggest
@@ -15,6 +15,9 @@ from smp_config.timeline import TIMELINE_VARIABLE, steps_to_keep
 from smp_estimator.local.channels import require_existing
 from smp_estimator.local.uris import is_file_uri, is_s3_uri, path_of, require_address
 from smp_estimator.settings.variables import is_variable
+
+if TYPE_CHECKING:
+    from smp_config import ModelParallelParameters
 
 
 def require_text(value: Any, name: str, example: str) -> Any:
@@ -154,6 +157,46 @@ def _require_script(path: Path, given: str, relative_to: str) -> None:
         f"entry_point {given!r} does not exist{hint}; tried {path} (relative to {relative_to}), and {listed}: correct "
         "entry_point or source_dir"
     )
+
+
+def check_partition_file(
+    parameters: ModelParallelParameters, entry_point: Any, source_dir: Any, checkpoints: Any
+) -> None:
+    """Check that a job on this machine finds the partition that it is to load, where its ranks look for it.
+
+    Args:
+        checkpoints: ``checkpoint_s3_uri``; an ``s3://`` address is not looked into.
+
+    Raises:
+        ConfigError: there is no such file, or it is not for this number of stages.
+    """
+    name, stages = parameters.partition_file, parameters.pipeline_parallel_degree
+    if stages == 1 or not parameters.load_partition or not name or is_s3_uri(source_dir):
+        return
+    code = Path(source_dir) if source_dir else Path(entry_point).parent
+    folders = [path_of(checkpoints)] if is_file_uri(checkpoints) else []
+    places = [folder.expanduser().absolute() / name for folder in (*folders, code)]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        if is_s3_uri(checkpoints) and not Path(name).is_absolute():
+            return
+        raise ConfigError(
+            f"load_partition is true, and partition_file {name!r} does not exist; looked for "
+            f"{' and '.join(dict.fromkeys(map(str, places)))}: give the path of a file that a job with the same model wrote, a "
+            "checkpoint_s3_uri that both jobs have, or set load_partition to false"
+        )
+    try:
+        held = json.loads(found.read_text(encoding="utf-8"))["stages"]
+    except (OSError, ValueError, TypeError, KeyError):
+        raise ConfigError(
+            f"partition_file is {found}, which is no partition that a job wrote; write one with partition_file and "
+            "load_partition off"
+        ) from None
+    if held != stages:
+        raise ConfigError(
+            f"partition_file {found} is for {held} stages, but pipeline_parallel_degree is {stages}; set it to {held}, or "
+            "let the model be partitioned anew"
+        )
 
 
 def check_inputs(inputs: Any) -> None:
