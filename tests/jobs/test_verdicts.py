@@ -24,13 +24,19 @@ CLIENT_ONLY = (
     r"instance_count is",
 )
 
+#: Mistakes of which smp.init hears nothing: the launcher, or the partition, refuses them.
+NOT_FOR_INIT = frozenset(["processes", "hosts", "mpi options", "a file that is missing"])
+
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """What the estimators of both kinds are made with."""
     folder = tmp_path_factory.mktemp("verdicts")
     (folder / "train.py").write_text("")
-    with service() as boto:
+    with service() as boto, pytest.MonkeyPatch.context() as patch:
+        # The SDK makes one for its TensorBoard application, with every estimator; it takes most of the time.
+        patch.setattr("sagemaker.interactive_apps.base_interactive_app.boto3.client", lambda *_, **__: None)
+        patch.setattr("smp_estimator.settings.accelerators.gpu_count", lambda _: 0)
         yield {"folder": folder, "cloud": Cloud(boto), "here": ProcessSession(root=folder / "jobs")}
 
 
@@ -155,7 +161,6 @@ def cases() -> list[Drawn]:
 
 
 def test_both_sides_say_the_same(places: dict[str, Any], one_mpirun: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smp_estimator.settings.accelerators.gpu_count", lambda _: 0)
     (places["folder"] / "code").mkdir()
     (places["folder"] / "code" / "train.py").write_text("")
     different, verdicts = [], Counter()
@@ -172,8 +177,103 @@ def test_both_sides_say_the_same(places: dict[str, Any], one_mpirun: None, monke
         verdicts["accepted" if refused is None else "refused"] += 1
         if (refused is None) != (theirs is None):
             different.append((case, f"client: {refused}", f"ranks: {theirs}"))
-    print(verdicts)
     assert not different, "\n".join(map(str, different))
     assert sum(verdicts.values()) == 500
     assert 200 <= verdicts["accepted"] <= 300
     assert verdicts["refused"] >= 150
+
+
+def _started(folder: str) -> tuple[float, list[int]]:
+    """What a script does of a job: a model with distributed layers, an optimizer, a step, an update, a checkpoint."""
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    torch.manual_seed(0)
+    cfg = smp.state.cfg
+    with smp.model_creation(tensor_parallelism=smp.tp_size() > 1):
+        net = nn.Sequential(nn.Linear(8, 24), nn.LayerNorm(24), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 4))
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    learns = cfg.pipeline != "_only_forward"
+
+    @smp.step
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x.to(model.get_module()[0].weight.dtype)).float().square().mean()
+        if learns:
+            model.backward(loss)
+        return loss
+
+    loss = 0.0
+    for seed in range(2):
+        mine = seed * 100 + (smp.rdp_rank() if cfg.prescaled_batch else smp.dp_rank())
+        batch = torch.randn(2 * cfg.microbatches, 8, generator=torch.Generator().manual_seed(mine))
+        optimizer.zero_grad()
+        loss = float(step(batch).reduce_mean())
+        if learns:
+            optimizer.step()
+    smp.save_checkpoint(folder, tag="end", model=model, optimizer=optimizer, user_content={"loss": 1})
+    smp.resume_from_checkpoint(folder, tag="end")
+    return loss, [smp.pp_size(), smp.tp_size(), smp.rdp_size()]
+
+
+def _refused() -> str:
+    """What ``smp.init`` says of the configuration that the job carries."""
+    import smdistributed.modelparallel.torch as smp
+
+    try:
+        smp.init()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _sample(accepted: bool) -> Iterator[Any]:
+    """Numbers of configurations for up to four ranks of this machine; the first of each kind belong to the normal run."""
+    seen: set[Any] = set()
+    taken = 0
+    for case in cases():
+        if (
+            case.instance_type is not None
+            or not 1 <= case.world <= 4
+            or bool(case.wrong) is accepted
+            or case.environment
+        ):
+            continue
+        if NOT_FOR_INIT.intersection(case.wrong):
+            continue
+        parameters = case.parameters if isinstance(case.parameters, dict) else {}
+        kind = tuple(
+            name for name in ("tensor_parallel_degree", "shard_optimizer_state") if parameters.get(name, 1) != 1
+        )
+        normal = case.world == 2 and kind not in seen
+        seen |= {kind} if normal else set()
+        taken += 1
+        yield pytest.param(case.number, marks=[] if normal else pytest.mark.full)
+        if taken == (60 if accepted else 30):
+            return
+
+
+@pytest.mark.parametrize("number", list(_sample(accepted=True)))
+def test_what_the_client_accepts_trains(number: int, ranks: Any, places: dict[str, Any], tmp_path: Path) -> None:
+    case = cases()[number]
+    refused, sent = client(case, places)
+    assert refused is None
+    config = json.loads(sent["mp_parameters"])
+    results = ranks(_started, case.world, str(tmp_path), config=config, env={"SM_OUTPUT_DATA_DIR": str(tmp_path)})
+    for loss, (pipeline, tensor, replicas) in results:
+        assert loss == loss, "not a number"
+        assert pipeline * tensor * replicas == case.world
+        assert (pipeline, tensor) == (config["pipeline_parallel_degree"], config.get("tensor_parallel_degree", 1))
+
+
+@pytest.mark.parametrize("number", list(_sample(accepted=False)))
+def test_what_the_client_refuses_is_refused_there(number: int, ranks: Any, places: dict[str, Any]) -> None:
+    case = cases()[number]
+    refused, sent = client(case, places)
+    carried = as_sent(case) if refused is not None else sent
+    if carried is None:
+        return
+    said = ranks(_refused, case.world, init=False, env={"SM_HP_MP_PARAMETERS": carried["mp_parameters"]})
+    assert {bool(text) for text in said} == {refused is not None}, (refused, said)
