@@ -7,7 +7,7 @@ from typing import Any
 from smp_config import ConfigError
 from smp_estimator.cloud import images
 from smp_estimator.mixin import TrainsWithSMP
-from smp_estimator.sdk import HuggingFace, PyTorch
+from smp_estimator.sdk import HuggingFace, PyTorch, show_arguments
 from smp_estimator.settings.distribution import is_model_parallel
 
 
@@ -74,6 +74,8 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
             **kwargs,
         )
 
+    _VERSIONS = ("framework_version", "py_version")
+
     @classmethod
     def _sdk_class(cls) -> Any:
         return PyTorch
@@ -134,6 +136,8 @@ class SMPHuggingFace(TrainsWithSMP, HuggingFace):
             **kwargs,
         )
 
+    _VERSIONS = ("transformers_version", "pytorch_version", "py_version")
+
     @classmethod
     def _sdk_class(cls) -> Any:
         return HuggingFace
@@ -147,3 +151,7 @@ class SMPHuggingFace(TrainsWithSMP, HuggingFace):
         """The hyperparameters of the distribution; the SDK's own for strategies that are not ours."""
         own = self._own_hyperparameters(distribution)
         return dict(super()._huggingface_distribution_configuration(distribution)) if own is None else own
+
+
+for _kind in (SMPEstimator, SMPHuggingFace):
+    show_arguments(_kind)

@@ -23,9 +23,11 @@ from smp_estimator.local.session import ProcessSession, session_of, shows_traini
 from smp_estimator.local.uris import is_s3_uri
 from smp_estimator.planned import Planned
 from smp_estimator.sdk import (
+    FORMER_ARGUMENTS,
     Framework,
     PipelineSession,
     UploadedCode,
+    arguments_of,
     credentials_when_used,
     git_utils,
     is_pipeline_variable,
@@ -54,6 +56,8 @@ class TrainsWithSMP(Planned, _SDK):
     collection_configs: Any
     sagemaker_session: Any
     entry_point: Any
+    #: What names the stock image.
+    _VERSIONS: tuple[str, ...] = ()
     source_dir: Any
     _current_job_name: Any
 
@@ -68,13 +72,11 @@ class TrainsWithSMP(Planned, _SDK):
         ship_runtime: bool | None = None,
         **sdk: Any,
     ) -> None:
+        self._reader = SettingsReader()
+        image_uri = self._read_arguments(image_uri, sdk)
         entry_point = checks.require_text(entry_point, "entry_point", "train.py")
         source_dir = checks.require_text(source_dir, "source_dir", "scripts")
-        checks.require_text(sdk.get("instance_type"), "instance_type", "local")
-        checks.require_count(sdk.get("instance_count"), "instance_count")
         checks.require_mapping(hyperparameters, "hyperparameters")
-        checks.require_mapping(sdk.get("environment"), "environment")
-        self._reader = SettingsReader()
         self._recipe = sdk.get("training_recipe") is not None
         self._process_mode = wants_processes(image_uri, sdk)
         self._ship_runtime = False
@@ -86,10 +88,14 @@ class TrainsWithSMP(Planned, _SDK):
         # What the SDK's validation would wrongly refuse, or let through, is read by this package instead.
         strategies.refuse_unknown_strategies(distribution, process_mode=self._process_mode)
         ours = not self._recipe and strategies.is_ours(distribution, process_mode=self._process_mode)
+        if ours and distribution is not None and not restore.is_attaching():
+            strategies.check_parts(distribution)  # before the image, which depends on what is meant
         if self._process_mode:
             image_uri = fill_in_here(entry_point, image_uri, sdk)
         elif ours and strategies.is_model_parallel(distribution):
             self._prepare_cloud(image_uri, ship_runtime, sdk)
+        elif not image_uri:
+            self._require_versions(sdk)
         # The SDK makes a client for its TensorBoard app; on this machine it must not look for credentials now.
         with credentials_when_used() if self._process_mode else contextlib.nullcontext():
             super().__init__(
@@ -108,6 +114,31 @@ class TrainsWithSMP(Planned, _SDK):
                 self.distribution = distribution
                 self.distribution = strategies.group_names(distribution, self.instance_groups)
             self._check_settings()
+        self._warn_of_code()
+
+    def _read_arguments(self, image_uri: Any, sdk: dict[str, Any]) -> Any:
+        """Check names and types among ``sdk``, the arguments for the SDK's class, and settle older names; gives the image."""
+        known = {*arguments_of(self._sdk_class()), *arguments_of(type(self))}
+        sdk["image_uri"] = image_uri
+        for sentence in checks.check_arguments(sdk, known, FORMER_ARGUMENTS, type(self).__name__):
+            self._reader.say(sentence)
+        checks.require_text(sdk.get("instance_type"), "instance_type", "local")
+        checks.require_count(sdk.get("instance_count"), "instance_count")
+        checks.require_mapping(sdk.get("environment"), "environment")
+        has_groups = sdk.get("instance_groups") is not None
+        if isinstance(sdk.get("sagemaker_session"), ProcessSession) and not has_groups:
+            sdk["instance_type"] = sdk.get("instance_type") or "local"
+        if not restore.is_attaching():
+            checks.require_instance_type(sdk.get("instance_type"), has_groups)
+        return sdk.pop("image_uri")
+
+    def _warn_of_code(self) -> None:
+        """Say what is wrong with the script and what is shipped with it, which may be written before ``fit()``."""
+        if not restore.is_attaching():
+            try:
+                self._check_code()
+            except ConfigError as error:
+                self._reader.say(f"{error} (fit() refuses this)")
 
     # -- what the classes differ in ----------------------------------------------------------------------------
 
@@ -124,6 +155,19 @@ class TrainsWithSMP(Planned, _SDK):
     def _choose_image(self, sdk: dict[str, Any]) -> None:
         """Fill in the versions of the stock image that a job without ``image_uri`` runs in."""
         raise NotImplementedError
+
+    def _require_versions(self, sdk: dict[str, Any]) -> None:
+        """Raise ConfigError where a job that the SDK's own rules hold for names neither an image nor all its versions."""
+        wanted = dict.fromkeys(self._VERSIONS)
+        missing = [name for name in wanted if sdk.get(name) is None]
+        if not missing or sdk.get("tensorflow_version") is not None or self._recipe or restore.is_attaching():
+            return
+        self._choose_image(wanted)
+        raise ConfigError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing, and so is image_uri; they are filled in only "
+            "for jobs whose distribution enables smdistributed.modelparallel: give for example "
+            f"{', '.join(f'{name}={value!r}' for name, value in wanted.items())}, or image_uri"
+        )
 
     def _prepare_cloud(self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any]) -> None:
         """Settle the image, how the runtime gets there, and the defaults."""

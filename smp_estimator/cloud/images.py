@@ -44,7 +44,8 @@ def choose_pytorch(framework_version: str | None, py_version: str | None) -> tup
     if framework_version is None:
         framework_version = max(usable, key=_number)
     else:
-        _require("framework_version", framework_version, usable, aliases)
+        together = {v: _together({"framework_version": v}, py_version, row) for v, row in usable.items()}
+        _require("framework_version", framework_version, usable, aliases, together)
     row = usable[aliases.get(framework_version, framework_version)]
     return framework_version, _python(py_version, row, f"framework_version {framework_version}")
 
@@ -60,6 +61,20 @@ def choose_huggingface(
     Raises:
         ConfigError: as :func:`choose_pytorch`.
     """
+    try:
+        return _chosen_huggingface(transformers_version, pytorch_version, py_version)
+    except ConfigError as error:
+        if [transformers_version, pytorch_version, py_version].count(None) == 2:
+            raise
+        names = ("transformers_version", "pytorch_version", "py_version")
+        fitting = zip(names, _chosen_huggingface(None, None, None), strict=True)
+        together = ", ".join(f"{name}={value!r}" for name, value in fitting)
+        raise ConfigError(f"{error}. These fit together: {together}") from None
+
+
+def _chosen_huggingface(
+    transformers_version: str | None, pytorch_version: str | None, py_version: str | None
+) -> tuple[str, str, str]:
     known, aliases = _training_images("huggingface")
     #: PyTorch version → Transformers version → row; each release of one comes with few of the other.
     by_torch: dict[str, dict[str, Mapping[str, Any]]] = {}
@@ -95,43 +110,59 @@ def choose_huggingface(
     return transformers, torch, _python(py_version, row, f"pytorch_version {torch}")
 
 
-def check_torch(version: str | None, name: str) -> None:
-    """Refuse a version of PyTorch that is too old for the runtime; ``name`` is that of the argument.
-
-    Raises:
-        ConfigError: naming the nearest version that has an image.
-    """
-    if not version or _number(version) >= TORCH_FLOOR:
-        return
-    known, _ = _training_images("pytorch")
-    usable = [v for v in known if _number(v) >= TORCH_FLOOR]
-    raise ConfigError(
-        f"{name} is {version}, but the runtime needs PyTorch {_FLOOR} or newer (it is shipped with the code and uses the "
-        f"image's PyTorch); set {name} to {min(usable, key=_number)!r}, the nearest that the SDK has an image of, or to "
-        f"{max(usable, key=_number)!r}, the newest"
-    )
-
-
 def _training_images(framework: str) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:
     training = config_for_framework(framework)["training"]
     return training["versions"], training.get("version_aliases", {})
 
 
-def _require(name: str, version: str, usable: Iterable[str], aliases: Mapping[str, str]) -> None:
-    check_torch(version, name)
-    usable = list(usable)
+def _require(
+    name: str,
+    version: str,
+    usable: Iterable[str],
+    aliases: Mapping[str, str],
+    together: Mapping[str, str] | None = None,
+) -> None:
+    """Refuse a version of PyTorch that no usable image has.
+
+    Args:
+        name: of the argument.
+        together: by usable version, how to ask for it with all that must change.
+
+    Raises:
+        ConfigError: naming the nearest that has an image.
+    """
+    usable = sorted(usable, key=_number)
     if aliases.get(version, version) in usable:
         return
+    ask = together or {other: f"{name}={other!r}" for other in usable}
+    if _number(version) < TORCH_FLOOR:
+        raise ConfigError(
+            f"{name} is {version}, but the runtime needs PyTorch {_FLOOR} or newer (it is shipped with the code and uses the "
+            f"image's PyTorch); set {ask[usable[0]]}, the nearest that the SDK has an image of, or {ask[usable[-1]]}, the newest"
+        )
     raise ConfigError(
         f"{name} is {version}, and this version of the SDK has no training image of it; it has "
-        f"{', '.join(sorted(usable, key=_number))}: set {name} to {_nearest(version, usable)!r}, or give image_uri"
+        f"{', '.join(usable)}: set {ask[_nearest(version, usable)]}, or give image_uri"
     )
 
 
+def _together(chosen: Mapping[str, str], py_version: str | None, row: Mapping[str, Any]) -> str:
+    """Arguments for an image, with the Python version where the one given does not fit."""
+    offered = _pythons(row)
+    fits = py_version is None or py_version == "py3" or py_version in offered
+    return ", ".join(
+        f"{name}={value!r}" for name, value in {**chosen, **({} if fits else {"py_version": offered[-1]})}.items()
+    )
+
+
+def _pythons(row: Mapping[str, Any]) -> list[str]:
+    return [str(version) for version in row.get("py_versions") or ["py3"]]
+
+
 def _python(given: str | None, row: Mapping[str, Any], what: str) -> str:
-    offered = list(row.get("py_versions") or ["py3"])
+    offered = _pythons(row)
     if given is None or given == "py3":
-        return str(offered[-1])
+        return offered[-1]
     if given not in offered:
         raise ConfigError(
             f"py_version is {given}, but the image of {what} has {' and '.join(offered)}; set py_version to "

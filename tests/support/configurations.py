@@ -279,6 +279,18 @@ WRONG = [
     Probe("variable as switch", _variable_as_switch, (r"\['enabled'\] is the pipeline variable Parameter Enabled",)),
     # instances
     Probe("Neuron devices", {**smp(ddp=True), "instance_type": "ml.trn1.32xlarge"}, (r"Neuron", r"ml\.p4d\.24xlarge")),
+    Probe(
+        "GPUs that PyTorch has left",
+        {**smp(8, ddp=True), "instance_type": "ml.p2.8xlarge"},
+        (r"K80 GPUs have compute capability 3\.7", r"'ml\.g5\.12xlarge'"),
+    ),
+    Probe(
+        "NCCL without GPUs",
+        {**smp(8, ddp=True, ddp_dist_backend="nccl"), "instance_type": "ml.c5.18xlarge"},
+        (r"\"nccl\".*but ml\.c5\.18xlarge has none", r"use \"auto\""),
+    ),
+    Probe("time limit", {**smp(8, ddp=True), "environment": {"SMP_TIMEOUT_SECONDS": "soon"}}, (r"'soon'", r"above 0")),
+    Probe("throttle", options("-x SMP_NCCL_THROTTLE_LIMIT=0"), (r"is '0'", r"-1 for no limit")),
     Probe("hosts as text", {**smp(ddp=True), "instance_count": "2"}, (r"instance_count is '2'",)),
     Probe("no hosts", {**smp(ddp=True), "instance_count": 0}, (r"instance_count is 0",)),
     # images
@@ -377,6 +389,12 @@ RIGHT = [
     Probe(
         "tp over the host's edge", smp(8, tensor_parallel_degree=16, ddp=True), (), (r"spread over 2 hosts.*at most 8",)
     ),
+    Probe("bf16 on V100", {**smp(8, ddp=True, bf16=True), **P3}, (), (r"V100 GPUs of ml\.p3\.16xlarge have no units",)),
+    Probe(
+        "optimizer sharding with a batch per rank",
+        smp(8, ddp=True, tensor_parallel_degree=2, shard_optimizer_state=True),
+    ),
+    Probe("NCCL by name", smp(8, ddp=True, ddp_dist_backend="nccl")),
     Probe("idle GPUs", smp(4, ddp=True), (), (r"4 of each host stay idle",)),
     Probe("scientific number", smp(8, ddp=True, sharded_data_parallel_degree=2, sdp_reduce_bucket_size=5e8)),
     Probe("older keys", smp(8, ddp=True, contiguous=True, horovod=False, fast_mode=False, _prescaled_batch=False)),
