@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
 from smp_estimator.cloud import images
@@ -10,12 +10,17 @@ from smp_estimator.mixin import TrainsWithSMP
 from smp_estimator.sdk import HuggingFace, PyTorch, show_arguments
 from smp_estimator.settings.distribution import is_model_parallel
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from smp_estimator.sdk_arguments import SDKArguments
+
 
 class SMPEstimator(TrainsWithSMP, PyTorch):
     """Trains a PyTorch script with the model parallel library.
 
-    Takes everything that ``sagemaker.pytorch.PyTorch`` takes, with the same meaning in the cloud. With
-    ``instance_type="local"`` and no ``image_uri`` the job runs as processes of this machine
+    Takes everything that ``sagemaker.pytorch.PyTorch`` takes, with the same meaning in the cloud; any other argument is
+    an error. With ``instance_type="local"`` and no ``image_uri`` the job runs as processes of this machine
     (:class:`~smp_estimator.local.ProcessSession`): ``role``, ``framework_version`` and ``py_version`` are then not
     needed, ``instance_count`` is 1 unless given and makes that many simulated hosts.
 
@@ -57,7 +62,7 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
         training_recipe: str | None = None,
         recipe_overrides: dict[str, Any] | None = None,
         ship_runtime: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[SDKArguments],
     ) -> None:
         super().__init__(
             entry_point=entry_point,
@@ -114,7 +119,7 @@ class SMPHuggingFace(TrainsWithSMP, HuggingFace):
         distribution: dict[str, Any] | None = None,
         compiler_config: Any = None,
         ship_runtime: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[SDKArguments],
     ) -> None:
         if tensorflow_version is not None and is_model_parallel(distribution):
             raise ConfigError(

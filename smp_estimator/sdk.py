@@ -78,6 +78,7 @@ with credentials_when_used():
         secondary_training_status_message,
     )
     from sagemaker.workflow import is_pipeline_variable
+    from sagemaker.workflow.entities import PipelineVariable
     from sagemaker.workflow.pipeline_context import PipelineSession
 
 #: Arguments of estimators in SDK v1, which v2 still takes.
@@ -125,6 +126,7 @@ __all__ = [
     "LocalSagemakerRuntimeClient",
     "LocalSession",
     "PipelineSession",
+    "PipelineVariable",
     "PyTorch",
     "TrainingInput",
     "TrainingJob",

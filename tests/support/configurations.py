@@ -297,18 +297,50 @@ WRONG = [
     Probe(
         "old PyTorch",
         {**smp(ddp=True), "image_uri": None, "framework_version": "1.13.1", "py_version": "py39"},
-        (r"framework_version is 1\.13\.1", r"needs PyTorch 2\.4 or newer", r"'2\.4\.0', the nearest"),
+        (
+            r"framework_version is 1\.13\.1",
+            r"needs PyTorch 2\.4 or newer",
+            r"'2\.4\.0', py_version='py311', the nearest",
+        ),
     ),
     Probe(
         "PyTorch without an image",
         {**smp(ddp=True), "image_uri": None, "framework_version": "2.4.7"},
-        (r"no training image of it", r"set framework_version to '2\.4\.0'"),
+        (r"no training image of it", r"set framework_version='2\.4\.0', or give"),
     ),
     Probe(
         "Python of another image",
         {**smp(ddp=True), "image_uri": None, "framework_version": "2.4", "py_version": "py39"},
         (r"py_version is py39", r"'py311'"),
     ),
+    Probe(
+        "switch missing and no versions",
+        {**without("smdistributed", "modelparallel", "enabled"), "image_uri": None},
+        (r"modelparallel has no \"enabled\"", r"add \"enabled\": True"),
+    ),
+    Probe(
+        "no strategy and no versions",
+        {"image_uri": None},
+        (r"framework_version and py_version are missing", r"give for example framework_version='2\.", r"or image_uri"),
+    ),
+    # arguments
+    Probe(
+        "misspelt argument",
+        {"instance_cont": 2},
+        (r"SMPEstimator got instance_cont=2, did you mean 'instance_count'\?",),
+    ),
+    Probe(
+        "two misspelt arguments",
+        {"hyperparamters": {}, "max_runs": 5},
+        (r"hyperparamters=\{\}, did you mean 'hyperparameters'\?; max_runs=5, did you mean 'max_run'\?",),
+    ),
+    Probe("argument of nobody", {"zzz": 1}, (r"got zzz=1; the SDK would drop",)),
+    Probe(
+        "two names of one argument", {"train_max_run": 5, "max_run": 5}, (r"train_max_run and max_run are two names",)
+    ),
+    Probe("misspelt machine", {"instance_type": "locl"}, (r"'locl', did you mean 'local'\?", r"begin with \"ml\.\"")),
+    Probe("EC2's name", {"instance_type": "p4d.24xlarge"}, (r"did you mean 'ml\.p4d\.24xlarge'\?",)),
+    Probe("no machine", {"instance_type": None}, (r"instance_type is missing", r"\"local\" starts processes")),
     # the service
     Probe(
         "spot without a limit",
@@ -394,6 +426,7 @@ RIGHT = [
         "optimizer sharding with a batch per rank",
         smp(8, ddp=True, tensor_parallel_degree=2, shard_optimizer_state=True),
     ),
+    Probe("names of SDK v1", {**smp(8, ddp=True), "train_max_run": 500}, (), (r"train_max_run is the name of SDK v1",)),
     Probe("NCCL by name", smp(8, ddp=True, ddp_dist_backend="nccl")),
     Probe("idle GPUs", smp(4, ddp=True), (), (r"4 of each host stay idle",)),
     Probe("scientific number", smp(8, ddp=True, sharded_data_parallel_degree=2, sdp_reduce_bucket_size=5e8)),
