@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
+from smp_config.instances import instance
 from smp_config.job import INSTANCE_TYPE
 from smp_estimator.cloud import images, restore, service, source
 from smp_estimator.cloud.job import CloudTrainingJob
@@ -193,6 +194,9 @@ class TrainsWithSMP(Planned, _SDK):
             service.check_request(self, self._hyperparameters, self._reader.say)
         if not self.distribution or not strategies.is_ours(self.distribution, process_mode=self._process_mode):
             return None
+        known = instance(self._carried_instance_type() or "")
+        if known is not None and (why := images.lacks_code_for(self.image_uri, known.gpu)):
+            self._reader.say(why)
         return self._reader.read(
             self.distribution,
             stock_image=self._ships(),

@@ -15,6 +15,9 @@ TORCH_FLOOR = (2, 4)
 #: From this version on, the Trainer of Transformers no longer works with the library.
 TRANSFORMERS_CEILING = (5,)
 
+#: From this version on, CUDA has no compiler for V100.
+_CUDA_WITHOUT_V100 = 13
+
 _FLOOR = ".".join(map(str, TORCH_FLOOR))
 
 #: Repositories of the stock training images, whichever account and region they are in.
@@ -108,6 +111,17 @@ def _chosen_huggingface(
     torch, transformers = pairs[-1]
     row = by_torch[torch][transformers]
     return transformers, torch, _python(py_version, row, f"pytorch_version {torch}")
+
+
+def lacks_code_for(image_uri: Any, gpu: str) -> str | None:
+    """Why an image cannot compute on GPUs of this kind, as far as its address tells; None where it does not."""
+    cuda = re.search(r"cu(\d{2})\d", image_uri) if isinstance(image_uri, str) else None
+    if gpu != "V100" or cuda is None or int(cuda[1]) < _CUDA_WITHOUT_V100:
+        return None
+    return (
+        f"image_uri is {image_uri}, which seems to have CUDA {cuda[1]}: from CUDA {_CUDA_WITHOUT_V100} on PyTorch has no code for "
+        "V100 GPUs; use an image with CUDA 12, such as the stock images up to PyTorch 2.8, or instances with newer GPUs"
+    )
 
 
 def _training_images(framework: str) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:

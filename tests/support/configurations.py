@@ -421,6 +421,16 @@ RIGHT = [
     Probe(
         "tp over the host's edge", smp(8, tensor_parallel_degree=16, ddp=True), (), (r"spread over 2 hosts.*at most 8",)
     ),
+    Probe(
+        "CUDA 13 on V100",
+        {
+            **smp(8, ddp=True),
+            **P3,
+            "image_uri": "763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.13-cu133-amzn2023-sagemaker",
+        },
+        (),
+        (r"seems to have CUDA 13.*no code for V100",),
+    ),
     Probe("bf16 on V100", {**smp(8, ddp=True, bf16=True), **P3}, (), (r"V100 GPUs of ml\.p3\.16xlarge have no units",)),
     Probe(
         "optimizer sharding with a batch per rank",

@@ -79,8 +79,9 @@ def _right(source: random.Random, number: int) -> Drawn:
     """Degrees that divide what they must, and options that exist, in any combination that no rule forbids."""
     instance_type = source.choice([*[None] * 8, *[name for name in GPUS if name]])
     gpus = GPUS[instance_type]
-    hosts = source.choice((1, 1, 1, 2) if instance_type is None else (1, 2, 4))
-    processes = source.choice([n for n in (1, 2, 2, 3, 4, 4, 8) if n * hosts <= 4 or instance_type])
+    hosts = source.choice((1, 1, 1, 2, 3) if instance_type is None else (1, 2, 4))
+    most = source.choice((4, 4, 4, 8)) if instance_type is None else 32
+    processes = source.choice([n for n in (1, 2, 2, 3, 4, 4, 8) if n * hosts <= most])
     processes = min(processes, gpus) if gpus else processes
     world = processes * hosts
     tensor = source.choice(_divisors(world) + [1, 1])
