@@ -226,6 +226,7 @@ def _refused() -> str:
         smp.init()
     except ValueError as error:
         return str(error)
+    smp.barrier()  # none leaves while others still connect
     return ""
 
 
