@@ -90,7 +90,7 @@ class TrainsWithSMP(Planned, _SDK):
         strategies.refuse_unknown_strategies(distribution, process_mode=self._process_mode)
         ours = not self._recipe and strategies.is_ours(distribution, process_mode=self._process_mode)
         if ours and distribution is not None and not restore.is_attaching():
-            strategies.check_parts(distribution)  # before the image, which depends on what is meant
+            self._check_before_session(distribution, sdk)
         if self._process_mode:
             image_uri = fill_in_here(entry_point, image_uri, sdk)
         elif ours and strategies.is_model_parallel(distribution):
@@ -132,6 +132,15 @@ class TrainsWithSMP(Planned, _SDK):
         if not restore.is_attaching():
             checks.require_instance_type(sdk.get("instance_type"), has_groups)
         return sdk.pop("image_uri")
+
+    def _check_before_session(self, distribution: dict[str, Any], sdk: dict[str, Any]) -> None:
+        """Mistakes come before what the SDK wants of an account, and before an image is chosen, which depends on what is meant."""
+        instance_type, hosts = (
+            None if is_pipeline_variable(sdk.get(name)) else sdk.get(name)
+            for name in ("instance_type", "instance_count")
+        )
+        where = {"instance_type": instance_type, "hosts": hosts, "process_mode": self._process_mode}
+        self._reader.read(distribution, stock_image=False, environment=sdk.get("environment"), **where)
 
     def _warn_of_code(self) -> None:
         """Say what is wrong with the script and what is shipped with it, which may be written before ``fit()``."""

@@ -116,12 +116,6 @@ def refuse_unknown_strategies(distribution: Any, *, process_mode: bool = False) 
                 )
 
 
-def check_parts(distribution: Mapping[str, Any]) -> None:
-    """Raise ConfigError for what is wrong with a distribution by itself, whatever the instances and the image are."""
-    _refuse_torchrun(distribution)
-    JobSettings.from_distribution(separated(distribution)[0])
-
-
 def read(
     distribution: Mapping[str, Any],
     *,
