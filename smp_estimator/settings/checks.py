@@ -227,7 +227,7 @@ def check_partition_file(
         ConfigError: there is no such file, or it is not for this number of stages.
     """
     name, stages = parameters.partition_file, parameters.pipeline_parallel_degree
-    if stages == 1 or not name or is_s3_uri(source_dir):
+    if stages == 1 or not name or is_s3_uri(source_dir) or is_variable(source_dir) or is_variable(entry_point):
         return
     if not parameters.load_partition:
         _require_writable(Path(name))
