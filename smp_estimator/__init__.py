@@ -13,11 +13,14 @@ if TYPE_CHECKING:
     from smp_config.version import __version__
     from smp_estimator.estimator import SMPEstimator, SMPHuggingFace
     from smp_estimator.local.session import ProcessSession
+    from smp_estimator.settings.strategies import MPI, ModelParallel
 
-__all__ = ["ConfigError", "ProcessSession", "SMPEstimator", "SMPHuggingFace", "__version__"]
+__all__ = ["MPI", "ConfigError", "ModelParallel", "ProcessSession", "SMPEstimator", "SMPHuggingFace", "__version__"]
 
 _HOMES = {
     "ConfigError": "smp_config",
+    "MPI": "smp_estimator.settings.strategies",
+    "ModelParallel": "smp_estimator.settings.strategies",
     "ProcessSession": "smp_estimator.local.session",
     "SMPEstimator": "smp_estimator.estimator",
     "SMPHuggingFace": "smp_estimator.estimator",

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
 from smp_estimator.cloud import images
 from smp_estimator.mixin import TrainsWithSMP
-from smp_estimator.sdk import HuggingFace, PyTorch
+from smp_estimator.sdk import HuggingFace, PyTorch, show_arguments
 from smp_estimator.settings.distribution import is_model_parallel
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from smp_estimator.sdk_arguments import SDKArguments
 
 
 class SMPEstimator(TrainsWithSMP, PyTorch):
     """Trains a PyTorch script with the model parallel library.
 
-    Takes everything that ``sagemaker.pytorch.PyTorch`` takes, with the same meaning in the cloud. With
-    ``instance_type="local"`` and no ``image_uri`` the job runs as processes of this machine
+    Takes everything that ``sagemaker.pytorch.PyTorch`` takes, with the same meaning in the cloud; any other argument is
+    an error. With ``instance_type="local"`` and no ``image_uri`` the job runs as processes of this machine
     (:class:`~smp_estimator.local.ProcessSession`): ``role``, ``framework_version`` and ``py_version`` are then not
     needed, ``instance_count`` is 1 unless given and makes that many simulated hosts.
 
@@ -58,7 +63,7 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
         training_recipe: str | None = None,
         recipe_overrides: dict[str, Any] | None = None,
         ship_runtime: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[SDKArguments],
     ) -> None:
         super().__init__(
             entry_point=entry_point,
@@ -74,6 +79,8 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
             ship_runtime=ship_runtime,
             **kwargs,
         )
+
+    _VERSIONS = ("framework_version", "py_version")
 
     @classmethod
     def _sdk_class(cls) -> Any:
@@ -113,7 +120,7 @@ class SMPHuggingFace(TrainsWithSMP, HuggingFace):
         distribution: dict[str, Any] | None = None,
         compiler_config: Any = None,
         ship_runtime: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[SDKArguments],
     ) -> None:
         if tensorflow_version is not None and is_model_parallel(distribution):
             raise ConfigError(
@@ -135,6 +142,8 @@ class SMPHuggingFace(TrainsWithSMP, HuggingFace):
             **kwargs,
         )
 
+    _VERSIONS = ("transformers_version", "pytorch_version", "py_version")
+
     @classmethod
     def _sdk_class(cls) -> Any:
         return HuggingFace
@@ -148,3 +157,7 @@ class SMPHuggingFace(TrainsWithSMP, HuggingFace):
         """The hyperparameters of the distribution; the SDK's own for strategies that are not ours."""
         own = self._own_hyperparameters(distribution)
         return dict(super()._huggingface_distribution_configuration(distribution)) if own is None else own
+
+
+for _kind in (SMPEstimator, SMPHuggingFace):
+    show_arguments(_kind)

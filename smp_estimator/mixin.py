@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
+from smp_config.instances import instance
 from smp_config.job import INSTANCE_TYPE
 from smp_estimator.cloud import images, restore, service, source
 from smp_estimator.cloud.job import CloudTrainingJob
@@ -23,9 +24,11 @@ from smp_estimator.local.session import ProcessSession, session_of, shows_traini
 from smp_estimator.local.uris import is_s3_uri
 from smp_estimator.planned import Planned
 from smp_estimator.sdk import (
+    FORMER_ARGUMENTS,
     Framework,
     PipelineSession,
     UploadedCode,
+    arguments_of,
     credentials_when_used,
     git_utils,
     is_pipeline_variable,
@@ -54,6 +57,8 @@ class TrainsWithSMP(Planned, _SDK):
     collection_configs: Any
     sagemaker_session: Any
     entry_point: Any
+    #: What names the stock image.
+    _VERSIONS: tuple[str, ...] = ()
     source_dir: Any
     _current_job_name: Any
 
@@ -68,13 +73,11 @@ class TrainsWithSMP(Planned, _SDK):
         ship_runtime: bool | None = None,
         **sdk: Any,
     ) -> None:
+        self._reader = SettingsReader()
+        image_uri = self._read_arguments(image_uri, sdk)
         entry_point = checks.require_text(entry_point, "entry_point", "train.py")
         source_dir = checks.require_text(source_dir, "source_dir", "scripts")
-        checks.require_text(sdk.get("instance_type"), "instance_type", "local")
-        checks.require_count(sdk.get("instance_count"), "instance_count")
         checks.require_mapping(hyperparameters, "hyperparameters")
-        checks.require_mapping(sdk.get("environment"), "environment")
-        self._reader = SettingsReader()
         self._recipe = sdk.get("training_recipe") is not None
         self._process_mode = wants_processes(image_uri, sdk)
         self._ship_runtime = False
@@ -86,12 +89,16 @@ class TrainsWithSMP(Planned, _SDK):
         # What the SDK's validation would wrongly refuse, or let through, is read by this package instead.
         strategies.refuse_unknown_strategies(distribution, process_mode=self._process_mode)
         ours = not self._recipe and strategies.is_ours(distribution, process_mode=self._process_mode)
+        if ours and distribution is not None and not restore.is_attaching():
+            self._check_before_session(distribution, sdk)
         if self._process_mode:
             image_uri = fill_in_here(entry_point, image_uri, sdk)
         elif ours and strategies.is_model_parallel(distribution):
             self._prepare_cloud(image_uri, ship_runtime, sdk)
         elif ours and strategies.is_data_parallel(distribution) and ship_runtime is not False:
             self._prepare_data_parallel(image_uri, ship_runtime, sdk)
+        elif not image_uri:
+            self._require_versions(sdk)
         # The SDK makes a client for its TensorBoard app; on this machine it must not look for credentials now.
         with credentials_when_used() if self._process_mode else contextlib.nullcontext():
             super().__init__(
@@ -110,6 +117,40 @@ class TrainsWithSMP(Planned, _SDK):
                 self.distribution = distribution
                 self.distribution = strategies.group_names(distribution, self.instance_groups)
             self._check_settings()
+        self._warn_of_code()
+
+    def _read_arguments(self, image_uri: Any, sdk: dict[str, Any]) -> Any:
+        """Check names and types among ``sdk``, the arguments for the SDK's class, and settle older names; gives the image."""
+        known = {*arguments_of(self._sdk_class()), *arguments_of(type(self))}
+        sdk["image_uri"] = image_uri
+        for sentence in checks.check_arguments(sdk, known, FORMER_ARGUMENTS, type(self).__name__):
+            self._reader.say(sentence)
+        checks.require_text(sdk.get("instance_type"), "instance_type", "local")
+        checks.require_count(sdk.get("instance_count"), "instance_count")
+        checks.require_mapping(sdk.get("environment"), "environment")
+        has_groups = sdk.get("instance_groups") is not None
+        if isinstance(sdk.get("sagemaker_session"), ProcessSession) and not has_groups:
+            sdk["instance_type"] = sdk.get("instance_type") or "local"
+        if not restore.is_attaching():
+            checks.require_instance_type(sdk.get("instance_type"), has_groups)
+        return sdk.pop("image_uri")
+
+    def _check_before_session(self, distribution: dict[str, Any], sdk: dict[str, Any]) -> None:
+        """Mistakes come before what the SDK wants of an account, and before an image is chosen, which depends on what is meant."""
+        instance_type, hosts = (
+            None if is_pipeline_variable(sdk.get(name)) else sdk.get(name)
+            for name in ("instance_type", "instance_count")
+        )
+        where = {"instance_type": instance_type, "hosts": hosts, "process_mode": self._process_mode}
+        self._reader.read(distribution, stock_image=False, environment=sdk.get("environment"), **where)
+
+    def _warn_of_code(self) -> None:
+        """Say what is wrong with the script and what is shipped with it, which may be written before ``fit()``."""
+        if not restore.is_attaching():
+            try:
+                self._check_code()
+            except ConfigError as error:
+                self._reader.say(f"{error} (fit() refuses this)")
 
     # -- what the classes differ in ----------------------------------------------------------------------------
 
@@ -128,6 +169,19 @@ class TrainsWithSMP(Planned, _SDK):
     def _choose_image(self, sdk: dict[str, Any], floor: tuple[int, int]) -> None:
         """Fill in the versions of the stock image that a job without ``image_uri`` runs in; PyTorch is ``floor`` or newer."""
         raise NotImplementedError
+
+    def _require_versions(self, sdk: dict[str, Any]) -> None:
+        """Raise ConfigError where a job that the SDK's own rules hold for names neither an image nor all its versions."""
+        wanted = dict.fromkeys(self._VERSIONS)
+        missing = [name for name in wanted if sdk.get(name) is None]
+        if not missing or sdk.get("tensorflow_version") is not None or self._recipe or restore.is_attaching():
+            return
+        self._choose_image(wanted)
+        raise ConfigError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing, and so is image_uri; they are filled in only "
+            "for jobs whose distribution enables smdistributed.modelparallel: give for example "
+            f"{', '.join(f'{name}={value!r}' for name, value in wanted.items())}, or image_uri"
+        )
 
     def _prepare_cloud(self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any]) -> None:
         """Settle the image, how the runtime gets there, and the defaults."""
@@ -165,6 +219,9 @@ class TrainsWithSMP(Planned, _SDK):
             service.check_request(self, self._hyperparameters, self._reader.say)
         if not self.distribution or not strategies.is_ours(self.distribution, process_mode=self._process_mode):
             return None
+        known = instance(self._carried_instance_type() or "")
+        if known is not None and (why := images.lacks_code_for(self.image_uri, known.gpu)):
+            self._reader.say(why)
         return self._reader.read(
             self.distribution,
             stock_image=self._ships(),
@@ -180,6 +237,10 @@ class TrainsWithSMP(Planned, _SDK):
             return
         ours = self._process_mode or self._ships() or strategies.is_model_parallel(self.distribution)
         checks.check_code(self.entry_point, self.source_dir, self.dependencies, own_launcher=ours)
+        read = self._check_settings() if self._process_mode else None
+        if read is not None and read.settings.model_parallel is not None:
+            parameters = read.settings.model_parallel
+            checks.check_partition_file(parameters, self.entry_point, self.source_dir, self.checkpoint_s3_uri)
         remote = is_s3_uri(self.source_dir) or is_pipeline_variable(self.source_dir)
         if self._ships() and remote and not self._has_runtime(self.source_dir):
             raise ConfigError(

@@ -8,6 +8,7 @@ unless the user has set up the SDK's logging, that is left out.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Iterator
@@ -98,10 +99,45 @@ with credentials_when_used(), without_absent_defaults():
         secondary_training_status_message,
     )
     from sagemaker.workflow import is_pipeline_variable
+    from sagemaker.workflow.entities import PipelineVariable
     from sagemaker.workflow.pipeline_context import PipelineSession
+
+#: Arguments of estimators in SDK v1, which v2 still takes.
+FORMER_ARGUMENTS = {
+    **{
+        f"train_{name}": name
+        for name in "instance_count instance_type max_run max_wait use_spot_instances volume_size volume_kms_key".split()
+    },
+    "image_name": "image_uri",
+}
+
+
+def arguments_of(kind: type) -> dict[str, inspect.Parameter]:
+    """Every argument that the constructors of an estimator's class and its bases take by name, in their order."""
+    found: dict[str, inspect.Parameter] = {}
+    for base in kind.__mro__:
+        if "__init__" in vars(base) and base is not object:
+            for name, parameter in list(inspect.signature(base).parameters.items()):
+                if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                    found.setdefault(name, parameter)
+    return found
+
+
+def show_arguments(kind: type) -> None:
+    """Let the constructor's signature list the arguments that it hands on: ``help()`` and notebooks complete from it."""
+    own = inspect.signature(vars(kind)["__init__"])
+    listed = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    handed_on = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in arguments_of(kind).items()
+        if name not in own.parameters
+    ]
+    vars(kind)["__init__"].__signature__ = own.replace(parameters=[*listed, *handed_on])
+
 
 __all__ = [
     "DATA_PARALLEL_VERSIONS",
+    "FORMER_ARGUMENTS",
     "EstimatorBase",
     "FileSystemInput",
     "Framework",
@@ -112,11 +148,13 @@ __all__ = [
     "LocalSagemakerRuntimeClient",
     "LocalSession",
     "PipelineSession",
+    "PipelineVariable",
     "PyTorch",
     "TrainingInput",
     "TrainingJob",
     "UnexpectedStatusException",
     "UploadedCode",
+    "arguments_of",
     "check_job_status",
     "config_for_framework",
     "credentials_when_used",
@@ -128,5 +166,6 @@ __all__ = [
     "load_sagemaker_config",
     "secondary_training_status_changed",
     "secondary_training_status_message",
+    "show_arguments",
     "validate_sagemaker_config",
 ]

@@ -13,8 +13,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
 
+from smp_config.errors import ConfigError
+
 MIB = 2**20
 GIB = 2**30
+
+#: GPUs that no PyTorch which the runtime works with has code for, and their compute capability.
+_TOO_OLD = {"K80": "3.7"}
+
+#: GPUs without units for bfloat16, which then takes the way over float32.
+WITHOUT_BF16 = frozenset(["K80", "V100", "T4"])
 
 
 @dataclass(frozen=True)
@@ -66,9 +74,51 @@ def instance(name: str) -> Instance | None:
     return _catalogue().get(name if name.startswith("ml.") else f"ml.{name}")
 
 
+def require_usable(name: str | None, processes_per_host: int | None = None) -> Instance | None:
+    """The instance type that a model parallel job names, where the catalogue has it.
+
+    Args:
+        processes_per_host: each needs a GPU of its own; None is not judged, nor are instances without GPUs.
+
+    Raises:
+        ConfigError: accelerators that the library does not run on, or fewer GPUs than processes.
+    """
+    if not isinstance(name, str) or not name.startswith("ml."):
+        return None
+    if name.split(".")[1].startswith(("trn", "inf")):
+        raise ConfigError(
+            f"instance_type is {name}, whose accelerators are AWS Neuron devices; the model parallel library "
+            "computes on NVIDIA GPUs or CPUs: use a p or g instance, for example 'ml.p4d.24xlarge'"
+        )
+    known = instance(name)
+    if known is None:
+        return None
+    if known.gpu in _TOO_OLD:
+        raise ConfigError(
+            f"instance_type is {name}, whose {known.gpu} GPUs have compute capability {_TOO_OLD[known.gpu]}; the model parallel "
+            "library needs PyTorch 2.4 or newer, which runs from 5.0 on: use a g4dn or g5 instance, or p3 and newer, for "
+            "example 'ml.g5.12xlarge'"
+        )
+    if processes_per_host is not None and processes_per_host > known.gpus:
+        raise ConfigError(
+            f"mpi.processes_per_host is {processes_per_host}, but {known.name} has {known.gpus} GPUs and each process needs "
+            f"its own; set processes_per_host to at most {known.gpus}"
+        )
+    return known
+
+
+def has_gpus(name: str | None) -> bool | None:
+    """Whether an instance type of the cloud has GPUs; None for one that the catalogue lacks but whose family may have some."""
+    if not isinstance(name, str) or not name.startswith("ml."):
+        return None
+    if instance(name) is not None:
+        return True
+    return None if name.split(".")[1].startswith(("p", "g", "trn", "inf")) else False
+
+
 def instances() -> list[Instance]:
     """Every instance type with GPUs that is known, ordered by name."""
     return sorted(_catalogue().values(), key=lambda known: known.name)
 
 
-__all__ = ["GIB", "MIB", "Instance", "instance", "instances"]
+__all__ = ["GIB", "MIB", "WITHOUT_BF16", "Instance", "has_gpus", "instance", "instances", "require_usable"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, ValidationError
 
 from smp_config.errors import ConfigError, suggest
 from smp_config.parameters import ModelParallelParameters, Whole
@@ -52,6 +52,10 @@ CARRIED = (
 )
 
 
+#: Words for mpirun; None, as the SDK sends where it was given, means none.
+Options = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
+
+
 class MpiSettings(BaseModel):
     """``distribution["mpi"]``: how many processes a host starts, and the user's own mpirun options."""
 
@@ -59,7 +63,7 @@ class MpiSettings(BaseModel):
 
     enabled: StrictBool = False
     processes_per_host: Whole | None = None
-    custom_mpi_options: str = ""
+    custom_mpi_options: Options = ""
 
 
 class DataParallelSettings(BaseModel):
@@ -68,7 +72,7 @@ class DataParallelSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     enabled: StrictBool = False
-    custom_mpi_options: str = ""
+    custom_mpi_options: Options = ""
 
 
 class JobSettings(BaseModel):
@@ -141,9 +145,18 @@ class JobSettings(BaseModel):
         return sent
 
     @classmethod
-    def from_hyperparameters(cls, hyperparameters: Mapping[str, Any]) -> JobSettings:
-        """Read a job's hyperparameters, Python values or their JSON text; raises ConfigError for one that cannot be read."""
-        carried = {name: decoded_hyperparameter(hyperparameters[name]) for name in CARRIED if name in hyperparameters}
+    def from_hyperparameters(cls, hyperparameters: Mapping[str, Any], *, are_decoded: bool = False) -> JobSettings:
+        """Read a job's hyperparameters.
+
+        Args:
+            hyperparameters: Python values or their JSON text.
+            are_decoded: all are Python values, and a text is one.
+
+        Raises:
+            ConfigError: one that cannot be read.
+        """
+        read = (lambda value: value) if are_decoded else decoded_hyperparameter
+        carried = {name: read(hyperparameters[name]) for name in CARRIED if name in hyperparameters}
         mpi = None
         if MPI_ENABLED in carried:
             given = {

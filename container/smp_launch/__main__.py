@@ -101,7 +101,7 @@ def _lead(training: TrainingEnvironment, stop: StopRequests, environ: Mapping[st
 
 
 def _settings(training: TrainingEnvironment, environ: Mapping[str, str]) -> tuple[JobSettings, Layout]:
-    settings = JobSettings.from_hyperparameters(training.hyperparameters)
+    settings = JobSettings.from_hyperparameters(training.hyperparameters, are_decoded=True)
     simulated = environ.get(SIMULATED_VARIABLE) == "1"
     layout = Layout.of(settings, training.hosts, training.current_host, gpu_count(environ), simulated)
     return settings, layout

@@ -206,7 +206,8 @@ def mpi_options(
         defaults += dialect.daemons
         if dirs.agent:
             defaults.append(MpiOption(*dialect.agent, dirs.agent))
-    spoken = [translate.get(option, option) for option in custom]
+    # What every launcher sets may be repeated; it does not contradict what else a user says of the same thing.
+    spoken = [translate.get(option, option) for option in custom if option != _NO_SINGLE_COPY_4]
     # Without the tags nobody could tell which rank a line is from, so this one is not for the user to replace.
     spoken = [option for option in spoken if option.name != dialect.tagging.name]
     merged = merge(defaults, spoken)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from smp_config.errors import ConfigError
+from smp_config.instances import require_usable
 
 if TYPE_CHECKING:
     from smp_config.job import JobSettings
@@ -79,6 +80,8 @@ class Layout:
                 f"processes_per_host is {processes}; every one of the {len(hosts)} host(s) starts that many ranks; "
                 "set it to 1 or more"
             )
+        if settings.model_parallel is not None:
+            require_usable(settings.instance_type, processes)
         kind = Kind.DATA_PARALLEL if data else Kind.MODEL_PARALLEL if settings.model_parallel else Kind.MPI
         layout = cls(tuple(hosts), processes, kind, simulated)
         if settings.model_parallel is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smp_config.mpi_options import MergedOptions, MpiOption, parse_mpi_options, variables
+from smp_config.mpi_options import MergedOptions, MpiOption, merge, parse_mpi_options, variables
 from smp_config.smddp import BufferSizes
 from smp_launch.command import OpenMpi, PrivateDirs, as_root, mpi_options, mpirun_command, without_scheduler
 from smp_launch.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
@@ -76,6 +76,7 @@ class Job:
             settings.data_parallel.custom_mpi_options if settings.data_parallel else "",
         ]
         custom = tuple(option for text in texts for option in parse_mpi_options(text))
+        merge((), custom).raise_for_conflicts()
         buffers = BufferSizes.from_environment(variables(custom), environ)
         mpi = None if layout.kind is Kind.SCRIPT else OpenMpi.find(environ)
         job = cls(training, layout, entry_point, custom, buffers, mpi)

@@ -18,6 +18,9 @@ DATA_PARALLEL_FLOOR = (2, 6)
 #: From this version on, the Trainer of Transformers no longer works with the library.
 TRANSFORMERS_CEILING = (5,)
 
+#: From this version on, CUDA has no compiler for V100.
+_CUDA_WITHOUT_V100 = 13
+
 #: Repositories of the stock training images, whichever account and region they are in.
 _STOCK_REPOSITORY = re.compile(r"^\d{12}\.dkr\.ecr[^/]*/(huggingface-)?pytorch-training(-\w+)?[:@]")
 
@@ -63,7 +66,8 @@ def choose_pytorch(
     if framework_version is None:
         framework_version = max(usable, key=_number)
     else:
-        _require("framework_version", framework_version, usable, aliases, floor)
+        together = {v: _together({"framework_version": v}, py_version, row) for v, row in usable.items()}
+        _require("framework_version", framework_version, usable, aliases, floor, together)
     row = usable[aliases.get(framework_version, framework_version)]
     return framework_version, _python(py_version, row, f"framework_version {framework_version}")
 
@@ -82,6 +86,20 @@ def choose_huggingface(
     Raises:
         ConfigError: as :func:`choose_pytorch`.
     """
+    try:
+        return _chosen_huggingface(transformers_version, pytorch_version, py_version, floor)
+    except ConfigError as error:
+        if [transformers_version, pytorch_version, py_version].count(None) == 2:
+            raise
+        names = ("transformers_version", "pytorch_version", "py_version")
+        fitting = zip(names, _chosen_huggingface(None, None, None, floor), strict=True)
+        together = ", ".join(f"{name}={value!r}" for name, value in fitting)
+        raise ConfigError(f"{error}. These fit together: {together}") from None
+
+
+def _chosen_huggingface(
+    transformers_version: str | None, pytorch_version: str | None, py_version: str | None, floor: tuple[int, int]
+) -> tuple[str, str, str]:
     known, aliases = _training_images("huggingface")
     #: PyTorch version → Transformers version → row; each release of one comes with few of the other.
     by_torch: dict[str, dict[str, Mapping[str, Any]]] = {}
@@ -117,8 +135,14 @@ def choose_huggingface(
     return transformers, torch, _python(py_version, row, f"pytorch_version {torch}")
 
 
-def check_torch(version: str | None, name: str, floor: tuple[int, int] = TORCH_FLOOR) -> None:
-    """Refuse a version of PyTorch that is too old for the runtime; ``name`` is that of the argument.
+def check_torch(
+    version: str | None, name: str, floor: tuple[int, int] = TORCH_FLOOR, together: Mapping[str, str] | None = None
+) -> None:
+    """Refuse a version of PyTorch that is too old for the runtime.
+
+    Args:
+        name: of the argument.
+        together: by usable version, how to ask for it with all that must change.
 
     Raises:
         ConfigError: naming the nearest version that has an image.
@@ -126,12 +150,23 @@ def check_torch(version: str | None, name: str, floor: tuple[int, int] = TORCH_F
     if not version or _number(version) >= floor:
         return
     known, _ = _training_images("pytorch")
-    usable = [v for v in known if _number(v) >= floor]
+    ask = together or {v: f"{name}={v!r}" for v in known if _number(v) >= floor}
     what = "the backend smddp" if floor == DATA_PARALLEL_FLOOR else "the runtime"
     raise ConfigError(
         f"{name} is {version}, but {what} needs PyTorch {_text(floor)} or newer (it is shipped with the code and uses the "
-        f"image's PyTorch); set {name} to {min(usable, key=_number)!r}, the nearest that the SDK has an image of, or to "
-        f"{max(usable, key=_number)!r}, the newest"
+        f"image's PyTorch); set {ask[min(ask, key=_number)]}, the nearest that the SDK has an image of, or "
+        f"{ask[max(ask, key=_number)]}, the newest"
+    )
+
+
+def lacks_code_for(image_uri: Any, gpu: str) -> str | None:
+    """Why an image cannot compute on GPUs of this kind, as far as its address tells; None where it does not."""
+    cuda = re.search(r"cu(\d{2})\d", image_uri) if isinstance(image_uri, str) else None
+    if gpu != "V100" or cuda is None or int(cuda[1]) < _CUDA_WITHOUT_V100:
+        return None
+    return (
+        f"image_uri is {image_uri}, which seems to have CUDA {cuda[1]}: from CUDA {_CUDA_WITHOUT_V100} on PyTorch has no code for "
+        "V100 GPUs; use an image with CUDA 12, such as the stock images up to PyTorch 2.8, or instances with newer GPUs"
     )
 
 
@@ -141,22 +176,42 @@ def _training_images(framework: str) -> tuple[dict[str, Mapping[str, Any]], dict
 
 
 def _require(
-    name: str, version: str, usable: Iterable[str], aliases: Mapping[str, str], floor: tuple[int, int]
+    name: str,
+    version: str,
+    usable: Iterable[str],
+    aliases: Mapping[str, str],
+    floor: tuple[int, int],
+    together: Mapping[str, str] | None = None,
 ) -> None:
-    check_torch(version, name, floor)
-    usable = list(usable)
+    """Refuse a version of PyTorch that no usable image has; arguments as of :func:`check_torch`."""
+    usable = sorted(usable, key=_number)
     if aliases.get(version, version) in usable:
         return
+    check_torch(version, name, floor, together)
+    ask = together or {other: f"{name}={other!r}" for other in usable}
     raise ConfigError(
         f"{name} is {version}, and this version of the SDK has no training image of it; it has "
-        f"{', '.join(sorted(usable, key=_number))}: set {name} to {_nearest(version, usable)!r}, or give image_uri"
+        f"{', '.join(usable)}: set {ask[_nearest(version, usable)]}, or give image_uri"
     )
 
 
+def _together(chosen: Mapping[str, str], py_version: str | None, row: Mapping[str, Any]) -> str:
+    """Arguments for an image, with the Python version where the one given does not fit."""
+    offered = _pythons(row)
+    fits = py_version is None or py_version == "py3" or py_version in offered
+    return ", ".join(
+        f"{name}={value!r}" for name, value in {**chosen, **({} if fits else {"py_version": offered[-1]})}.items()
+    )
+
+
+def _pythons(row: Mapping[str, Any]) -> list[str]:
+    return [str(version) for version in row.get("py_versions") or ["py3"]]
+
+
 def _python(given: str | None, row: Mapping[str, Any], what: str) -> str:
-    offered = list(row.get("py_versions") or ["py3"])
+    offered = _pythons(row)
     if given is None or given == "py3":
-        return str(offered[-1])
+        return offered[-1]
     if given not in offered:
         raise ConfigError(
             f"py_version is {given}, but the image of {what} has {' and '.join(offered)}; set py_version to "

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_config.instances import GIB, Instance, instance, instances
+from smp_estimator.settings.scripts import first_use
 
 if TYPE_CHECKING:
     from smp_config import JobSettings
@@ -40,10 +40,10 @@ _STATE_SHARE = 0.5
 #: Below this many samples the statistics of a batch normalisation become unreliable.
 SMALL_BATCH = 16
 
-_BATCH_NORM = re.compile(r"\bBatchNorm[123]d\b|\bSyncBatchNorm\b|\bresnet\d+\b|\bmobilenet_v\d\b|\bvgg\d+_bn\b")
+_BATCH_NORM = re.compile(r"BatchNorm[123]d|resnet\d+|mobilenet_v\d|vgg\d+_bn")
 
-_MOST_SCRIPTS = 200
-_LARGEST_SCRIPT_BYTES = 1_000_000
+#: Normalises over the samples of all replicas.
+_OVER_RANKS = re.compile(r"SyncBatchNorm|convert_sync_batchnorm")
 
 
 def advise(
@@ -54,7 +54,7 @@ def advise(
     Args:
         hosts: None when only a pipeline knows.
         hyperparameters: the user's; what cannot be known from them is not advised on.
-        entry_point, source_dir: the script, searched for batch normalisation.
+        entry_point, source_dir: the script; it and what it imports are searched for batch normalisation.
     """
     known = instance(settings.instance_type) if settings.instance_type else None
     yield from _data_parallel_first(settings, known, hyperparameters)
@@ -142,35 +142,14 @@ def _batch_normalisation(
     seen = batch // microbatches
     if seen >= SMALL_BATCH or (world == 1 and microbatches == 1):
         return
-    where = _first_use(_BATCH_NORM, entry_point, source_dir)
-    if where is not None:
+    where = first_use(_BATCH_NORM, entry_point, source_dir)
+    if where is not None and first_use(_OVER_RANKS, entry_point, source_dir) is None:
         cut = f"{name} {batch} ÷ microbatches {microbatches}" if microbatches > 1 else f"{name} {batch}"
         yield (
             f"{where} uses batch normalisation, and each replica normalises over {seen} samples only ({cut}): below "
             f"{SMALL_BATCH} its statistics are unreliable and the model may not converge as on one GPU; raise {name}, or use "
             "GroupNorm or SyncBatchNorm"
         )
-
-
-def _first_use(pattern: re.Pattern[str], entry_point: Any, source_dir: Any) -> str | None:
-    """``file.py: word`` of the first match in the user's scripts."""
-    for path in _scripts(entry_point, source_dir):
-        try:
-            if path.stat().st_size <= _LARGEST_SCRIPT_BYTES:
-                found = pattern.search(path.read_text(encoding="utf-8", errors="replace"))
-                if found:
-                    return f"{path.name} ({found[0]})"
-        except OSError:
-            continue
-    return None
-
-
-def _scripts(entry_point: Any, source_dir: Any) -> Iterator[Path]:
-    if isinstance(source_dir, str) and not source_dir.startswith("s3://"):
-        folder = Path(source_dir).expanduser()
-        yield from sorted(path for path in list(folder.rglob("*.py"))[:_MOST_SCRIPTS] if path.is_file())
-    elif isinstance(entry_point, str) and not source_dir:
-        yield Path(entry_point).expanduser()
 
 
 def _first(hyperparameters: Mapping[str, Any], names: tuple[str, ...]) -> int | None:

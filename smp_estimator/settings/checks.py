@@ -4,17 +4,76 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
 from smp_config.errors import suggest
+from smp_config.instances import instance, instances
 from smp_config.job import SCRIPT_SUFFIXES
 from smp_config.timeline import TIMELINE_VARIABLE, steps_to_keep
 from smp_estimator.local.channels import require_existing
 from smp_estimator.local.uris import is_file_uri, is_s3_uri, path_of, require_address
 from smp_estimator.settings.variables import is_variable
+
+if TYPE_CHECKING:
+    from smp_config import ModelParallelParameters
+
+
+def check_arguments(given: dict[str, Any], known: Collection[str], former: Mapping[str, str], kind: str) -> list[str]:
+    """Put arguments under their present names, in place.
+
+    Args:
+        given: of the constructor, by name.
+        known: names that it takes.
+        former: older name → present one.
+        kind: the estimator's class.
+
+    Returns:
+        Sentences about older names.
+
+    Raises:
+        ConfigError: arguments that nobody would read, with the nearest name of each; or two names of one.
+    """
+    unknown = [name for name in given if name not in known and name not in former]
+    if unknown:
+        hints = "; ".join(f"{name}={given[name]!r}{suggest(name, known)}" for name in unknown)
+        raise ConfigError(
+            f"{kind} got {hints}; the SDK would drop what it does not know without a word: correct or remove it. "
+            f"help({kind}) lists all arguments"
+        )
+    said = []
+    for old in [name for name in given if name in former and name not in known]:
+        new = former[old]
+        if given.get(new) is not None:
+            raise ConfigError(f"{old} and {new} are two names of one argument; remove {old}")
+        given[new] = given.pop(old)
+        said.append(f"{old} is the name of SDK v1 for {new}; write {new}={given[new]!r}")
+    return said
+
+
+def require_instance_type(value: Any, has_groups: bool) -> None:
+    """Raise ConfigError where an instance type is missing, or one that neither this machine nor the cloud has."""
+    if is_variable(value) or (value is None and has_groups):
+        return
+    if not value:
+        raise ConfigError(
+            'instance_type is missing; it says where the job runs: "local" starts processes of this machine, without an '
+            'account, and a name such as "ml.p4d.24xlarge" instances of the cloud'
+        )
+    if value in ("local", "local_gpu") or value.startswith("ml."):
+        return
+    in_cloud = f"ml.{value}" if instance(value) is not None else None
+    hint = (
+        f", did you mean '{in_cloud}'?"
+        if in_cloud
+        else suggest(value, ["local", "local_gpu", *(i.name for i in instances())])
+    )
+    raise ConfigError(
+        f'instance_type is {value!r}{hint or ";"} "local" starts processes of this machine, and types of the cloud begin with '
+        '"ml.", for example "ml.p4d.24xlarge"'
+    )
 
 
 def require_text(value: Any, name: str, example: str) -> Any:
@@ -154,6 +213,59 @@ def _require_script(path: Path, given: str, relative_to: str) -> None:
         f"entry_point {given!r} does not exist{hint}; tried {path} (relative to {relative_to}), and {listed}: correct "
         "entry_point or source_dir"
     )
+
+
+def check_partition_file(
+    parameters: ModelParallelParameters, entry_point: Any, source_dir: Any, checkpoints: Any
+) -> None:
+    """Check that a job on this machine finds the partition that it is to load, where its ranks look for it.
+
+    Args:
+        checkpoints: ``checkpoint_s3_uri``; an ``s3://`` address is not looked into.
+
+    Raises:
+        ConfigError: there is no such file, or it is not for this number of stages.
+    """
+    name, stages = parameters.partition_file, parameters.pipeline_parallel_degree
+    if stages == 1 or not name or is_s3_uri(source_dir) or is_variable(source_dir) or is_variable(entry_point):
+        return
+    if not parameters.load_partition:
+        _require_writable(Path(name))
+        return
+    code = Path(source_dir) if source_dir else Path(entry_point).parent
+    folders = [path_of(checkpoints)] if is_file_uri(checkpoints) else []
+    places = [folder.expanduser().absolute() / name for folder in (*folders, code)]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        if is_s3_uri(checkpoints) and not Path(name).is_absolute():
+            return
+        raise ConfigError(
+            f"load_partition is true, and partition_file {name!r} does not exist; looked for "
+            f"{' and '.join(dict.fromkeys(map(str, places)))}: give the path of a file that a job with the same model wrote, a "
+            "checkpoint_s3_uri that both jobs have, or set load_partition to false"
+        )
+    try:
+        held = json.loads(found.read_text(encoding="utf-8"))["stages"]
+    except (OSError, ValueError, TypeError, KeyError):
+        raise ConfigError(
+            f"partition_file is {found}, which is no partition that a job wrote; write one with partition_file and "
+            "load_partition off"
+        ) from None
+    if held != stages:
+        raise ConfigError(
+            f"partition_file {found} is for {held} stages, but pipeline_parallel_degree is {stages}; set it to {held}, or "
+            "let the model be partitioned anew"
+        )
+
+
+def _require_writable(path: Path) -> None:
+    """A relative path is meant in the job's own folders, where it can be written."""
+    there = next(folder for folder in path.parents if folder.exists()) if path.is_absolute() else None
+    if there is not None and not (there.is_dir() and os.access(there, os.W_OK)):
+        raise ConfigError(
+            f"partition_file is {path}, and {there} is {'not writable' if there.is_dir() else 'no directory'}; the rank that "
+            "traces the model writes it: name a file in a folder that it can write to, or leave partition_file out"
+        )
 
 
 def check_inputs(inputs: Any) -> None:

@@ -11,14 +11,15 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from smp_config import ConfigError, Group, JobSettings, ModelParallelParameters, Topology
+from smp_config import ConfigError, Group, JobSettings, ModelParallelParameters, Topology, limits
 from smp_config.errors import suggest
-from smp_config.instances import Instance, instance, instances
 from smp_config.job import HYPERPARAMETER_CHARACTERS, MP_PARAMETERS, MPI_PROCESSES
-from smp_config.mpi_options import MpiOption, check_mpi_options, variables
+from smp_config.mpi_options import MpiOption, check_mpi_options, merge, variables
 from smp_config.smddp import BufferSizes
+from smp_config.timeline import steps_to_keep
+from smp_estimator.settings.accelerators import catalogued, check_accelerators
 from smp_estimator.settings.translation import (
     for_stock_launcher,
     hyperparameters,
@@ -26,6 +27,9 @@ from smp_estimator.settings.translation import (
     stock_image_conflicts,
 )
 from smp_estimator.settings.variables import separated
+
+if TYPE_CHECKING:
+    from smp_config.instances import Instance
 
 logger = logging.getLogger(__name__)
 
@@ -145,18 +149,18 @@ def read(
     refuse_unknown_strategies(distribution, process_mode=process_mode)
     _refuse_torchrun(distribution)
     distribution, later = separated(distribution)
-    known = _catalogued(instance_type, say)
+    known = catalogued(instance_type, say)
     settings = JobSettings.from_distribution(distribution, instance_type=instance_type)
     settings = _with_mpi(settings, distribution, say, known, process_mode=process_mode, later=later)
-    BufferSizes.from_environment(variables(_check_mpi_options(settings)), environment or {})
+    _check_variables(variables(_check_mpi_options(settings)), environment or {})
     mirrored_environment(settings, environment)
     if settings.model_parallel is not None:
         for warning in settings.model_parallel.warnings():
             say(f"distribution: {warning}")
-        if settings.mpi is not None and settings.mpi.processes_per_host is not None:
-            _check_accelerators(known, settings.mpi.processes_per_host, say)
-            if hosts is not None and MP_PARAMETERS not in later:
-                _check_topology(settings.model_parallel, settings.mpi.processes_per_host, hosts, say)
+        check_accelerators(settings, known, say, hosts=hosts, process_mode=process_mode, environment=environment or {})
+        processes = settings.mpi.processes_per_host if settings.mpi is not None else None
+        if processes is not None and hosts is not None and MP_PARAMETERS not in later:
+            _check_topology(settings.model_parallel, processes, hosts, say)
         _check_length(settings)
     return Distribution(settings, later)
 
@@ -329,44 +333,17 @@ def _check_mpi_options(settings: JobSettings) -> list[MpiOption]:
     for part in (settings.data_parallel, settings.mpi):
         if part is not None and part.custom_mpi_options:
             options += check_mpi_options(part.custom_mpi_options)
+    merge((), options).raise_for_conflicts()
     return options
 
 
-def _catalogued(instance_type: Any, say: Callable[[str], None]) -> Instance | None:
-    """The instance's row of the catalogue; None for CPU instances, and for unknown ones, which are warned about.
-
-    Raises:
-        ConfigError: an accelerator that the library does not run on.
-    """
-    if not isinstance(instance_type, str) or not instance_type.startswith("ml."):
-        return None
-    known = instance(instance_type)
-    family = instance_type.split(".")[1]
-    if known is None and family.startswith(("trn", "inf")):
-        raise ConfigError(
-            f"instance_type is {instance_type}, whose accelerators are AWS Neuron devices; the model parallel library "
-            "computes on NVIDIA GPUs or CPUs: use a p or g instance, for example 'ml.p4d.24xlarge'"
-        )
-    if known is None and family.startswith(("p", "g")):
-        hint = suggest(instance_type, [row.name for row in instances()])
-        say(f"instance_type {instance_type} is not in this version's catalogue{hint}: its GPUs are not checked")
-    return known
-
-
-def _check_accelerators(known: Instance | None, processes_per_host: int, say: Callable[[str], None]) -> None:
-    """At most one process per GPU; what the catalogue lacks is not judged."""
-    if known is None:
-        return
-    if processes_per_host > known.gpus:
-        raise ConfigError(
-            f"mpi.processes_per_host is {processes_per_host}, but {known.name} has {known.gpus} GPUs and each process needs "
-            f"its own; set processes_per_host to at most {known.gpus}"
-        )
-    if processes_per_host < known.gpus:
-        say(
-            f"distribution: mpi.processes_per_host is {processes_per_host}, and {known.name} has {known.gpus} GPUs: "
-            f"{known.gpus - processes_per_host} of each host stay idle"
-        )
+def _check_variables(exported: Mapping[str, str], environment: Mapping[str, Any]) -> None:
+    """Raise ConfigError for variables that the ranks would refuse; what ``-x`` exports wins over the environment."""
+    BufferSizes.from_environment(exported, environment)
+    given = {**{name: value for name, value in environment.items() if isinstance(value, str)}, **exported}
+    limits.timeout_seconds(given)
+    limits.throttle_limit(given)
+    steps_to_keep(given)
 
 
 def _check_length(settings: JobSettings) -> None:

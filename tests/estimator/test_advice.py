@@ -51,6 +51,24 @@ CASES: dict[str, tuple[dict[str, Any], str, Any, str | None]] = {
         None,
         r"train\.py \(resnet50\) uses batch normalisation.*over 8 samples only \(batch_size 32 ÷ microbatches 4\)",
     ),
+    "batch normalisation in comments and other files": (
+        {"distribution": model_parallel(8, ddp=True, microbatches=4), "hyperparameters": {"batch_size": 32}},
+        "from torch import nn\nimport used\n# no BatchNorm2d here\nnorm = nn.LayerNorm(8)\nprint('BatchNorm2d')\n",
+        None,
+        None,
+    ),
+    "batch normalisation in an imported file": (
+        {"distribution": model_parallel(8, ddp=True, microbatches=4), "hyperparameters": {"batch_size": 32}},
+        "from parts import blocks\n",
+        None,
+        r"norms\.py \(BatchNorm2d\) uses batch normalisation",
+    ),
+    "batch normalisation over the replicas": (
+        {"distribution": model_parallel(8, ddp=True, microbatches=4), "hyperparameters": {"batch_size": 32}},
+        "from parts import blocks\nfrom torch import nn\nmodel = nn.SyncBatchNorm.convert_sync_batchnorm(blocks.Net())\n",
+        None,
+        None,
+    ),
     "batch normalisation, large batch": (
         {"distribution": model_parallel(8, ddp=True), "hyperparameters": {"batch_size": 64}},
         RESNET,
@@ -102,6 +120,11 @@ CASES: dict[str, tuple[dict[str, Any], str, Any, str | None]] = {
 def test_advice(name: str, cloud: Cloud, script: Path, caplog: pytest.LogCaptureFixture) -> None:
     arguments, code, inputs, expected = CASES[name]
     (script / "train.py").write_text(code)
+    (script / "used.py").write_text("x = 1\n")
+    (script / "other.py").write_text("from torch import nn\nmodel = nn.BatchNorm2d(3)\n")
+    (script / "parts").mkdir()
+    (script / "parts" / "blocks.py").write_text("from .norms import norm\n")
+    (script / "parts" / "norms.py").write_text("from torch import nn\nnorm = nn.BatchNorm2d(3)\n")
     with caplog.at_level(logging.WARNING):
         job = cloud.estimator(script, **arguments)
         for _ in range(2):

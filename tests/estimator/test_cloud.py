@@ -157,7 +157,7 @@ def test_attach_to_what_this_version_refuses(
     cloud: Cloud, script: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = cloud.estimator(script, distribution=model_parallel(8, ddp=True))
-    monkeypatch.setattr("smp_estimator.settings.distribution._check_accelerators", lambda *_: None)
+    monkeypatch.setattr("smp_estimator.settings.distribution.check_accelerators", lambda *_, **__: None)
     job.distribution["mpi"]["processes_per_host"] = 64
     job.fit(wait=False)
     monkeypatch.undo()

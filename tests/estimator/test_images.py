@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from smp_config import ConfigError
@@ -23,13 +25,16 @@ def test_versions_are_filled_in(given: str) -> None:
 
 @pytest.mark.parametrize("given", ["1.13.1", "2.3", "1.8"])
 def test_below_the_floor(given: str) -> None:
-    with pytest.raises(ConfigError, match=rf"is {given}, but the runtime needs PyTorch 2\.4.*'2\.4\.0', the nearest"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"is {given}, but the runtime needs PyTorch 2\.4.*set framework_version='2\.4\.0', py_version='py311', the nearest",
+    ):
         images.choose_pytorch(given, "py38")
 
 
 def test_no_image_of_a_version() -> None:
     with pytest.raises(
-        ConfigError, match=r"it has 2\.4\.0, 2\.5\.1.*set framework_version to '2\.5\.1', or give image_uri"
+        ConfigError, match=r"it has 2\.4\.0, 2\.5\.1.*set framework_version='2\.5\.1', or give image_uri"
     ):
         images.choose_pytorch("2.5.0", None)
 
@@ -46,6 +51,20 @@ def test_huggingface() -> None:
         images.choose_huggingface("4.28.1", None, None)
     with pytest.raises(ConfigError, match=r"pytorch_version is 2\.0\.0, but the runtime needs"):
         images.choose_huggingface("4.28.1", "2.0.0", None)
+
+
+def test_an_old_cell_hears_all_at_once() -> None:
+    """What the message asks for is accepted, whichever of its ways is taken."""
+    with pytest.raises(ConfigError) as caught:
+        images.choose_huggingface("4.17", "1.10.2", "py38")
+    fitting = dict(re.findall(r"(\w+_version)='([^']+)'", str(caught.value).split("These fit together: ")[1]))
+    assert images.choose_huggingface(**fitting) == tuple(fitting.values())
+    with pytest.raises(ConfigError) as caught:
+        images.choose_pytorch("1.8.1", "py36")
+    ways = re.findall(r"framework_version='([\d.]+)', py_version='(py\d+)'", str(caught.value))
+    assert len(ways) == 2
+    for way in ways:
+        assert images.choose_pytorch(*way) == way
 
 
 @pytest.mark.parametrize(

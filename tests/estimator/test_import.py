@@ -60,7 +60,8 @@ def test_import_loads_nothing_that_takes_long() -> None:
 
 
 def test_public_surface_is_frozen() -> None:
-    assert smp_estimator.__all__ == ["ConfigError", "ProcessSession", "SMPEstimator", "SMPHuggingFace", "__version__"]
+    names = ["MPI", "ConfigError", "ModelParallel", "ProcessSession", "SMPEstimator", "SMPHuggingFace", "__version__"]
+    assert smp_estimator.__all__ == names
     for name in smp_estimator.__all__:
         assert getattr(smp_estimator, name)
     with pytest.raises(AttributeError, match="Estimater"):

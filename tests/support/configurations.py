@@ -279,24 +279,68 @@ WRONG = [
     Probe("variable as switch", _variable_as_switch, (r"\['enabled'\] is the pipeline variable Parameter Enabled",)),
     # instances
     Probe("Neuron devices", {**smp(ddp=True), "instance_type": "ml.trn1.32xlarge"}, (r"Neuron", r"ml\.p4d\.24xlarge")),
+    Probe(
+        "GPUs that PyTorch has left",
+        {**smp(8, ddp=True), "instance_type": "ml.p2.8xlarge"},
+        (r"K80 GPUs have compute capability 3\.7", r"'ml\.g5\.12xlarge'"),
+    ),
+    Probe(
+        "NCCL without GPUs",
+        {**smp(8, ddp=True, ddp_dist_backend="nccl"), "instance_type": "ml.c5.18xlarge"},
+        (r"\"nccl\".*but ml\.c5\.18xlarge has none", r"use \"auto\""),
+    ),
+    Probe("time limit", {**smp(8, ddp=True), "environment": {"SMP_TIMEOUT_SECONDS": "soon"}}, (r"'soon'", r"above 0")),
+    Probe("throttle", options("-x SMP_NCCL_THROTTLE_LIMIT=0"), (r"is '0'", r"-1 for no limit")),
     Probe("hosts as text", {**smp(ddp=True), "instance_count": "2"}, (r"instance_count is '2'",)),
     Probe("no hosts", {**smp(ddp=True), "instance_count": 0}, (r"instance_count is 0",)),
     # images
     Probe(
         "old PyTorch",
         {**smp(ddp=True), "image_uri": None, "framework_version": "1.13.1", "py_version": "py39"},
-        (r"framework_version is 1\.13\.1", r"needs PyTorch 2\.4 or newer", r"'2\.4\.0', the nearest"),
+        (
+            r"framework_version is 1\.13\.1",
+            r"needs PyTorch 2\.4 or newer",
+            r"'2\.4\.0', py_version='py311', the nearest",
+        ),
     ),
     Probe(
         "PyTorch without an image",
         {**smp(ddp=True), "image_uri": None, "framework_version": "2.4.7"},
-        (r"no training image of it", r"set framework_version to '2\.4\.0'"),
+        (r"no training image of it", r"set framework_version='2\.4\.0', or give"),
     ),
     Probe(
         "Python of another image",
         {**smp(ddp=True), "image_uri": None, "framework_version": "2.4", "py_version": "py39"},
         (r"py_version is py39", r"'py311'"),
     ),
+    Probe(
+        "switch missing and no versions",
+        {**without("smdistributed", "modelparallel", "enabled"), "image_uri": None},
+        (r"modelparallel has no \"enabled\"", r"add \"enabled\": True"),
+    ),
+    Probe(
+        "no strategy and no versions",
+        {"image_uri": None},
+        (r"framework_version and py_version are missing", r"give for example framework_version='2\.", r"or image_uri"),
+    ),
+    # arguments
+    Probe(
+        "misspelt argument",
+        {"instance_cont": 2},
+        (r"SMPEstimator got instance_cont=2, did you mean 'instance_count'\?",),
+    ),
+    Probe(
+        "two misspelt arguments",
+        {"hyperparamters": {}, "max_runs": 5},
+        (r"hyperparamters=\{\}, did you mean 'hyperparameters'\?; max_runs=5, did you mean 'max_run'\?",),
+    ),
+    Probe("argument of nobody", {"zzz": 1}, (r"got zzz=1; the SDK would drop",)),
+    Probe(
+        "two names of one argument", {"train_max_run": 5, "max_run": 5}, (r"train_max_run and max_run are two names",)
+    ),
+    Probe("misspelt machine", {"instance_type": "locl"}, (r"'locl', did you mean 'local'\?", r"begin with \"ml\.\"")),
+    Probe("EC2's name", {"instance_type": "p4d.24xlarge"}, (r"did you mean 'ml\.p4d\.24xlarge'\?",)),
+    Probe("no machine", {"instance_type": None}, (r"instance_type is missing", r"\"local\" starts processes")),
     # the service
     Probe(
         "spot without a limit",
@@ -377,6 +421,23 @@ RIGHT = [
     Probe(
         "tp over the host's edge", smp(8, tensor_parallel_degree=16, ddp=True), (), (r"spread over 2 hosts.*at most 8",)
     ),
+    Probe(
+        "CUDA 13 on V100",
+        {
+            **smp(8, ddp=True),
+            **P3,
+            "image_uri": "763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.13-cu133-amzn2023-sagemaker",
+        },
+        (),
+        (r"seems to have CUDA 13.*no code for V100",),
+    ),
+    Probe("bf16 on V100", {**smp(8, ddp=True, bf16=True), **P3}, (), (r"V100 GPUs of ml\.p3\.16xlarge have no units",)),
+    Probe(
+        "optimizer sharding with a batch per rank",
+        smp(8, ddp=True, tensor_parallel_degree=2, shard_optimizer_state=True),
+    ),
+    Probe("names of SDK v1", {**smp(8, ddp=True), "train_max_run": 500}, (), (r"train_max_run is the name of SDK v1",)),
+    Probe("NCCL by name", smp(8, ddp=True, ddp_dist_backend="nccl")),
     Probe("idle GPUs", smp(4, ddp=True), (), (r"4 of each host stay idle",)),
     Probe("scientific number", smp(8, ddp=True, sharded_data_parallel_degree=2, sdp_reduce_bucket_size=5e8)),
     Probe("older keys", smp(8, ddp=True, contiguous=True, horovod=False, fast_mode=False, _prescaled_batch=False)),

@@ -9,10 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from smp_config import ConfigError, limits
 from smp_runtime.errors import DeadlineError, RankLeftError, SMPUserError
-
-#: Seconds after which a wait for another rank is an error; ``SMP_TIMEOUT_SECONDS`` changes it.
-DEFAULT_TIMEOUT_SECONDS = 1800.0
 
 #: How a rank has left the job.
 ENDED = "ended"
@@ -30,18 +28,10 @@ _UNDER_WAY_SECONDS = 0.3
 
 def timeout_seconds() -> float:
     """The deadline of every wait, in seconds."""
-    text = os.environ.get("SMP_TIMEOUT_SECONDS", "")
-    if not text:
-        return DEFAULT_TIMEOUT_SECONDS
     try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if value <= 0:
-        raise SMPUserError(
-            f"SMP_TIMEOUT_SECONDS is {text!r}; it counts the seconds that a rank waits for another: set a number above 0"
-        )
-    return value
+        return limits.timeout_seconds(os.environ)
+    except ConfigError as error:
+        raise SMPUserError(str(error)) from None
 
 
 @dataclass(frozen=True)

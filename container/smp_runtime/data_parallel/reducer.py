@@ -24,7 +24,6 @@ import torch.distributed as dist
 from smp_config import Group
 from smp_runtime.comm.buckets import Bucket, Transport, Travel, make_buckets
 from smp_runtime.data_parallel.bucket_transports import AllReduceTransport, Peers
-from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Collectives
@@ -302,21 +301,17 @@ Reducer = GradientReducer | ReducerSet
 
 
 def sharing_group(ranks: Ranks) -> Group:
-    """The ranks that share out the optimizer's state of all parameters among them.
+    """The ranks that share out the optimizer's state: they hold the same parameters, distributed ones too."""
+    return Group.DP if ranks.size(Group.TP) == 1 else Group.RDP
 
-    Raises:
-        SMPUserError: there are none: with a batch per tensor parallel rank, ordinary layers are averaged over more ranks
-            than hold the parts of distributed ones.
-    """
-    if ranks.size(Group.TP) == 1:
-        return Group.DP
-    if not ranks.cfg.prescaled_batch:
-        raise SMPUserError(
-            f"shard_optimizer_state is true and tensor_parallel_degree is {ranks.size(Group.TP)}, but every tensor parallel rank "
-            "has a batch of its own, so that ordinary and distributed layers are averaged over different ranks; set "
-            '"prescaled_batch": True, or turn shard_optimizer_state off'
-        )
-    return Group.RDP
+
+def seeing_own_batch(
+    registry: ParameterRegistry, trained: Sequence[torch.nn.Parameter], ranks: Ranks
+) -> list[torch.nn.Parameter]:
+    """Those that see the batch of this rank alone while its tensor parallel group has others."""
+    if ranks.size(Group.TP) == 1 or ranks.cfg.prescaled_batch:
+        return []
+    return [parameter for parameter in trained if registry.record_of(parameter).reduction is Group.DP]
 
 
 def make_reducer(
@@ -324,10 +319,11 @@ def make_reducer(
 ) -> Reducer:
     """What averages the gradients of ``trained``, each over its record's group; ``options`` as of a reducer."""
     by_group: dict[Group, list[torch.nn.Parameter]] = {}
-    shares = options.get("buckets") is not None
-    for parameter in trained:
-        group = sharing_group(ranks) if shares else registry.record_of(parameter).reduction
-        by_group.setdefault(group, []).append(parameter)
+    if options.get("buckets") is not None:  # one order for all, and all ranks that have batches agree on what was used
+        by_group[sharing_group(ranks) if ranks.cfg.prescaled_batch else Group.DP] = list(trained)
+    else:
+        for parameter in trained:
+            by_group.setdefault(registry.record_of(parameter).reduction, []).append(parameter)
     # With a batch per rank, the gradient of a distributed layer is the sum over the tensor parallel group's batches.
     divisors = {Group.DP: ranks.size(Group.DP)}
     divisors[Group.RDP] = ranks.size(Group.RDP if ranks.cfg.prescaled_batch else Group.DP)

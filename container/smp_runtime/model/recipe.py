@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from smp_config import Group
 from smp_config.in_flight import effective_bucket_bytes
 from smp_runtime.activations.marking import carry_over, marks
-from smp_runtime.data_parallel.reducer import sharing_group
+from smp_runtime.data_parallel.reducer import seeing_own_batch, sharing_group
 from smp_runtime.parameters.deferred_creation import Deferrals, materialize
 from smp_runtime.parameters.optimizer_shards import master_shard, parameter_shard
 from smp_runtime.replacement.replacing import distribute
@@ -58,8 +58,8 @@ def place(
     whole = [parameter for parameter in trained if parameter not in in_shards]
     state = None
     if shards_state:
-        sharing = sharing_group(ranks)
-        state = ShardedState(ranks, sharing, trained, precision, masters=masters, unit_bytes=bucket_bytes)
+        sharing, own_batch = sharing_group(ranks), seeing_own_batch(part.registry, trained, ranks)
+        state = ShardedState(ranks, sharing, trained, precision, masters, window.bucket_bytes, own_batch)
         placed.sharded_state = state
     elif placed.shards is not None:
         placed.shards.add_whole({p: master_shard(p, masters[p]) if p in masters else parameter_shard(p) for p in whole})

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from smp_config import Group
+from smp_config.in_flight import effective_bucket_bytes
 from smp_runtime.comm.buckets import Bucket, Reducing, Travel, make_buckets
 from smp_runtime.sharding.flat_shards import FlatShards
 from smp_runtime.sharding.flat_unit import WholeUnit
 
 if TYPE_CHECKING:
-    from smp_config import Group
+    import torch.distributed as dist
+
+    from smp_runtime.comm.collectives import Collectives
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.parameters.precision import Precision
+
+
+class _SummedFurther:
+    """A bucket whose sum over one group is summed over another when it has landed, in the same order on all ranks."""
+
+    def __init__(self, first: Travel, collectives: Collectives, group: dist.ProcessGroup) -> None:
+        self._first = first
+        self._collectives = collectives
+        self._group = group
+
+    def land(self) -> torch.Tensor:
+        """Wait; returns the flat result."""
+        result = self._first.land()
+        self._collectives.all_reduce(result, self._group).wait()
+        return result
 
 
 class ShardedState(FlatShards[WholeUnit]):
@@ -29,6 +48,9 @@ class ShardedState(FlatShards[WholeUnit]):
         parameters: those with ``requires_grad``, in the same order on every rank.
         precision: in which gradients are summed, and whether float32 copies are updated.
         masters: values of these float32 copies, by parameter.
+        most_bytes: largest unit, but for a parameter that is larger itself.
+        own_batch: parameters whose gradients are of this rank's own batch while its tensor parallel group has others: they
+            are summed over that group too. Of the same sizes, and in the same order, on all its ranks.
 
     Attributes:
         buckets: the division of the gradients, the same as that of the units.
@@ -44,14 +66,22 @@ class ShardedState(FlatShards[WholeUnit]):
         sharing: Group,
         parameters: Sequence[nn.Parameter],
         precision: Precision,
-        *,
         masters: Mapping[nn.Parameter, torch.Tensor],
-        unit_bytes: int,
+        most_bytes: int,
+        own_batch: Collection[nn.Parameter] = (),
     ) -> None:
         size, position = ranks.size(sharing), ranks.rank_in(sharing)
         # Backward fills the units roughly in the reverse order, so their gradients can travel while it goes on.
         order = list(reversed(range(len(parameters))))
-        self.buckets: list[Bucket] = make_buckets(parameters, order, unit_bytes, reduce_dtype=precision.reduce)
+        own = {id(parameter) for parameter in own_batch}
+        self.buckets: list[Bucket] = []
+        for kind in (False, True):  # no unit has both
+            indices = [index for index in order if (id(parameters[index]) in own) is kind]
+            size_in_bytes = sum(parameters[i].numel() * parameters[i].element_size() for i in indices)
+            most = effective_bucket_bytes(size_in_bytes, most_bytes)
+            self.buckets += make_buckets(parameters, indices, most, reduce_dtype=precision.reduce)
+        self.buckets.sort(key=lambda bucket: -bucket.indices[0])
+        self._summed_further = [id(parameters[bucket.indices[0]]) in own for bucket in self.buckets]
         units = [WholeUnit([parameters[index] for index in b.indices], size, position) for b in self.buckets]
         super().__init__(ranks, sharing, parameters, units, precision, range(size))
         for bucket, unit in zip(self.buckets, units, strict=True):
@@ -68,7 +98,10 @@ class ShardedState(FlatShards[WholeUnit]):
         unit = self.units[position]
         buffer[unit.filled : unit.data.numel()].zero_()
         shard = torch.empty(unit.shard_elements, dtype=buffer.dtype, device=buffer.device)
-        return Reducing(self._ranks.collectives.reduce_scatter(shard, buffer, self._group), shard)
+        inside = Reducing(self._ranks.collectives.reduce_scatter(shard, buffer, self._group), shard)
+        if not self._summed_further[position]:
+            return inside
+        return _SummedFurther(inside, self._ranks.collectives, self._ranks.process_group(Group.TP))
 
     def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
         """Keep the gradients of this rank's shard until the update."""

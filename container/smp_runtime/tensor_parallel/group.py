@@ -11,17 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from smp_config import Group
+from smp_config import ConfigError, Group, limits
 from smp_runtime.comm.collectives import NOTHING, Collectives, Work
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.parameters.registry import TensorSlice
-
-
-VARIABLE = "SMP_NCCL_THROTTLE_LIMIT"
-DEFAULT_LIMIT = 8
 
 
 class Throttle:
@@ -33,7 +29,7 @@ class Throttle:
         limit: collectives in flight; -1 means any number. On the CPU there is no queue, and no effect.
     """
 
-    def __init__(self, limit: int = DEFAULT_LIMIT) -> None:
+    def __init__(self, limit: int = limits.DEFAULT_THROTTLE) -> None:
         self._limit = limit
         self._events: deque[torch.cuda.Event] = deque()
 
@@ -44,17 +40,10 @@ class Throttle:
         Raises:
             SMPUserError: it is neither a positive number nor -1.
         """
-        text = (os.environ if environ is None else environ).get(VARIABLE, "")
         try:
-            limit = int(text) if text else DEFAULT_LIMIT
-        except ValueError:
-            limit = 0
-        if limit < 1 and limit != -1:
-            raise SMPUserError(
-                f"{VARIABLE} is {text!r}; it counts collectives that may be in flight at once: set a number from 1, or -1 "
-                "for no limit"
-            )
-        return cls(limit)
+            return cls(limits.throttle_limit(os.environ if environ is None else environ))
+        except ConfigError as error:
+            raise SMPUserError(str(error)) from None
 
     def launched(self, work: Work, tensor: torch.Tensor) -> Work:
         """The collective ``work`` on ``tensor``, counted once it is waited for."""

@@ -1,0 +1,44 @@
+"""Limits that variables of the environment set for the ranks: seconds of a wait, and collectives in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from smp_config.errors import ConfigError
+
+#: Seconds that a rank waits for another.
+TIMEOUT_VARIABLE = "SMP_TIMEOUT_SECONDS"
+DEFAULT_TIMEOUT_SECONDS = 1800.0
+
+#: Collectives of tensor parallelism that may be queued on a GPU.
+THROTTLE_VARIABLE = "SMP_NCCL_THROTTLE_LIMIT"
+DEFAULT_THROTTLE = 8
+
+
+def timeout_seconds(environ: Mapping[str, str]) -> float:
+    """The deadline of every wait, in seconds; raises ConfigError for what is not a number above 0."""
+    text = environ.get(TIMEOUT_VARIABLE, "")
+    try:
+        value = float(text) if text else DEFAULT_TIMEOUT_SECONDS
+    except ValueError:
+        value = 0.0
+    if not value > 0:  # nor is anything that is not a number
+        raise ConfigError(
+            f"{TIMEOUT_VARIABLE} is {text!r}; it counts the seconds that a rank waits for another: set a number above 0"
+        )
+    return value
+
+
+def throttle_limit(environ: Mapping[str, str]) -> int:
+    """Collectives in flight, -1 for any number; raises ConfigError for anything else that is not a positive number."""
+    text = environ.get(THROTTLE_VARIABLE, "")
+    try:
+        limit = int(text) if text else DEFAULT_THROTTLE
+    except ValueError:
+        limit = 0
+    if limit < 1 and limit != -1:
+        raise ConfigError(
+            f"{THROTTLE_VARIABLE} is {text!r}; it counts collectives that may be in flight at once: set a number from 1, or -1 "
+            "for no limit"
+        )
+    return limit

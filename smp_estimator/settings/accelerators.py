@@ -1,0 +1,103 @@
+"""What a model parallel job asks of the accelerators of its hosts: refused where they lack it, said where it is unwise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smp_config import ConfigError, smddp
+from smp_config.errors import suggest
+from smp_config.instances import WITHOUT_BF16, Instance, has_gpus, instances, require_usable
+from smp_launch.environment import gpu_count
+
+if TYPE_CHECKING:
+    from smp_config import JobSettings
+
+#: Backends that take one rank per GPU.
+_ONE_RANK_PER_GPU = ("nccl", smddp.BACKEND)
+
+#: Devices by which a GPU may be reached without the usual names (WSL, Tegra).
+_OTHER_DEVICES = ("dxg", "nvhost*", "nvgpu*")
+
+
+def catalogued(instance_type: Any, say: Callable[[str], None]) -> Instance | None:
+    """The instance's row of the catalogue; None for CPU instances, and for unknown ones, which are warned about.
+
+    Raises:
+        ConfigError: an accelerator that the library does not run on.
+    """
+    known = require_usable(instance_type)
+    is_of_cloud = isinstance(instance_type, str) and instance_type.startswith("ml.")
+    if known is None and is_of_cloud and has_gpus(instance_type) is None:
+        hint = suggest(instance_type, [row.name for row in instances()])
+        say(f"instance_type {instance_type} is not in this version's catalogue{hint}: its GPUs are not checked")
+    return known
+
+
+def check_accelerators(
+    settings: JobSettings,
+    known: Instance | None,
+    say: Callable[[str], None],
+    *,
+    hosts: int | None,
+    process_mode: bool,
+    environment: Mapping[str, Any],
+) -> None:
+    """Check the processes and the backend of a model parallel job against the GPUs of its hosts.
+
+    Args:
+        known: the instance's row of the catalogue.
+        hosts: None when only a pipeline knows.
+        process_mode: all hosts are this machine.
+        environment: the estimator's.
+
+    Raises:
+        ConfigError: more processes than GPUs on an instance of the cloud, or a backend that this hardware cannot run.
+    """
+    parameters, processes = settings.model_parallel, settings.mpi.processes_per_host if settings.mpi else None
+    if parameters is None:
+        return
+    require_usable(settings.instance_type, processes)
+    if known is not None and processes is not None and processes < known.gpus:
+        say(
+            f"distribution: mpi.processes_per_host is {processes}, and {known.name} has {known.gpus} GPUs: "
+            f"{known.gpus - processes} of each host stay idle"
+        )
+    if parameters.bf16 and known is not None and known.gpu in WITHOUT_BF16:
+        say(
+            f"distribution: bf16 is true, and the {known.gpu} GPUs of {known.name} have no units for it: it is computed in float32 "
+            "and is slower than that; use fp16, or instances with A10G, A100 or newer GPUs (g5, p4d, p5)"
+        )
+    backend = parameters.ddp_dist_backend
+    if backend not in _ONE_RANK_PER_GPU:
+        return
+    gpus, where = _gpus(settings.instance_type, known, process_mode=process_mode, environment=environment)
+    if backend == "nccl" and gpus == 0:
+        raise ConfigError(
+            f'ddp_dist_backend is "nccl", which moves tensors between GPUs, but {where} has none; use "auto", which takes NCCL '
+            'where there are GPUs, or "gloo"'
+        )
+    ranks = (processes or 1) * (hosts or 1) if process_mode else (processes or 1)
+    if gpus and ranks > gpus:
+        raise ConfigError(
+            f'ddp_dist_backend is "{backend}", which takes one rank per GPU, but {ranks} processes run on {where}, which has '
+            f'{gpus} GPU{"s" * (gpus != 1)}; start at most one process per GPU, or set ddp_dist_backend to "auto" or "gloo"'
+        )
+
+
+def _gpus(
+    instance_type: str | None, known: Instance | None, *, process_mode: bool, environment: Mapping[str, Any]
+) -> tuple[int | None, str]:
+    """GPUs that the ranks of one machine see, None where that is not known, and what the machine is called."""
+    if known is not None:
+        return known.gpus, known.name
+    if process_mode:
+        own = {name: value for name, value in environment.items() if isinstance(value, str)}
+        count = gpu_count({**os.environ, **own})
+        unusual = any(next(Path("/dev").glob(pattern), None) for pattern in _OTHER_DEVICES)
+        return (None if not count and unusual else count), "this machine"
+    if instance_type == "local":
+        return 0, "a container of instance_type 'local' (with GPUs: 'local_gpu')"
+    return (0 if has_gpus(instance_type) is False else None), str(instance_type)

@@ -1,0 +1,76 @@
+"""What the user's scripts say, without running them: the entry point, and the files beside it that it imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_MOST_SCRIPTS = 200
+_LARGEST_SCRIPT_BYTES = 1_000_000
+
+
+def first_use(pattern: re.Pattern[str], entry_point: Any, source_dir: Any) -> str | None:
+    """``file.py (name)`` of the first name that matches as a whole, in the code that a job runs.
+
+    Comments and strings do not count, nor files that the entry point does not import, directly or through others.
+    """
+    for path, tree in _scripts(entry_point, source_dir):
+        for node in ast.walk(tree):
+            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+            if pattern.fullmatch(name):
+                return f"{path.name} ({name})"
+    return None
+
+
+def _scripts(entry_point: Any, source_dir: Any) -> Iterator[tuple[Path, ast.Module]]:
+    """The entry point and what it imports from its own folder and ``source_dir``, each once."""
+    if not isinstance(entry_point, str) or (isinstance(source_dir, str) and source_dir.startswith("s3://")):
+        return
+    folder = Path(source_dir).expanduser() if isinstance(source_dir, str) else Path(entry_point).expanduser().parent
+    first = folder / Path(entry_point).expanduser() if source_dir else Path(entry_point).expanduser()
+    waiting, known = [first], {first}
+    while waiting and len(known) <= _MOST_SCRIPTS:
+        path = waiting.pop(0)
+        tree = _parsed(path)
+        if tree is None:
+            continue
+        yield path, tree
+        for found in _imported(tree, path.parent, (first.parent, folder)):
+            if found not in known:
+                known.add(found)
+                waiting.append(found)
+
+
+def _parsed(path: Path) -> ast.Module | None:
+    try:
+        if path.suffix != ".py" or path.stat().st_size > _LARGEST_SCRIPT_BYTES:
+            return None
+        return ast.parse(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+def _imported(tree: ast.Module, here: Path, roots: tuple[Path, ...]) -> Iterator[Path]:
+    """Files that the code names in imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _files(alias.name, roots)
+        elif isinstance(node, ast.ImportFrom):
+            base = (here, *here.parents)[node.level - 1 : node.level] if node.level else roots
+            for alias in node.names:
+                yield from _files(".".join(filter(None, [node.module, alias.name])), base)
+
+
+def _files(name: str, roots: tuple[Path, ...]) -> Iterator[Path]:
+    """The module of a dotted name, and the packages around it; the last part may be a name inside a module."""
+    parts = name.split(".")
+    for root in dict.fromkeys(roots):
+        for count in range(1, len(parts) + 1):
+            place = root.joinpath(*parts[:count])
+            for path in (place.with_suffix(".py"), place / "__init__.py"):
+                if path.is_file():
+                    yield path
