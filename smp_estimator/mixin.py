@@ -176,7 +176,7 @@ class TrainsWithSMP(Planned, _SDK):
         missing = [name for name in wanted if sdk.get(name) is None]
         if not missing or sdk.get("tensorflow_version") is not None or self._recipe or restore.is_attaching():
             return
-        self._choose_image(wanted)
+        self._choose_image(wanted, images.TORCH_FLOOR)
         raise ConfigError(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing, and so is image_uri; they are filled in only "
             "for jobs whose distribution enables smdistributed.modelparallel: give for example "

@@ -44,7 +44,7 @@ class _ApexOptimizer(torch.optim.Optimizer):
         set_grad_none: what :meth:`zero_grad` does if it is not told: None for gradients, or zeros.
     """
 
-    def __init__(self, params: Iterable[Any], *, set_grad_none: bool, **settings: Any) -> None:
+    def __init__(self, params: Iterable[Any], *, set_grad_none: bool = True, **settings: Any) -> None:
         self.set_grad_none = set_grad_none
         super().__init__(params, settings)
 

@@ -45,7 +45,7 @@ class FusedLARS(NormedOptimizer):
                 "nesterov is true and momentum is 0, so there is nothing to look ahead with; give a momentum such as 0.9, or leave "
                 "nesterov at False"
             )
-        settings = {"weight_decay": weight_decay, "trust_coefficient": trust_coefficient, "eps": eps}
+        settings: dict[str, Any] = {"weight_decay": weight_decay, "trust_coefficient": trust_coefficient, "eps": eps}
         super().__init__(params, lr=lr, momentum=momentum, nesterov=nesterov, **settings)
 
     def _update(self) -> None:
@@ -92,7 +92,7 @@ class FusedLANS(NormedOptimizer):
         eps: float = 1e-6,
         weight_decay: float = 0.01,
     ) -> None:
-        settings = {"bias_correction": bias_correction, "weight_decay": weight_decay}
+        settings: dict[str, Any] = {"bias_correction": bias_correction, "weight_decay": weight_decay}
         super().__init__(params, lr=lr, betas=betas, eps=eps, **settings)
 
     def _update(self) -> None:
