@@ -108,6 +108,11 @@ def _chosen_huggingface(
             version = name.removeprefix("pytorch")
             if name.startswith("pytorch") and _number(version) >= floor:
                 by_torch.setdefault(version, {})[transformers] = row
+    if not by_torch:
+        raise ConfigError(
+            f"this version of the SDK has no Hugging Face training image with PyTorch {_text(floor)} or newer, which the job needs; "
+            "install a newer sagemaker, or give image_uri"
+        )
     full = aliases.get(transformers_version or "", transformers_version)
     if full is not None:
         by_torch = {torch: {full: rows[full]} for torch, rows in by_torch.items() if full in rows} or by_torch

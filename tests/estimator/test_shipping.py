@@ -23,6 +23,7 @@ from smp_config import ConfigError
 from smp_config.version import __version__
 from smp_estimator import SMPEstimator, SMPHuggingFace
 from smp_estimator.cloud import entry, images, source
+from smp_estimator.sdk import config_for_framework
 
 WHEEL = f"smp_estimator-{__version__}-py3-none-any.whl"
 
@@ -490,6 +491,11 @@ def test_a_stock_image_that_is_too_old_for_the_backend(cloud: Cloud, script: Pat
 
 def test_a_data_parallel_job_of_hugging_face(cloud: Cloud, script: Path) -> None:
     given = cloud.arguments(script, image_uri=None, distribution=DATA_PARALLEL)
+    rows = config_for_framework("huggingface")["training"]["versions"].values()
+    if not any(name.startswith(("pytorch2.6", "pytorch2.7", "pytorch2.8")) for row in rows for name in row):
+        with pytest.raises(ConfigError, match=r"no Hugging Face training image with PyTorch 2\.6 or newer"):
+            SMPHuggingFace(**given)
+        return
     SMPHuggingFace(**given).fit(wait=False)
     assert "huggingface-pytorch-training:2." in cloud.requests[-1]["AlgorithmSpecification"]["TrainingImage"]
     carried = cloud.carried()
