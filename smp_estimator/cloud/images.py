@@ -110,8 +110,8 @@ def _chosen_huggingface(
                 by_torch.setdefault(version, {})[transformers] = row
     if not by_torch:
         raise ConfigError(
-            f"this version of the SDK has no Hugging Face training image with PyTorch {_text(floor)} or newer, which the job needs; "
-            "install a newer sagemaker, or give image_uri"
+            f"this version of the SDK has no Hugging Face training image with PyTorch {_text(floor)} or newer, which the job "
+            "needs; install a newer sagemaker, or give image_uri"
         )
     full = aliases.get(transformers_version or "", transformers_version)
     if full is not None:
