@@ -72,6 +72,22 @@ def test_links_of_the_page_lead_somewhere():
     assert "compatibility.md" in (ROOT / "README.md").read_text()
 
 
+def test_every_documented_symbol_is_in_the_table():
+    text = TABLE.read_text()
+    short = {"smdistributed.modelparallel.torch.": "smp.", "smdistributed.dataparallel.": "sdp."}
+    lines = (ROOT / "tests" / "interface" / "documented.txt").read_text().splitlines()
+    symbols = {line.partition("(")[0].partition("=")[0].strip() for line in lines if line and not line.startswith("#")}
+    assert len(symbols) > 150
+    lacking = []
+    for symbol in sorted(symbols):
+        name = symbol
+        for long, prefix in short.items():
+            name = name.replace(long, prefix, 1)
+        if not re.search(rf"`({re.escape(name)}|{re.escape(symbol)})(\(|`|=)", text):
+            lacking.append(name)
+    assert not lacking
+
+
 #: As printed on the page about sharded data parallelism: parameters, MPI options, instance type and number, processes.
 PRINTED = {
     "sharding": (
