@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 
@@ -12,7 +13,10 @@ import smp_estimator
 
 
 def _python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    # Tests of this process may have set defaults of the SDK, which it would tell of.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SAGEMAKER_")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
     return done.stdout.strip()
 
 

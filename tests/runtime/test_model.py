@@ -149,7 +149,7 @@ def test_a_whole_copy_on_the_cpu_computes_by_itself(ranks, config, always):
         assert model.partitioned or model.cpu() is model
         step(torch.arange(16.0).view(4, 4).sin())
         optimizer.step()
-        full = model.state_dict()
+        full = {name: value.clone() for name, value in model.state_dict().items()}
         model.module[2].by = 4.0
         model.eval()
         x = torch.linspace(-1, 1, 16).view(4, 4)

@@ -156,20 +156,10 @@ def test_with_pipeline_stages_and_replicas(optimize, prescaled):
         _equals_one_process(pool.run(_train, 8, config=config, timeout=110))
 
 
-def test_with_shared_out_optimizer_state(ranks):
-    config = _config(2, "memory", True, shard_optimizer_state=True)
+@pytest.mark.parametrize("prescaled", [True, False])
+def test_with_shared_out_optimizer_state(ranks, prescaled):
+    config = _config(2, "memory", prescaled, shard_optimizer_state=True)
     _equals_one_process(ranks(_train, 4, config=config, timeout=100))
-
-
-def _refused():
-    from smp_runtime.errors import SMPUserError
-
-    with pytest.raises(SMPUserError, match="prescaled_batch"):
-        _wrapped()
-
-
-def test_shared_out_state_needs_a_common_batch(ranks):
-    ranks(_refused, 2, config=_config(2, "memory", False, shard_optimizer_state=True))
 
 
 def _clipped():
