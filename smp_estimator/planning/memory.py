@@ -163,6 +163,9 @@ def _stage(
         split: topology.size(Group.RDP if split else Group.DP) if parameters.ddp else 1 for split in (True, False)
     }
 
+    # State is shared out over the ranks that hold the same parts, ordinary tensors' too.
+    sharers = holders_of[tensor > 1] if parameters.shard_optimizer_state else 1
+
     total = trainable = sharded = reduced = 0
     stored = updated = 0.0  # elements that this rank stores, and that its optimizer updates
     # Bytes of gradients: whole ones, those that have left when the optimizer steps, of shards, and fp32 copies.
@@ -182,8 +185,8 @@ def _stage(
             trainable += local
             holders = holders_of[split]
             reduced += local if holders > 1 else 0
-            shares_state = parameters.shard_optimizer_state and holders > 1
-            mine = part / holders if shares_state else part
+            shares_state = sharers > 1
+            mine = part / sharers
             updated += mine
             whole += 0 if divided else local * element
             leaving += local * element if shares_state else 0

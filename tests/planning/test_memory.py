@@ -77,6 +77,12 @@ def test_bytes_of_state_per_parameter(parameters: dict[str, Any], each: tuple[fl
         assert found[kind] == pytest.approx(bytes_each * COUNT, rel=1e-6), kind
 
 
+def test_state_is_shared_out_over_the_ranks_with_the_same_parts() -> None:
+    """Also that of tensors that tensor parallelism does not divide, which all 8 ranks have whole."""
+    found = kinds({"ddp": True, "tensor_parallel_degree": 2, "shard_optimizer_state": True})
+    assert found[Kind.OPTIMIZER] == pytest.approx(found[Kind.PARAMETERS] / 4 * 8 / 4, rel=1e-6)
+
+
 @pytest.mark.parametrize(("optimizer", "each"), [("adamw", 8), ("lans", 8), ("lars", 4), ("momentum", 4), ("sgd", 0)])
 def test_other_optimizers(optimizer: str, each: int) -> None:
     assert kinds({"ddp": True}, optimizer=optimizer)[Kind.OPTIMIZER] == each * COUNT
