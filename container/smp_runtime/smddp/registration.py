@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -22,9 +25,23 @@ def register() -> None:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
+#: Seconds at the end of a process for gloo's threads.
+_LETTING_GO_SECONDS = 0.05
+
+
+@functools.cache
+def _wait_at_exit() -> None:
+    """Before the interpreter ends, let gloo's threads let go of the tensors of the last collectives.
+
+    They take Python's lock for it, and one that asks for it later ends the process with an abort.
+    """
+    atexit.register(time.sleep, _LETTING_GO_SECONDS)
+
+
 def _create(options: Any, backend_options: Any) -> SmddpProcessGroup:
     from smp_runtime.smddp.process_group import SmddpProcessGroup
 
+    _wait_at_exit()
     return SmddpProcessGroup.create(
         options.store, options.group_rank, options.group_size, options.timeout, str(options.group_id), backend_options
     )
