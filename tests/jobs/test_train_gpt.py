@@ -30,8 +30,8 @@ def reference():
         (1, 1, 1),
         pytest.param(1, 1, 4, marks=pytest.mark.full),
         pytest.param(1, 2, 2, marks=pytest.mark.full),
-        pytest.param(2, 1, 1, marks=pytest.mark.full),
-        (2, 2, 4),
+        (2, 1, 1),
+        pytest.param(2, 2, 4, marks=pytest.mark.full),
     ],
 )
 def test_the_same_losses_however_the_job_is_spread(gpt_job, text, reference, hosts, processes, microbatches):

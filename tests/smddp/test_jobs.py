@@ -157,6 +157,7 @@ def test_the_older_interface(data_parallel_job):
         assert one["gradient"] == pytest.approx(1.5)
 
 
+@pytest.mark.full
 def test_accelerate_takes_the_backend(data_parallel_job):
     pytest.importorskip("accelerate")
     seen = data_parallel_job(ACCELERATE, hosts=1)

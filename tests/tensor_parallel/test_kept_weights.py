@@ -143,7 +143,7 @@ def _check(ranks, case, names, delayed):
 
 @pytest.mark.parametrize(
     ("case", "names", "delayed"),
-    [("tp1", ("own", *FAMILIES), False), ("tp2", ("own", *FAMILIES), True), ("pp2 tp2", ("gpt2",), True)],
+    [("tp1", ("own", "gpt2", "bert"), False), ("tp2", ("own", *FAMILIES), True), ("pp2 tp2", ("gpt2",), True)],
 )
 def test_the_first_loss_is_that_of_plain_pytorch(ranks, case, names, delayed):
     _check(ranks, case, names, delayed)
