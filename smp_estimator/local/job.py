@@ -18,6 +18,7 @@ from smp_estimator.local.artifacts import address, deliver, failure_text, merged
 from smp_estimator.local.bootstrap import Bootstrap, environment_of
 from smp_estimator.local.log import JobLog
 from smp_estimator.local.stop import kill_job
+from smp_estimator.local.tree import written_on_the_machine
 
 if TYPE_CHECKING:
     from smp_estimator.local.tree import JobTree
@@ -259,6 +260,14 @@ class ProcessJob:
 
     def _finish(self) -> None:
         """All processes are gone: settle the status, pack, tidy."""
+        for folder, variable in written_on_the_machine(self._created.timestamp()).items():
+            logger.warning(
+                "job %s, or something else meanwhile, wrote to %s of this machine, which is no folder of the job: the next job "
+                "would find it there, and a cluster has another; let the script read os.environ[%r]",
+                self.name,
+                folder,
+                variable,
+            )
         failed = any(self._exit_codes.values()) and not self._stopping
         if failed:
             self._conclude(Status.FAILED, self._reason())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smp_launch.tree import Tree
+from smp_launch.tree import DEFAULT_BASE, Tree
 
 if TYPE_CHECKING:
     from smp_estimator.local.channels import Channel
@@ -20,6 +21,25 @@ logger = logging.getLogger(__name__)
 
 #: Where a script finds its checkpoints inside a container.
 CHECKPOINTS_IN_CONTAINER = "/opt/ml/checkpoints"
+
+
+#: Folders of the platform whose paths scripts have written out, and the variable that names the job's own.
+_FOLDERS = {"checkpoints": "SMP_CHECKPOINT_DIR", "model": "SM_MODEL_DIR", "output": "SM_OUTPUT_DATA_DIR"}
+
+
+def written_on_the_machine(since: float, base: Path = Path(DEFAULT_BASE)) -> dict[Path, str]:
+    """This machine's own folders of the platform's names that were written after ``since``, seconds of the clock.
+
+    No job of host processes writes there unless its script has the path written out. By folder, the variable that
+    names the one of the job.
+    """
+    found = {}
+    for name, variable in _FOLDERS.items():
+        folder = base / name
+        with contextlib.suppress(OSError):
+            if any(path.stat().st_mtime >= since for path in (folder, *folder.iterdir())):
+                found[folder] = variable
+    return found
 
 
 @dataclass(frozen=True)

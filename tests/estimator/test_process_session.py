@@ -6,6 +6,7 @@ import json
 import os
 import tarfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,27 @@ def test_checkpoints_stay_in_the_given_directory(make: Make, tmp_path: Path) -> 
     )
     estimator.fit(logs=False)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-algo-1.txt", "step-algo-2.txt"]
+
+
+def test_a_script_that_writes_to_this_machine_s_own_folders_is_told(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from smp_estimator.local import job, tree
+
+    old, new = tmp_path / "ml" / "model", tmp_path / "ml" / "checkpoints"
+    for folder, seconds in ((old, -60), (new, 60)):  # long before the job, and while it runs
+        folder.mkdir(parents=True)
+        (folder / "file").touch()
+        for path in (folder / "file", folder):
+            os.utime(path, (time.time() + seconds,) * 2)
+    monkeypatch.setattr(
+        job, "written_on_the_machine", lambda since: tree.written_on_the_machine(since, tmp_path / "ml")
+    )
+    make().fit()
+    said = [record.getMessage() for record in caplog.records if "of this machine" in record.getMessage()]
+    assert len(said) == 1
+    assert f"wrote to {new} of this machine" in said[0]
+    assert "os.environ['SMP_CHECKPOINT_DIR']" in said[0]
 
 
 def test_background_job(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
