@@ -261,7 +261,9 @@ def dying(forked: bool, folder: str) -> None:
     assert box.get()[:2] == (other, "still here")
     assert box.losses.empty()
     box.transport.close()
-    Path(folder, str(box.stage)).write_text(json.dumps([stage, type(error).__name__, str(error), seconds]))
+    written = Path(folder, f"{box.stage}.part")
+    written.write_text(json.dumps([stage, type(error).__name__, str(error), seconds]))
+    written.rename(Path(folder, str(box.stage)))  # whole as soon as it is there
 
 
 @pytest.mark.parametrize("forked", [False, True])

@@ -67,3 +67,23 @@ def _left(kind):
 )
 def test_nothing_is_left_of_a_model_that_a_script_lets_go_of(ranks, kind, config):
     assert ranks(_left, 2, kind, config={"ddp": True, **config}) == [[], []]
+
+
+def _told_late():
+    """Leave the job while the other rank has not yet told whether its last step ran backward."""
+    import time
+
+    import smdistributed.modelparallel.torch as smp
+
+    model = smp.DistributedModel(nn.Linear(2, 2))
+    agreement = model._window._agreement
+    agreement.open()
+    if smp.rank():
+        time.sleep(0.5)
+    agreement.tell()
+    smp.shutdown()
+    return agreement.is_under_way
+
+
+def test_a_job_ends_after_what_nobody_waits_for(ranks):
+    assert ranks(_told_late, 2, config={"ddp": True}) == [False, False]

@@ -9,6 +9,8 @@ import signal
 import socket
 import stat
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -23,6 +25,10 @@ logger = logging.getLogger("smp")
 
 #: Seconds that the calls of a GPU have to end once they are aborted; other exit handlers need time too.
 ABORT_SECONDS = 1.0
+
+#: Seconds for collectives that nobody waits for, before their connections are closed; less after a failure.
+_UNDER_WAY_SECONDS = 5.0
+_UNDER_WAY_SECONDS_FAILED = 0.3
 
 #: Seconds after which the system ends a process whose calls have not ended: the interpreter's end would wait for them.
 _LAST_RESORT_SECONDS = 5.0
@@ -64,6 +70,7 @@ class ProcessGroups:
                 "the same ranks"
             )
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._under_way: list[Callable[[], bool]] = []
         world = dist.group.WORLD
         if world is None:
             raise AssertionError("torch.distributed has no default group after it was started")
@@ -88,9 +95,20 @@ class ProcessGroups:
         """This rank's process group of that kind."""
         return self._by_ranks[tuple(self._topology.group_of(kind, self._rank))]
 
-    def close(self) -> None:
-        """Shut down what was started here."""
+    def let_end(self, is_under_way: Callable[[], bool]) -> None:
+        """For a collective that nobody waits for: :meth:`close` gives it a moment as long as ``is_under_way()``.
+
+        A group of gloo that is let go of with a send in its queue, on a connection that is closed, waits until its deadline.
+        """
+        self._under_way.append(is_under_way)
+
+    def close(self, patience: float = _UNDER_WAY_SECONDS) -> None:
+        """Shut down what was started here, within ``patience`` seconds for what is still under way."""
         if self._owns_default and dist.is_initialized():
+            deadline = time.monotonic() + patience
+            while any(is_under_way() for is_under_way in self._under_way) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            self._under_way.clear()
             dist.destroy_process_group()
             self._hang_up()
 
@@ -117,7 +135,7 @@ class ProcessGroups:
         deadline. They are aborted; if that has not ended within ``ABORT_SECONDS``, the system ends the process soon.
         """
         if not self._owns_default or not dist.is_initialized() or not self._is_nccl:
-            self.close()
+            self.close(_UNDER_WAY_SECONDS_FAILED)
             return
         # A daemon: the interpreter must not wait for it.
         aborting = threading.Thread(target=_abort, name="smp-abort", daemon=True)

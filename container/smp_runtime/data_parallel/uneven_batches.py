@@ -74,6 +74,12 @@ class BackwardAgreement:
         self._work: Work | None = None
         self._votes = torch.zeros(size, dtype=torch.int64, device="cpu")
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the ranks still tell each other of the last step, which none waits for that has run backward."""
+        is_completed = getattr(self._work, "is_completed", None)
+        return is_completed is not None and not is_completed()
+
     def open(self) -> None:
         """A step begins in which backward may run, on all ranks."""
         if self._work is not None:

@@ -82,6 +82,7 @@ class GradientWindow:
             ranks.collectives, ranks.groups.group(Group.DP), ranks.rank_in(Group.DP), ranks.size(Group.DP)
         )
         self._agreement = agreement
+        ranks.groups.let_end(lambda: agreement.is_under_way)
         weak = weakref.ref(self)
 
         def gradient_comes(_: torch.Tensor) -> None:
