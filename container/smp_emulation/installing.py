@@ -12,7 +12,18 @@ import torch
 
 import smp_emulation
 from smp_config import emulation
-from smp_emulation import devices, memory, ordering, precision, processes, profiling, randomness, tensors
+from smp_emulation import (
+    accelerator,
+    devices,
+    memory,
+    ordering,
+    precision,
+    processes,
+    profiling,
+    randomness,
+    refused,
+    tensors,
+)
 
 if TYPE_CHECKING:
     from smp_emulation.calls import Call
@@ -26,6 +37,8 @@ CALLS: tuple[Call, ...] = (
     *precision.CALLS,
     *profiling.CALLS,
     *processes.CALLS,
+    *accelerator.CALLS,
+    *refused.CALLS,
     *tensors.CALLS,
 )
 
@@ -36,8 +49,11 @@ _ALSO_IN = {
         "torch.cuda.random",
         "torch.cuda.streams",
         "torch.cuda.graphs",
-        "torch.cuda.nccl",
     ),
+    "torch.cuda.comm": ("torch.nn.parallel.comm",),
+    "torch.cuda.graphs": ("torch.cuda",),
+    "torch.cuda.green_contexts": ("torch.cuda",),
+    "torch.accelerator": ("torch.accelerator.memory",),
     "torch.distributed": ("torch.distributed.distributed_c10d", "torch.distributed.device_mesh"),
     "torch.amp": ("torch.amp.autocast_mode",),
     "torch.cuda.amp.common": ("torch.amp.grad_scaler", "torch.cuda.amp", "torch.cuda.amp.autocast_mode"),
