@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from smp_emulation.calls import instead
+from smp_emulation.calls import Call, instead
 from smp_emulation.errors import refusing
 
 CPU = torch.device("cpu")
@@ -286,12 +286,11 @@ CALLS = (
         instead(f"torch.cuda.{name}", _SENSOR, _sensor)
         for name in ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
     ),
-    instead("torch.cuda.has_magma", "True", True),
     instead("torch.cuda.nccl.version", NCCL_VERSION, lambda: NCCL_VERSION),
     instead("torch.cuda.nccl.is_available", "False, for any tensors", lambda tensors: False),
     instead("torch.cuda.is_current_stream_capturing", "False", lambda: False),
     instead("torch.backends.cuda.is_built", "True", lambda: True),
     instead("torch.backends.cudnn.is_available", "True", lambda: True),
     instead("torch.backends.cudnn.version", str(CUDNN_VERSION), lambda: CUDNN_VERSION),
-    instead("torch.version.cuda", CUDA_VERSION, CUDA_VERSION),
+    Call("torch.version.cuda", f"the build's, else {CUDA_VERSION}", lambda original: original or CUDA_VERSION),
 )

@@ -105,6 +105,7 @@ CALLS: tuple[Call, ...] = (
     instead("torch.cuda.nvtx.range_end", "nothing", _nothing),
     instead("torch.cuda.nvtx.mark", "nothing", _nothing),
     instead("torch.cuda.nvtx.range", "counts the depth", _range),
+    instead("torch.cuda.profiler.init", "nothing", _nothing),
     instead("torch.cuda.profiler.start", "nothing", _nothing),
     instead("torch.cuda.profiler.stop", "nothing", _nothing),
     instead("torch.cuda.profiler.profile", "nothing", _profile),

@@ -14,7 +14,8 @@ UNCHANGED = {
     "torch.cuda.AcceleratorError": _EXCEPTION,
     "torch.cuda.OutOfMemoryError": _EXCEPTION,
     "torch.cuda.cudaStatus": _TYPES,
-    "torch.cuda.has_half": "True everywhere",
+    "torch.cuda.has_half": "what the build has",
+    "torch.cuda.has_magma": "what the build has",
     **{
         f"torch.cuda.graph_annotations.{name}": "tells of graphs, of which there are none"
         for name in (

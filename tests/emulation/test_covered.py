@@ -85,6 +85,7 @@ IN_OTHER_RELEASES = {
         )
     ),
     "torch.cuda.gds.is_available",
+    "torch.cuda.profiler.init",
     "torch.version.cuda",  # None
 }
 
