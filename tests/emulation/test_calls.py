@@ -296,3 +296,13 @@ def test_children_that_are_forked():
     child.start()
     assert queue.get(timeout=30) == (True, "cpu")
     child.join()
+
+
+@pytest.mark.full
+def test_compiled_functions():
+    @torch.compile(backend="aot_eager")
+    def step(x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return nn.functional.linear(x.to("cuda"), torch.ones(2, 4, device="cuda"))
+
+    assert step(torch.ones(3, 4)).dtype is torch.bfloat16
