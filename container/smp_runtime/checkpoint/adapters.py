@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -189,8 +190,10 @@ def load_adapters(model: DistributedModel, places: Mapping[str, Path], *, strict
 
         # PEFT brings its names into those of the model; where the parts are only the wrapper knows.
         module.__dict__["load_state_dict"] = load
+        reading = model.shards.reading_state() if model.shards is not None else contextlib.nullcontext()
         try:
-            set_peft_model_state_dict(module, load_peft_weights(str(folder), device="cpu"), adapter_name=adapter)
+            with reading:  # PEFT looks at names and shapes
+                set_peft_model_state_dict(module, load_peft_weights(str(folder), device="cpu"), adapter_name=adapter)
         finally:
             module.__dict__.pop("load_state_dict", None)
         if strict:
