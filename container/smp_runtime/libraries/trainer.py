@@ -22,7 +22,7 @@ import torch
 from smp_config import Group
 from smp_runtime.checkpoint.live_state import random_state, restore_random_state
 from smp_runtime.job import session as sessions
-from smp_runtime.libraries.import_hook import when_imported
+from smp_runtime.libraries.accelerate_state import describe_processes
 from smp_runtime.libraries.trainer_steps import prediction_step, takes, training_step
 from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
@@ -63,11 +63,6 @@ def adapt_trainer(module: ModuleType) -> None:
     }.items():
         if name in vars(kind):
             _replace(kind, name, method, module)
-
-
-when_imported("transformers.training_args", adapt_arguments)
-when_imported("transformers.sagemaker.training_args_sm", adapt_arguments)
-when_imported("transformers.trainer", adapt_trainer)
 
 
 def _is_ours(module: ModuleType) -> bool:
@@ -115,6 +110,7 @@ def _device(arguments: Any) -> torch.device:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001 - as TrainingArguments does
+    describe_processes(sessions.current())  # what libraries ask that do not know of this one
     arguments.distributed_state = None
     device = sessions.current().ranks.device
     arguments._n_gpu = int(device.type != "cpu")  # noqa: SLF001 - where TrainingArguments keeps it
