@@ -88,7 +88,7 @@ def _alone(family):
 
 def _marks(family, strategy):
     name = FAMILIES[family][0].removesuffix("Config")
-    mark = pytest.mark.client("Transformers", f"{name}, in a loop of one's own", strategy)
+    mark = pytest.mark.client("Transformers", f"{name}, own loop", strategy)
     return [mark] if (family, strategy) in SAMPLE else [mark, pytest.mark.full]
 
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import io
 import json
 import re
@@ -98,15 +99,13 @@ def _order(strategy: str) -> tuple[int, list[int]]:
     return len(parts), [-int(parts.get(name, 0)) for name in ("pp", "tp", "sdp", "dp")]
 
 
-def _cell(of: dict[str, tuple[str, str]] | None) -> str:
-    if of is None:
-        return ""
+def _cell(of: dict[str, tuple[str, str]]) -> str:
     kinds = {major: of[major][0] if major in of else "unknown" for major in MAJORS}
     working = [major for major, kind in kinds.items() if kind == "passed"]
     if len(working) == len(MAJORS):
         return "works"
     if "unknown" in kinds.values():
-        return "unknown"
+        return "not run yet"
     if working:
         return f"only with {' and '.join(working)}"
     return "does not" if "failed" in kinds.values() else "not applicable"
@@ -132,7 +131,8 @@ def tables(order: list[Case], outcomes: Outcomes) -> str:
         strategies = sorted({case.strategy for case in own}, key=_order)
         text += [f"### {library}", "", f"| {' | '.join(['', *strategies])} |", f"|{'---|' * (len(strategies) + 1)}"]
         for feature in dict.fromkeys(case.feature for case in own):
-            cells = [_cell(outcomes.get(Case(library, feature, strategy))) for strategy in strategies]
+            row = [Case(library, feature, strategy) for strategy in strategies]
+            cells = [_cell(outcomes.get(case, {})) if case in own else "" for case in row]
             text.append(f"| {' | '.join([feature, *cells])} |")
         reasons = [f"- {reason}" for case in own if case in outcomes for reason in _reasons(case, outcomes)]
         text += ["", *reasons, *([""] if reasons else [])]
@@ -160,12 +160,10 @@ def main(arguments: list[str]) -> None:
     old, end, after = rest.partition(END)
     assert end, f"{DOCUMENT} lacks the lines between which the tables stand"
     new = tables(order, {case: outcomes[case] for case in order if case in outcomes})
-    lacking = [case for case in order if set(outcomes.get(case, {})) != set(MAJORS)]
     if is_check:
-        gone = outcomes.keys() - set(order)
-        if lacking or gone or old != new:
-            cells = "".join(f"\n  {'lacks' if case in lacking else 'has'} {case}" for case in (*lacking, *sorted(gone)))
-            raise SystemExit(f"the tables of clients are out of date: make test-clients-full{cells}")
+        if old != new:
+            differing = list(difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0))[2:12]
+            raise SystemExit("\n".join(["the tables of clients are out of date: make test-clients-full", *differing]))
         return
     kept = [
         [case.library, case.feature, case.strategy, dict(sorted(outcomes[case].items()))] for case in sorted(outcomes)
@@ -173,6 +171,7 @@ def main(arguments: list[str]) -> None:
     lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in kept)
     OUTCOMES.write_text(f'{{"versions": {json.dumps(pinned())},\n"cases": [\n{lines}\n]}}\n')
     DOCUMENT.write_text(f"{before}{begin}{new}{end}{after}")
+    lacking = [case for case in order if set(outcomes.get(case, {})) != set(MAJORS)]
     if lacking:
         print(f"{len(lacking)} cases have not been run with both versions yet: make test-clients-full")
 
