@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -359,10 +359,11 @@ def give_to_scripts(module: ModuleType) -> None:
     """From now on a script that calls ``accelerate.Accelerator`` in a job of several ranks gets a :class:`JobAccelerator`."""
 
     def new(cls: type, *_: Any, **__: Any) -> Any:
-        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        frame = inspect.currentframe()
+        caller = frame.f_back.f_globals.get("__name__", "") if frame is not None and frame.f_back is not None else ""
         if (
             cls is Accelerator
-            and caller not in _OWN_WAYS
+            and caller.partition(".")[0] not in _OWN_WAYS
             and sessions.is_initialized()
             and sessions.current().ranks.size(Group.WORLD) > 1
         ):
