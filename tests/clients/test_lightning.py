@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.huggingface import tiny_config
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import smdistributed.modelparallel.torch as smp
 
@@ -203,11 +203,22 @@ def _trainer(folder, resume=None, precision="32-true"):
     return module.seen, module.checked, again[0]["val_loss"], saver.best_model_path
 
 
+def _in_order(replicas, epoch):
+    """The rows of an epoch as Lightning's sampler deals them out, which shuffles where there are several replicas."""
+    rows = _rows(replicas)
+    if replicas == 1:
+        return rows.split(BATCH)
+    samplers = [DistributedSampler(rows, replicas, rank, shuffle=True) for rank in range(replicas)]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    return torch.stack([rows[list(sampler)].view(STEPS, BATCH, -1) for sampler in samplers], 1).flatten(1, 2)
+
+
 def _epochs_alone(replicas, epochs, half=False):
     model, rows, losses, checks = _model(), _rows(replicas), [], []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(epochs):
-        for number, ids in enumerate(rows.split(BATCH * replicas)):
+    for epoch in range(epochs):
+        for number, ids in enumerate(_in_order(replicas, epoch)):
             with torch.autocast("cpu", torch.bfloat16, enabled=half):
                 loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             (loss / 2).backward()

@@ -16,6 +16,7 @@ from torch import nn
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.libraries.lightning_job import JobEnvironment, JobStrategy, whole_parameters
+from smp_runtime.libraries.shared_order import share_order
 from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 from smp_runtime.optim.grad_scaler import GradScaler
@@ -40,6 +41,9 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
         options: arguments of ``smp.DistributedModel``, such as ``bucket_cap_mb``.
     """
 
+    model: Any
+    optimizers: Any
+
     def __init__(self, config: Mapping[str, Any] | None = None, **options: Any) -> None:
         JobStrategy.__init__(self, config, options)
         ParallelStrategy.__init__(self, cluster_environment=JobEnvironment())
@@ -49,6 +53,16 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
         self._logged: dict[int | None, dict[str, tuple[torch.Tensor, str]]] = {}
         self._has_gradients = False
         self._updated = False
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether loaders get a distributed sampler: batches differ between ranks."""
+        return self._job.ranks.size(self._batches) > 1
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Give stages of one pipeline the same batches."""
+        share_order(dataloader, self._job.ranks)
+        return dataloader
 
     # -- start -----------------------------------------------------------------------------------------------------
 
@@ -80,7 +94,7 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        plugin.main_params = whole_parameters  # type: ignore[method-assign]
+        plugin.main_params = whole_parameters
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Wrap the module's optimizers."""
@@ -89,11 +103,11 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
 
     def _wrapped(self, module: LightningModule) -> nn.Module:
         known = (model for model in self._job.models if getattr(model.module, "lightning_module", None) is module)
-        found = next(known, None)  # of an earlier fit
+        found: Any = next(known, None)  # of an earlier fit
         if found is None:
             self.model_to_device()
-            found = self.wrapped_model(_Steps(module))
-        return found
+            return self.wrapped_model(_Steps(module))
+        return found  # type: ignore[no-any-return]
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
