@@ -1,0 +1,41 @@
+"""Names that are given other meanings for a time, and get their own back."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+_MISSING = object()
+
+
+class Patches:
+    """Attributes that were set, and what they were before."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> Any:
+        """Set an attribute; gives what it was, inherited or not."""
+        former = getattr(owner, name, None)
+        self._before.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, value)
+        return former
+
+    def everywhere(self, owner: Any, name: str, value: Any) -> Any:
+        """Set an attribute, also where modules of this library have imported it by name."""
+        former = self.set(owner, name, value)
+        for module_name, module in list(sys.modules.items()):
+            if module_name.startswith(("smp_runtime", "smdistributed")) and module is not owner:
+                for other, held in list(vars(module).items()):
+                    if type(held) is type(former) and held == former:
+                        self.set(module, other, value)
+        return former
+
+    def undo(self) -> None:
+        """Put everything back."""
+        while self._before:
+            owner, name, value = self._before.pop()
+            if value is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
