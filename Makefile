@@ -97,7 +97,7 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 type: $(VENV)/.installed
-	$(BIN)/mypy smp_estimator container/smp_config container/smp_launch container/smp_runtime container/smdistributed
+	$(BIN)/mypy smp_estimator container/smp_config container/smp_launch container/smp_emulation container/smp_runtime container/smdistributed
 
 clean:
 	rm -rf $(VENV) $(FLOOR) .venv-torch-* build dist *.egg-info container/*.egg-info quickstart-data quickstart-output

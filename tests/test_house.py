@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = {
     "smp_estimator": ROOT / "smp_estimator",
     "smp_launch": ROOT / "container" / "smp_launch",
+    "smp_emulation": ROOT / "container" / "smp_emulation",
     "smp_runtime": ROOT / "container" / "smp_runtime",
     "smdistributed": ROOT / "container" / "smdistributed",
     "smp_config": ROOT / "container" / "smp_config",
@@ -25,7 +26,8 @@ MAY_IMPORT = {
     "smp_config": set(),
     "smp_launch": {"smp_config"},
     "smp_estimator": {"smp_launch", "smp_config"},
-    "smp_runtime": {"smp_config"},
+    "smp_emulation": {"smp_config"},
+    "smp_runtime": {"smp_config", "smp_emulation"},
     "smdistributed": {"smp_runtime", "smp_config"},
 }
 #: Files that reach further, and only inside functions: commands that import the runtime when they run.
@@ -35,6 +37,7 @@ FORBIDDEN = {
     "smp_config": {"torch", "sagemaker", "boto3", "numpy"},
     "smp_launch": {"torch", "sagemaker", "boto3", "numpy"},
     "smp_estimator": {"torch"},
+    "smp_emulation": {"sagemaker", "boto3"},
     "smp_runtime": {"sagemaker", "boto3"},
     "smdistributed": {"sagemaker", "boto3"},
 }
@@ -266,7 +269,7 @@ def test_who_answers_a_module_is_written_in_one_place():
 
 DOOR = PACKAGES["smp_runtime"] / "tensors" / "torch_private.py"
 #: Private names of others than PyTorch: of named tuples, the interpreter, NumPy.
-OF_OTHERS = {"_replace", "_fields", "_exit", "_run_exitfuncs", "_reconstruct"}
+OF_OTHERS = {"_getframe", "_replace", "_fields", "_exit", "_run_exitfuncs", "_reconstruct"}
 
 
 def _is_private(name):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+import smp_emulation
 from smp_config import ModelParallelParameters, smddp
 from smp_runtime.errors import SMPUserError
 
@@ -22,9 +23,14 @@ from smp_runtime.errors import SMPUserError
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
+def has_gpu() -> bool:
+    """Whether this process computes on CUDA devices: on real ones, whatever PyTorch says to a script."""
+    return torch.cuda.is_available() and not smp_emulation.is_active()
+
+
 def visible_gpus() -> list[str]:
     """What each CUDA device that this process sees is called everywhere, by its number here; empty without CUDA."""
-    if not torch.cuda.is_available():
+    if not has_gpu():
         return []
     listed = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     found = []

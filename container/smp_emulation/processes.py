@@ -1,0 +1,144 @@
+"""Between processes: NCCL is gloo, and modules that are told their GPU stay on the CPU."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+from typing import Any
+
+import torch
+
+from smp_emulation.calls import Call, instead
+from smp_emulation.devices import here, kind_here
+
+logger = logging.getLogger("smp_emulation")
+
+_RANKS = ("SMP_RANK", "RANK", "OMPI_COMM_WORLD_RANK")
+
+
+def _is_first_rank() -> bool:
+    return next((os.environ[name] for name in _RANKS if name in os.environ), "0") == "0"
+
+
+def backend_here(backend: Any) -> Any:
+    """The backend for CPU tensors that stands for one that a GPU script names."""
+    if not isinstance(backend, str):
+        return backend
+    parts = [part.rpartition(":") for part in backend.lower().split(",")]
+    if not any(name == "nccl" or kind == "cuda" for kind, _, name in parts):
+        return backend
+    kept = [f"{kind}{colon}{name}" for kind, colon, name in parts if kind and kind != "cuda" and name != "nccl"]
+    return ",".join(kept) if kept else "gloo"
+
+
+def _init_process_group(original: Any) -> Any:
+    @functools.wraps(original)
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        used = backend_here(backend)
+        if used != backend and _is_first_rank():
+            logger.warning(
+                "init_process_group(%r): no GPU here, so the collectives of all ranks go over %s (SMP_EMULATE_CUDA=1)",
+                backend,
+                used,
+            )
+            kwargs.pop("pg_options", None)
+        device = kwargs.pop("device_id", None)
+        if isinstance(device, torch.device) and device.type != "cuda":
+            kwargs["device_id"] = device
+        elif device is not None:
+            here(device)  # a number that is not there is an error on a GPU machine, too
+        return original(used, *args, **kwargs)
+
+    return init_process_group
+
+
+def _with_backend(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind_partial(*args, **kwargs)
+        given = bound.arguments
+        if (used := backend_here(given.get("backend"))) != given.get("backend"):
+            given["backend"] = used
+            given.pop("pg_options", None)
+        if given.get("device_id") is not None:
+            given.pop("device_id")
+        return original(*bound.args, **bound.kwargs)
+
+    return call
+
+
+def _with_device(original: Any) -> Any:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") is not None:
+            kwargs["device"] = here(kwargs["device"])
+        return original(*[here(each) if isinstance(each, torch.device) else each for each in args], **kwargs)
+
+    return call
+
+
+def _barrier(original: Any) -> Any:
+    @functools.wraps(original)
+    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        return original(group, async_op)
+
+    return barrier
+
+
+def _init_device_mesh(original: Any) -> Any:
+    @functools.wraps(original)
+    def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return original(kind_here(device_type), *args, **kwargs)
+
+    return init_device_mesh
+
+
+def _device_mesh(original: Any) -> Any:
+    @functools.wraps(original)
+    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original(self, kind_here(device_type), *args, **kwargs)
+
+    return init
+
+
+def _ddp(original: Any) -> Any:
+    @functools.wraps(original)
+    def init(
+        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        for device in [*(device_ids or ()), *([] if output_device is None else [output_device])]:
+            here(device)
+        original(self, module, None, None, *args, **kwargs)
+
+    return init
+
+
+def _data_parallel(original: Any) -> Any:
+    @functools.wraps(original)
+    def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
+        for device in device_ids or ():
+            here(device)
+        torch.nn.Module.__init__(self)
+        self.module, self.dim, self.device_ids, self.output_device = module, dim, [], output_device
+
+    return init
+
+
+CALLS = (
+    Call("torch.distributed.init_process_group", "gloo for NCCL, with a line in the log", _init_process_group),
+    Call("torch.distributed.new_group", "gloo for NCCL", _with_backend),
+    Call("torch.distributed.barrier", "without device_ids", _barrier),
+    *(
+        Call(f"torch.distributed.{name}", "the CPU for a CUDA device", _with_device)
+        for name in ("broadcast_object_list", "send_object_list", "recv_object_list")
+    ),
+    instead("torch.distributed.is_nccl_available", "True", lambda: True),
+    Call("torch.distributed.init_device_mesh", "a mesh of CPUs", _init_device_mesh),
+    Call("torch.distributed.DeviceMesh.__init__", "a mesh of CPUs", _device_mesh),
+    Call("torch.nn.parallel.DistributedDataParallel.__init__", "without device_ids", _ddp),
+    Call("torch.nn.DataParallel.__init__", "calls its module", _data_parallel),
+)
