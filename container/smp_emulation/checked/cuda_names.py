@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_emulation.checked.streams import EmulatedEvent, EmulatedStream, current_stream
+from smp_emulation.checked.streams import EmulatedEvent, EmulatedStream
 
 if TYPE_CHECKING:
     from smp_emulation.checked.device import Devices
@@ -22,26 +22,22 @@ _MEMORY = 80 * 2**30
 
 def install(devices: Devices, patches: Patches) -> None:
     """Give the names their meaning."""
-    stream, event = _bound(devices)
+    EmulatedStream.devices = EmulatedEvent.devices = devices
     names: dict[str, Any] = {
         **_devices_and_waits(devices),
         **_streams(devices),
         **_memory(devices),
         **_random(devices),
-        "Stream": stream,
-        "Event": event,
+        "Stream": EmulatedStream,
+        "Event": EmulatedEvent,
     }
     for name, value in names.items():
         patches.set(torch.cuda, name, value)
     patches.set(torch, "autocast", _autocast(torch.autocast))
-    for name, default in (("is_autocast_enabled", None), ("get_autocast_dtype", None), ("set_autocast_enabled", None)):
+    for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled"):
         patches.set(torch, name, _autocast_state(getattr(torch, name)))
     patches.set(torch.amp, "autocast", torch.autocast)
     patches.set(torch.amp.autocast_mode, "autocast", torch.autocast)
-
-
-def _bound(devices: Devices) -> tuple[type[EmulatedStream], type[EmulatedEvent]]:
-    return type("Stream", (EmulatedStream,), {"devices": devices}), type("Event", (EmulatedEvent,), {"devices": devices})
 
 
 def _devices_and_waits(devices: Devices) -> dict[str, Callable[..., Any]]:
@@ -65,7 +61,7 @@ def _devices_and_waits(devices: Devices) -> dict[str, Callable[..., Any]]:
             major=9,
             minor=0,
             multi_processor_count=1,
-            uuid=uuid.uuid5(uuid.NAMESPACE_DNS, f"{uuid.getnode()}-{number}"),
+            uuid=uuid.uuid5(uuid.NAMESPACE_DNS, f"{devices.identity}/{number}"),
         )
 
     return {
@@ -90,8 +86,6 @@ def _devices_and_waits(devices: Devices) -> dict[str, Callable[..., Any]]:
 
 
 def _streams(devices: Devices) -> dict[str, Callable[..., Any]]:
-    bound, _ = _bound(devices)
-
     @contextlib.contextmanager
     def stream(chosen: EmulatedStream | None) -> Iterator[None]:
         if chosen is None:
@@ -108,11 +102,10 @@ def _streams(devices: Devices) -> dict[str, Callable[..., Any]]:
     def of(lane_of: Callable[[int], Any]) -> Callable[..., Any]:
         def found(device: Any = None) -> EmulatedStream:
             number = devices.index(device)
-            return bound(number, lane=lane_of(number))
+            return EmulatedStream(number, lane=lane_of(number))
 
         return found
 
-    EmulatedEvent.devices = EmulatedStream.devices = devices
     return {
         "stream": stream,
         "set_stream": set_stream,
@@ -198,6 +191,3 @@ def _autocast_state(own: Callable[..., Any]) -> Callable[..., Any]:
         return own("cpu" if device_type == "cuda" else device_type, *args)
 
     return asked
-
-
-__all__ = ["current_stream", "install"]

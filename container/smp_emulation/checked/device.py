@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -43,6 +45,8 @@ class Devices:
     def __init__(self, seed: int, count: int) -> None:
         self.seed = seed
         self.count = count
+        #: Tells them from those of other hosts; ranks of one host see the same ones.
+        self.identity = f"{uuid.getnode()}/{os.environ.get('SM_CURRENT_HOST', '')}"
         self.executor = Executor(seed)
         self.memory = Memory()
         self.host = Clock({HOST: 0})
@@ -102,6 +106,11 @@ class Devices:
                     start, stop = span_of(tensor)
                     access = Access(lane.actor, time, lane.name, what, line, is_write, start, stop)
                     history.note(access, lane.clock, str(place))
+
+    def follow(self, lane: Lane, other: Lane) -> None:
+        """What comes next on a stream knows of all that another has so far."""
+        other.clock.join(self.host)
+        lane.clock.join(other.clock)
 
     def queue(self, lane: Lane, run: Callable[[], None] | None, what: str, needs: tuple[Item, ...] = ()) -> Item:
         """Put work behind all that the stream has."""

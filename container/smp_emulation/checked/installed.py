@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import torch
+import torch._dynamo  # shapes of some operations need it, and it does not load while there seem to be GPUs
 
-from smp_emulation.checked import cuda_names, faults
+from smp_emulation.checked import collectives, communicators, cuda_names, faults
 from smp_emulation.checked.backward import BackwardThread
 from smp_emulation.checked.device import Devices
 from smp_emulation.checked.operations import Operations
@@ -33,6 +34,7 @@ class Emulation:
         faults.found.clear()
         cuda_names.install(self.devices, self._patches)
         TensorNames(self.devices, self._patches).install()
+        collectives.install(self.devices, self._patches)
         self._engine()
         self._patches.set(threading.Thread, "start", self._started(threading.Thread.start))
         self._mode.__enter__()
@@ -53,6 +55,9 @@ class Emulation:
         runs = lambda *args, **kwargs: backward.run(own, *args, **kwargs)  # noqa: E731 - set under two names
         self._patches.set(graph, "_engine_run_backward", runs)
         self._patches.set(torch.autograd, "_engine_run_backward", runs)
+        # Past these two: modules that call the engine itself have its function by name.
+        engine = torch.autograd.Variable._execution_engine
+        self._patches.in_modules(engine.run_backward, lambda *args, **kwargs: backward.run(engine.run_backward, *args, **kwargs))
 
     def _started(self, start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
         """Threads that begin are in the same mode."""
@@ -75,6 +80,7 @@ class Emulation:
         self._mode.__exit__(None, None, None)
         self._patches.undo()
         self._backward.close()
+        communicators.forget()
         self.devices.close()
 
 

@@ -41,6 +41,10 @@ class Operations(TorchDispatchMode):
         self._copies = Copies(devices)
         self._shapes: dict[Any, Any] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or the compiler would be imported at the first operation
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         flat, spec = tree_flatten((args, kwargs))
@@ -51,6 +55,8 @@ class Operations(TorchDispatchMode):
         if not to_device and not any(place is not None and place.device is not None for place in places):
             return self._on_host(func, args, kwargs, tensors, places)
         if func.namespace == "c10d":
+            if func.overloadpacket is torch.ops.c10d.barrier:
+                return func(*args, **kwargs)
             raise RuntimeError(f"{func} of tensors on an emulated device does not go through Python here")
         if func in (_aten._to_copy.default, _aten.copy_.default):
             return self._copies.run(func, args, kwargs)
@@ -264,10 +270,13 @@ class _Call:
             for tensor, place in zip(new, places, strict=True)
         ]
         drawn = random_numbers.later(self.func, self.run_on, real, self.devices.generators[self.number])
+        # Not through self, which would keep the program's tensors alive until the work is done.
+        func, spec = self.func, self.spec
 
         def run() -> None:
+            args, kwargs = tree_unflatten(real, spec)
             with drawn():
-                results = self.run_on(real)
+                results = func(*args, **kwargs)
             leaves = [leaf for leaf in tree_flatten(results)[0] if isinstance(leaf, torch.Tensor)]
             for target, result in zip(targets, leaves[-len(targets) :] if targets else (), strict=True):
                 if target is not None:

@@ -21,15 +21,17 @@ class Patches:
         setattr(owner, name, value)
         return former
 
-    def everywhere(self, owner: Any, name: str, value: Any) -> Any:
+    def everywhere(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute, also where modules of this library have imported it by name."""
-        former = self.set(owner, name, value)
+        self.in_modules(self.set(owner, name, value), value)
+
+    def in_modules(self, former: Any, value: Any) -> None:
+        """Replace what modules of this library have imported by name."""
         for module_name, module in list(sys.modules.items()):
-            if module_name.startswith(("smp_runtime", "smdistributed")) and module is not owner:
-                for other, held in list(vars(module).items()):
+            if module_name.startswith(("smp_runtime", "smdistributed")):
+                for name, held in list(vars(module).items()):
                     if type(held) is type(former) and held == former:
-                        self.set(module, other, value)
-        return former
+                        self.set(module, name, value)
 
     def undo(self) -> None:
         """Put everything back."""

@@ -46,9 +46,9 @@ class TensorNames:
         self._patches.set(tensor, "get_device", lambda t: -1 if (n := self._number(t)) is None else n)
         self._patches.set(tensor, "to", self._to(tensor.to))
         self._patches.set(tensor, "cpu", lambda t, memory_format=torch.preserve_format: t.to("cpu"))
-        self._patches.set(tensor, "cuda", self._cuda)
+        self._patches.set(tensor, "cuda", lambda t, *args, **given: self._cuda(t, *args, **given))
         self._patches.set(tensor, "type_as", lambda t, other: t.to(other))
-        self._patches.set(tensor, "record_stream", self._record_stream)
+        self._patches.set(tensor, "record_stream", lambda t, stream: self._record_stream(t, stream))
         self._patches.set(tensor, "is_pinned", lambda t, device=None: self._is_pinned(t))
         self._patches.set(tensor, "pin_memory", lambda t, device=None: self._pin_memory(t))
         for name, function in own.items():
