@@ -19,6 +19,10 @@ from smp_emulation.checked.memory import Memory, Place, span_of
 from smp_emulation.checked.sites import site
 
 
+#: Attribute of tensors of subclasses that have no elements: the number of their device.
+ON_DEVICE = "_emulated_device"
+
+
 class _Thread(threading.local):
     """What each thread of the host has of its own."""
 
@@ -158,7 +162,9 @@ class Devices:
     def device_of(self, tensor: torch.Tensor) -> int | None:
         """The number of the device that a tensor is on; None for the host."""
         place = self.memory.place_of(tensor)
-        return None if place is None else place.device
+        if place is None:
+            return tensor.__dict__.get(ON_DEVICE)
+        return place.device
 
     def new_tensor(self, like: torch.Tensor, device: int, lane: Lane) -> torch.Tensor:
         """A tensor on a device in the form of ``like``, with anything in it."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 #: What fresh memory is full of: NaN in every type with a point, −1 in the others.
 _POISON = 0xFF
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 @dataclass(eq=False)
@@ -81,7 +82,10 @@ class Memory:
         if not self._places:
             return None
         try:
-            return self._places.get(tensor.untyped_storage()._cdata)
+            if type(tensor) in _PLAIN:
+                return self._places.get(tensor.untyped_storage()._cdata)
+            with torch._C.DisableTorchFunctionSubclass():
+                return self._places.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # without a storage
             return None
 

@@ -23,7 +23,8 @@ class Patches:
 
     def everywhere(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute, also where modules of this library have imported it by name."""
-        self.in_modules(self.set(owner, name, value), value)
+        former = self.set(owner, name, value)
+        self.in_modules(former, getattr(owner, name))
 
     def in_modules(self, former: Any, value: Any) -> None:
         """Replace what modules of this library have imported by name."""

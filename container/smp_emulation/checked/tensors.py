@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 from smp_emulation.checked.copies import Copies
+from smp_emulation.checked.device import ON_DEVICE
 from smp_emulation.checked.memory import Place
 
 if TYPE_CHECKING:
@@ -40,21 +42,24 @@ class TensorNames:
         """Give the names their meaning."""
         tensor, own = torch.Tensor, {name: getattr(torch.Tensor, name) for name in _READS}
         self._patches.set(tensor, "device", property(self._device))
-        self._patches.set(tensor, "is_cuda", property(lambda t: self._number(t) is not None))
-        own_is_cpu = tensor.is_cpu.__get__
-        self._patches.set(tensor, "is_cpu", property(lambda t: own_is_cpu(t) and self._number(t) is None))
+        self._patches.set(tensor, "is_cuda", property(lambda t: self._device(t).type == "cuda"))
+        self._patches.set(tensor, "is_cpu", property(lambda t: self._device(t).type == "cpu"))
         self._patches.set(tensor, "get_device", lambda t: -1 if (n := self._number(t)) is None else n)
-        self._patches.set(tensor, "to", self._to(tensor.to))
-        self._patches.set(tensor, "cpu", lambda t, memory_format=torch.preserve_format: t.to("cpu"))
-        self._patches.set(tensor, "cuda", lambda t, *args, **given: self._cuda(t, *args, **given))
-        self._patches.set(tensor, "type_as", lambda t, other: t.to(other))
-        self._patches.set(tensor, "record_stream", lambda t, stream: self._record_stream(t, stream))
-        self._patches.set(tensor, "is_pinned", lambda t, device=None: self._is_pinned(t))
-        self._patches.set(tensor, "pin_memory", lambda t, device=None: self._pin_memory(t))
-        for name, function in own.items():
-            self._patches.set(tensor, name, self._reading(name, function))
+        methods: dict[str, Callable[..., Any]] = {
+            "to": self._to(tensor.to),
+            "cpu": lambda t, memory_format=torch.preserve_format: t.to("cpu"),
+            "cuda": self._cuda,
+            "type_as": lambda t, other: t.to(other),
+            "record_stream": self._record_stream,
+            "is_pinned": lambda t, device=None: self._is_pinned(t),
+            "pin_memory": lambda t, device=None: self._pin_memory(t),
+        }
+        for name, function in {**methods, **{name: self._reading(name, function) for name, function in own.items()}}.items():
+            self._patches.set(tensor, name, _overridable(name, function))
         self._patches.set(tensor, "__deepcopy__", self._deepcopy(tensor.__deepcopy__))
         self._patches.set(tensor, "__reduce_ex__", self._reduce(tensor.__reduce_ex__))
+        wrapper = staticmethod(self._without_elements(tensor._make_wrapper_subclass))
+        self._patches.everywhere(tensor, "_make_wrapper_subclass", wrapper)
         self._patches.set(torch, "tensor", self._factory(torch.tensor))
         self._patches.set(torch, "as_tensor", self._factory(torch.as_tensor))
         self._patches.set(torch._C, "_group_tensors_by_device_and_dtype", self._grouped(_groups))
@@ -65,8 +70,23 @@ class TensorNames:
 
     def _device(self, tensor: torch.Tensor) -> torch.device:
         number = self._number(tensor)
-        device: torch.device = self._own_device(tensor) if number is None else torch.device("cuda", number)
+        if number is not None:
+            return torch.device("cuda", number)
+        with torch._C.DisableTorchFunctionSubclass():
+            device: torch.device = self._own_device(tensor)
         return device
+
+    def _without_elements(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Tensors of a subclass that has elements elsewhere: PyTorch would look for the device's own code."""
+
+        def make(kind: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+            if device is None or torch.device(device).type != "cuda":
+                return own(kind, *args, device=device, **kwargs)
+            made = own(kind, *args, device="cpu", **kwargs)
+            made.__dict__[ON_DEVICE] = self._devices.index(device)
+            return made
+
+        return make
 
     # -- moves -----------------------------------------------------------------------------------------------------
 
@@ -229,6 +249,18 @@ class TensorNames:
             return storage
 
         return resize_
+
+
+def _overridable(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Modes and subclasses are asked first, as with PyTorch's own."""
+
+    def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if has_torch_function_unary(tensor):
+            return handle_torch_function(getattr(torch.Tensor, name), (tensor,), tensor, *args, **kwargs)
+        return function(tensor, *args, **kwargs)
+
+    method.__name__ = name
+    return method
 
 
 _READS = ("numpy", "tolist", "__array__")
