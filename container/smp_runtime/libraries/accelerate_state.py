@@ -28,9 +28,10 @@ def describe_processes(session: Session) -> None:
     """
     ranks = session.ranks
     group = batch_group(ranks)
-    if not PartialState._shared_state:
-        PartialState._shared_state.update(_cpu=ranks.device.type == "cpu", debug=False, fork_launched=0)
-    PartialState._shared_state.update(
+    shared = PartialState._shared_state  # noqa: SLF001 - what PartialState() itself fills in, from the launcher's variables
+    if not shared:
+        shared.update(_cpu=ranks.device.type == "cpu", debug=False, fork_launched=0)
+    shared.update(
         backend=ranks.backend,
         device=ranks.device,
         distributed_type=DistributedType.MULTI_CPU if ranks.device.type == "cpu" else DistributedType.MULTI_GPU,
@@ -60,5 +61,5 @@ class _Described:
 def _forget() -> None:
     from accelerate.state import AcceleratorState, GradientState
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001 - as Accelerate's tests do between jobs
+    GradientState._reset_state()  # noqa: SLF001 - as Accelerate's tests do between jobs

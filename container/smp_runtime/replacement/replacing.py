@@ -149,7 +149,7 @@ def _made(
         NotDistributableError: it cannot be made, or weights would be lost.
     """
     _, original, how, mark = candidate
-    state = _agreed_state(candidate, group) if mark.keeps_weights else {}
+    state = _agreed_state(candidate, group) if mark.keeps_weights and _has_weights(candidate, group) else {}
     # Constructors of the script's classes may look at values.
     waiting: dict[int, Callable[[], None]] = {}
     later = unwritten(waiting) if state and how.arguments is not None else contextlib.nullcontext()
@@ -167,6 +167,18 @@ def _made(
         if key not in written:
             write()
     return made
+
+
+def _has_weights(candidate: Candidate, group: TensorGroup) -> bool:
+    """Whether the original has weights that are worth keeping; says it if not."""
+    if candidate.how.was_initialised(candidate.original):
+        return True
+    if group.ranks.rank == 0:
+        logger.info(
+            "%s was created without the initialisation of its weights (the script has replaced init_weights): new ones are drawn",
+            candidate.title,
+        )
+    return False
 
 
 def _agreed_state(candidate: Candidate, group: TensorGroup) -> dict[str, torch.Tensor]:
