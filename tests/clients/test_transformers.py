@@ -23,9 +23,7 @@ STRATEGIES = {
     "pp 2 × sdp 2": (4, {**PIPELINE, **SHARDED}),
 }
 #: Always run; both in `make test`, and with both versions of Transformers.
-SAMPLE = {
-    ("gpt2", "pp 2"), ("gpt2", "dp 2"), ("llama", "tp 2"), ("llama", "sdp 2"), ("t5", "pp 2"), ("qwen3", "pp 2 × tp 2"),
-}  # fmt: skip
+SAMPLE = {("vit", "pp 2"), ("qwen3", "tp 2"), ("llama", "sdp 2"), ("gpt2", "pp 2 × tp 2")}
 
 
 def _batches(family, rank, size):
@@ -98,8 +96,11 @@ def _marks(family, strategy):
 )
 def test_losses_are_those_of_one_process(ranks, family, strategy):
     size, config = _config(family, strategy)
-    if (family, strategy) == ("mixtral", "pp 2 × sdp 2") and version("transformers") < "5":
-        pytest.xfail("version 4 calls only the experts that a rank's batch needs, and each is gathered by all ranks")
+    if family == "mixtral" and "sdp" in strategy and version("transformers") < "5":
+        # By luck it may work: where each rank has tokens for all experts.
+        pytest.xfail(
+            "each rank calls the experts that its own tokens go to, but parameters are gathered by all ranks together"
+        )
     results = ranks(_train, size, family, config=config, timeout=100)
     losses = [sum(losses) / size for losses in zip(*results, strict=True)]
     assert losses == pytest.approx(_alone(family), abs=1e-5)

@@ -160,7 +160,9 @@ class Communicator(dist.ProcessGroupGloo):
             super(Communicator, self).recv([came], peer, tag).wait()
             take.copy_(came.view(take.dtype).view(take.shape))
 
-        return self._start(f"receive from {peer}", self._channel(number, _pair(self._mine, peer)), ((), tensors), job, None)
+        return self._start(
+            f"receive from {peer}", self._channel(number, _pair(self._mine, peer)), ((), tensors), job, None
+        )
 
     # -- how it is done --------------------------------------------------------------------------------------------------
 
@@ -179,7 +181,9 @@ class Communicator(dist.ProcessGroupGloo):
         current = devices.current(number)
         with devices.lock:
             devices.follow(channel.lane, current)
-            placed = [[(t, place) for t in each if (place := devices.memory.place_of(t)) is not None] for each in tensors]
+            placed = [
+                [(t, place) for t in each if (place := devices.memory.place_of(t)) is not None] for each in tensors
+            ]
             devices.touch(channel.lane, what, placed[0], placed[1])
             before = (current.last,) if current.last is not None and not current.last.done else ()
             item = Item(None, before, f"{what} over {self._name}, asked for at {site()}", channel.begin(job))

@@ -91,7 +91,11 @@ class Devices:
     # -- work ------------------------------------------------------------------------------------------------------
 
     def touch(
-        self, lane: Lane, what: str, reads: Iterable[tuple[torch.Tensor, Place]], writes: Iterable[tuple[torch.Tensor, Place]]
+        self,
+        lane: Lane,
+        what: str,
+        reads: Iterable[tuple[torch.Tensor, Place]],
+        writes: Iterable[tuple[torch.Tensor, Place]],
     ) -> None:
         """The next work of a stream reads and writes tensors; called before it is queued.
 

@@ -74,7 +74,9 @@ class Operations(TorchDispatchMode):
 
     # -- host ------------------------------------------------------------------------------------------------------
 
-    def _on_host(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], places: list[Place | None]) -> Any:
+    def _on_host(
+        self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], places: list[Place | None]
+    ) -> Any:
         if any(place is not None for place in places) and not _only_looks(func):
             written = {id(tensor) for tensor in _written(func, args, kwargs)}
             for tensor, place in zip(tensors, places, strict=True):
@@ -194,7 +196,9 @@ class _Call:
         """
         for tensor in self._tensors:
             number = self.devices.device_of(tensor)
-            if number == self.number or (number is None and (not tensor.ndim or self.func._schema.name.startswith(_MIXES))):
+            if number == self.number or (
+                number is None and (not tensor.ndim or self.func._schema.name.startswith(_MIXES))
+            ):
                 continue
             other = "cpu" if number is None else f"cuda:{number}"
             raise RuntimeError(
