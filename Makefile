@@ -122,6 +122,6 @@ type: $(VENV)/.installed
 	$(BIN)/mypy smp_estimator container/smp_config container/smp_launch container/smp_emulation container/smp_runtime container/smdistributed
 
 clean:
-	rm -rf $(VENV) $(FLOOR) .venv-torch-* build dist *.egg-info container/*.egg-info quickstart-data quickstart-output
+	rm -rf $(VENV) $(FLOOR) .venv-torch-* .venv-clients-* build dist *.egg-info container/*.egg-info quickstart-data quickstart-output
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
