@@ -43,7 +43,7 @@ def on_devices(seed: int, config: dict[str, Any], function: Callable[..., Any], 
         return lambda *given, **named: there(own(*given, **named))
 
     before = []
-    with emulated(seed, devices=int(os.environ["WORLD_SIZE"])) as emulation:
+    with emulated(seed, devices=int(os.environ.get("WORLD_SIZE", "1"))) as emulation:
         try:
             session.init(config)
             for name, functions in _BATCHES.items():
@@ -60,3 +60,13 @@ def on_devices(seed: int, config: dict[str, Any], function: Callable[..., Any], 
         if isinstance(result, dict):
             result["waits"] = dict(emulation.waits)
         return result
+
+
+def on_host(config: dict[str, Any], function: Callable[..., Any], *args: Any) -> Any:
+    """The same on the CPU."""
+    from smp_runtime.job import session
+
+    session.init(config)
+    result = function(*args)
+    session.shutdown()
+    return result
