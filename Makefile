@@ -68,6 +68,13 @@ test-torch: $(OTHER)/.installed
 	$(OTHER)/bin/python -m pytest tests -m "not full" -n $(WORKERS) --dist loadfile --ignore=tests/estimator --ignore=tests/planning \
 		--ignore=tests/docker --ignore=tests/launch
 
+# Client libraries with both versions of Transformers: constraints-clients-*.txt holds where that differs from constraints-cpu.txt.
+.venv-clients-%/.installed: setup.cfg setup.py constraints-cpu.txt constraints-clients-%.txt
+	$(PYTHON) -m venv .venv-clients-$*
+	awk -F== 'NR == FNR { own[$$1] } NR == FNR || !($$1 in own)' constraints-clients-$*.txt constraints-cpu.txt > .venv-clients-$*/constraints.txt
+	.venv-clients-$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-clients-$*/constraints.txt -e ".[local,test,clients]"
+	@touch $@
+
 test-full: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 

@@ -53,6 +53,7 @@ FLOORS = [
     {"replacement"},
     {"model"},
     {"checkpoint"},
+    {"libraries"},
 ]
 #: They know nothing of one another: what one needs of another is a protocol, or is passed in by the model's recipe.
 STRATEGIES = {"activations", "data_parallel", "pipeline", "sharding", "tensor_parallel"}

@@ -128,14 +128,14 @@ def test_a_banner_before_the_answer_is_passed_over(client, stop, banner):
 
 def test_a_host_that_begins_to_speak_and_falls_silent_ends_the_patience(client, stop):
     began = time.monotonic()
-    with pytest.raises(LaunchError, match=r"within 0.5 s \(algo-2: it said 'Enter pass', but not that it is ready\)"):
-        Followers.reach(["algo-2"], client("printf 'Enter pass'; exec sleep 20"), stop, {PATIENCE_VARIABLE: "0.5"})
-    assert time.monotonic() - began < 10
+    with pytest.raises(LaunchError, match=r"within 3 s \(algo-2: it said 'Enter pass', but not that it is ready\)"):
+        Followers.reach(["algo-2"], client("printf 'Enter pass'; exec sleep 60"), stop, {PATIENCE_VARIABLE: "3"})
+    assert time.monotonic() - began < 30
 
 
 def test_a_helper_that_holds_the_messages_does_not_hold_the_leader(client, stop):
     began = time.monotonic()
-    proxy = client("echo 'proxy: no route' >&2; sleep 20 >/dev/null & exit 255")
+    proxy = client("echo 'proxy: no route' >&2; sleep 60 >/dev/null & exit 255")
     with pytest.raises(LaunchError, match=r"algo-2: proxy: no route"):
-        Followers.reach(["algo-2"], proxy, stop, {PATIENCE_VARIABLE: "0.5"})
-    assert time.monotonic() - began < 10
+        Followers.reach(["algo-2"], proxy, stop, {PATIENCE_VARIABLE: "3"})
+    assert time.monotonic() - began < 30

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -118,12 +119,33 @@ def register_causal(
             arguments=lambda module: ((module.config,), _facts(module) if with_head else {}),
             is_whole_model=True,
             translations=(names.to_theirs, names.to_ours),
+            was_initialised=was_initialised,
         ),
     )
 
 
+@torch.no_grad()
+def was_initialised(module: torch.nn.Module) -> bool:
+    """Whether a module of Transformers has weights that somebody gave it.
+
+    Scripts of the original library put a function that does nothing in place of ``PreTrainedModel.init_weights`` to
+    save its time, since the distributed form draws new weights anyway. Transformers then marks no module, and a
+    state that was trained and loaded shows in its norms.
+    """
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if base is None or getattr(base.init_weights, "__module__", "").startswith("transformers."):
+        return True
+    if any(getattr(part, "_is_hf_initialized", False) for part in module.modules()):
+        return True
+    norms = (part for part in module.modules() if "norm" in type(part).__name__.lower())
+    firsts = ((value, 1.0 if name == "weight" else 0.0) for norm in norms for name, value in norm.named_parameters())
+    return any(not value.is_meta and bool((value != first).any()) for value, first in firsts)
+
+
 def _facts(module: Any) -> dict[str, Any]:
     """What a script may have made otherwise than the configuration says."""
+    if not was_initialised(module):
+        return {}  # nor were its weights tied
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     return {"tie_word_embeddings": head.weight is embedding.weight}
 
