@@ -44,7 +44,10 @@ class Fault:
 #: One rank, in this process.
 ALONE = {
     "copied out before it is computed": Fault(
-        "offloading", OFFLOADING + "Offloader.copied_out", "stream.wait_stream(torch.cuda.current_stream(self.device))", "pass"
+        "offloading",
+        OFFLOADING + "Offloader.copied_out",
+        "stream.wait_stream(torch.cuda.current_stream(self.device))",
+        "pass",
     ),
     "an event before the copy that it stands for": Fault(
         "offloading",
@@ -91,7 +94,10 @@ ALONE = {
         "is given back at",
     ),
     "written to a file before it is copied": Fault(
-        "saving", "smp_runtime.checkpoint.save_partial:Saver._jobs", "torch.cuda.synchronize(session.ranks.device)", "pass"
+        "saving",
+        "smp_runtime.checkpoint.save_partial:Saver._jobs",
+        "torch.cuda.synchronize(session.ranks.device)",
+        "pass",
     ),
     "the script's work does not come first": Fault(
         "script_with_a_stream", "smp_runtime.comm.devices:in_order_with_script", "compute.wait_stream(script)", "pass"
@@ -199,16 +205,11 @@ def test_it_is_found_on_ranks(ranks, name):
 
 
 def _faulty(path, fault):
-    import functools
-
-    from support import emulated_training
-    from support import emulated_training
-from support.emulated import on_devices
-from support.emulated_training import PATHS
+    from support import emulated, emulated_training
     from support.planted import planted
 
-    with planted(fault[0], fault[1], fault[2]):
-        return emulated_training.run(path, "", functools.partial(on_devices, 3))
+    with planted(*fault):
+        return emulated_training.run(path, "", functools.partial(emulated.on_devices, 3))
 
 
 # -- small programs ----------------------------------------------------------------------------------------------------

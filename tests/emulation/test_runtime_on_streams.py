@@ -17,7 +17,9 @@ SAMPLE = {"reduction", "sharding", "pipeline", "offloading", "saving"}
 def _run(seed, path, folder):
     from support import emulated, emulated_training
 
-    return emulated_training.run(path, folder, emulated.on_host if seed is None else functools.partial(emulated.on_devices, seed))
+    return emulated_training.run(
+        path, folder, emulated.on_host if seed is None else functools.partial(emulated.on_devices, seed)
+    )
 
 
 _expected: dict[str, list[Any]] = {}

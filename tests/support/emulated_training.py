@@ -71,7 +71,9 @@ def offloading() -> dict[str, Any]:
     import smdistributed.modelparallel.torch as smp
 
     return activation_training.train(
-        functools.partial(activation_training.Net, 4), lambda model: smp.set_activation_checkpointing(model.layers)
+        functools.partial(activation_training.Net, 4),
+        lambda model: smp.set_activation_checkpointing(model.layers),
+        STEPS,
     )
 
 
@@ -99,7 +101,7 @@ def gathering() -> dict[str, Any]:
     model = smp.DistributedModel(sharded_training.Blocks())
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     device = session.current().ranks.device
-    for index in range(3):
+    for index in range(STEPS):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * index + smp.rank()))
         optimizer.zero_grad()
         model(x.to(device)).square().mean().backward()
@@ -176,15 +178,21 @@ PATHS = {
     "pipeline": Path("pipeline", 2, PIPELINE),
     "pipeline, replicas": Path("pipeline", 4, PIPELINE),
     "pipeline, a stream of the script": Path("on_a_stream", 2, PIPELINE),
-    "offloading": Path("offloading", 1, {"offload_activations": True, "activation_loading_horizon": 1, "microbatches": 2}),
+    "offloading": Path(
+        "offloading", 1, {"offload_activations": True, "activation_loading_horizon": 1, "microbatches": 2}
+    ),
     "offloading, pipeline": Path("offloading", 2, {**PIPELINE, "offload_activations": True}),
     "fp16": Path("half", 2, {"ddp": True, "fp16": True}, tolerance=2e-2),
     "fp16, sharded state": Path("half", 2, {"ddp": True, "fp16": True, "shard_optimizer_state": True}, tolerance=2e-2),
     "saving": Path("saving", 1, {}, saves=True),
-    "saving, sharding": Path("saving", 2, {**sharded_training.settings(TiedNet(), 2), "sdp_max_live_parameters": 10**6}, saves=True),
+    "saving, sharding": Path(
+        "saving", 2, {**sharded_training.settings(TiedNet(), 2), "sdp_max_live_parameters": 10**6}, saves=True
+    ),
     "saving, pipeline": Path("saving", 2, {"partitions": 2, "microbatches": 4}, saves=True),
     "tensor parallelism": Path("dividing", 2, {"ddp": True, "tensor_parallel_degree": 2}),
-    "smddp": Path("gathering", 4, {**sharded_training.settings(sharded_training.Blocks(), 4), "ddp_dist_backend": "smddp"}),
+    "smddp": Path(
+        "gathering", 4, {**sharded_training.settings(sharded_training.Blocks(), 4), "ddp_dist_backend": "smddp"}
+    ),
 }
 
 
