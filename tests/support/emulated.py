@@ -53,6 +53,8 @@ def on_devices(seed: int, config: dict[str, Any], function: Callable[..., Any], 
                         before.append((module, each, getattr(module, each)))
                         setattr(module, each, moved(getattr(module, each)))
             result = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), function(*args))
+            for number in range(torch.cuda.device_count()):
+                torch.cuda.synchronize(number)
             session.shutdown()
         finally:
             for module, each, own in before:
