@@ -71,7 +71,7 @@ def install() -> bool:
     for call in CALLS:
         _put(call)
     _read_cuda_storages()
-    smp_emulation._installed = True  # noqa: SLF001 - its own flag, which others ask for without PyTorch
+    smp_emulation._installed = True
     return True
 
 
@@ -83,7 +83,7 @@ def uninstall() -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
-    smp_emulation._installed = False  # noqa: SLF001
+    smp_emulation._installed = False
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ def describe_processes(session: Session) -> None:
     """
     ranks = session.ranks
     group = batch_group(ranks)
-    shared = PartialState._shared_state  # noqa: SLF001 - what PartialState() itself fills in, from the launcher's variables
+    shared = PartialState._shared_state
     if not shared:
         shared.update(_cpu=ranks.device.type == "cpu", debug=False, fork_launched=0)
     shared.update(
@@ -61,5 +61,5 @@ class _Described:
 def _forget() -> None:
     from accelerate.state import AcceleratorState, GradientState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001 - as Accelerate's tests do between jobs
-    GradientState._reset_state()  # noqa: SLF001 - as Accelerate's tests do between jobs
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
