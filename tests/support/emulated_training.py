@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from support import activation_training, sharded_training
-from support.models import TiedNet, token_batches
+from support.models import TiedNet, loss_of, token_batches
 from support.pipeline_training import staged
 from support.rank_training import training_step, updates
 
@@ -141,17 +141,47 @@ def dividing() -> dict[str, Any]:
     return {"losses": losses}
 
 
-def on_a_stream() -> dict[str, Any]:
-    """A script that computes on a stream of its own."""
+def reading_late() -> dict[str, Any]:
+    """A script that adds up what a step returns without ever waiting for it."""
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime.job import session
+
+    torch.manual_seed(0)
+    model = smp.DistributedModel(TiedNet())
+    optimizer = smp.DistributedOptimizer(sgd(model.parameters()))
+
+    @smp.step
+    def step(ids: torch.Tensor, targets: torch.Tensor) -> Any:
+        scores = model(ids)
+        loss = loss_of(scores, targets)
+        model.backward(loss)
+        return scores, loss
+
+    device = session.current().ranks.device
+    total = torch.zeros((), device=device)
+    for batch in token_batches(0, STEPS, BATCH):
+        scores, loss = step(*(tensor.to(device) for tensor in batch))
+        total += scores.concat().square().sum() + loss.reduce_mean()
+        del scores, loss
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"total": float(total)}
+
+
+def on_a_stream(function: Callable[..., Any], *args: Any) -> Any:
+    """In a script that computes on a stream of its own."""
     if not torch.cuda.is_available():
-        return pipeline()
+        return function(*args)
     own = torch.cuda.Stream()
     own.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(own):
-        return pipeline()
+        result = function(*args)
+    own.synchronize()
+    return result
 
 
 SHARDED = {"microbatches": 2, **sharded_training.settings(TiedNet(), 2)}
+OFFLOADED = {"offload_activations": True, "activation_loading_horizon": 1, "microbatches": 2}
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True}
 
 
@@ -161,6 +191,7 @@ class Path:
 
     Attributes:
         saves: whether it needs a folder.
+        own_stream: whether the script computes on a stream of its own.
         tolerance: of what must be equal to the CPU's.
     """
 
@@ -168,6 +199,7 @@ class Path:
     world: int
     config: dict[str, Any] = field(default_factory=dict)
     saves: bool = False
+    own_stream: bool = False
     tolerance: float = 1e-5
 
 
@@ -177,10 +209,13 @@ PATHS = {
     "sharding, hybrid": Path("sharding", 4, SHARDED),
     "pipeline": Path("pipeline", 2, PIPELINE),
     "pipeline, replicas": Path("pipeline", 4, PIPELINE),
-    "pipeline, a stream of the script": Path("on_a_stream", 2, PIPELINE),
-    "offloading": Path(
-        "offloading", 1, {"offload_activations": True, "activation_loading_horizon": 1, "microbatches": 2}
-    ),
+    "pipeline, a stream of the script": Path("pipeline", 2, PIPELINE, own_stream=True),
+    "pipeline, outputs read late": Path("reading_late", 2, PIPELINE),
+    "pipeline, outputs read late on a stream of the script": Path("reading_late", 2, PIPELINE, own_stream=True),
+    "reduction, a stream of the script": Path("reduction", 2, {"ddp": True}, own_stream=True),
+    "sharding, a stream of the script": Path("sharding", 2, SHARDED, own_stream=True),
+    "offloading": Path("offloading", 1, OFFLOADED),
+    "offloading, a stream of the script": Path("offloading", 1, OFFLOADED, own_stream=True),
     "offloading, pipeline": Path("offloading", 2, {**PIPELINE, "offload_activations": True}),
     "fp16": Path("half", 2, {"ddp": True, "fp16": True}, tolerance=2e-2),
     "fp16, sharded state": Path("half", 2, {"ddp": True, "fp16": True, "shard_optimizer_state": True}, tolerance=2e-2),
@@ -205,7 +240,10 @@ def run(path: Path, folder: str, start: Callable[..., Any]) -> Any:
     """
     rank, size = int(os.environ.get("RANK", "0")), path.world
     os.environ["SMP_HOST"] = f"algo-{rank * 2 // size if size == 4 else 0}"
+    function = globals()[path.function]
+    if path.own_stream:
+        function = functools.partial(on_a_stream, function)
     try:
-        return start(path.config, globals()[path.function], *([folder] if path.saves else []))
+        return start(path.config, function, *([folder] if path.saves else []))
     finally:
         del os.environ["SMP_HOST"]
