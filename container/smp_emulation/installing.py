@@ -66,7 +66,12 @@ _replaced: list[tuple[Any, str, Any]] = []
 
 def install_where_asked() -> None:
     """What PyTorch calls when it is imported in a rank, or in a process of one: emulate if the environment asks for it."""
-    if emulation.is_asked_for(os.environ):
+    seed = emulation.seed_of_checks(os.environ)
+    if seed is not None and not torch.cuda.is_available():
+        from smp_emulation import checked
+
+        checked.install(seed)
+    elif emulation.is_asked_for(os.environ):
         install()
 
 
