@@ -65,7 +65,12 @@ _replaced: list[tuple[Any, str, Any]] = []
 
 def install_where_asked() -> None:
     """What PyTorch calls when it is imported in a rank, or in a process of one: emulate if the environment asks for it."""
-    if emulation.is_asked_for(os.environ):
+    seed = emulation.seed_of_checks(os.environ)
+    if seed is not None and not torch.cuda.is_available():
+        from smp_emulation import checked
+
+        checked.install(seed)
+    elif emulation.is_asked_for(os.environ):
         install()
 
 
@@ -83,7 +88,7 @@ def install() -> bool:
         _put(call)
     _read_cuda_storages()
     ordering.make_default_streams()
-    smp_emulation._installed = True  # noqa: SLF001 - its own flag, which others ask for without PyTorch
+    smp_emulation._installed = True
     return True
 
 
@@ -95,7 +100,7 @@ def uninstall() -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
-    smp_emulation._installed = False  # noqa: SLF001
+    smp_emulation._installed = False
 
 
 @contextlib.contextmanager

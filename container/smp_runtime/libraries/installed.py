@@ -13,4 +13,19 @@ def _accelerate(module: ModuleType) -> None:
     give_to_scripts(module)
 
 
+def _arguments(module: ModuleType) -> None:
+    from smp_runtime.libraries.trainer import adapt_arguments
+
+    adapt_arguments(module)
+
+
+def _trainer(module: ModuleType) -> None:
+    from smp_runtime.libraries.trainer import adapt_trainer
+
+    adapt_trainer(module)
+
+
 when_imported("accelerate", _accelerate)
+when_imported("transformers.training_args", _arguments)
+when_imported("transformers.sagemaker.training_args_sm", _arguments)
+when_imported("transformers.trainer", _trainer)

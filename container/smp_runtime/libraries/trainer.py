@@ -1,0 +1,234 @@
+"""What Transformers' ``Trainer`` lacks for this library: put into its classes when a script has loaded them.
+
+Transformers has the calls for this library, but on the way to them some is missing, in some releases more than in others.
+``docs/trainer.md`` says what, and what would have to change there. Outside a job with model parallelism all of it does
+what Transformers does.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp_config import Group
+from smp_runtime.checkpoint.live_state import random_state, restore_random_state
+from smp_runtime.job import session as sessions
+from smp_runtime.libraries.accelerate_state import describe_processes
+from smp_runtime.libraries.trainer_steps import prediction_step, takes, training_step
+from smp_runtime.model.distributed_model import DistributedModel
+from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+from smp_runtime.replacement.scopes import is_marked, set_tensor_parallelism
+
+if TYPE_CHECKING:
+    from smp_runtime.job.session import Session
+
+logger = logging.getLogger("smp")
+
+#: In the sentence with which releases refuse bf16 in jobs of this library.
+_REFUSES_BF16 = "does not support BF16"
+
+
+def adapt_arguments(module: ModuleType) -> None:
+    """``TrainingArguments``: the device of this library, on machines without a GPU too."""
+    for name in ("TrainingArguments", "SageMakerTrainingArguments"):
+        kind = vars(module).get(name)
+        if kind is None or "_setup_devices" not in vars(kind):
+            continue
+        _property_of(kind, "_setup_devices", _device, module)
+        if "__post_init__" in vars(kind):
+            _replace(kind, "__post_init__", _begin_arguments, module)
+
+
+def adapt_trainer(module: ModuleType) -> None:
+    """``Trainer``: data per rank, the wrapped model everywhere, its optimizer, its own loss, all random numbers."""
+    kind = module.Trainer
+    for name, method in {
+        "__init__": _begin_trainer,
+        "create_accelerator_and_postprocess": _create_accelerator,
+        "_wrap_model": _wrap_model,
+        "create_optimizer": _create_optimizer,
+        "training_step": _training_step,
+        "prediction_step": _prediction_step,
+        "_save_rng_state": _save_rng_state,
+        "_load_rng_state": _load_rng_state,
+    }.items():
+        if name in vars(kind):
+            _replace(kind, name, method, module)
+
+
+def _is_ours(module: ModuleType) -> bool:
+    """Whether Transformers takes this process for a rank of this library."""
+    names = vars(module)
+    ask = names.get("is_sagemaker_mp_enabled") or names["is_sagemaker_model_parallel_available"]
+    return bool(ask()) and sessions.is_initialized()
+
+
+def _replace(kind: type, name: str, method: Callable[..., Any], module: ModuleType) -> None:
+    """Let ``method(former, self, …)`` answer for ``self.name(…)`` in jobs of this library."""
+    former = vars(kind)[name]
+
+    @functools.wraps(former)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_ours(module):
+            return former(self, *args, **kwargs)
+        return method(functools.partial(former, self), self, *args, **kwargs)
+
+    setattr(kind, name, call)
+
+
+def _property_of(kind: type, name: str, method: Callable[..., Any], module: ModuleType) -> None:
+    former = vars(kind)[name]
+
+    def value(self: Any) -> Any:
+        return method(self) if _is_ours(module) else former.__get__(self, type(self))
+
+    replaced = functools.cached_property(value)
+    replaced.__set_name__(kind, name)
+    setattr(kind, name, replaced)
+
+
+# -- TrainingArguments -------------------------------------------------------------------------------------------------
+
+
+def _begin_arguments(former: Callable[..., Any], arguments: Any) -> None:
+    if sessions.current().ranks.device.type == "cpu":
+        arguments.use_cpu = True
+    former()
+
+
+def _device(arguments: Any) -> torch.device:
+    """What ``_setup_devices`` does for this library, on any device."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    describe_processes(sessions.current())  # what libraries ask that do not know of this one
+    arguments.distributed_state = None
+    device = sessions.current().ranks.device
+    arguments._n_gpu = int(device.type != "cpu")
+    return device
+
+
+# -- Trainer -----------------------------------------------------------------------------------------------------------
+
+
+def _begin_trainer(former: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> None:
+    """The precision is that of the job, as Transformers has it for fp16 already."""
+    given = inspect.signature(former).bind(*args, **kwargs).arguments.get("args")
+    if given is None or not hasattr(given, "bf16"):
+        former(*args, **kwargs)
+        return
+    wanted = sessions.current().ranks.cfg.bf16
+    if given.bf16 != wanted:
+        sessions.say_once(
+            f"the job trains with bf16={wanted}, as its parameters for the model parallel library say, and not with the "
+            f"bf16={given.bf16} of its TrainingArguments; set both alike"
+        )
+    refuses = _REFUSES_BF16 in inspect.getsource(sys.modules[inspect.unwrap(former.func).__module__])
+    given.bf16 = wanted and not refuses
+    try:
+        former(*args, **kwargs)
+    finally:
+        given.bf16 = wanted
+
+
+def _create_accelerator(former: Callable[..., Any], trainer: Any) -> None:
+    from smp_runtime.libraries.trainer_accelerator import TrainerAccelerator
+
+    names = inspect.unwrap(former.func).__globals__
+    plain = names["Accelerator"]
+    names["Accelerator"] = functools.partial(TrainerAccelerator, trainer)
+    try:
+        former()
+    finally:
+        names["Accelerator"] = plain
+
+
+def _wrap_model(_: Callable[..., Any], trainer: Any, model: Any, *args: Any, **kwargs: Any) -> DistributedModel:
+    """One wrapped model for training, evaluation and prediction."""
+    for known in (trainer.model_wrapped, model):
+        if isinstance(known, DistributedModel):
+            return known
+    if sessions.current().ranks.size(Group.TP) > 1 and not is_marked(model):
+        set_tensor_parallelism(model)
+    # Trainer says by no_sync which passes accumulate: the last update of an epoch may have fewer than the others.
+    trainer.model_wrapped = DistributedModel(model)
+    return trainer.model_wrapped
+
+
+def _create_optimizer(former: Callable[..., Any], trainer: Any, model: Any = None) -> DistributedOptimizer:
+    """An optimizer of the wrapped model's parameters, once."""
+    if isinstance(trainer.optimizer, DistributedOptimizer):
+        return trainer.optimizer
+    wrapped = trainer.model_wrapped
+    inner = wrapped.module if isinstance(wrapped, DistributedModel) else trainer.model
+    if takes(former, "model"):
+        return former(inner if model is None or isinstance(model, DistributedModel) else model)
+    trainer.model_wrapped = inner  # the release takes that, and names of parameters as they are in the model
+    try:
+        return former()
+    finally:
+        trainer.model_wrapped = wrapped
+
+
+def _training_step(
+    _: Callable[..., Any], trainer: Any, model: Any, inputs: Any, num_items_in_batch: Any = None
+) -> torch.Tensor:
+    return training_step(trainer, model, inputs, num_items_in_batch)
+
+
+def _prediction_step(
+    _: Callable[..., Any], trainer: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+) -> tuple[Any, Any, Any]:
+    return prediction_step(trainer, model, inputs, prediction_loss_only, ignore_keys)
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+def _random_file(session: Session, folder: Any) -> Path:
+    """Of each rank: ranks of one replica, which Transformers counts as one process, draw numbers of their own."""
+    is_alone = session.ranks.size(Group.WORLD) == 1
+    return Path(folder) / ("rng_state.pth" if is_alone else f"rng_state_{session.ranks.rank}.pth")
+
+
+def _save_rng_state(_: Callable[..., Any], trainer: Any, output_dir: Any) -> None:
+    import numpy as np
+
+    session = sessions.current()
+    kind, keys, *rest = np.random.get_state()
+    state = {
+        **random_state(session),
+        "python": random.getstate(),
+        "numpy": (kind, [int(key) for key in keys], *rest),
+        "ranks": session.ranks.size(Group.WORLD),
+    }
+    file = _random_file(session, output_dir)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(state, file)
+
+
+def _load_rng_state(_: Callable[..., Any], trainer: Any, checkpoint: Any) -> None:
+    import numpy as np
+
+    session = sessions.current()
+    if checkpoint is None:
+        return
+    session.progress.set_position(trainer.state.global_step, trainer.state.max_steps)
+    file = _random_file(session, checkpoint)
+    state = torch.load(file, weights_only=True) if file.is_file() else {}
+    size = session.ranks.size(Group.WORLD)
+    if state.get("ranks") != size:
+        restore_random_state(session, None, same_topology=False)
+        return
+    restore_random_state(session, state, same_topology=True)
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
