@@ -94,7 +94,7 @@ def explain(error: BaseException) -> None:
     if isinstance(error, AttributeError) and wanted in _OF_STEP_OUTPUT and type(error.obj).__name__ == "Tensor":
         words = "this is a tensor already; only what a function with @smp.step returns to its caller, a StepOutput, has"
         _add(error, f"{words} {wanted}()")
-    elif emulation.is_asked_for(os.environ) and _wants_gpu(error):
+    elif os.environ.get(emulation.VARIABLE, "0") != "0" and _wants_gpu(error):
         _add(error, _NO_GPU)
 
 

@@ -39,6 +39,27 @@ def test_only_where_it_is_asked_for_and_no_gpu_is_found(gpus):
     assert not emulates_cuda(ASKED)
 
 
+def test_a_word_that_means_nothing_is_refused_by_both_sides():
+    from support.jobs import model_parallel
+
+    from smp_config import ConfigError
+    from smp_estimator.settings.distribution import SettingsReader
+
+    said = "SMP_EMULATE_CUDA is 'true'; it says whether calls of torch.cuda act on the CPU .*: set 1, or 0, or checked"
+    wrong = {emulation.VARIABLE: "true"}
+    with pytest.raises(ConfigError, match=said):
+        emulates_cuda(wrong)
+    with pytest.raises(ConfigError, match=said):
+        SettingsReader().read(
+            model_parallel(1, ddp=True),
+            stock_image=False,
+            instance_type="local",
+            hosts=1,
+            process_mode=True,
+            environment=wrong,
+        )
+
+
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_rank_and_its_children_find_it(gpus, number, tmp_path, monkeypatch):
     gpus(number)
