@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from smp_emulation.calls import Call, asked_by_pytorch_or_us
+from smp_emulation.calls import Call, asked_by_pytorch_or_us, instead
 from smp_emulation.devices import CPU, here, index_of, initialize
 
 #: Functions of ``torch`` with an argument ``device``.
@@ -218,7 +218,11 @@ def _make_type(name: str, among: Any = torch) -> type:
     return _Type(name, (), {**fields, "__module__": "torch.cuda"})
 
 
-TYPES = "BFloat16 Bool Byte Char Double Float Half Int Long Short".split()
+def _type_of(name: str, among: Any = torch) -> Callable[[Any], Any]:
+    return lambda original: _make_type(name, among)
+
+
+TYPES = [f"{name}Tensor" for name in "BFloat16 Bool Byte Char Double Float Half Int Long Short".split()]
 
 CALLS = (
     *(Call(name, "the CPU for a CUDA device, plain memory for pinned", _with_device) for name in FACTORIES),
@@ -241,29 +245,18 @@ CALLS = (
     Call("torch.utils._device.DeviceContext.__init__", "the CPU for a CUDA device", _taking_device(1)),
     Call("torch.nn.Module.to", "the CPU for a CUDA device", _taking_device(1)),
     Call("torch.nn.Module.to_empty", "the CPU for a CUDA device", _taking_device(1)),
+    *(Call(f"torch.cuda.{name}", f"makes torch.{name}", _type_of(name)) for name in TYPES),
     *(
-        Call(
-            f"torch.cuda.{name}Tensor",
-            f"makes torch.{name}Tensor",
-            lambda original, name=name: _make_type(f"{name}Tensor"),
-        )
+        Call(f"torch.cuda.sparse.{name}", f"makes torch.sparse.{name}", _type_of(name, torch.sparse))
         for name in TYPES
+        if hasattr(torch.sparse, name)
     ),
     *(
-        Call(
-            f"torch.cuda.sparse.{name}Tensor",
-            f"makes torch.sparse.{name}Tensor",
-            lambda original, name=name: _make_type(f"{name}Tensor", torch.sparse),
-        )
-        for name in TYPES
-        if name != "Bool"
-    ),
-    *(
-        Call(
-            f"torch.cuda.{name}Storage",
-            f"makes torch.{name}Storage",
-            lambda original, name=name: getattr(torch, f"{name}Storage"),
-        )
-        for name in [*TYPES, "ComplexDouble", "ComplexFloat"]
+        instead(f"torch.cuda.{name}", f"makes torch.{name}", getattr(torch, name))
+        for name in [
+            *(name.replace("Tensor", "Storage") for name in TYPES),
+            "ComplexDoubleStorage",
+            "ComplexFloatStorage",
+        ]
     ),
 )

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import smp_emulation
 from smp_config import emulation
@@ -164,6 +165,14 @@ def test_an_error_of_cuda_code_is_explained(error, monkeypatch):
     assert str(error).startswith(f"{before}: this needs a GPU, or CUDA code; ")
     assert "SMP_EMULATE_CUDA=1" in str(error)
     assert str(error).endswith("run this part of the script on a machine with a GPU")
+
+
+def test_a_device_that_is_a_bare_number_is_explained(monkeypatch):
+    monkeypatch.setenv(emulation.VARIABLE, "1")
+    with installing.emulated(), pytest.raises(RuntimeError) as raised:
+        torch.device(0)
+    ending.explain(raised.value)
+    assert str(raised.value).endswith('write torch.device("cuda", 0), which means the same')
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'numppy'", name="numppy"), ValueError("boom")])

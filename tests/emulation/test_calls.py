@@ -285,6 +285,34 @@ def test_older_idioms():
     assert torch.compiler is not None
 
 
+def test_process_groups(tmp_path, monkeypatch, caplog):
+    import torch.distributed as dist
+
+    assert dist.is_nccl_available()
+    for rank in ("1", "0"):  # what the environment says; the first of them tells of it
+        monkeypatch.setenv("SMP_RANK", rank)
+        store = dist.FileStore(str(tmp_path / rank), 1)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        dist.init_process_group(
+            "nccl", store=store, rank=0, world_size=1, pg_options=options, device_id=torch.device("cuda", 0)
+        )
+        try:
+            assert dist.get_backend() == "gloo"
+            total = torch.ones(2, device="cuda")
+            dist.all_reduce(total, group=dist.new_group([0], backend="nccl"))
+            dist.barrier(device_ids=[0])
+            objects = ["a"]
+            dist.broadcast_object_list(objects, src=0, device=torch.device("cuda", 0))
+            model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2).cuda(), device_ids=[0], output_device=0)
+            model(total[None]).sum().backward()
+            assert dist.init_device_mesh("cuda", (1,)).device_type == "cpu"
+        finally:
+            dist.destroy_process_group()
+    assert [record.getMessage() for record in caplog.records if record.name == "smp_emulation"] == [
+        "init_process_group('nccl'): no GPU here, so the collectives of all ranks go over gloo (SMP_EMULATE_CUDA=1)"
+    ]
+
+
 def _in_a_child(queue):
     queue.put((torch.cuda.is_available(), torch.zeros(1, device="cuda").device.type))
 
