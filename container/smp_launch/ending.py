@@ -66,8 +66,8 @@ _NO_GPU = (
 )
 
 _BARE_NUMBER = (
-    "a bare number as in torch.device(0) asks PyTorch's own code for the accelerator; there is no GPU here, and torch.cuda is emulated "
-    'on the CPU (SMP_EMULATE_CUDA=1), which that code does not know; write torch.device("cuda", 0), which means the same'
+    "a bare number as in torch.device(0) asks PyTorch's own code for the accelerator; there is no GPU here, and torch.cuda is "
+    'emulated on the CPU (SMP_EMULATE_CUDA=1), which that code does not know; write torch.device("cuda", 0), which means the same'
 )
 
 #: Of a failing script's message, in the failure line; the log has it whole.
