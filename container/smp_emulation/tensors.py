@@ -52,13 +52,12 @@ def _tensor_to(original: Any) -> Any:
             wanted = args[0]
             kind = type(wanted)
             if kind is torch.device or kind is str or kind is int:
-                place = here(wanted)
-                args = (place, *args[1:])
-                if place is wanted and len(args) < 4 and _is_copied_back(self, wanted):
+                args = (here(wanted), *args[1:])
+                if len(args) < 4 and _is_copied_back(self, wanted):
                     kwargs["copy"] = True
         elif (wanted := kwargs.get("device")) is not None:
-            kwargs["device"] = place = here(wanted)
-            if place is wanted and _is_copied_back(self, wanted):
+            kwargs["device"] = here(wanted)
+            if _is_copied_back(self, wanted):
                 kwargs["copy"] = True
         return original(self, *args, **kwargs)
 
@@ -66,8 +65,11 @@ def _tensor_to(original: Any) -> Any:
 
 
 def _is_copied_back(tensor: torch.Tensor, wanted: Any) -> bool:
-    """Whether a script asks for a tensor in main memory, of which a GPU would give it a copy."""
-    return str(wanted) == "cpu" and tensor.device == CPU and not asked_by_pytorch_or_us(depth=3)
+    """Whether a script asks for a tensor in main memory, of which a GPU would give it a copy.
+
+    By the word: a ``torch.device`` that is the CPU is as a rule another tensor's, and means where they all lie.
+    """
+    return type(wanted) is str and wanted == "cpu" and tensor.device == CPU and not asked_by_pytorch_or_us(depth=3)
 
 
 def _tensor_cuda(original: Any) -> Any:

@@ -117,6 +117,7 @@ def test_copies_in_main_memory_are_copies():
     best = {name: tensor.cpu() for name, tensor in nn.Linear(2, 2).state_dict().items()}
     x = torch.ones(3)
     kept, also = x.cpu(), x.to("cpu")
+    assert x.to(x.device) is x
     x.zero_()
     assert kept.tolist() == also.tolist() == [1.0, 1.0, 1.0]
     model = nn.Linear(2, 2)
