@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from smp_emulation import devices, memory, ordering
-from smp_emulation.calls import instead
+from smp_emulation.calls import instead, nothing
 
 CUDA = torch.device("cuda")
 
@@ -67,7 +67,7 @@ CALLS = (
     instead("torch.accelerator.get_memory_info", "this machine's main memory", memory.free_and_total),
     instead("torch.accelerator.reset_peak_memory_stats", "the peak of the process counts anew", memory.reset_peak),
     *(
-        instead(f"torch.accelerator.{name}", "nothing to do", lambda *args: None)
+        instead(f"torch.accelerator.{name}", "nothing to do", nothing)
         for name in ("empty_cache", "empty_host_cache", "reset_accumulated_memory_stats")
     ),
     instead("torch.Stream", "a name, as torch.cuda.Stream", ordering.Stream),

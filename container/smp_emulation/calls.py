@@ -48,6 +48,10 @@ def _own(original: Any, value: Any) -> Any:
     return copy
 
 
+def nothing(*args: object, **kwargs: object) -> None:
+    """Does nothing, for whatever arguments."""
+
+
 def refused(name: str, why: str, way_out: str = "", is_class: bool = False) -> Call:
     """A call that raises NeedsGpuError; a class raises when it is made."""
     value = (refusing_class if is_class else refusing)(name, why, way_out)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from smp_emulation.calls import Call, instead
+from smp_emulation.calls import Call, instead, nothing
 from smp_emulation.errors import refusing
 
 CPU = torch.device("cpu")
@@ -207,10 +207,6 @@ def synchronize(device: Any = None) -> None:
     index_of(device)
 
 
-def _nothing(*args: object, **kwargs: object) -> None:
-    return None
-
-
 def _capability(device: Any = None) -> tuple[int, int]:
     index_of(device)
     return CAPABILITY
@@ -278,7 +274,7 @@ CALLS = (
     instead("torch.cuda.is_tf32_supported", "True", lambda: True),
     instead("torch.cuda.can_device_access_peer", "True for two devices", _can_access),
     instead("torch.cuda.cudart", "profiler calls; others are refused", _Runtime),
-    instead("torch.cuda.check_error", "no error", _nothing),
+    instead("torch.cuda.check_error", "no error", nothing),
     instead("torch.cuda.get_sync_debug_mode", "what was set", lambda: _sync_debug_mode),
     instead("torch.cuda.set_sync_debug_mode", "remembered, without effect", _set_sync_debug_mode),
     *(

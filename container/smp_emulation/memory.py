@@ -7,7 +7,7 @@ import resource
 from collections import OrderedDict
 from typing import Any
 
-from smp_emulation.calls import Call, instead, refused
+from smp_emulation.calls import Call, instead, nothing, refused
 from smp_emulation.devices import NAME, index_of, memory_of_the_machine
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -116,10 +116,6 @@ def _set_fraction(fraction: float, device: Any = None) -> None:
     _fraction[index_of(device)] = fraction
 
 
-def _nothing(*args: object, **kwargs: object) -> None:
-    return None
-
-
 PROCESS = "this process's main memory"
 _POOL = "it manages memory of a GPU"
 
@@ -138,7 +134,7 @@ CALLS: tuple[Call, ...] = (
         for name in ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached")
     ),
     *(
-        instead(f"torch.cuda.{name}", "nothing to do", _nothing)
+        instead(f"torch.cuda.{name}", "nothing to do", nothing)
         for name in (
             "reset_accumulated_memory_stats",
             "reset_accumulated_host_memory_stats",
@@ -155,8 +151,8 @@ CALLS: tuple[Call, ...] = (
     instead("torch.cuda.host_memory_stats_as_nested_dict", "empty", dict),
     instead("torch.cuda.memory_summary", "a sentence", _summary),
     instead("torch.cuda.memory_snapshot", "empty", lambda *args, **kwargs: []),
-    instead("torch.cuda.memory._record_memory_history", "records nothing", _nothing),
-    instead("torch.cuda.memory._dump_snapshot", "writes nothing", _nothing),
+    instead("torch.cuda.memory._record_memory_history", "records nothing", nothing),
+    instead("torch.cuda.memory._dump_snapshot", "writes nothing", nothing),
     instead("torch.cuda.memory._snapshot", "empty", lambda *args, **kwargs: {"segments": [], "device_traces": []}),
     instead("torch.cuda.list_gpu_processes", "this process", _processes),
     instead("torch.cuda.set_per_process_memory_fraction", "remembered, without effect", _set_fraction),

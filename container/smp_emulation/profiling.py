@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from smp_emulation.calls import Call, instead
+from smp_emulation.calls import Call, instead, nothing
 from smp_emulation.devices import index_of
 
 
@@ -42,10 +42,6 @@ def _range(msg: str, *args: Any, **kwargs: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _profile(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
-
-
-def _nothing(*args: object, **kwargs: object) -> None:
-    return None
 
 
 _tuned: dict[str, Any] = {}
@@ -102,12 +98,12 @@ CALLS: tuple[Call, ...] = (
     instead("torch.cuda.nvtx.range_push", "counts the depth", _push),
     instead("torch.cuda.nvtx.range_pop", "counts the depth", _pop),
     instead("torch.cuda.nvtx.range_start", "0", lambda msg: 0),
-    instead("torch.cuda.nvtx.range_end", "nothing", _nothing),
-    instead("torch.cuda.nvtx.mark", "nothing", _nothing),
+    instead("torch.cuda.nvtx.range_end", "nothing", nothing),
+    instead("torch.cuda.nvtx.mark", "nothing", nothing),
     instead("torch.cuda.nvtx.range", "counts the depth", _range),
-    instead("torch.cuda.profiler.init", "nothing", _nothing),
-    instead("torch.cuda.profiler.start", "nothing", _nothing),
-    instead("torch.cuda.profiler.stop", "nothing", _nothing),
+    instead("torch.cuda.profiler.init", "nothing", nothing),
+    instead("torch.cuda.profiler.start", "nothing", nothing),
+    instead("torch.cuda.profiler.stop", "nothing", nothing),
     instead("torch.cuda.profiler.profile", "nothing", _profile),
     *(instead(f"torch.cuda.tunable.{name}", "remembered, without effect", _switch(name)) for name, _, _ in _SETTINGS),
     *(
@@ -115,7 +111,7 @@ CALLS: tuple[Call, ...] = (
         for name, teller, default in _SETTINGS
     ),
     *(
-        instead(f"torch.cuda.tunable.{name}", "nothing", _nothing)
+        instead(f"torch.cuda.tunable.{name}", "nothing", nothing)
         for name in ("set_filename", "set_numerical_check_tolerances", "write_file_on_exit")
     ),
     instead("torch.cuda.tunable.get_filename", "empty", lambda: ""),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from smp_emulation.calls import Call, asked_by_pytorch_or_us, instead
+from smp_emulation.calls import Call, asked_by_pytorch_or_us, instead, nothing
 from smp_emulation.devices import CPU, here, index_of, initialize
 
 #: Functions of ``torch`` with an argument ``device``.
@@ -131,30 +131,6 @@ def _get_device(original: Any) -> Any:
     return get_device
 
 
-def _pin_memory(original: Any) -> Any:
-    @functools.wraps(original)
-    def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
-        return self
-
-    return pin_memory
-
-
-def _is_pinned(original: Any) -> Any:
-    @functools.wraps(original)
-    def is_pinned(self: torch.Tensor, device: Any = None) -> bool:
-        return False
-
-    return is_pinned
-
-
-def _record_stream(original: Any) -> Any:
-    @functools.wraps(original)
-    def record_stream(self: torch.Tensor, stream: Any) -> None:
-        return None
-
-    return record_stream
-
-
 def _storage_cuda(original: Any) -> Any:
     @functools.wraps(original)
     def cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
@@ -234,9 +210,9 @@ CALLS = (
     Call("torch.Tensor.type", "names and takes types of torch.cuda", _tensor_type),
     Call("torch.Tensor.is_cuda", "True for scripts", _is_cuda),
     Call("torch.Tensor.get_device", "the current device, for scripts", _get_device),
-    Call("torch.Tensor.pin_memory", "the tensor itself", _pin_memory),
-    Call("torch.Tensor.is_pinned", "False", _is_pinned),
-    Call("torch.Tensor.record_stream", "nothing to remember", _record_stream),
+    instead("torch.Tensor.pin_memory", "the tensor itself", lambda self, device=None: self),
+    instead("torch.Tensor.is_pinned", "False", lambda self, device=None: False),
+    instead("torch.Tensor.record_stream", "nothing to remember", nothing),
     *(Call(f"torch.{kind}.cuda", "the storage itself", _storage_cuda) for kind in ("UntypedStorage", "TypedStorage")),
     *(
         Call(f"torch.{kind}.to", "the CPU for a CUDA device", _storage_to)
