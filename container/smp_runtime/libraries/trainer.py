@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
-import random
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from smp_config import Group
-from smp_runtime.checkpoint.live_state import random_state, restore_random_state
 from smp_runtime.job import session as sessions
+from smp_runtime.libraries import trainer_checkpoints as checkpoints
 from smp_runtime.libraries.accelerate_state import describe_processes
 from smp_runtime.libraries.trainer_steps import prediction_step, takes, training_step
 from smp_runtime.model.distributed_model import DistributedModel
@@ -29,9 +24,7 @@ from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 from smp_runtime.replacement.scopes import is_marked, set_tensor_parallelism
 
 if TYPE_CHECKING:
-    from smp_runtime.job.session import Session
-
-logger = logging.getLogger("smp")
+    import torch
 
 #: In the sentence with which releases refuse bf16 in jobs of this library.
 _REFUSES_BF16 = "does not support BF16"
@@ -58,8 +51,11 @@ def adapt_trainer(module: ModuleType) -> None:
         "create_optimizer": _create_optimizer,
         "training_step": _training_step,
         "prediction_step": _prediction_step,
-        "_save_rng_state": _save_rng_state,
-        "_load_rng_state": _load_rng_state,
+        "_save_optimizer_and_scheduler": checkpoints.save_optimizer_and_scheduler,
+        "_load_from_checkpoint": checkpoints.load_from_checkpoint,
+        "_load_optimizer_and_scheduler": checkpoints.load_optimizer_and_scheduler,
+        "_save_rng_state": checkpoints.save_rng_state,
+        "_load_rng_state": checkpoints.load_rng_state,
     }.items():
         if name in vars(kind):
             _replace(kind, name, method, module)
@@ -189,46 +185,3 @@ def _prediction_step(
     _: Callable[..., Any], trainer: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
 ) -> tuple[Any, Any, Any]:
     return prediction_step(trainer, model, inputs, prediction_loss_only, ignore_keys)
-
-
-# -- random numbers ----------------------------------------------------------------------------------------------------
-
-
-def _random_file(session: Session, folder: Any) -> Path:
-    """Of each rank: ranks of one replica, which Transformers counts as one process, draw numbers of their own."""
-    is_alone = session.ranks.size(Group.WORLD) == 1
-    return Path(folder) / ("rng_state.pth" if is_alone else f"rng_state_{session.ranks.rank}.pth")
-
-
-def _save_rng_state(_: Callable[..., Any], trainer: Any, output_dir: Any) -> None:
-    import numpy as np
-
-    session = sessions.current()
-    kind, keys, *rest = np.random.get_state()
-    state = {
-        **random_state(session),
-        "python": random.getstate(),
-        "numpy": (kind, [int(key) for key in keys], *rest),
-        "ranks": session.ranks.size(Group.WORLD),
-    }
-    file = _random_file(session, output_dir)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, file)
-
-
-def _load_rng_state(_: Callable[..., Any], trainer: Any, checkpoint: Any) -> None:
-    import numpy as np
-
-    session = sessions.current()
-    if checkpoint is None:
-        return
-    session.progress.set_position(trainer.state.global_step, trainer.state.max_steps)
-    file = _random_file(session, checkpoint)
-    state = torch.load(file, weights_only=True) if file.is_file() else {}
-    size = session.ranks.size(Group.WORLD)
-    if state.get("ranks") != size:
-        restore_random_state(session, None, same_topology=False)
-        return
-    restore_random_state(session, state, same_topology=True)
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
