@@ -45,5 +45,5 @@ def refused(name: str, why: str, way_out: str = "", is_class: bool = False) -> C
 
 def asked_by_pytorch_or_us(depth: int = 2) -> bool:
     """Whether the function that calls is asked by PyTorch's own code or this library's, not by a script."""
-    name = sys._getframe(depth).f_globals.get("__name__", "")  # noqa: SLF001 - the documented way to one's caller
+    name = sys._getframe(depth).f_globals.get("__name__", "")
     return name.partition(".")[0] in _INTERNAL

@@ -165,3 +165,105 @@ def test_half_precision_of_the_job(ranks, strategy, half):
     wanted = _alone(results[0]["processes"])
     for result in results:
         assert result["losses"] == pytest.approx(wanted["losses"], abs=5e-2)
+
+
+def _parts(folder):
+    """What scripts call beside training, with two stages and two replicas."""
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+
+    def refused(call):
+        with pytest.raises(ValueError, match=".") as raised:
+            call()
+        return str(raised.value)
+
+    seen = {"fsdp": refused(lambda: Accelerator(cpu=True, fsdp_plugin=object.__new__(FullyShardedDataParallelPlugin)))}
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=1)])
+    original = _model()
+    optimizer = torch.optim.AdamW(original.parameters(), lr=1e-2)
+    loader = DataLoader(range(10), batch_size=4)
+    shuffled = DataLoader(range(8), batch_size=2, shuffle=True)
+    model, optimizer, loader, shuffled = accelerator.prepare(original, optimizer, loader, shuffled)
+    assert accelerator.prepare(model) is model
+    assert isinstance(model, smp.DistributedModel)
+    index = accelerator.process_index
+    seen["batches"] = [batch.tolist() for batch in loader]
+    seen["metrics"] = [accelerator.gather_for_metrics(batch).tolist() for batch in loader]
+    seen["objects"] = [n for batch in loader for n in accelerator.gather_for_metrics([str(n) for n in batch.tolist()])]
+    seen["shuffled"] = [accelerator.gather(batch).tolist() for batch in shuffled]
+    seen["sum"] = accelerator.reduce({"n": torch.tensor([1.0 + index])})["n"].item()
+    seen["mean"] = accelerator.reduce(torch.tensor(1.0 + index), "mean").item()
+    seen["padded"] = accelerator.pad_across_processes(torch.ones(1, 1 + index), dim=1, pad_index=7).tolist()
+    with accelerator.split_between_processes(["a", "b", "c", "d"]) as mine:
+        seen["mine"] = mine
+    ids = torch.randint(WORDS, (4, 8), generator=torch.Generator().manual_seed(index))
+    seen["outside"] = refused(lambda: model(input_ids=ids))
+
+    @smp.step
+    def step(ids):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        accelerator.backward(loss)
+        return loss
+
+    step(ids)
+    optimizer.step()
+    accelerator.save_model(model, folder)
+    unwrapped = accelerator.unwrap_model(model)
+    unwrapped.save_pretrained(
+        f"{folder}/hf",
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    seen["scale"] = optimizer.loss_scale  # a method of smp.DistributedOptimizer
+    accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+    seen["two optimizers"] = refused(lambda: accelerator.save_state(f"{folder}/state"))
+    accelerator.wait_for_everyone()
+    seen["state"] = {name: value.tolist() for name, value in model.state_dict().items() if "ln_f" in name}
+    accelerator.end_training()
+    return seen
+
+
+@pytest.mark.client("Accelerate", "gather_for_metrics, save_model, unwrap_model", "pp 2 × dp 2")
+@pytest.mark.full
+def test_what_else_scripts_call(ranks, tmp_path):
+    import transformers as hf
+    from safetensors.torch import load_file
+
+    results = ranks(_parts, 4, str(tmp_path), config={"ddp": True, **STAGES}, timeout=100)
+    first, stage, other = results[0], results[1], results[2]
+    assert first["batches"] == stage["batches"] == [[0, 1, 2, 3], [8, 9, 0, 1]]
+    assert other["batches"] == [[4, 5, 6, 7], [2, 3, 4, 5]]
+    assert [number for batch in first["metrics"] for number in batch] == list(range(10))
+    assert first["objects"] == [str(number) for number in range(10)]
+    assert all(result["shuffled"] == first["shuffled"] for result in results)
+    drawn = [number for batch in first["shuffled"] for number in batch]
+    assert sorted(drawn) == list(range(8)) != drawn
+    assert [result["mine"] for result in results] == [["a", "b"], ["a", "b"], ["c", "d"], ["c", "d"]]
+    assert (first["sum"], first["mean"]) == (3.0, 1.5)
+    assert (first["padded"], other["padded"]) == ([[1.0, 7.0]], [[1.0, 1.0]])
+    assert "leave it out" in first["fsdp"]
+    assert "smp.step" in first["outside"]
+    assert "2 optimizers" in first["two optimizers"]
+    saved = load_file(tmp_path / "model.safetensors")
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    for name, value in first["state"].items():
+        assert saved[name].tolist() == again[name].tolist() == value
+
+
+def _refuses_another_type():
+    from accelerate import Accelerator
+
+    with pytest.raises(ValueError, match=r"the job trains in bf16, .*fp16.*leave mixed_precision out"):
+        Accelerator(mixed_precision="fp16")
+
+
+@pytest.mark.full
+def test_another_type_than_the_jobs_is_refused(ranks):
+    ranks(_refuses_another_type, 2, config={"ddp": True, "bf16": True})
+
+
+def test_alone_it_is_accelerates_own():
+    from accelerate import Accelerator
+
+    assert type(Accelerator(cpu=True)) is Accelerator

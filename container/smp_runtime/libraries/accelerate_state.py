@@ -28,9 +28,10 @@ def describe_processes(session: Session) -> None:
     """
     ranks = session.ranks
     group = batch_group(ranks)
-    if not PartialState._shared_state:
-        PartialState._shared_state.update(_cpu=ranks.device.type == "cpu", debug=False, fork_launched=0)
-    PartialState._shared_state.update(
+    shared = PartialState._shared_state
+    if not shared:
+        shared.update(_cpu=ranks.device.type == "cpu", debug=False, fork_launched=0)
+    shared.update(
         backend=ranks.backend,
         device=ranks.device,
         distributed_type=DistributedType.MULTI_CPU if ranks.device.type == "cpu" else DistributedType.MULTI_GPU,

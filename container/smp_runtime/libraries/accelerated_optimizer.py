@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 
-from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
-
 if TYPE_CHECKING:
     from accelerate.utils import GradScalerKwargs
+
+    from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 
 
 class AcceleratedDistributedOptimizer(AcceleratedOptimizer):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.libraries.accelerate_state import batch_group, describe_processes
 from smp_runtime.libraries.accelerated_optimizer import AcceleratedDistributedOptimizer, loss_scale_of
+from smp_runtime.libraries.shared_order import share_order
 from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 from smp_runtime.optim.grad_scaler import GradScaler
@@ -50,6 +51,11 @@ class JobAccelerator(Accelerator):
     ``prepare`` wraps models in ``smp.DistributedModel`` and optimizers in ``smp.DistributedOptimizer`` where the script has
     not. ``num_processes`` counts the batches that differ. Arguments are Accelerate's.
     """
+
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+    _load_model_state_pre_hook: dict[str, Callable[..., None]]
+    _save_model_state_pre_hook: dict[str, Callable[..., None]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._job = sessions.current()
@@ -117,12 +123,7 @@ class JobAccelerator(Accelerator):
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         """Give each rank whose batch differs its batches, in an order that all ranks share."""
-        ranks, sampler = self._job.ranks, getattr(data_loader, "sampler", None)
-        if isinstance(sampler, torch.utils.data.RandomSampler) and sampler.generator is None:
-            # Accelerate does this among several processes; stages of one pipeline must draw alike, too.
-            seed = int(torch.empty((), dtype=torch.int64).random_().item())
-            everyone = ranks.control.allgather(seed, ranks.members(Group.WORLD))
-            sampler.generator = torch.Generator().manual_seed(everyone[0])
+        share_order(data_loader, self._job.ranks)
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     # -- training --------------------------------------------------------------------------------------------------
@@ -359,14 +360,15 @@ def give_to_scripts(module: ModuleType) -> None:
     """From now on a script that calls ``accelerate.Accelerator`` in a job of several ranks gets a :class:`JobAccelerator`."""
 
     def new(cls: type, *_: Any, **__: Any) -> Any:
-        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        frame = inspect.currentframe()
+        caller = frame.f_back.f_globals.get("__name__", "") if frame is not None and frame.f_back is not None else ""
         if (
             cls is Accelerator
-            and caller not in _OWN_WAYS
+            and caller.partition(".")[0] not in _OWN_WAYS
             and sessions.is_initialized()
             and sessions.current().ranks.size(Group.WORLD) > 1
         ):
             cls = JobAccelerator
         return object.__new__(cls)
 
-    Accelerator.__new__ = new  # type: ignore[method-assign, assignment]
+    Accelerator.__new__ = new

@@ -105,11 +105,11 @@ def _device(arguments: Any) -> torch.device:
     """What ``_setup_devices`` does for this library, on any device."""
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001 - as TrainingArguments does
+    AcceleratorState._reset_state(reset_partial_state=True)
     describe_processes(sessions.current())  # what libraries ask that do not know of this one
     arguments.distributed_state = None
     device = sessions.current().ranks.device
-    arguments._n_gpu = int(device.type != "cpu")  # noqa: SLF001 - where TrainingArguments keeps it
+    arguments._n_gpu = int(device.type != "cpu")
     return device
 
 

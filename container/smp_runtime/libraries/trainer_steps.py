@@ -99,7 +99,7 @@ def training_step(trainer: Any, model: DistributedModel, inputs: Mapping[str, An
     model.train()
     if callable(switch := getattr(trainer.optimizer, "train", None)):
         switch()
-    inputs = trainer._prepare_inputs(inputs)  # noqa: SLF001 - what its own steps call
+    inputs = trainer._prepare_inputs(inputs)
     microbatches = sessions.current().ranks.cfg.microbatches
     told = getattr(trainer, "loss_is_scaled_for_ga", None)
     of_all = (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
@@ -161,7 +161,7 @@ def prediction_step(
     has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
     return_loss = inputs.get("return_loss")
     has_loss = has_labels or (not names and bool(trainer.can_return_loss if return_loss is None else return_loss))
-    inputs = trainer._prepare_inputs(inputs)  # noqa: SLF001 - what its own steps call
+    inputs = trainer._prepare_inputs(inputs)
     if ignore_keys is None:
         config = getattr(trainer.model, "config", None)
         ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])) if config else []
