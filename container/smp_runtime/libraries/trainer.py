@@ -44,7 +44,7 @@ def adapt_arguments(module: ModuleType) -> None:
 def adapt_trainer(module: ModuleType) -> None:
     """``Trainer``: data per rank, the wrapped model everywhere, its optimizer, its own loss, all random numbers."""
     kind = module.Trainer
-    for name, method in {
+    methods: dict[str, Callable[..., Any]] = {
         "__init__": _begin_trainer,
         "create_accelerator_and_postprocess": _create_accelerator,
         "_wrap_model": _wrap_model,
@@ -56,7 +56,8 @@ def adapt_trainer(module: ModuleType) -> None:
         "_load_optimizer_and_scheduler": checkpoints.load_optimizer_and_scheduler,
         "_save_rng_state": checkpoints.save_rng_state,
         "_load_rng_state": checkpoints.load_rng_state,
-    }.items():
+    }
+    for name, method in methods.items():
         if name in vars(kind):
             _replace(kind, name, method, module)
 
@@ -116,7 +117,7 @@ def _device(arguments: Any) -> torch.device:
 # -- Trainer -----------------------------------------------------------------------------------------------------------
 
 
-def _begin_trainer(former: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> None:
+def _begin_trainer(former: functools.partial[None], trainer: Any, *args: Any, **kwargs: Any) -> None:
     """The precision is that of the job, as Transformers has it for fp16 already."""
     given = inspect.signature(former).bind(*args, **kwargs).arguments.get("args")
     if given is None or not hasattr(given, "bf16"):
@@ -136,7 +137,7 @@ def _begin_trainer(former: Callable[..., Any], trainer: Any, *args: Any, **kwarg
         given.bf16 = wanted
 
 
-def _create_accelerator(former: Callable[..., Any], trainer: Any) -> None:
+def _create_accelerator(former: functools.partial[None], trainer: Any) -> None:
     from smp_runtime.libraries.trainer_accelerator import TrainerAccelerator
 
     names = inspect.unwrap(former.func).__globals__
