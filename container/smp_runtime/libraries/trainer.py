@@ -21,11 +21,14 @@ from smp_runtime.libraries.accelerate_state import describe_processes
 from smp_runtime.libraries.trainer_steps import prediction_step, takes, training_step
 from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+from smp_runtime.optim.loss_scaling import make_loss_scaler
 from smp_runtime.replacement.scopes import is_marked, set_tensor_parallelism
 
 if TYPE_CHECKING:
     import torch
 
+#: Of PyTorch's GradScaler.
+_LOSS_SCALE = {"init_scale": 65536.0, "scale_factor": 2.0, "scale_window": 2000}
 #: In the sentence with which releases refuse bf16 in jobs of this library.
 _REFUSES_BF16 = "does not support BF16"
 
@@ -168,12 +171,23 @@ def _create_optimizer(former: Callable[..., Any], trainer: Any, model: Any = Non
     wrapped = trainer.model_wrapped
     inner = wrapped.module if isinstance(wrapped, DistributedModel) else trainer.model
     if takes(former, "model"):
-        return former(inner if model is None or isinstance(model, DistributedModel) else model)
-    trainer.model_wrapped = inner  # the release takes that, and names of parameters as they are in the model
-    try:
-        return former()
-    finally:
-        trainer.model_wrapped = wrapped
+        made = former(inner if model is None or isinstance(model, DistributedModel) else model)
+    else:
+        trainer.model_wrapped = inner  # the release takes that, and names of parameters as they are in the model
+        try:
+            made = former()
+        finally:
+            trainer.model_wrapped = wrapped
+    _scale_losses(made)
+    return made
+
+
+def _scale_losses(optimizer: DistributedOptimizer) -> None:
+    """In fp16 the scale that Trainer has in one process: Transformers makes the optimizer without any."""
+    if sessions.current().ranks.cfg.fp16:
+        optimizer.loss_scale_args = dict(_LOSS_SCALE)
+        optimizer.dynamic_loss_scale = True
+        optimizer.loss_scaler = make_loss_scaler(None, True, _LOSS_SCALE)
 
 
 def _training_step(
