@@ -12,7 +12,16 @@ from smp_config import Group
 from smp_runtime.checkpoint.files.manifest import EXTRA, MODULE, PARTITION, FoundCheckpoint, Manifest
 from smp_runtime.checkpoint.files.name_translation import Names, Traced, read_into
 from smp_runtime.checkpoint.files.reader import CheckpointReader
-from smp_runtime.checkpoint.live_state import Updated, buffers, extras, masters, random_file, updated, weights
+from smp_runtime.checkpoint.live_state import (
+    Updated,
+    buffers,
+    extras,
+    masters,
+    random_file,
+    saved_records,
+    updated,
+    weights,
+)
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.pipeline.partition.assignment import Assignment
 from smp_runtime.tensors.nested import unshared
@@ -62,7 +71,7 @@ class Loading:
         self.reader = reader or CheckpointReader(checkpoint.folder, self.manifest)
         self._state_keys = self.reader.state_keys()
         self._title = f"the checkpoint {checkpoint.folder.parent / checkpoint.name}"
-        records = list(model.registry)
+        records = saved_records(model)
         to_ours = [ours for _, ours in session.module_manager.translate_functions]
         self._names = Names(self.manifest, [(r.names, tuple(r.shape)) for r in records], to_ours)
         self._of: dict[str, Traced] = {}
@@ -80,7 +89,7 @@ class Loading:
         """
         missing, shapes = [], []
         wanted: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = [
-            (record.name, record.names, tuple(record.shape)) for record in self._model.registry
+            (record.name, record.names, tuple(record.shape)) for record in saved_records(self._model)
         ]
         parameters = {name for _, names, _ in wanted for name in names}
         for name, value in self._model.module.state_dict(keep_vars=True).items():
