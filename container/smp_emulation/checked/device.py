@@ -18,7 +18,6 @@ from smp_emulation.checked.execution import Executor, Item, Lane
 from smp_emulation.checked.memory import Memory, Place, span_of
 from smp_emulation.checked.sites import site
 
-
 #: Attribute of tensors of subclasses that have no elements: the number of their device.
 ON_DEVICE = "_emulated_device"
 
@@ -91,7 +90,11 @@ class Devices:
     # -- work ------------------------------------------------------------------------------------------------------
 
     def touch(
-        self, lane: Lane, what: str, reads: Iterable[tuple[torch.Tensor, Place]], writes: Iterable[tuple[torch.Tensor, Place]]
+        self,
+        lane: Lane,
+        what: str,
+        reads: Iterable[tuple[torch.Tensor, Place]],
+        writes: Iterable[tuple[torch.Tensor, Place]],
     ) -> None:
         """The next work of a stream reads and writes tensors; called before it is queued.
 

@@ -57,7 +57,9 @@ class Emulation:
         self._patches.set(torch.autograd, "_engine_run_backward", runs)
         # Past these two: modules that call the engine itself have its function by name.
         engine = torch.autograd.Variable._execution_engine
-        self._patches.in_modules(engine.run_backward, lambda *args, **kwargs: backward.run(engine.run_backward, *args, **kwargs))
+        self._patches.in_modules(
+            engine.run_backward, lambda *args, **kwargs: backward.run(engine.run_backward, *args, **kwargs)
+        )
 
     def _started(self, start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
         """Threads that begin are in the same mode."""
@@ -127,10 +129,10 @@ def emulated(seed: int = 0, devices: int = 1) -> Iterator[Emulation]:
     installed = install(seed, devices)
     try:
         yield installed
-        installed.devices.wait_on_host("the end", [lane for lanes in installed.devices.lanes.values() for lane in lanes])
+        installed.devices.wait_on_host(
+            "the end", [lane for lanes in installed.devices.lanes.values() for lane in lanes]
+        )
         if installed.faults:
             raise faults.StreamFault(installed.faults[0])
     finally:
         uninstall()
-
-
