@@ -108,6 +108,8 @@ def _sft(family, adapted, folder, more):
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
+    more = dict(more)
+    resume = more.pop("resume", None)
     torch.manual_seed(1)
     data = Dataset.from_dict({"text": _texts(16, 1, 12)})
     trainer = SFTTrainer(
@@ -118,7 +120,7 @@ def _sft(family, adapted, folder, more):
         processing_class=_tokenizer(),
         peft_config=_lora() if adapted else None,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     evaluated = trainer.evaluate()
     trainer.save_model(f"{folder}/final")
     return _logs(trainer), evaluated
@@ -209,6 +211,38 @@ def test_sft(jobs, tmp_path, family, adapted, strategy):
 @pytest.mark.parametrize(("family", "adapted", "strategy"), _cases("DPO"))
 def test_dpo(jobs, tmp_path, family, adapted, strategy):
     _check(jobs, tmp_path, strategy, _dpo, family, adapted)
+
+
+@pytest.mark.parametrize(
+    ("adapted", "strategy"),
+    [
+        pytest.param(
+            adapted, strategy, marks=pytest.mark.client("TRL", f"SFT{' with LoRA' * adapted}, resume", strategy)
+        )
+        for adapted in (True, False)
+        for strategy in ("pp 2", "tp 2", "sdp 2", "dp 2")
+    ],
+)
+def test_a_resumed_training(jobs, tmp_path, adapted, strategy):
+    """As it would have gone on; and the best of several checkpoints is loaded at the end."""
+    more = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+    }
+    whole, best = jobs(strategy, _sft, "llama", adapted, tmp_path / "alone", more)[0]
+    resumed = more | {"resume": str(tmp_path / "alone" / "checkpoint-2")}
+    logs, evaluated = jobs(strategy, _sft, "llama", adapted, tmp_path / "job", resumed)[0]
+    losses = [[entry["loss"] for entry in found if "loss" in entry] for found in (whole, logs)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    assert evaluated["eval_loss"] == pytest.approx(best["eval_loss"], abs=1e-5)
+    assert best["eval_loss"] == pytest.approx(min(e["eval_loss"] for e in whole if "eval_loss" in e), abs=1e-5)
+    saved = (tmp_path / "alone" / "checkpoint-2" / "adapter_model.safetensors").exists()
+    assert saved == adapted
+    _same_model(tmp_path, "llama", adapted)
 
 
 @pytest.mark.job

@@ -129,9 +129,10 @@ def _ids():
 @pytest.mark.parametrize(
     ("family", "patched", "prescaled"),
     [
-        ("gpt2", False, True),
-        ("llama", False, False),
-        pytest.param("gpt2", True, False, marks=pytest.mark.full),
+        ("gpt2", False, False),
+        pytest.param("llama", False, True, marks=pytest.mark.full),
+        pytest.param("gpt2", True, True, marks=pytest.mark.full),
+        pytest.param("llama", True, False, marks=pytest.mark.full),
         pytest.param("llama", True, True, marks=pytest.mark.full),
     ],
 )
