@@ -76,7 +76,6 @@ def main() -> None:
         "save_strategy": "no",
         "report_to": [],
         "bf16": False,
-        "gradient_checkpointing": False,
         "seed": 0,
     }
     trained: dict[str, Any] = {

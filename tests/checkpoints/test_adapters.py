@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smp_runtime.errors import CheckpointError
+from smp_runtime.errors import CheckpointError, SMPUserError
 
 SHARDS = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 10, "sdp_gradient_clipping": 1e6}
 CASES = {
@@ -60,7 +60,8 @@ def _stand_in():
     made = types.ModuleType("peft")
 
     def get(model, state_dict, adapter_name="default", **_):
-        return {name.replace(".default", ""): value for name, value in state_dict.items() if "lora" in name}
+        past = {"prompt": torch.ones(1)} if hasattr(model, "has_prompt") else {}
+        return {n.replace(".default", ""): value for n, value in state_dict.items() if "lora" in n} | past
 
     def load(folder, device):
         return torch.load(f"{folder}/adapter_model.bin", weights_only=True)
@@ -120,6 +121,9 @@ def _run(folder):
             said = ""
         except CheckpointError as error:
             said = str(error)
+        model.module.has_prompt = True
+        with pytest.raises(SMPUserError, match="it reads 'prompt' of adapter 'default' from the module itself"):
+            model.save_pretrained(f"{folder}/prompts")
         return before, after, names, gathered, said
     finally:
         del sys.modules["peft"]

@@ -178,6 +178,16 @@ def _check(jobs, tmp_path, strategy, run, family, adapted, **more):
     _same_model(tmp_path, family, adapted)
 
 
+@pytest.mark.client("TRL", "SFT with LoRA, gradient checkpointing", "pp 2")
+def test_sft_with_gradient_checkpointing(jobs, tmp_path):
+    _check(jobs, tmp_path, "pp 2", _sft, "llama", adapted=True, gradient_checkpointing=True)
+
+
+@pytest.mark.client("TRL", "DPO, reference computed before", "pp 2")
+def test_dpo_with_a_reference_that_was_computed_before(jobs, tmp_path):
+    _check(jobs, tmp_path, "pp 2", _dpo, "llama", adapted=False, precompute_ref_log_probs=True)
+
+
 def _same_model(tmp_path, family, adapted):
     """Both saved models give the same logits."""
     import transformers as hf

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from smp_runtime.checkpoint.export import PretrainedSaver, has_adapters, is_split, refuse_unpartitioned
 from smp_runtime.checkpoint.files.manifest import TensorRecord
 from smp_runtime.checkpoint.files.name_translation import Traced
@@ -132,7 +134,8 @@ def _wanted(
     names, failure = control.broadcast((names, failure), list(range(control.size)))
     if names is None:
         raise SMPUserError(
-            f"PEFT could not say what belongs to the adapters: {failure}; check the arguments of save_pretrained"
+            f"the adapters cannot be saved, since PEFT could not say what belongs to them: {failure}; check the arguments of "
+            "save_pretrained"
         )
     return frozenset(names)
 
@@ -154,6 +157,12 @@ def _taken(
         with _reading(model):
             chosen = get_peft_model_state_dict(
                 module, state_dict=dict(state), adapter_name=adapter, save_embedding_layers=save_embedding_layers
+            )
+        past = [n for n, v in chosen.items() if isinstance(v, torch.Tensor) and not isinstance(v, Traced)]
+        if past and (model.shards is not None or model.pipeline is not None):
+            raise SMPUserError(
+                f"it reads {past[0]!r} of adapter {adapter!r} from the module itself, of which this rank has only a part; save such "
+                "adapters with smp.save_checkpoint, or train them with data parallelism only"
             )
         names |= {name for value in chosen.values() if isinstance(value, Traced) for name in value.sources}
     return names

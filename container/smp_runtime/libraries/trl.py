@@ -121,7 +121,7 @@ def _wrap_with_reference(former: Callable[..., Any], trainer: Any, model: Any, *
     ranks = sessions.current().ranks
     splits = ranks.size(Group.PP) > 1 or ranks.size(Group.TP) > 1 or ranks.cfg.sharded_data_parallel_degree > 1
     wrapped = isinstance(model, DistributedModel) or isinstance(trainer.model_wrapped, DistributedModel)
-    if reference is not None and splits and not wrapped:
+    if reference is not None and splits and not wrapped and not trainer.precompute_ref_logps:
         if getattr(trainer.args, "sync_ref_model", False):
             raise SMPUserError(
                 "sync_ref_model is true, but each rank has only parts of the model and of its reference, which do not lie alike; "
