@@ -161,8 +161,8 @@ def _taken(
         past = [n for n, v in chosen.items() if isinstance(v, torch.Tensor) and not isinstance(v, Traced)]
         if past and (model.shards is not None or model.pipeline is not None):
             raise SMPUserError(
-                f"it reads {past[0]!r} of adapter {adapter!r} from the module itself, of which this rank has only a part; save such "
-                "adapters with smp.save_checkpoint, or train them with data parallelism only"
+                f"it reads {past[0]!r} of adapter {adapter!r} from the module itself, of which this rank has only a part; save "
+                "such adapters with smp.save_checkpoint, or train them with data parallelism only"
             )
         names |= {name for value in chosen.values() if isinstance(value, Traced) for name in value.sources}
     return names
