@@ -22,6 +22,14 @@ STRATEGIES = {
     "pp 2 × sdp 2": (4, {"pipeline_parallel_degree": 2, "sharded_data_parallel_degree": 2, **SHARDS}),
 }
 
+SAMPLE = {
+    ("SFT", "llama", False, "pp 2"),
+    ("SFT", "gpt2", True, "tp 2"),
+    ("SFT", "gpt2", True, "sdp 2"),
+    ("DPO", "gpt2", False, "pp 2"),
+    ("DPO", "llama", True, "sdp 2"),
+}
+
 
 def _environment(config):
     parameters = {"partitions": config.get("pipeline_parallel_degree", 1), "ddp": True, **config}
@@ -178,11 +186,13 @@ def _check(jobs, tmp_path, strategy, run, family, adapted, **more):
     _same_model(tmp_path, family, adapted)
 
 
+@pytest.mark.full
 @pytest.mark.client("TRL", "SFT with LoRA, gradient checkpointing", "pp 2")
 def test_sft_with_gradient_checkpointing(jobs, tmp_path):
     _check(jobs, tmp_path, "pp 2", _sft, "llama", adapted=True, gradient_checkpointing=True)
 
 
+@pytest.mark.full
 @pytest.mark.client("TRL", "DPO, reference computed before", "pp 2")
 def test_dpo_with_a_reference_that_was_computed_before(jobs, tmp_path):
     _check(jobs, tmp_path, "pp 2", _dpo, "llama", adapted=False, precompute_ref_log_probs=True)
@@ -209,30 +219,32 @@ def _cases(trainer):
     for family, adapted in (("gpt2", False), ("llama", False), ("gpt2", True), ("llama", True)):
         for strategy in STRATEGIES:
             if strategy != "one process":
-                mark = pytest.mark.client("TRL", f"{trainer} with LoRA" if adapted else trainer, strategy)
-                yield pytest.param(family, adapted, strategy, marks=mark)
+                marks = [pytest.mark.client("TRL", f"{trainer} with LoRA" if adapted else trainer, strategy)]
+                if (trainer, family, adapted, strategy) not in SAMPLE:
+                    marks.append(pytest.mark.full)
+                yield pytest.param(family, adapted, strategy, marks=marks)
 
 
-@pytest.mark.parametrize(("family", "adapted", "strategy"), _cases("SFT"))
+@pytest.mark.parametrize(("family", "adapted", "strategy"), list(_cases("SFT")))
 def test_sft(jobs, tmp_path, family, adapted, strategy):
     _check(jobs, tmp_path, strategy, _sft, family, adapted)
 
 
-@pytest.mark.parametrize(("family", "adapted", "strategy"), _cases("DPO"))
+@pytest.mark.parametrize(("family", "adapted", "strategy"), list(_cases("DPO")))
 def test_dpo(jobs, tmp_path, family, adapted, strategy):
     _check(jobs, tmp_path, strategy, _dpo, family, adapted)
 
 
-@pytest.mark.parametrize(
-    ("adapted", "strategy"),
-    [
-        pytest.param(
-            adapted, strategy, marks=pytest.mark.client("TRL", f"SFT{' with LoRA' * adapted}, resume", strategy)
-        )
-        for adapted in (True, False)
-        for strategy in ("pp 2", "tp 2", "sdp 2", "dp 2")
-    ],
-)
+def _resumes():
+    for adapted in (True, False):
+        for strategy in ("pp 2", "tp 2", "sdp 2", "dp 2"):
+            marks = [pytest.mark.client("TRL", "SFT with LoRA, resume" if adapted else "SFT, resume", strategy)]
+            yield pytest.param(
+                adapted, strategy, marks=marks if adapted and strategy == "pp 2" else [*marks, pytest.mark.full]
+            )
+
+
+@pytest.mark.parametrize(("adapted", "strategy"), list(_resumes()))
 def test_a_resumed_training(jobs, tmp_path, adapted, strategy):
     """As it would have gone on; and the best of several checkpoints is loaded at the end."""
     more = {
@@ -260,7 +272,11 @@ def test_a_resumed_training(jobs, tmp_path, adapted, strategy):
     ("objective", "strategy"),
     [
         pytest.param("sft", "pipeline", marks=pytest.mark.client("TRL", "SFT with LoRA, a job of fit()", "pp 2")),
-        pytest.param("dpo", "sharded", marks=pytest.mark.client("TRL", "DPO with LoRA, a job of fit()", "sdp 2")),
+        pytest.param(
+            "dpo",
+            "sharded",
+            marks=[pytest.mark.client("TRL", "DPO with LoRA, a job of fit()", "sdp 2"), pytest.mark.full],
+        ),
     ],
 )
 def test_the_example(tmp_path, objective, strategy):
