@@ -1,4 +1,4 @@
-"""Adapters of PEFT in Transformers' ``Trainer``: saved without gathering the frozen base, and resumed from."""
+"""Adapters of PEFT in Transformers' ``Trainer``: saved without the frozen base, and resumed from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ _SAVED_HERE = "user_content.pt"
 
 def adapt_adapters(module: ModuleType) -> None:
     """``Trainer``'s saving and loading, where the wrapped model is one of PEFT."""
-    for name, method in {"save_model": _save_model, "_load_from_checkpoint": _load}.items():
+    methods: dict[str, Callable[..., Any]] = {
+        "save_model": _save_model,
+        "_load_from_checkpoint": _load,
+        "_save_optimizer_and_scheduler": _without_base,
+        "_load_optimizer_and_scheduler": _without_base,
+    }
+    for name, method in methods.items():
         replace_method(module.Trainer, name, method, module)
 
 
@@ -39,6 +45,25 @@ def _save_model(
         (folder / _SAVED_HERE).touch()
     if trainer.args.push_to_hub and not _internal_call:
         trainer.push_to_hub(commit_message="Model save", revision=getattr(trainer.args, "hub_revision", None))
+
+
+def _without_base(former: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """A checkpoint of adapters is as small as they are: the script makes the frozen base again."""
+    model = trainer.model_wrapped
+    if not (isinstance(model, DistributedModel) and has_adapters(model.module)):
+        return former(*args, **kwargs)
+    frozen = {name for record in model.registry if not record.parameter.requires_grad for name in record.names}
+
+    def leave_out(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+        if module is model.module:
+            for name in frozen:
+                state.pop(prefix + name, None)
+
+    handle = model.module.register_state_dict_post_hook(leave_out)
+    try:
+        return former(*args, **kwargs)
+    finally:
+        handle.remove()
 
 
 def _load(former: Callable[..., Any], trainer: Any, resume_from: str, model: Any = None) -> None:
