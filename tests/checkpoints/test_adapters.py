@@ -142,3 +142,16 @@ def test_adapters_are_saved_and_loaded(ranks, tmp_path, case):
     assert len(saved) == 8
     for name, value in saved.items():
         assert torch.equal(value, before[name.replace("_A.", "_A.default.").replace("_B.", "_B.default.")])
+
+
+def test_an_optimizer_with_an_empty_group_goes_on(solo, tmp_path):
+    """As ``Trainer`` makes it where no norm or bias is trained."""
+    solo({})
+    model = smp.DistributedModel(nn.Linear(2, 2))
+    groups = [{"params": list(model.parameters())}, {"params": [], "weight_decay": 0.0}]
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(groups))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    smp.save_checkpoint(str(tmp_path), tag="t", partial=True, model=model, optimizer=optimizer)
+    smp.resume_from_checkpoint(str(tmp_path), tag="t")
+    assert len(optimizer.param_groups) == 2

@@ -77,7 +77,7 @@ class Loading:
         self._of: dict[str, Traced] = {}
         self._check_model()
         if self._states and optimizer is not None:
-            self._check_groups(updated(model, optimizer))
+            self._check_groups(updated(model, optimizer), len(optimizer.original_groups()))
 
     # -- before anything is written --------------------------------------------------------------------------------
 
@@ -126,8 +126,11 @@ class Loading:
                 "%s is loaded without %s; not used of it: %s", self._title, _some(missing), _some(unexpected)
             )
 
-    def _check_groups(self, entries: Sequence[Updated]) -> None:
+    def _check_groups(self, entries: Sequence[Updated], count: int) -> None:
         """Make sure that the optimizer has the parameter groups that were saved.
+
+        Args:
+            count: of its groups, of which some may be empty.
 
         Raises:
             CheckpointError: it has not, or none was saved.
@@ -135,7 +138,6 @@ class Loading:
         saved = self.manifest.optimizer
         if saved is None:
             raise CheckpointError(f"{self._title} has no optimizer state; resume with load_optimizer=False")
-        count = 1 + max((entry.group for entry in entries), default=-1)
         owner = {name: index for index, group in enumerate(saved.groups) for name in group["params"]}
         fits = len(saved.groups) == count
         covered: set[str] = set()
