@@ -21,10 +21,8 @@ def _arguments(module: ModuleType) -> None:
 
 def _trainer(module: ModuleType) -> None:
     from smp_runtime.libraries.trainer import adapt_trainer
-    from smp_runtime.libraries.trainer_adapters import adapt_adapters
 
     adapt_trainer(module)
-    adapt_adapters(module)
 
 
 def _sft(module: ModuleType) -> None:

@@ -56,6 +56,7 @@ def adapt_trainer(module: ModuleType) -> None:
         "prediction_step": _prediction_step,
         "_save_optimizer_and_scheduler": checkpoints.save_optimizer_and_scheduler,
         "_load_from_checkpoint": checkpoints.load_from_checkpoint,
+        "save_model": checkpoints.save_model,
         "_load_optimizer_and_scheduler": checkpoints.load_optimizer_and_scheduler,
         "_save_rng_state": checkpoints.save_rng_state,
         "_load_rng_state": checkpoints.load_rng_state,
