@@ -41,7 +41,7 @@ def adapt_arguments(module: ModuleType) -> None:
             continue
         _property_of(kind, "_setup_devices", _device, module)
         if "__post_init__" in vars(kind):
-            _replace(kind, "__post_init__", _begin_arguments, module)
+            replace_method(kind, "__post_init__", _begin_arguments, module)
 
 
 def adapt_trainer(module: ModuleType) -> None:
@@ -56,29 +56,30 @@ def adapt_trainer(module: ModuleType) -> None:
         "prediction_step": _prediction_step,
         "_save_optimizer_and_scheduler": checkpoints.save_optimizer_and_scheduler,
         "_load_from_checkpoint": checkpoints.load_from_checkpoint,
+        "save_model": checkpoints.save_model,
         "_load_optimizer_and_scheduler": checkpoints.load_optimizer_and_scheduler,
         "_save_rng_state": checkpoints.save_rng_state,
         "_load_rng_state": checkpoints.load_rng_state,
     }
     for name, method in methods.items():
         if name in vars(kind):
-            _replace(kind, name, method, module)
+            replace_method(kind, name, method, module)
 
 
-def _is_ours(module: ModuleType) -> bool:
+def is_job(module: ModuleType) -> bool:
     """Whether Transformers takes this process for a rank of this library."""
     names = vars(module)
     ask = names.get("is_sagemaker_mp_enabled") or names["is_sagemaker_model_parallel_available"]
     return bool(ask()) and sessions.is_initialized()
 
 
-def _replace(kind: type, name: str, method: Callable[..., Any], module: ModuleType) -> None:
+def replace_method(kind: type, name: str, method: Callable[..., Any], module: ModuleType) -> None:
     """Let ``method(former, self, …)`` answer for ``self.name(…)`` in jobs of this library."""
-    former = vars(kind)[name]
+    former = getattr(kind, name)
 
     @functools.wraps(former)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_ours(module):
+        if not is_job(module):
             return former(self, *args, **kwargs)
         return method(functools.partial(former, self), self, *args, **kwargs)
 
@@ -89,7 +90,7 @@ def _property_of(kind: type, name: str, method: Callable[..., Any], module: Modu
     former = vars(kind)[name]
 
     def value(self: Any) -> Any:
-        return method(self) if _is_ours(module) else former.__get__(self, type(self))
+        return method(self) if is_job(module) else former.__get__(self, type(self))
 
     replaced = functools.cached_property(value)
     replaced.__set_name__(kind, name)
