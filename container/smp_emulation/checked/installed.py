@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -117,6 +118,12 @@ def uninstall() -> None:
     if _installed is not None:
         installed, _installed = _installed, None
         installed.close()
+
+
+def report() -> None:
+    """Say what was found in a process that ends: its program may have caught the errors."""
+    for message in dict.fromkeys(faults.found):
+        print(f"[smp] checked streams: {message}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
