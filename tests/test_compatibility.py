@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -70,6 +72,12 @@ def test_links_of_the_page_lead_somewhere():
     for path, anchor in re.findall(r"\]\(([\w./-]*\.md)?#([\w-]+)\)", text):
         assert anchor in _anchors(TABLE.parent / path if path else TABLE), f"{path}#{anchor}"
     assert "compatibility.md" in (ROOT / "README.md").read_text()
+
+
+def test_the_tables_of_clients_are_those_of_their_tests():
+    program = ROOT / "tests" / "support" / "client_table.py"
+    found = subprocess.run([sys.executable, program, "--check"], capture_output=True, text=True, timeout=100)
+    assert found.returncode == 0, found.stderr
 
 
 def test_every_documented_symbol_is_in_the_table():
