@@ -6,13 +6,25 @@ import contextlib
 import importlib
 import os
 from collections.abc import Iterator
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import smp_emulation
 from smp_config import emulation
-from smp_emulation import devices, memory, ordering, precision, processes, profiling, randomness, tensors
+from smp_emulation import (
+    accelerator,
+    devices,
+    memory,
+    ordering,
+    precision,
+    processes,
+    profiling,
+    randomness,
+    refused,
+    tensors,
+)
 
 if TYPE_CHECKING:
     from smp_emulation.calls import Call
@@ -26,6 +38,8 @@ CALLS: tuple[Call, ...] = (
     *precision.CALLS,
     *profiling.CALLS,
     *processes.CALLS,
+    *accelerator.CALLS,
+    *refused.CALLS,
     *tensors.CALLS,
 )
 
@@ -36,8 +50,11 @@ _ALSO_IN = {
         "torch.cuda.random",
         "torch.cuda.streams",
         "torch.cuda.graphs",
-        "torch.cuda.nccl",
     ),
+    "torch.cuda.comm": ("torch.nn.parallel.comm",),
+    "torch.cuda.graphs": ("torch.cuda",),
+    "torch.cuda.green_contexts": ("torch.cuda",),
+    "torch.accelerator": ("torch.accelerator.memory",),
     "torch.distributed": ("torch.distributed.distributed_c10d", "torch.distributed.device_mesh"),
     "torch.amp": ("torch.amp.autocast_mode",),
     "torch.cuda.amp.common": ("torch.amp.grad_scaler", "torch.cuda.amp", "torch.cuda.amp.autocast_mode"),
@@ -49,7 +66,12 @@ _replaced: list[tuple[Any, str, Any]] = []
 
 def install_where_asked() -> None:
     """What PyTorch calls when it is imported in a rank, or in a process of one: emulate if the environment asks for it."""
-    if emulation.is_asked_for(os.environ):
+    seed = emulation.seed_of_checks(os.environ)
+    if seed is not None and not torch.cuda.is_available():
+        from smp_emulation import checked
+
+        checked.install(seed)
+    elif emulation.is_asked_for(os.environ):
         install()
 
 
@@ -98,6 +120,9 @@ def _put(call: Call) -> None:
     if owner is None or (original is _ABSENT and not call.is_new):
         return  # this release of PyTorch has no such name
     value = call.replacement(None if original is _ABSENT else original)
+    if isinstance(value, FunctionType) and not hasattr(value, "__wrapped__"):
+        # PyTorch's compiler looks behind some of its functions.
+        value.__wrapped__ = getattr(original, "__wrapped__", original)  # type: ignore[attr-defined]
     _set(owner, name, value)
     for other in _ALSO_IN.get(way, ()):
         place = _owner(other)

@@ -98,6 +98,10 @@ class Stream:
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
+    def is_capturing(self) -> bool:
+        """False: nothing can be captured in a graph."""
+        return False
+
     def wait_event(self, event: Any) -> None:
         """Nothing to wait for."""
 

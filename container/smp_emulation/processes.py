@@ -128,7 +128,52 @@ def _data_parallel(original: Any) -> Any:
     return init
 
 
+def _copies(tensor: torch.Tensor, devices: Any = None, *, out: Any = None) -> tuple[torch.Tensor, ...]:
+    if out is not None:
+        return tuple(each.copy_(tensor) for each in out)
+    return tuple(tensor.clone() for _ in devices)
+
+
+def _copies_of_all(tensors: Any, devices: Any, buffer_size: int = 0) -> list[list[torch.Tensor]]:
+    return [[tensor.clone() for tensor in tensors] for _ in devices]
+
+
+def _sum(inputs: Any, destination: Any = None) -> torch.Tensor:
+    return torch.stack(tuple(inputs)).sum(0)
+
+
+def _sums(inputs: Any, destination: Any = None, buffer_size: int = 0) -> tuple[torch.Tensor, ...]:
+    return tuple(_sum(each) for each in zip(*inputs, strict=True))
+
+
+def _parts(
+    tensor: torch.Tensor,
+    devices: Any = None,
+    chunk_sizes: Any = None,
+    dim: int = 0,
+    streams: Any = None,
+    *,
+    out: Any = None,
+) -> tuple[torch.Tensor, ...]:
+    if out is not None:
+        chunk_sizes = [each.size(dim) for each in out]
+    parts = tensor.split(list(chunk_sizes), dim) if chunk_sizes is not None else tensor.chunk(len(devices), dim)
+    if out is not None:
+        return tuple(each.copy_(part) for each, part in zip(out, parts, strict=True))
+    return tuple(part.clone() for part in parts)
+
+
+def _together(tensors: Any, dim: int = 0, destination: Any = None, *, out: Any = None) -> torch.Tensor:
+    return torch.cat(tuple(tensors), dim) if out is None else torch.cat(tuple(tensors), dim, out=out)
+
+
 CALLS = (
+    instead("torch.cuda.comm.broadcast", "copies", _copies),
+    instead("torch.cuda.comm.broadcast_coalesced", "copies", _copies_of_all),
+    instead("torch.cuda.comm.reduce_add", "a sum", _sum),
+    instead("torch.cuda.comm.reduce_add_coalesced", "sums", _sums),
+    instead("torch.cuda.comm.scatter", "copies of parts", _parts),
+    instead("torch.cuda.comm.gather", "one tensor", _together),
     Call("torch.distributed.init_process_group", "gloo for NCCL, with a line in the log", _init_process_group),
     Call("torch.distributed.new_group", "gloo for NCCL", _with_backend),
     Call("torch.distributed.barrier", "without device_ids", _barrier),

@@ -195,9 +195,9 @@ def _default_tensor_type(original: Any) -> Any:
     return set_default_tensor_type
 
 
-def _make_type(name: str) -> type:
+def _make_type(name: str, among: Any = torch) -> type:
     """``torch.cuda.<name>``: makes CPU tensors, and knows its own by their element type."""
-    on_cpu = getattr(torch, name)
+    on_cpu = getattr(among, name)
 
     class _Type(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -208,7 +208,13 @@ def _make_type(name: str) -> type:
         def __instancecheck__(cls, value: object) -> bool:
             return isinstance(value, on_cpu)
 
-    fields = {"on_cpu": on_cpu, "dtype": on_cpu.dtype, "is_cuda": True, "is_sparse": False, "layout": torch.strided}
+    fields = {
+        "on_cpu": on_cpu,
+        "dtype": on_cpu.dtype,
+        "is_cuda": True,
+        "is_sparse": on_cpu.is_sparse,
+        "layout": on_cpu.layout,
+    }
     return _Type(name, (), {**fields, "__module__": "torch.cuda"})
 
 
@@ -233,6 +239,7 @@ CALLS = (
     Call("torch.set_default_tensor_type", "the CPU's type", _default_tensor_type),
     Call("torch.set_default_device", "the CPU for a CUDA device", _taking_device(0)),
     Call("torch.utils._device.DeviceContext.__init__", "the CPU for a CUDA device", _taking_device(1)),
+    Call("torch.nn.Module.to", "the CPU for a CUDA device", _taking_device(1)),
     Call("torch.nn.Module.to_empty", "the CPU for a CUDA device", _taking_device(1)),
     *(
         Call(
@@ -241,6 +248,15 @@ CALLS = (
             lambda original, name=name: _make_type(f"{name}Tensor"),
         )
         for name in TYPES
+    ),
+    *(
+        Call(
+            f"torch.cuda.sparse.{name}Tensor",
+            f"makes torch.sparse.{name}Tensor",
+            lambda original, name=name: _make_type(f"{name}Tensor", torch.sparse),
+        )
+        for name in TYPES
+        if name != "Bool"
     ),
     *(
         Call(

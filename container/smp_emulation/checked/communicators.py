@@ -117,7 +117,7 @@ class Communicator(dist.ProcessGroupGloo):
             result: of the work's future.
         """
         number = self._device_of([*sent, *received])
-        give = self._elements(sent)
+        give = self.elements(sent)
         asked = Asked(f"{what} of {_described(sent)}", self._own(number), site())
 
         def job() -> None:
@@ -132,7 +132,7 @@ class Communicator(dist.ProcessGroupGloo):
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
         """A message to one rank."""
         number = self._device_of(tensors)
-        (give,) = self._elements(tensors)
+        (give,) = self.elements(tensors)
         asked = Asked(f"send of {_described(tensors)}", self._own(number), site())
 
         def job() -> None:
@@ -144,7 +144,7 @@ class Communicator(dist.ProcessGroupGloo):
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
         """A message from one rank."""
         number = self._device_of(tensors)
-        (take,) = self._elements(tensors)
+        (take,) = self.elements(tensors)
         mine = Asked(f"send of {_described(tensors)}", self._own(number), site())
 
         def job() -> None:
@@ -153,8 +153,9 @@ class Communicator(dist.ProcessGroupGloo):
             asked = Asked.unpacked(header)
             if asked.what != mine.what:
                 raise StreamFault(
-                    f"{self._name}: rank {peer} sends what rank {self._mine} does not expect: {asked.what} at {asked.line}, against "
-                    f"{mine.what} at {mine.line}. NCCL would hang or mix up bytes; let both ranks send and receive in one order"
+                    f"{self._name}: rank {peer} sends what rank {self._mine} does not expect: {asked.what} at {asked.line}, "
+                    f"against {mine.what} at {mine.line}. NCCL would hang or mix up bytes; let both ranks send and receive in "
+                    "one order"
                 )
             came = torch.empty(take.nbytes, dtype=torch.uint8)
             super(Communicator, self).recv([came], peer, tag).wait()
@@ -208,14 +209,13 @@ class Communicator(dist.ProcessGroupGloo):
                 raise ValueError("Tensors must be contiguous")
         return next(number for number in numbers if number is not None)
 
-    def _elements(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def elements(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Where tensors of the device have their elements, for the work of the stream."""
         places = [self.devices.memory.place_of(tensor) for tensor in tensors]
         return [
             view_of(place.block, tensor) if place is not None and place.block is not None else tensor.detach()
             for tensor, place in zip(tensors, places, strict=True)
         ]
-
-    elements = _elements
 
     def _own(self, number: int) -> str:
         return f"{self.devices.identity}/{number}"
@@ -241,8 +241,8 @@ class Communicator(dist.ProcessGroupGloo):
                 )
             if rank != self._mine and other.device == mine.device:
                 raise StreamFault(
-                    f"{self._name}: Duplicate GPU detected: ranks {self._mine} and {rank} both use {mine.device}; NCCL takes one rank "
-                    "per device, so choose another by torch.cuda.set_device"
+                    f"{self._name}: Duplicate GPU detected: ranks {self._mine} and {rank} both use {mine.device}; NCCL takes one "
+                    "rank per device, so choose another by torch.cuda.set_device"
                 )
 
 

@@ -18,7 +18,6 @@ from smp_emulation.checked.execution import Executor, Item, Lane
 from smp_emulation.checked.memory import Memory, Place, span_of
 from smp_emulation.checked.sites import site
 
-
 #: Attribute of tensors of subclasses that have no elements: the number of their device.
 ON_DEVICE = "_emulated_device"
 
