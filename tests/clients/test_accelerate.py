@@ -267,3 +267,16 @@ def test_alone_it_is_accelerates_own():
     from accelerate import Accelerator
 
     assert type(Accelerator(cpu=True)) is Accelerator
+
+
+def _begins_without_init():
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    return type(accelerator).__name__, accelerator.num_processes, smp.size()
+
+
+@pytest.mark.full
+def test_an_accelerator_joins_the_job_that_its_rank_belongs_to(ranks):
+    job = {"SM_HP_MP_PARAMETERS": '{"ddp": true}'}
+    assert ranks(_begins_without_init, 2, init=False, env=job) == [("JobAccelerator", 2, 2)] * 2

@@ -141,6 +141,17 @@ def test_fabric_in_mixed_precision(ranks, strategy):
         assert found == pytest.approx(losses, abs=2e-2)
 
 
+@pytest.mark.parametrize("strategy", _cases("Fabric", "bf16 and fp16 of the job"))
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_fabric_in_half_precision_of_the_job(ranks, strategy, half):
+    size, config = STRATEGIES[strategy]
+    losses, norms = _alone(_replicas(size, config))
+    results = ranks(_fabric, size, config={"ddp": True, half: True, **config}, timeout=100)
+    for found, clipped, _ in results:
+        assert found == pytest.approx(losses, abs=5e-2)
+        assert clipped == pytest.approx(norms, rel=5e-2)
+
+
 def _trainer(folder, resume=None, precision="32-true"):
     """A module for Lightning's Trainer; the only line of this library is the strategy."""
     import logging
@@ -260,3 +271,43 @@ def test_lightning_in_mixed_precision(ranks, strategy, tmp_path):
     results = ranks(_trainer, size, str(tmp_path), None, "bf16-mixed", config={"ddp": True, **config}, timeout=100)
     for seen, *_ in results:
         assert seen == pytest.approx(losses, abs=2e-2)
+
+
+@pytest.mark.parametrize("strategy", _cases("Lightning", "bf16 and fp16 of the job"))
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_lightning_in_half_precision_of_the_job(ranks, strategy, tmp_path, half):
+    size, config = STRATEGIES[strategy]
+    losses, _ = _epochs_alone(_replicas(size, config), 1)
+    results = ranks(_trainer, size, str(tmp_path), config={"ddp": True, half: True, **config}, timeout=100)
+    for seen, *_ in results:
+        assert seen == pytest.approx(losses, abs=5e-2)
+
+
+def _refuses_manual_optimization():
+    import lightning.pytorch as pl
+
+    from smdistributed.modelparallel.torch.lightning.pytorch import SMPStrategy
+
+    class Manual(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(2, 1)
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            raise AssertionError("it does not come to this")
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    trainer = pl.Trainer(
+        accelerator="cpu", strategy=SMPStrategy(), logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    with pytest.raises(ValueError, match=r"Manual optimizes by itself .* 2 microbatches; leave it True"):
+        trainer.fit(Manual(), DataLoader(torch.ones(4, 2), 2))
+
+
+@pytest.mark.client("Lightning", "manual optimization is refused", "pp 2")
+@pytest.mark.full
+def test_manual_optimization_is_refused_where_steps_run_in_microbatches(ranks):
+    ranks(_refuses_manual_optimization, 2, config={"ddp": True, **STAGES})
