@@ -148,6 +148,15 @@ def test_what_save_state_saves_goes_on_in_another_job(ranks, strategy, tmp_path)
         assert after["rate"] == pytest.approx(before["rate"])
 
 
+@pytest.mark.client("Accelerate", "load_state with other degrees", "sdp 2")
+@pytest.mark.full
+def test_a_state_loads_with_other_degrees(ranks, tmp_path):
+    folder = str(tmp_path / "state")
+    first = ranks(_train, 4, folder, config={"ddp": True, **STAGES}, timeout=100)
+    second = ranks(_train, 2, folder, True, config={"ddp": True, **SHARDED}, timeout=100)
+    assert second[0]["losses"] == pytest.approx(first[0]["losses"][2:], abs=1e-5)
+
+
 @pytest.mark.parametrize("strategy", _cases("bf16, autocast"))
 def test_autocast_is_that_of_one_process(ranks, strategy):
     size, config = STRATEGIES[strategy]

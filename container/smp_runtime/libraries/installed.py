@@ -29,3 +29,7 @@ when_imported("accelerate", _accelerate)
 when_imported("transformers.training_args", _arguments)
 when_imported("transformers.sagemaker.training_args_sm", _arguments)
 when_imported("transformers.trainer", _trainer)
+
+
+def discovered() -> None:
+    """What PyTorch calls when a rank of a job imports it; by then this file has been imported, which is all."""

@@ -110,7 +110,7 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
         if found is None:
             self.model_to_device()
             return self.wrapped_model(_Steps(module))
-        return found  # type: ignore[no-any-return]
+        return found
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
