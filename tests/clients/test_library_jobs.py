@@ -6,6 +6,7 @@ import json
 import textwrap
 
 import pytest
+from support.client_strategies import SHARDED
 from support.jobs import artifact
 
 pytestmark = [pytest.mark.job, pytest.mark.full, pytest.mark.timeout(240)]
@@ -76,12 +77,6 @@ def _alone():
 
 
 _TELLS = {"ACCELERATE_USE_SAGEMAKER": "true", "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL"}
-_SHARDED = {
-    "ddp": True,
-    "sharded_data_parallel_degree": 2,
-    "sdp_param_persistence_threshold": 4,
-    "sdp_gradient_clipping": 1e6,
-}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +93,7 @@ _SHARDED = {
             marks=pytest.mark.client("Lightning", "backend smddp", "dp 2"),
         ),
         pytest.param(
-            *(ACCELERATE, {"modelparallel": {"enabled": True, "parameters": _SHARDED}}, {}, "gloo"),
+            *(ACCELERATE, {"modelparallel": {"enabled": True, "parameters": {"ddp": True, **SHARDED}}}, {}, "gloo"),
             id="Accelerate, sharded",
             marks=pytest.mark.client("Accelerate", "a script without an import of this library", "sdp 2"),
         ),
