@@ -20,6 +20,7 @@ from smp_config import Group
 from smp_runtime.checkpoint.save_and_resume import resume_from_checkpoint, save_checkpoint
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
+from smp_runtime.job.ranks import PARAMETERS_VARIABLE
 from smp_runtime.libraries.accelerate_state import batch_group, describe_processes
 from smp_runtime.libraries.accelerated_optimizer import AcceleratedDistributedOptimizer, loss_scale_of
 from smp_runtime.libraries.shared_order import share_order
@@ -365,13 +366,11 @@ def give_to_scripts(module: ModuleType) -> None:
     def new(cls: type, *_: Any, **__: Any) -> Any:
         frame = inspect.currentframe()
         caller = frame.f_back.f_globals.get("__name__", "") if frame is not None and frame.f_back is not None else ""
-        if (
-            cls is Accelerator
-            and caller.partition(".")[0] not in _OWN_WAYS
-            and sessions.is_initialized()
-            and sessions.current().ranks.size(Group.WORLD) > 1
-        ):
-            cls = JobAccelerator
+        if cls is Accelerator and caller.partition(".")[0] not in _OWN_WAYS:
+            if PARAMETERS_VARIABLE in os.environ:  # in a job the script may have left it to its first use
+                sessions.init()
+            if sessions.is_initialized() and sessions.current().ranks.size(Group.WORLD) > 1:
+                cls = JobAccelerator
         return object.__new__(cls)
 
     Accelerator.__new__ = new

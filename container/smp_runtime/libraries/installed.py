@@ -43,3 +43,7 @@ when_imported("transformers.sagemaker.training_args_sm", _arguments)
 when_imported("transformers.trainer", _trainer)
 when_imported("trl.trainer.sft_trainer", _sft)
 when_imported("trl.trainer.dpo_trainer", _dpo)
+
+
+def discovered() -> None:
+    """What PyTorch calls when a rank of a job imports it; by then this file has been imported, which is all."""
