@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import os
@@ -70,6 +71,7 @@ def install_where_asked() -> None:
         from smp_emulation import checked
 
         checked.install(seed)
+        atexit.register(checked.report)
     elif emulation.is_asked_for(os.environ):
         install()
 
