@@ -45,27 +45,18 @@ def _data(count, seed, padded=True):
     return [{"input_ids": one, "labels": label} for one, label in zip(ids, labels, strict=True)]
 
 
-def _script(folder, options, resume=None, samples=32, dropout=0.0, do=("train",), family="gpt2"):
+def _script(folder, options, resume=None, more=None):
+    return _train_and_more(folder, options, resume, **(more or {}))
+
+
+def _train_and_more(folder, options, resume=None, samples=32, dropout=0.0, do=("train",)):
     """A user's script, without a line of this library."""
     import numpy as np
-    from transformers import (
-        GPT2Config,
-        GPT2LMHeadModel,
-        LlamaConfig,
-        LlamaForCausalLM,
-        Trainer,
-        TrainerCallback,
-        TrainingArguments,
-        set_seed,
-    )
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
     set_seed(1)
     rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-    if family == "gpt2":
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=16, n_embd=32, n_layer=2, n_head=4, **rates))
-    else:
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, num_key_value_heads=4, **sizes))
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=16, n_embd=32, n_layer=2, n_head=4, **rates))
     found = {"losses": [], "norms": []}
 
     class Keep(TrainerCallback):
@@ -126,7 +117,7 @@ def _alone(folder, factor, options, **more):
     options = {**options, "per_device_train_batch_size": BATCH * factor, "per_device_eval_batch_size": BATCH * factor}
     kept = {name: os.environ.pop(name) for name in VARIABLES}
     try:
-        return _script(folder, options, **more)
+        return _train_and_more(folder, options, **more)
     finally:
         os.environ.update(kept)
 
@@ -143,7 +134,7 @@ def _both(folder, factor, options, more):
     """Under this library, and then alone, in the same process."""
     import smdistributed.modelparallel.torch as smp
 
-    here = _script(f"{folder}/here", options, **more)
+    here = _train_and_more(f"{folder}/here", options, **more)
     smp.barrier()
     alone = _alone(f"{folder}/alone{smp.rank()}", factor, options, **more)
     if "save" in more.get("do", ()):
@@ -200,19 +191,25 @@ def test_a_run_is_that_of_one_process(ranks, tmp_path, strategy):
     )
 
 
-def _resumed(folder, options, more):
-    """Uninterrupted, and again from the checkpoint in its middle."""
+def _resumed(ranks, strategy, folder, options, more, **parameters):
+    """By rank, an uninterrupted run, and one from the checkpoint in its middle."""
     options = {"save_strategy": "steps", "save_steps": 2, **options}
-    whole = _script(f"{folder}/whole", options, **more)
-    again = _script(f"{folder}/again", options, resume=f"{folder}/whole/checkpoint-2", **more)
-    return whole, again
+    whole = _run(ranks, _script, strategy, f"{folder}/whole", options, None, more, **parameters)
+    checkpoint = f"{folder}/whole/checkpoint-2"
+    return list(
+        zip(
+            whole,
+            _run(ranks, _script, strategy, f"{folder}/again", options, checkpoint, more, **parameters),
+            strict=True,
+        )
+    )
 
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", _strategies("resume"))
 def test_a_resumed_run_goes_on_where_it_was(ranks, tmp_path, strategy):
-    for whole, again in _run(ranks, _resumed, strategy, str(tmp_path), {}, {"dropout": 0.1}):
+    for whole, again in _resumed(ranks, strategy, tmp_path, {}, {"dropout": 0.1}):
         assert len(again["losses"]) == 2
         assert again["losses"] == whole["losses"][2:]
         assert again["norms"] == whole["norms"][2:]
