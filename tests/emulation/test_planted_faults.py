@@ -128,6 +128,13 @@ ON_RANKS = {
     "received memory that its own stream may have again": Fault(
         "pipeline", CHANNEL + "receive", "tensor.record_stream(torch.cuda.default_stream(self._device))", "pass", "given back"
     ),
+    "received outputs that the script still reads": Fault(
+        "pipeline, outputs read late on a stream of the script",
+        "smp_runtime.comm.devices:keep_for_script",
+        "tensor.record_stream(script)",
+        "pass",
+        "given back",
+    ),
     "sent from another stream than it is made on": Fault(
         "pipeline",
         CHANNEL + "post",

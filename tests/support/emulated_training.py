@@ -56,6 +56,35 @@ def half() -> dict[str, Any]:
     return {"losses": losses, "overflows": overflows}
 
 
+def scaling() -> dict[str, Any]:
+    """Autocast to half precision with a gradient scaler, one of whose steps is skipped."""
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime.job import session
+
+    torch.manual_seed(0)
+    model = smp.DistributedModel(TiedNet())
+    optimizer = smp.DistributedOptimizer(sgd(model.parameters()))
+    device = session.current().ranks.device
+    scaler = smp.amp.GradScaler(init_scale=2.0**4, growth_interval=2)
+
+    @smp.step
+    def step(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = loss_of(model(ids), targets)
+        model.backward(scaler.scale(loss))
+        return loss
+
+    losses = []
+    for index, batch in enumerate(token_batches(0, STEPS, BATCH)):
+        optimizer.zero_grad()
+        losses.append(float(step(*(tensor.to(device) for tensor in batch)).reduce_mean()))
+        if index == 1:
+            next(model.parameters()).grad.fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+    return {"losses": losses, "scale": scaler.get_scale()}
+
+
 def sharding() -> dict[str, Any]:
     """Sharded parameters that are gathered ahead of their use."""
     return sharded_training.train(TiedNet, sharded_training.adamw, STEPS, 3 * BATCH)
@@ -219,6 +248,7 @@ PATHS = {
     "offloading, pipeline": Path("offloading", 2, {**PIPELINE, "offload_activations": True}),
     "fp16": Path("half", 2, {"ddp": True, "fp16": True}, tolerance=2e-2),
     "fp16, sharded state": Path("half", 2, {"ddp": True, "fp16": True, "shard_optimizer_state": True}, tolerance=2e-2),
+    "gradient scaler": Path("scaling", 2, {"ddp": True}, tolerance=2e-2),
     "saving": Path("saving", 1, {}, saves=True),
     "saving, sharding": Path(
         "saving", 2, {**sharded_training.settings(TiedNet(), 2), "sdp_max_live_parameters": 10**6}, saves=True

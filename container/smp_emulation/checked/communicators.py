@@ -54,22 +54,26 @@ class _Channel:
 
     def __init__(self, devices: Devices, number: int, name: str) -> None:
         self.lane = devices.new_lane(number, name)
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Callable[..., None]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Callable[..., None]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name="emulated-nccl", daemon=True).start()
 
     def begin(self, job: Callable[[], None]) -> Callable[[Callable[..., None]], None]:
         return lambda over: self._jobs.put((job, over))
 
+    def close(self) -> None:
+        """End the thread, behind what it has to do."""
+        self._jobs.put(None)
+
     def _serve(self) -> None:
-        while True:
-            job, over = self._jobs.get()
+        while (given := self._jobs.get()) is not None:
+            job, over = given
             try:
                 job()
             except BaseException as error:  # the host hears of it when it waits for the device
                 over(error)
             else:
                 over()
-            del job, over
+            del given, job, over
 
 
 class Communicator(dist.ProcessGroupGloo):
@@ -165,6 +169,11 @@ class Communicator(dist.ProcessGroupGloo):
             f"receive from {peer}", self._channel(number, _pair(self._mine, peer)), ((), tensors), job, None
         )
 
+    def close(self) -> None:
+        """End its threads."""
+        for channel in self._channels.values():
+            channel.close()
+
     # -- how it is done --------------------------------------------------------------------------------------------------
 
     def _start(
@@ -252,6 +261,8 @@ _alive: list[Communicator] = []
 
 def forget() -> None:
     """Let go of all communicators."""
+    for communicator in _alive:
+        communicator.close()
     _alive.clear()
 
 

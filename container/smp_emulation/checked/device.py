@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -146,19 +145,6 @@ class Devices:
         with self.lock:
             for clock in reached:
                 self.host.join(clock)
-
-    @contextlib.contextmanager
-    def on(self, lane: Lane, device: int) -> Iterator[None]:
-        """This thread's work on a device goes to a stream."""
-        before = self.thread.current.get(device)
-        self.thread.current[device] = lane
-        try:
-            yield
-        finally:
-            if before is None:
-                self.thread.current.pop(device, None)
-            else:
-                self.thread.current[device] = before
 
     # -- tensors ---------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -86,6 +87,9 @@ class Emulation:
         self.devices.close()
 
 
+#: How many ranks this machine has, by whoever has started them.
+_COUNTS = ("SMP_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
 _installed: Emulation | None = None
 
 
@@ -105,8 +109,7 @@ def install(seed: int | None = None, devices: int | None = None) -> Emulation:
     if torch.cuda.is_available():
         raise RuntimeError("this machine has GPUs; emulated devices are for machines without")
     if devices is None:
-        given = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or "1"
-        devices = max(1, int(given))
+        devices = max(1, int(next((os.environ[name] for name in _COUNTS if os.environ.get(name)), "1")))
     _installed = Emulation(seed or 0, devices)
     return _installed
 
@@ -117,6 +120,12 @@ def uninstall() -> None:
     if _installed is not None:
         installed, _installed = _installed, None
         installed.close()
+
+
+def report() -> None:
+    """Say what was found in a process that ends: its program may have caught the errors."""
+    for message in dict.fromkeys(faults.found):
+        print(f"[smp] checked streams: {message}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

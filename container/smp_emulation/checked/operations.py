@@ -57,7 +57,10 @@ class Operations(TorchDispatchMode):
         if func.namespace == "c10d":
             if func.overloadpacket is torch.ops.c10d.barrier:
                 return func(*args, **kwargs)
-            raise RuntimeError(f"{func} of tensors on an emulated device does not go through Python here")
+            raise RuntimeError(
+                f"{func} with tensors of an emulated device was called from C++, as DistributedDataParallel does; checked devices "
+                "see collectives only where Python calls them: use smp.DistributedModel, or SMP_EMULATE_CUDA=1 without checks"
+            )
         if func in (_aten._to_copy.default, _aten.copy_.default):
             return self._copies.run(func, args, kwargs)
         if not tensors or func.overloadpacket in _LIKE:
