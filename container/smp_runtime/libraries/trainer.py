@@ -123,7 +123,8 @@ def _device(arguments: Any) -> torch.device:
 
 def _begin_trainer(former: functools.partial[None], trainer: Any, *args: Any, **kwargs: Any) -> None:
     """The precision is that of the job, as Transformers has it for fp16 already."""
-    given = inspect.signature(former).bind(*args, **kwargs).arguments.get("args")
+    # Not bound to the signature, which lacks names that Transformers still takes, such as ``tokenizer``.
+    given = dict(zip(inspect.signature(former).parameters, args, strict=False)).get("args", kwargs.get("args"))
     if given is None or not hasattr(given, "bf16"):
         former(*args, **kwargs)
         return
