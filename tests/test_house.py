@@ -270,6 +270,8 @@ def test_who_answers_a_module_is_written_in_one_place():
 
 
 DOOR = PACKAGES["smp_runtime"] / "tensors" / "torch_private.py"
+#: Takes the place of parts of PyTorch, which it cannot do from outside.
+STANDS_IN = PACKAGES["smp_emulation"] / "checked"
 #: Private names of others than PyTorch: of named tuples, the interpreter, NumPy.
 OF_OTHERS = {"_getframe", "_replace", "_fields", "_exit", "_run_exitfuncs", "_reconstruct"}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from smp_emulation.calls import instead
+from smp_emulation.calls import Call, instead
 from smp_emulation.errors import refusing
 
 CPU = torch.device("cpu")
@@ -25,6 +25,11 @@ CAPABILITY = (8, 0)
 
 #: What ``torch.version.cuda`` says.
 CUDA_VERSION = "12.8"
+
+
+#: Of the libraries beside it.
+NCCL_VERSION = (2, 27, 3)
+CUDNN_VERSION = 91002
 
 
 class _Current(threading.local):
@@ -82,7 +87,7 @@ def index_of(device: Any, optional: bool = True) -> int:
     """
     if device is None and optional:
         return current()
-    if isinstance(device, _Entered):
+    if isinstance(device, Entered):
         return require(device.idx)
     if isinstance(device, int) and not isinstance(device, bool):
         return current() if device < 0 else require(device)
@@ -128,7 +133,7 @@ def set_device(device: Any) -> None:
         _current.index = index
 
 
-class _Entered:
+class Entered:
     """What ``torch.cuda.device`` and ``device_of`` do: a device is current inside."""
 
     def __init__(self, device: Any) -> None:
@@ -140,12 +145,11 @@ class _Entered:
         if self.idx >= 0:
             _current.index = self.idx
 
-    def __exit__(self, *raised: object) -> bool:
+    def __exit__(self, *raised: object) -> None:
         _current.index = self.prev_idx
-        return False
 
 
-class _EnteredOf(_Entered):
+class _EnteredOf(Entered):
     def __init__(self, obj: Any) -> None:
         super().__init__(None)
 
@@ -198,7 +202,8 @@ def _get_device_index(device: Any, optional: bool = False, allow_cpu: bool = Fal
     return index_of(device, optional=True)
 
 
-def _synchronize(device: Any = None) -> None:
+def synchronize(device: Any = None) -> None:
+    """Nothing to wait for; the device must be there."""
     index_of(device)
 
 
@@ -256,14 +261,14 @@ CALLS = (
     instead("torch.cuda.device_count", "the ranks of this host", count),
     instead("torch.cuda.is_initialized", "whether a call has needed a device", lambda: _is_initialized),
     instead("torch.cuda.init", "nothing to initialise", initialize),
-    instead("torch.cuda._lazy_init", "nothing to initialise", initialize),
+    instead("torch.cuda._lazy_call", "called at once", lambda callable, **kwargs: callable()),
     instead("torch.cuda.set_device", "remembered for the thread, checked against device_count()", set_device),
     instead("torch.cuda.current_device", "what set_device() was given", current),
-    instead("torch.cuda.device", "as set_device(), inside a with", _Entered),
+    instead("torch.cuda.device", "as set_device(), inside a with", Entered),
     instead("torch.cuda.device_of", "no change: every tensor lies on the CPU", _EnteredOf),
     instead("torch.cuda._utils._get_device_index", "a number", _get_device_index),
     instead("torch.cuda._get_device_index", "a number", _get_device_index),
-    instead("torch.cuda.synchronize", "nothing is under way", _synchronize),
+    instead("torch.cuda.synchronize", "nothing is under way", synchronize),
     instead("torch.cuda.get_device_name", NAME, _name),
     instead("torch.cuda.get_device_properties", "an A100's, with this machine's memory", properties),
     instead("torch.cuda.get_device_capability", "8.0", _capability),
@@ -280,6 +285,11 @@ CALLS = (
         instead(f"torch.cuda.{name}", _SENSOR, _sensor)
         for name in ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
     ),
+    instead("torch.cuda.nccl.version", str(NCCL_VERSION), lambda: NCCL_VERSION),
+    instead("torch.cuda.nccl.is_available", "False, for any tensors", lambda tensors: False),
+    instead("torch.cuda.is_current_stream_capturing", "False", lambda: False),
     instead("torch.backends.cuda.is_built", "True", lambda: True),
-    instead("torch.version.cuda", CUDA_VERSION, CUDA_VERSION),
+    instead("torch.backends.cudnn.is_available", "True", lambda: True),
+    instead("torch.backends.cudnn.version", str(CUDNN_VERSION), lambda: CUDNN_VERSION),
+    Call("torch.version.cuda", f"the build's, else {CUDA_VERSION}", lambda original: original or CUDA_VERSION),
 )

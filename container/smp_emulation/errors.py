@@ -41,8 +41,15 @@ def refusing(name: str, why: str, instead: str = "") -> Any:
 class _Refusing(type):
     """Of classes that may be named, as in annotations and ``isinstance``, and not made."""
 
+    _refusal: tuple[str, str, str]
+
     def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
-        refuse(*cls._refusal)  # type: ignore[attr-defined]
+        refuse(*cls._refusal)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        refuse(*cls._refusal)  # its static methods make one, too
 
 
 def refusing_class(name: str, why: str, instead: str = "") -> type:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import os
@@ -12,7 +13,18 @@ import torch
 
 import smp_emulation
 from smp_config import emulation
-from smp_emulation import devices, memory, ordering, precision, processes, profiling, randomness, tensors
+from smp_emulation import (
+    accelerator,
+    devices,
+    memory,
+    ordering,
+    precision,
+    processes,
+    profiling,
+    randomness,
+    refused,
+    tensors,
+)
 
 if TYPE_CHECKING:
     from smp_emulation.calls import Call
@@ -26,6 +38,8 @@ CALLS: tuple[Call, ...] = (
     *precision.CALLS,
     *profiling.CALLS,
     *processes.CALLS,
+    *accelerator.CALLS,
+    *refused.CALLS,
     *tensors.CALLS,
 )
 
@@ -36,8 +50,11 @@ _ALSO_IN = {
         "torch.cuda.random",
         "torch.cuda.streams",
         "torch.cuda.graphs",
-        "torch.cuda.nccl",
     ),
+    "torch.cuda.comm": ("torch.nn.parallel.comm",),
+    "torch.cuda.graphs": ("torch.cuda",),
+    "torch.cuda.green_contexts": ("torch.cuda",),
+    "torch.accelerator": ("torch.accelerator.memory",),
     "torch.distributed": ("torch.distributed.distributed_c10d", "torch.distributed.device_mesh"),
     "torch.amp": ("torch.amp.autocast_mode",),
     "torch.cuda.amp.common": ("torch.amp.grad_scaler", "torch.cuda.amp", "torch.cuda.amp.autocast_mode"),
@@ -49,7 +66,13 @@ _replaced: list[tuple[Any, str, Any]] = []
 
 def install_where_asked() -> None:
     """What PyTorch calls when it is imported in a rank, or in a process of one: emulate if the environment asks for it."""
-    if emulation.is_asked_for(os.environ):
+    seed = emulation.seed_of_checks(os.environ)
+    if seed is not None and not torch.cuda.is_available():
+        from smp_emulation import checked
+
+        checked.install(seed)
+        atexit.register(checked.report)
+    elif emulation.is_asked_for(os.environ):
         install()
 
 
@@ -66,6 +89,7 @@ def install() -> bool:
     for call in CALLS:
         _put(call)
     _read_cuda_storages()
+    ordering.make_default_streams()
     smp_emulation._installed = True
     return True
 

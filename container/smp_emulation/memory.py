@@ -27,17 +27,20 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _now(device: Any = None) -> int:
+def allocated(device: Any = None) -> int:
+    """Bytes of main memory that this process uses."""
     index_of(device)
     return _resident_bytes()
 
 
-def _most(device: Any = None) -> int:
+def most_allocated(device: Any = None) -> int:
+    """The most bytes that it has used since the last reset."""
     index_of(device)
     return max(_peak_bytes(), _resident_bytes())
 
 
-def _reset_peak(device: Any = None) -> None:
+def reset_peak(device: Any = None) -> None:
+    """Let the peak count anew."""
     index_of(device)
     try:
         with open("/proc/self/clear_refs", "w") as file:
@@ -46,13 +49,15 @@ def _reset_peak(device: Any = None) -> None:
         pass  # not Linux, or not allowed: the peak stays that of the whole process
 
 
-def _free_and_total(device: Any = None) -> tuple[int, int]:
+def free_and_total(device: Any = None) -> tuple[int, int]:
+    """Bytes of the machine's main memory."""
     index_of(device)
     return memory_of_the_machine()
 
 
-def _stats(device: Any = None) -> OrderedDict[str, Any]:
-    now, most = _now(device), _most(device)
+def statistics(device: Any = None) -> OrderedDict[str, Any]:
+    """The process's memory under the names of CUDA's allocator; what it counts besides is 0."""
+    now, most = allocated(device), most_allocated(device)
     stats: OrderedDict[str, Any] = OrderedDict()
     for kind in ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes", "inactive_split_bytes"):
         for pool in ("all", "large_pool", "small_pool"):
@@ -78,7 +83,7 @@ def _stats(device: Any = None) -> OrderedDict[str, Any]:
 
 def _nested_stats(device: Any = None) -> dict[str, Any]:
     nested: dict[str, Any] = {}
-    for name, value in _stats(device).items():
+    for name, value in statistics(device).items():
         *way, last = name.split(".")
         place = nested
         for part in way:
@@ -88,7 +93,7 @@ def _nested_stats(device: Any = None) -> dict[str, Any]:
 
 
 def _summary(device: Any = None, abbreviated: bool = False) -> str:
-    now, most = _now(device), _most(device)
+    now, most = allocated(device), most_allocated(device)
     free, total = memory_of_the_machine()
     return (
         f"{NAME}, device {index_of(device)}: this process uses {now / 2**20:,.1f} MiB of main memory ({most / 2**20:,.1f} MiB at "
@@ -97,7 +102,7 @@ def _summary(device: Any = None, abbreviated: bool = False) -> str:
 
 
 def _processes(device: Any = None) -> str:
-    return f"GPU:{index_of(device)}\nprocess {os.getpid():>10d} uses {_now(device) / 2**20:>12.3f} MB of main memory (emulated)"
+    return f"GPU:{index_of(device)}\nprocess {os.getpid():>10d} uses {allocated(device) / 2**20:>12.3f} MB memory (emulated)"
 
 
 _fraction: dict[int, float] = {}
@@ -115,21 +120,21 @@ def _nothing(*args: object, **kwargs: object) -> None:
     return None
 
 
-_PROCESS = "this process's main memory"
+PROCESS = "this process's main memory"
 _POOL = "it manages memory of a GPU"
 
 CALLS: tuple[Call, ...] = (
     *(
-        instead(f"torch.cuda.{name}", _PROCESS, _now)
+        instead(f"torch.cuda.{name}", PROCESS, allocated)
         for name in ("memory_allocated", "memory_reserved", "memory_cached")
     ),
     *(
-        instead(f"torch.cuda.{name}", f"{_PROCESS}, at most", _most)
+        instead(f"torch.cuda.{name}", f"{PROCESS}, at most", most_allocated)
         for name in ("max_memory_allocated", "max_memory_reserved", "max_memory_cached")
     ),
-    instead("torch.cuda.device_memory_used", _PROCESS, _now),
+    instead("torch.cuda.device_memory_used", PROCESS, allocated),
     *(
-        instead(f"torch.cuda.{name}", "the peak of the process counts anew", _reset_peak)
+        instead(f"torch.cuda.{name}", "the peak of the process counts anew", reset_peak)
         for name in ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached")
     ),
     *(
@@ -141,12 +146,11 @@ CALLS: tuple[Call, ...] = (
             "empty_cache",
             "ipc_collect",
             "caching_allocator_enable",
-            "_set_allocator_settings",
         )
     ),
-    instead("torch.cuda.mem_get_info", "this machine's main memory", _free_and_total),
-    instead("torch.cuda.memory_stats", f"{_PROCESS}, under the allocator's names", _stats),
-    instead("torch.cuda.memory_stats_as_nested_dict", f"{_PROCESS}, under the allocator's names", _nested_stats),
+    instead("torch.cuda.mem_get_info", "this machine's main memory", free_and_total),
+    instead("torch.cuda.memory_stats", f"{PROCESS}, under the allocator's names", statistics),
+    instead("torch.cuda.memory_stats_as_nested_dict", f"{PROCESS}, under the allocator's names", _nested_stats),
     instead("torch.cuda.host_memory_stats", "empty", OrderedDict),
     instead("torch.cuda.host_memory_stats_as_nested_dict", "empty", dict),
     instead("torch.cuda.memory_summary", "a sentence", _summary),

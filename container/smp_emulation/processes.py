@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,13 +38,14 @@ def _init_process_group(original: Any) -> Any:
     @functools.wraps(original)
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         used = backend_here(backend)
-        if used != backend and _is_first_rank():
-            logger.warning(
-                "init_process_group(%r): no GPU here, so the collectives of all ranks go over %s (SMP_EMULATE_CUDA=1)",
-                backend,
-                used,
-            )
+        if used != backend:
             kwargs.pop("pg_options", None)
+            if _is_first_rank():
+                logger.warning(
+                    "init_process_group(%r): no GPU here, so the collectives of all ranks go over %s (SMP_EMULATE_CUDA=1)",
+                    backend,
+                    used,
+                )
         device = kwargs.pop("device_id", None)
         if isinstance(device, torch.device) and device.type != "cuda":
             kwargs["device_id"] = device
@@ -52,6 +54,18 @@ def _init_process_group(original: Any) -> Any:
         return original(used, *args, **kwargs)
 
     return init_process_group
+
+
+class _NcclOptions:
+    """What ``ProcessGroupNCCL.Options`` takes; nobody reads it."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace()
+
+
+def _nccl_group(original: Any) -> Any:
+    return original or type("ProcessGroupNCCL", (), {"Options": _NcclOptions})
 
 
 def _with_backend(original: Any) -> Any:
@@ -128,8 +142,54 @@ def _data_parallel(original: Any) -> Any:
     return init
 
 
+def _copies(tensor: torch.Tensor, devices: Any = None, *, out: Any = None) -> tuple[torch.Tensor, ...]:
+    if out is not None:
+        return tuple(each.copy_(tensor) for each in out)
+    return tuple(tensor.clone() for _ in devices)
+
+
+def _copies_of_all(tensors: Any, devices: Any, buffer_size: int = 0) -> list[list[torch.Tensor]]:
+    return [[tensor.clone() for tensor in tensors] for _ in devices]
+
+
+def _sum(inputs: Any, destination: Any = None) -> torch.Tensor:
+    return torch.stack(tuple(inputs)).sum(0)
+
+
+def _sums(inputs: Any, destination: Any = None, buffer_size: int = 0) -> tuple[torch.Tensor, ...]:
+    return tuple(_sum(each) for each in zip(*inputs, strict=True))
+
+
+def _parts(
+    tensor: torch.Tensor,
+    devices: Any = None,
+    chunk_sizes: Any = None,
+    dim: int = 0,
+    streams: Any = None,
+    *,
+    out: Any = None,
+) -> tuple[torch.Tensor, ...]:
+    if out is not None:
+        chunk_sizes = [each.size(dim) for each in out]
+    parts = tensor.split(list(chunk_sizes), dim) if chunk_sizes is not None else tensor.chunk(len(devices), dim)
+    if out is not None:
+        return tuple(each.copy_(part) for each, part in zip(out, parts, strict=True))
+    return tuple(part.clone() for part in parts)
+
+
+def _together(tensors: Any, dim: int = 0, destination: Any = None, *, out: Any = None) -> torch.Tensor:
+    return torch.cat(tuple(tensors), dim) if out is None else torch.cat(tuple(tensors), dim, out=out)
+
+
 CALLS = (
+    instead("torch.cuda.comm.broadcast", "copies", _copies),
+    instead("torch.cuda.comm.broadcast_coalesced", "copies", _copies_of_all),
+    instead("torch.cuda.comm.reduce_add", "a sum", _sum),
+    instead("torch.cuda.comm.reduce_add_coalesced", "sums", _sums),
+    instead("torch.cuda.comm.scatter", "copies of parts", _parts),
+    instead("torch.cuda.comm.gather", "one tensor", _together),
     Call("torch.distributed.init_process_group", "gloo for NCCL, with a line in the log", _init_process_group),
+    Call("torch.distributed.ProcessGroupNCCL", "has Options, which are not read", _nccl_group, is_new=True),
     Call("torch.distributed.new_group", "gloo for NCCL", _with_backend),
     Call("torch.distributed.barrier", "without device_ids", _barrier),
     *(

@@ -56,7 +56,7 @@ def main() -> None:
     site = unpacked(_wheel(code))
     prefer(site)
     os.environ.setdefault("SMP_HOST", host())
-    if os.environ.get(_EMULATE) == "1":
+    if os.environ.get(_EMULATE, "0") != "0":
         emulate(site)
     if data_parallel:
         discover(os.path.join(site, _DISCOVERY))

@@ -43,7 +43,7 @@ def on_devices(seed: int, config: dict[str, Any], function: Callable[..., Any], 
         return lambda *given, **named: there(own(*given, **named))
 
     before = []
-    with emulated(seed, devices=int(os.environ["WORLD_SIZE"])) as emulation:
+    with emulated(seed, devices=int(os.environ.get("WORLD_SIZE", "1"))) as emulation:
         try:
             session.init(config)
             for name, functions in _BATCHES.items():
@@ -53,6 +53,8 @@ def on_devices(seed: int, config: dict[str, Any], function: Callable[..., Any], 
                         before.append((module, each, getattr(module, each)))
                         setattr(module, each, moved(getattr(module, each)))
             result = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), function(*args))
+            for number in range(torch.cuda.device_count()):
+                torch.cuda.synchronize(number)
             session.shutdown()
         finally:
             for module, each, own in before:
@@ -60,3 +62,13 @@ def on_devices(seed: int, config: dict[str, Any], function: Callable[..., Any], 
         if isinstance(result, dict):
             result["waits"] = dict(emulation.waits)
         return result
+
+
+def on_host(config: dict[str, Any], function: Callable[..., Any], *args: Any) -> Any:
+    """The same on the CPU."""
+    from smp_runtime.job import session
+
+    session.init(config)
+    result = function(*args)
+    session.shutdown()
+    return result

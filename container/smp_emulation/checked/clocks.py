@@ -87,9 +87,6 @@ class History:
                 return access
         return None
 
-    def __len__(self) -> int:
-        return len(self._accesses)
-
 
 def _race(former: Access, access: Access, memory: str) -> str:
     if access.actor == HOST:

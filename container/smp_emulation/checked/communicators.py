@@ -54,22 +54,26 @@ class _Channel:
 
     def __init__(self, devices: Devices, number: int, name: str) -> None:
         self.lane = devices.new_lane(number, name)
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Callable[..., None]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Callable[..., None]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name="emulated-nccl", daemon=True).start()
 
     def begin(self, job: Callable[[], None]) -> Callable[[Callable[..., None]], None]:
         return lambda over: self._jobs.put((job, over))
 
+    def close(self) -> None:
+        """End the thread, behind what it has to do."""
+        self._jobs.put(None)
+
     def _serve(self) -> None:
-        while True:
-            job, over = self._jobs.get()
+        while (given := self._jobs.get()) is not None:
+            job, over = given
             try:
                 job()
             except BaseException as error:  # the host hears of it when it waits for the device
                 over(error)
             else:
                 over()
-            del job, over
+            del given, job, over
 
 
 class Communicator(dist.ProcessGroupGloo):
@@ -117,7 +121,7 @@ class Communicator(dist.ProcessGroupGloo):
             result: of the work's future.
         """
         number = self._device_of([*sent, *received])
-        give = self._elements(sent)
+        give = self.elements(sent)
         asked = Asked(f"{what} of {_described(sent)}", self._own(number), site())
 
         def job() -> None:
@@ -132,7 +136,7 @@ class Communicator(dist.ProcessGroupGloo):
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
         """A message to one rank."""
         number = self._device_of(tensors)
-        (give,) = self._elements(tensors)
+        (give,) = self.elements(tensors)
         asked = Asked(f"send of {_described(tensors)}", self._own(number), site())
 
         def job() -> None:
@@ -144,7 +148,7 @@ class Communicator(dist.ProcessGroupGloo):
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
         """A message from one rank."""
         number = self._device_of(tensors)
-        (take,) = self._elements(tensors)
+        (take,) = self.elements(tensors)
         mine = Asked(f"send of {_described(tensors)}", self._own(number), site())
 
         def job() -> None:
@@ -153,14 +157,22 @@ class Communicator(dist.ProcessGroupGloo):
             asked = Asked.unpacked(header)
             if asked.what != mine.what:
                 raise StreamFault(
-                    f"{self._name}: rank {peer} sends what rank {self._mine} does not expect: {asked.what} at {asked.line}, against "
-                    f"{mine.what} at {mine.line}. NCCL would hang or mix up bytes; let both ranks send and receive in one order"
+                    f"{self._name}: rank {peer} sends what rank {self._mine} does not expect: {asked.what} at {asked.line}, "
+                    f"against {mine.what} at {mine.line}. NCCL would hang or mix up bytes; let both ranks send and receive in "
+                    "one order"
                 )
             came = torch.empty(take.nbytes, dtype=torch.uint8)
             super(Communicator, self).recv([came], peer, tag).wait()
             take.copy_(came.view(take.dtype).view(take.shape))
 
-        return self._start(f"receive from {peer}", self._channel(number, _pair(self._mine, peer)), ((), tensors), job, None)
+        return self._start(
+            f"receive from {peer}", self._channel(number, _pair(self._mine, peer)), ((), tensors), job, None
+        )
+
+    def close(self) -> None:
+        """End its threads."""
+        for channel in self._channels.values():
+            channel.close()
 
     # -- how it is done --------------------------------------------------------------------------------------------------
 
@@ -179,7 +191,9 @@ class Communicator(dist.ProcessGroupGloo):
         current = devices.current(number)
         with devices.lock:
             devices.follow(channel.lane, current)
-            placed = [[(t, place) for t in each if (place := devices.memory.place_of(t)) is not None] for each in tensors]
+            placed = [
+                [(t, place) for t in each if (place := devices.memory.place_of(t)) is not None] for each in tensors
+            ]
             devices.touch(channel.lane, what, placed[0], placed[1])
             before = (current.last,) if current.last is not None and not current.last.done else ()
             item = Item(None, before, f"{what} over {self._name}, asked for at {site()}", channel.begin(job))
@@ -204,14 +218,13 @@ class Communicator(dist.ProcessGroupGloo):
                 raise ValueError("Tensors must be contiguous")
         return next(number for number in numbers if number is not None)
 
-    def _elements(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def elements(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Where tensors of the device have their elements, for the work of the stream."""
         places = [self.devices.memory.place_of(tensor) for tensor in tensors]
         return [
             view_of(place.block, tensor) if place is not None and place.block is not None else tensor.detach()
             for tensor, place in zip(tensors, places, strict=True)
         ]
-
-    elements = _elements
 
     def _own(self, number: int) -> str:
         return f"{self.devices.identity}/{number}"
@@ -237,8 +250,8 @@ class Communicator(dist.ProcessGroupGloo):
                 )
             if rank != self._mine and other.device == mine.device:
                 raise StreamFault(
-                    f"{self._name}: Duplicate GPU detected: ranks {self._mine} and {rank} both use {mine.device}; NCCL takes one rank "
-                    "per device, so choose another by torch.cuda.set_device"
+                    f"{self._name}: Duplicate GPU detected: ranks {self._mine} and {rank} both use {mine.device}; NCCL takes one "
+                    "rank per device, so choose another by torch.cuda.set_device"
                 )
 
 
@@ -248,6 +261,8 @@ _alive: list[Communicator] = []
 
 def forget() -> None:
     """Let go of all communicators."""
+    for communicator in _alive:
+        communicator.close()
     _alive.clear()
 
 

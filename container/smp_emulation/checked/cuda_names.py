@@ -177,7 +177,9 @@ def _autocast(own: Any) -> Any:
     """Autocast of "cuda" is that of the CPU, on whose tensors all work is done, with CUDA's default type."""
 
     class Autocast(own):  # type: ignore[misc]
-        def __init__(self, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        def __init__(
+            self, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+        ) -> None:
             if device_type == "cuda":
                 dtype, device_type = dtype or torch.float16, "cpu"
             super().__init__(device_type, dtype, enabled, cache_enabled)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from smp_emulation.checked.clocks import HOST, Access, Clock
 from smp_emulation.checked.execution import Executor, Item, Lane
 from smp_emulation.checked.memory import Memory, Place, span_of
 from smp_emulation.checked.sites import site
-
 
 #: Attribute of tensors of subclasses that have no elements: the number of their device.
 ON_DEVICE = "_emulated_device"
@@ -91,7 +89,11 @@ class Devices:
     # -- work ------------------------------------------------------------------------------------------------------
 
     def touch(
-        self, lane: Lane, what: str, reads: Iterable[tuple[torch.Tensor, Place]], writes: Iterable[tuple[torch.Tensor, Place]]
+        self,
+        lane: Lane,
+        what: str,
+        reads: Iterable[tuple[torch.Tensor, Place]],
+        writes: Iterable[tuple[torch.Tensor, Place]],
     ) -> None:
         """The next work of a stream reads and writes tensors; called before it is queued.
 
@@ -143,19 +145,6 @@ class Devices:
         with self.lock:
             for clock in reached:
                 self.host.join(clock)
-
-    @contextlib.contextmanager
-    def on(self, lane: Lane, device: int) -> Iterator[None]:
-        """This thread's work on a device goes to a stream."""
-        before = self.thread.current.get(device)
-        self.thread.current[device] = lane
-        try:
-            yield
-        finally:
-            if before is None:
-                self.thread.current.pop(device, None)
-            else:
-                self.thread.current[device] = before
 
     # -- tensors ---------------------------------------------------------------------------------------------------
 

@@ -223,5 +223,3 @@ def _before(targets: Iterable[Item]) -> set[int]:
         if item.previous is not None:
             waiting.append(item.previous)
     return found
-
-

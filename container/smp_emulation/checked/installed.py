@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -57,7 +58,9 @@ class Emulation:
         self._patches.set(torch.autograd, "_engine_run_backward", runs)
         # Past these two: modules that call the engine itself have its function by name.
         engine = torch.autograd.Variable._execution_engine
-        self._patches.in_modules(engine.run_backward, lambda *args, **kwargs: backward.run(engine.run_backward, *args, **kwargs))
+        self._patches.in_modules(
+            engine.run_backward, lambda *args, **kwargs: backward.run(engine.run_backward, *args, **kwargs)
+        )
 
     def _started(self, start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
         """Threads that begin are in the same mode."""
@@ -84,6 +87,9 @@ class Emulation:
         self.devices.close()
 
 
+#: How many ranks this machine has, by whoever has started them.
+_COUNTS = ("SMP_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
 _installed: Emulation | None = None
 
 
@@ -103,8 +109,7 @@ def install(seed: int | None = None, devices: int | None = None) -> Emulation:
     if torch.cuda.is_available():
         raise RuntimeError("this machine has GPUs; emulated devices are for machines without")
     if devices is None:
-        given = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or "1"
-        devices = max(1, int(given))
+        devices = max(1, int(next((os.environ[name] for name in _COUNTS if os.environ.get(name)), "1")))
     _installed = Emulation(seed or 0, devices)
     return _installed
 
@@ -117,6 +122,12 @@ def uninstall() -> None:
         installed.close()
 
 
+def report() -> None:
+    """Say what was found in a process that ends: its program may have caught the errors."""
+    for message in dict.fromkeys(faults.found):
+        print(f"[smp] checked streams: {message}", file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def emulated(seed: int = 0, devices: int = 1) -> Iterator[Emulation]:
     """Emulated devices inside a block; an error there that the program has caught is raised at its end.
@@ -127,10 +138,10 @@ def emulated(seed: int = 0, devices: int = 1) -> Iterator[Emulation]:
     installed = install(seed, devices)
     try:
         yield installed
-        installed.devices.wait_on_host("the end", [lane for lanes in installed.devices.lanes.values() for lane in lanes])
+        installed.devices.wait_on_host(
+            "the end", [lane for lanes in installed.devices.lanes.values() for lane in lanes]
+        )
         if installed.faults:
             raise faults.StreamFault(installed.faults[0])
     finally:
         uninstall()
-
-

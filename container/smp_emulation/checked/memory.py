@@ -140,9 +140,10 @@ class Memory:
             if block.history.unknown_to(lane.clock):
                 if fault := block.history.unknown_to(lane.clock, block.users):
                     raise StreamFault(
-                        f"memory of cuda:{device} that was allocated at {block.line} is given back at {block.freed} and used again "
-                        f"on {lane.name} at {site()}, while nothing says that the last use by another stream is over: {fault}. "
-                        f"Call record_stream on the tensor for {fault.name}, or let {lane.name} wait for it before the tensor is freed"
+                        f"memory of cuda:{device} that was allocated at {block.line} is given back at {block.freed} and "
+                        f"used again on {lane.name} at {site()}, while nothing says that the last use by another stream is over: "
+                        f"{fault}. Call record_stream on the tensor for {fault.name}, or let {lane.name} wait for it before the "
+                        "tensor is freed"
                     )
                 waiting.append(block)  # the allocator waits for an event before anybody gets it
             elif elements is None and block.elements.numel() == size:

@@ -57,13 +57,17 @@ class Operations(TorchDispatchMode):
         if func.namespace == "c10d":
             if func.overloadpacket is torch.ops.c10d.barrier:
                 return func(*args, **kwargs)
-            raise RuntimeError(f"{func} of tensors on an emulated device does not go through Python here")
+            raise RuntimeError(
+                f"{func} with tensors of an emulated device was called from C++, as DistributedDataParallel does; checked devices "
+                "see collectives only where Python calls them: use smp.DistributedModel, or SMP_EMULATE_CUDA=1 without checks"
+            )
         if func in (_aten._to_copy.default, _aten.copy_.default):
             return self._copies.run(func, args, kwargs)
-        if not tensors or (to_device and not _takes(func, tensors)):
-            return self._make(func, args, kwargs, self._devices.index(asked))
-        if asked is not None and not to_device and func.overloadpacket in _LIKE:
-            return func(*args, **kwargs)  # host memory in the form of a device's tensor
+        if not tensors or func.overloadpacket in _LIKE:
+            if asked is not None and not to_device:
+                return self._in_host_memory(func, args, kwargs)  # in the form of a device's tensor
+            number = self._devices.device_of(tensors[0]) if asked is None else self._devices.index(asked)
+            return self._make(func, args, kwargs, number or 0)
         if func in _OF_SHAPES or _only_looks(func):
             return func(*args, **kwargs)
         number = next(p.device for p in places if p is not None and p.device is not None)
@@ -74,28 +78,34 @@ class Operations(TorchDispatchMode):
 
     # -- host ------------------------------------------------------------------------------------------------------
 
-    def _on_host(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], places: list[Place | None]) -> Any:
+    def _on_host(
+        self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], places: list[Place | None]
+    ) -> Any:
         if any(place is not None for place in places) and not _only_looks(func):
             written = {id(tensor) for tensor in _written(func, args, kwargs)}
             for tensor, place in zip(tensors, places, strict=True):
                 if place is not None and place.device is None:
                     self._devices.host_touches(tensor, place, str(func), writes=id(tensor) in written)
-        pinned = kwargs.pop("pin_memory", False)
         if func is _aten._local_scalar_dense.default or torch.Tag.nondeterministic_seeded not in func.tags:
-            result = func(*args, **kwargs)
-        else:
-            with random_numbers.lock:
-                result = func(*args, **kwargs)
-        if pinned and isinstance(result, torch.Tensor):
-            self._devices.memory.register(result, Place(None, pinned=True))
+            return self._in_host_memory(func, args, kwargs)
+        with random_numbers.lock:
+            return self._in_host_memory(func, args, kwargs)
+
+    def _in_host_memory(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Done at once; memory that is to be pinned is noted as such."""
+        if not kwargs.get("pin_memory"):
+            return func(*args, **kwargs)
+        result = func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
+        self._devices.memory.register(result, Place(None, pinned=True))
         return result
 
     # -- device ----------------------------------------------------------------------------------------------------
 
     def _make(self, func: Any, args: Any, kwargs: Any, number: int) -> Any:
-        """A factory: its result is new memory of a device."""
+        """A factory: its result is new memory of a device; of a tensor among its arguments it takes the form only."""
         flat, spec = tree_flatten((args, {name: value for name, value in kwargs.items() if name != "pin_memory"}))
-        return self._queue(_Call(self._devices, func, flat, spec, number))
+        forms = [_emptied(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+        return self._queue(_Call(self._devices, func, forms, spec, number))
 
     def _reshape(self, call: _Call, func: Any, args: Any, kwargs: Any) -> Any:
         """What changes the form of a tensor is done at once; its storage may grow."""
@@ -130,7 +140,7 @@ class Operations(TorchDispatchMode):
         key = call.key()
         if key not in self._shapes:
             try:
-                results, spec = tree_flatten(call.on_meta())
+                results, spec = tree_flatten(call.on_zeros() if call.is_narrow else call.on_meta())
             except (NotImplementedError, RuntimeError) as error:
                 if not _depends_on_elements(error, call.func):
                     raise
@@ -194,7 +204,8 @@ class _Call:
         """
         for tensor in self._tensors:
             number = self.devices.device_of(tensor)
-            if number == self.number or (number is None and (not tensor.ndim or self.func._schema.name.startswith(_MIXES))):
+            mixes = self.func._schema.name.startswith(_MIXES) or self.func.overloadpacket in _LIKE
+            if number == self.number or (number is None and (not tensor.ndim or mixes)):
                 continue
             other = "cpu" if number is None else f"cuda:{number}"
             raise RuntimeError(
@@ -234,6 +245,24 @@ class _Call:
 
         args, kwargs = tree_unflatten([meta(leaf) for leaf in self.flat], self.spec)
         return self.func(*args, **kwargs)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether half precision is among the arguments: some kernels of the CPU keep statistics in other types there."""
+        return any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in self._tensors)
+
+    def on_zeros(self) -> Any:
+        """The operation on host memory full of zeros."""
+
+        def zeros(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype).zero_()
+            if isinstance(leaf, torch.Generator):
+                return torch.Generator()
+            return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+        with random_numbers.from_state(torch.default_generator.get_state()):
+            return self.run_on([zeros(leaf) for leaf in self.flat])
 
     def real(self) -> list[Any]:
         """Arguments with the elements on the device; what comes from the host as it is now."""
@@ -306,9 +335,9 @@ _LIKE = {
 }
 
 
-def _takes(func: Any, tensors: list[torch.Tensor]) -> bool:
-    """Whether elements of the tensors matter, and not only their form."""
-    return func.overloadpacket not in _LIKE
+def _emptied(tensor: torch.Tensor) -> torch.Tensor:
+    """Host memory of a tensor's form."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
 
 
 def _only_looks(func: Any) -> bool:

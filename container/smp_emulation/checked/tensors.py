@@ -54,7 +54,10 @@ class TensorNames:
             "is_pinned": lambda t, device=None: self._is_pinned(t),
             "pin_memory": lambda t, device=None: self._pin_memory(t),
         }
-        for name, function in {**methods, **{name: self._reading(name, function) for name, function in own.items()}}.items():
+        for name, function in {
+            **methods,
+            **{name: self._reading(name, function) for name, function in own.items()},
+        }.items():
             self._patches.set(tensor, name, _overridable(name, function))
         self._patches.set(tensor, "__deepcopy__", self._deepcopy(tensor.__deepcopy__))
         self._patches.set(tensor, "__reduce_ex__", self._reduce(tensor.__reduce_ex__))
@@ -132,7 +135,9 @@ class TensorNames:
     def _factory(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """``torch.tensor`` and ``as_tensor``, which look for the device's own code before anything is dispatched."""
 
-        def factory(data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
+        def factory(
+            data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any
+        ) -> torch.Tensor:
             if isinstance(data, torch.Tensor) and device is None:
                 device = data.device
             if isinstance(device, int):

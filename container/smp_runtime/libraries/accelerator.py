@@ -188,6 +188,8 @@ class JobAccelerator(Accelerator):
             one = (one.detach()[None] if one.ndim == 0 else one.detach()).contiguous()
             if count == 1:
                 return one
+            if self._job.ranks.step.is_tracing:  # which this rank does alone
+                return torch.cat([one] * count)
             found = [torch.empty_like(one) for _ in range(count)]
             dist.all_gather(found, one, group)
             return torch.cat(found)
@@ -201,8 +203,9 @@ class JobAccelerator(Accelerator):
         except TypeError:
             use_gather_object = True
         if use_gather_object:
-            everyone: list[Any] = [None] * self.num_processes
-            dist.all_gather_object(everyone, input_data, self._process_group())
+            everyone: list[Any] = [input_data] * self.num_processes
+            if not self._job.ranks.step.is_tracing:
+                dist.all_gather_object(everyone, input_data, self._process_group())
             data: Any = [one for some in everyone for one in some]
         else:
             data = self.gather(input_data)
@@ -220,7 +223,7 @@ class JobAccelerator(Accelerator):
             if reduction == "none":
                 return one
             total = one.detach().clone()
-            if self.num_processes > 1:
+            if self.num_processes > 1 and not self._job.ranks.step.is_tracing:
                 dist.all_reduce(total, group=self._process_group())
             return total * scale / (self.num_processes if reduction == "mean" else 1)
 

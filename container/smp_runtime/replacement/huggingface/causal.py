@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from smp_runtime.activations.marking import say_offloading_is_ours
 from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.distributed_module import NotDistributableError
 from smp_runtime.nn.lm_head import DistributedTransformerLMHead, additive_mask
@@ -69,14 +70,46 @@ class CausalModel(DistributedTransformerLMHead):
         """The word embedding."""
         return self.word_embedding
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
+    def gradient_checkpointing_enable(
+        self,
+        gradient_checkpointing_kwargs: Mapping[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
         """Checkpoint the layers, as ``smp.set_activation_checkpointing`` does; ``use_reentrant`` does not matter."""
         settings = gradient_checkpointing_kwargs or {}
-        self.transformer.checkpoint_layers(preserve_rng_state=bool(settings.get("preserve_rng_state", True)))
+        if offload:
+            say_offloading_is_ours()
+        self.transformer.checkpoint_layers(
+            preserve_rng_state=bool(settings.get("preserve_rng_state", True)), every=every_n_layers
+        )
+
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """The same under the name that Transformers 5 gives it."""
+        self.gradient_checkpointing_enable(activation_checkpointing_kwargs, every_n_layers, offload)
 
     def gradient_checkpointing_disable(self) -> None:
         """Let the layers keep all that backward needs."""
         self.transformer.gradient_checkpointing = False
+
+    def activation_checkpointing_disable(self) -> None:
+        """The same under the name that Transformers 5 gives it."""
+        self.gradient_checkpointing_disable()
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether layers keep only their inputs for backward."""
+        return self.transformer.gradient_checkpointing
+
+    @property
+    def is_activation_checkpointing(self) -> bool:
+        """The same under the name that Transformers 5 gives it."""
+        return self.is_gradient_checkpointing
 
 
 def _causal_output(outputs: Any, with_cross: bool) -> Any:
