@@ -13,6 +13,11 @@ import smdistributed.modelparallel.torch as smp
 BATCH, STEPS, WORDS, LIMIT = 4, 6, 43, 0.4
 
 
+def _scale():
+    """One that does not overflow at first."""
+    return {"static_loss_scale": 1024.0} if smp.state.cfg.fp16 else None
+
+
 def _model():
     import transformers as hf
 
@@ -60,7 +65,7 @@ def _fabric(folder=None, resume=False, precision="32-true"):
 
     from smdistributed.modelparallel.torch.lightning.fabric import SMPStrategy
 
-    fabric = Fabric(accelerator="cpu", strategy=SMPStrategy(), precision=precision)
+    fabric = Fabric(accelerator="cpu", strategy=SMPStrategy(loss_scale=_scale()), precision=precision)
     fabric.launch()
     original = _model()
     model, optimizer = fabric.setup(original, torch.optim.AdamW(original.parameters(), lr=1e-2))
@@ -179,7 +184,7 @@ def _trainer(folder, resume=None, precision="32-true"):
     saver = pl.callbacks.ModelCheckpoint(folder, monitor="val_loss", save_top_k=1, filename="{step}")
     trainer = pl.Trainer(
         accelerator="cpu",
-        strategy=SMPStrategy(),
+        strategy=SMPStrategy(loss_scale=_scale()),
         precision=precision,
         max_epochs=1 if resume is None else 2,
         accumulate_grad_batches=2,
