@@ -124,7 +124,9 @@ ON_RANKS = {
     "a tensor handed on before it has come": Fault(
         "pipeline", CHANNEL + "receive", "self._stream.synchronize()", "pass"
     ),
-    "a tensor received that nobody waits for": Fault("pipeline", CHANNEL + "_receive", "work.wait()", "pass"),
+    "a tensor received that nobody waits for": Fault(
+        "pipeline", CHANNEL + "_receive", "work.wait()", "pass", "nothing orders|given back"
+    ),
     "received memory that its own stream may have again": Fault(
         "pipeline", CHANNEL + "receive", "tensor.record_stream(torch.cuda.default_stream(self._device))", "pass", "given back"
     ),
