@@ -50,7 +50,7 @@ def half() -> dict[str, Any]:
         dynamic_loss_args={"scale_window": 2, "init_scale": 2.0**20},
     )
     losses, overflows = [], []
-    for loss in updates(training_step(model), optimizer, token_batches(0, 2 * STEPS, BATCH)):
+    for loss in updates(training_step(model), optimizer, token_batches(0, STEPS, BATCH)):
         losses.append(loss)
         overflows.append(bool(optimizer.overflow))
     return {"losses": losses, "overflows": overflows}
