@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from smp_emulation.errors import refusing, refusing_class
@@ -34,13 +35,23 @@ class Call:
 
 def instead(name: str, does: str, value: Any, is_new: bool = False) -> Call:
     """A call that is answered without what PyTorch has."""
-    return Call(name, does, lambda original: value, is_new)
+    return Call(name, does, lambda original: _own(original, value), is_new)
+
+
+def _own(original: Any, value: Any) -> Any:
+    """``value``; of a function a copy, since PyTorch's compiler tells functions apart, and looks behind some of them."""
+    if not isinstance(value, FunctionType):
+        return value
+    copy = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, value.__closure__)
+    copy.__kwdefaults__ = value.__kwdefaults__
+    copy.__wrapped__ = getattr(original, "__wrapped__", original)  # type: ignore[attr-defined]
+    return copy
 
 
 def refused(name: str, why: str, way_out: str = "", is_class: bool = False) -> Call:
     """A call that raises NeedsGpuError; a class raises when it is made."""
     value = (refusing_class if is_class else refusing)(name, why, way_out)
-    return Call(name, f"refused: {why}", lambda original: value, is_refused=True)
+    return Call(name, f"refused: {why}", lambda original: _own(original, value), is_refused=True)
 
 
 def asked_by_pytorch_or_us(depth: int = 2) -> bool:

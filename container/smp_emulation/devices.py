@@ -145,9 +145,8 @@ class Entered:
         if self.idx >= 0:
             _current.index = self.idx
 
-    def __exit__(self, *raised: object) -> bool:
+    def __exit__(self, *raised: object) -> None:
         _current.index = self.prev_idx
-        return False
 
 
 class _EnteredOf(Entered):
@@ -286,7 +285,7 @@ CALLS = (
         instead(f"torch.cuda.{name}", _SENSOR, _sensor)
         for name in ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
     ),
-    instead("torch.cuda.nccl.version", NCCL_VERSION, lambda: NCCL_VERSION),
+    instead("torch.cuda.nccl.version", str(NCCL_VERSION), lambda: NCCL_VERSION),
     instead("torch.cuda.nccl.is_available", "False, for any tensors", lambda tensors: False),
     instead("torch.cuda.is_current_stream_capturing", "False", lambda: False),
     instead("torch.backends.cuda.is_built", "True", lambda: True),

@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import os
 from collections.abc import Iterator
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +89,7 @@ def install() -> bool:
     for call in CALLS:
         _put(call)
     _read_cuda_storages()
+    ordering.make_default_streams()
     smp_emulation._installed = True
     return True
 
@@ -122,9 +122,6 @@ def _put(call: Call) -> None:
     if owner is None or (original is _ABSENT and not call.is_new):
         return  # this release of PyTorch has no such name
     value = call.replacement(None if original is _ABSENT else original)
-    if isinstance(value, FunctionType) and not hasattr(value, "__wrapped__"):
-        # PyTorch's compiler looks behind some of its functions.
-        value.__wrapped__ = getattr(original, "__wrapped__", original)  # type: ignore[attr-defined]
     _set(owner, name, value)
     for other in _ALSO_IN.get(way, ()):
         place = _owner(other)

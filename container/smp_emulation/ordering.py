@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from smp_emulation.calls import instead
-from smp_emulation.devices import current, index_of, initialize
+from smp_emulation.devices import count, current, index_of
 from smp_emulation.errors import refuse
 
 _numbers = itertools.count(1)
@@ -77,8 +77,11 @@ class Event:
 class Stream:
     """``torch.cuda.Stream``: a name; what is queued on it has run already."""
 
+    # PyTorch's compiler compares objects that it has not finished making.
+    device = torch.device("cuda", 0)
+    stream_id = 0
+
     def __init__(self, device: Any = None, priority: int = 0, stream_id: int | None = None, **more: Any) -> None:
-        initialize()
         self.device = torch.device("cuda", index_of(device))
         self.device_index = self.device.index
         self.device_type = 1
@@ -157,7 +160,22 @@ _streams = _CurrentStreams()
 
 def default_stream(device: Any = None) -> Stream:
     """The default stream of a device."""
-    return Stream(index_of(device), stream_id=0)
+    return _defaults[index_of(device)]
+
+
+class _Defaults(dict[int, Stream]):
+    def __missing__(self, index: int) -> Stream:
+        return self.setdefault(index, Stream(index, stream_id=0))
+
+
+#: Made once each: PyTorch's compiler asks for them where it compiles what is called, and then also how they are made.
+_defaults = _Defaults()
+
+
+def make_default_streams() -> None:
+    """Make those of all devices."""
+    for index in range(count()):
+        default_stream(index)
 
 
 def current_stream(device: Any = None) -> Stream:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,13 +38,14 @@ def _init_process_group(original: Any) -> Any:
     @functools.wraps(original)
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         used = backend_here(backend)
-        if used != backend and _is_first_rank():
-            logger.warning(
-                "init_process_group(%r): no GPU here, so the collectives of all ranks go over %s (SMP_EMULATE_CUDA=1)",
-                backend,
-                used,
-            )
+        if used != backend:
             kwargs.pop("pg_options", None)
+            if _is_first_rank():
+                logger.warning(
+                    "init_process_group(%r): no GPU here, so the collectives of all ranks go over %s (SMP_EMULATE_CUDA=1)",
+                    backend,
+                    used,
+                )
         device = kwargs.pop("device_id", None)
         if isinstance(device, torch.device) and device.type != "cuda":
             kwargs["device_id"] = device
@@ -52,6 +54,18 @@ def _init_process_group(original: Any) -> Any:
         return original(used, *args, **kwargs)
 
     return init_process_group
+
+
+class _NcclOptions:
+    """What ``ProcessGroupNCCL.Options`` takes; nobody reads it."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace()
+
+
+def _nccl_group(original: Any) -> Any:
+    return original or type("ProcessGroupNCCL", (), {"Options": _NcclOptions})
 
 
 def _with_backend(original: Any) -> Any:
@@ -175,6 +189,7 @@ CALLS = (
     instead("torch.cuda.comm.scatter", "copies of parts", _parts),
     instead("torch.cuda.comm.gather", "one tensor", _together),
     Call("torch.distributed.init_process_group", "gloo for NCCL, with a line in the log", _init_process_group),
+    Call("torch.distributed.ProcessGroupNCCL", "has Options, which are not read", _nccl_group, is_new=True),
     Call("torch.distributed.new_group", "gloo for NCCL", _with_backend),
     Call("torch.distributed.barrier", "without device_ids", _barrier),
     *(

@@ -57,7 +57,7 @@ def _generator(original: Any) -> Any:
         return original
 
     @functools.wraps(original, updated=())
-    class Generator(original, metaclass=_GeneratorType):  # type: ignore[misc]
+    class Generator(original, metaclass=_GeneratorType):
         def __new__(cls, device: Any = "cpu") -> Any:
             return original.__new__(cls, here(device))
 

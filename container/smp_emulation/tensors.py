@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from smp_emulation.calls import Call, asked_by_pytorch_or_us
+from smp_emulation.calls import Call, asked_by_pytorch_or_us, instead
 from smp_emulation.devices import CPU, here, index_of, initialize
 
 #: Functions of ``torch`` with an argument ``device``.
@@ -52,13 +52,12 @@ def _tensor_to(original: Any) -> Any:
             wanted = args[0]
             kind = type(wanted)
             if kind is torch.device or kind is str or kind is int:
-                place = here(wanted)
-                args = (place, *args[1:])
-                if place is wanted and len(args) < 4 and _is_copied_back(self, wanted):
+                args = (here(wanted), *args[1:])
+                if len(args) < 4 and _is_copied_back(self, wanted):
                     kwargs["copy"] = True
         elif (wanted := kwargs.get("device")) is not None:
-            kwargs["device"] = place = here(wanted)
-            if place is wanted and _is_copied_back(self, wanted):
+            kwargs["device"] = here(wanted)
+            if _is_copied_back(self, wanted):
                 kwargs["copy"] = True
         return original(self, *args, **kwargs)
 
@@ -66,8 +65,11 @@ def _tensor_to(original: Any) -> Any:
 
 
 def _is_copied_back(tensor: torch.Tensor, wanted: Any) -> bool:
-    """Whether a script asks for a tensor in main memory, of which a GPU would give it a copy."""
-    return str(wanted) == "cpu" and tensor.device == CPU and not asked_by_pytorch_or_us(depth=3)
+    """Whether a script asks for a tensor in main memory, of which a GPU would give it a copy.
+
+    By the word: a ``torch.device`` that is the CPU is as a rule another tensor's, and means where they all lie.
+    """
+    return type(wanted) is str and wanted == "cpu" and tensor.device == CPU and not asked_by_pytorch_or_us(depth=3)
 
 
 def _tensor_cuda(original: Any) -> Any:
@@ -218,7 +220,11 @@ def _make_type(name: str, among: Any = torch) -> type:
     return _Type(name, (), {**fields, "__module__": "torch.cuda"})
 
 
-TYPES = "BFloat16 Bool Byte Char Double Float Half Int Long Short".split()
+def _type_of(name: str, among: Any = torch) -> Callable[[Any], Any]:
+    return lambda original: _make_type(name, among)
+
+
+TYPES = [f"{name}Tensor" for name in "BFloat16 Bool Byte Char Double Float Half Int Long Short".split()]
 
 CALLS = (
     *(Call(name, "the CPU for a CUDA device, plain memory for pinned", _with_device) for name in FACTORIES),
@@ -241,29 +247,18 @@ CALLS = (
     Call("torch.utils._device.DeviceContext.__init__", "the CPU for a CUDA device", _taking_device(1)),
     Call("torch.nn.Module.to", "the CPU for a CUDA device", _taking_device(1)),
     Call("torch.nn.Module.to_empty", "the CPU for a CUDA device", _taking_device(1)),
+    *(Call(f"torch.cuda.{name}", f"makes torch.{name}", _type_of(name)) for name in TYPES),
     *(
-        Call(
-            f"torch.cuda.{name}Tensor",
-            f"makes torch.{name}Tensor",
-            lambda original, name=name: _make_type(f"{name}Tensor"),
-        )
+        Call(f"torch.cuda.sparse.{name}", f"makes torch.sparse.{name}", _type_of(name, torch.sparse))
         for name in TYPES
+        if hasattr(torch.sparse, name)
     ),
     *(
-        Call(
-            f"torch.cuda.sparse.{name}Tensor",
-            f"makes torch.sparse.{name}Tensor",
-            lambda original, name=name: _make_type(f"{name}Tensor", torch.sparse),
-        )
-        for name in TYPES
-        if name != "Bool"
-    ),
-    *(
-        Call(
-            f"torch.cuda.{name}Storage",
-            f"makes torch.{name}Storage",
-            lambda original, name=name: getattr(torch, f"{name}Storage"),
-        )
-        for name in [*TYPES, "ComplexDouble", "ComplexFloat"]
+        instead(f"torch.cuda.{name}", f"makes torch.{name}", getattr(torch, name))
+        for name in [
+            *(name.replace("Tensor", "Storage") for name in TYPES),
+            "ComplexDoubleStorage",
+            "ComplexFloatStorage",
+        ]
     ),
 )

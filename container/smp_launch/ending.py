@@ -51,7 +51,8 @@ _OF_KERNELS = frozenset(
 #: What PyTorch, Triton and the system's loader say where there is no GPU.
 _FROM_CUDA_CODE = re.compile(
     r"not compiled with CUDA|not linked with support for cuda|from the 'CUDA' backend|no NVIDIA driver|CUDA driver|CUDA_HOME|"
-    r"0 active drivers|lib(cuda|cudart|cublas|cublasLt|cudnn|cufft|curand|cusolver|cusparse|nccl|nvrtc|nvToolsExt)[\w-]*\.so",
+    r"0 active drivers|needs a non-CPU accelerator|"
+    r"lib(cuda|cudart|cublas|cublasLt|cudnn|cufft|curand|cusolver|cusparse|nccl|nvrtc|nvToolsExt)[\w-]*\.so",
     re.IGNORECASE,
 )
 
@@ -62,6 +63,11 @@ _NO_GPU = (
     "this needs a GPU, or CUDA code; there is no GPU here, and torch.cuda is emulated on the CPU (SMP_EMULATE_CUDA=1), which runs "
     'no CUDA code; use what plain PyTorch has instead where os.environ.get("SMP_EMULATE_CUDA") is "1", or run this part of the '
     "script on a machine with a GPU"
+)
+
+_BARE_NUMBER = (
+    "a bare number as in torch.device(0) asks PyTorch's own code for the accelerator; there is no GPU here, and torch.cuda is "
+    'emulated on the CPU (SMP_EMULATE_CUDA=1), which that code does not know; write torch.device("cuda", 0), which means the same'
 )
 
 #: Of a failing script's message, in the failure line; the log has it whole.
@@ -94,8 +100,11 @@ def explain(error: BaseException) -> None:
     if isinstance(error, AttributeError) and wanted in _OF_STEP_OUTPUT and type(error.obj).__name__ == "Tensor":
         words = "this is a tensor already; only what a function with @smp.step returns to its caller, a StepOutput, has"
         _add(error, f"{words} {wanted}()")
-    elif emulation.is_asked_for(os.environ) and _wants_gpu(error):
-        _add(error, _NO_GPU)
+    elif os.environ.get(emulation.VARIABLE, "0") != "0":
+        if "Cannot access accelerator device" in str(error):
+            _add(error, _BARE_NUMBER)
+        elif _wants_gpu(error):
+            _add(error, _NO_GPU)
 
 
 def _add(error: BaseException, words: str) -> None:

@@ -38,6 +38,9 @@ _DISCOVERY = Path(__file__).parent / "discovery"
 #: The same for the emulation of CUDA.
 _EMULATION = Path(__file__).parent / "discovery_emulation"
 
+#: The same for what other libraries need in a job of the model parallel library.
+_LIBRARIES = Path(__file__).parent / "discovery_libraries"
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run the script of this rank.
@@ -165,6 +168,8 @@ def _prepare(layout: Layout, rank: int, environ: MutableMapping[str, str]) -> Tr
     # In the path, so that the script's own processes find them, too.
     folders = [str(tree.code_dir), environ.get("PYTHONPATH", ""), *map(str, discovered)]
     sys.path += map(str, discovered)
+    if layout.kind is Kind.MODEL_PARALLEL:
+        sys.path.append(str(_LIBRARIES))  # of this process only: one that the script starts is no rank
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     return tree
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.client_strategies import SHARDED, STAGES, STRATEGIES, strategy_cases
 from support.huggingface import tiny_config
 from torch.utils.data import DataLoader
 
@@ -11,20 +12,6 @@ import smdistributed.modelparallel.torch as smp
 
 BATCH, SAMPLES, WORDS = 4, 18, 43
 LIMIT = 0.4
-SHARDED = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 100, "sdp_gradient_clipping": 1e6}
-TENSOR = {"tensor_parallel_degree": 2, "prescaled_batch": True}
-STAGES = {"pipeline_parallel_degree": 2, "microbatches": 2}
-STRATEGIES = {
-    "dp 2": (2, {}),
-    "pp 2": (2, STAGES),
-    "tp 2": (2, TENSOR),
-    "sdp 2": (2, SHARDED),
-    "pp 2 × dp 2": (4, STAGES),
-    "pp 2 × tp 2": (4, {**STAGES, **TENSOR}),
-    "pp 2 × sdp 2": (4, {**STAGES, **SHARDED}),
-    "tp 2 × sdp 2": (4, {**TENSOR, **SHARDED}),
-    "tp 2 × dp 2": (4, TENSOR),
-}
 
 
 def _model():
@@ -114,15 +101,7 @@ def _alone(processes, half=None):
     return {"losses": losses, "norms": norms, "rate": optimizer.param_groups[0]["lr"]}
 
 
-def _cases(feature, always=()):
-    found = []
-    for strategy in STRATEGIES:
-        marks = [pytest.mark.client("Accelerate", feature, strategy)]
-        found.append(pytest.param(strategy, marks=marks if strategy in always else [*marks, pytest.mark.full]))
-    return found
-
-
-@pytest.mark.parametrize("strategy", _cases("train", always=("pp 2", "sdp 2")))
+@pytest.mark.parametrize("strategy", strategy_cases("Accelerate", "train", always=("pp 2",)))
 def test_training_is_that_of_one_process(ranks, strategy):
     size, config = STRATEGIES[strategy]
     results = ranks(_train, size, config={"ddp": True, **config}, timeout=100)
@@ -137,7 +116,7 @@ def test_training_is_that_of_one_process(ranks, strategy):
     assert [result["main"] for result in results] == [True, *[False] * (size - 1)]
 
 
-@pytest.mark.parametrize("strategy", _cases("save_state, load_state", always=("pp 2",)))
+@pytest.mark.parametrize("strategy", strategy_cases("Accelerate", "save_state, load_state", always=("sdp 2",)))
 def test_what_save_state_saves_goes_on_in_another_job(ranks, strategy, tmp_path):
     size, config = STRATEGIES[strategy]
     folder = str(tmp_path / "state")
@@ -148,7 +127,16 @@ def test_what_save_state_saves_goes_on_in_another_job(ranks, strategy, tmp_path)
         assert after["rate"] == pytest.approx(before["rate"])
 
 
-@pytest.mark.parametrize("strategy", _cases("bf16, autocast"))
+@pytest.mark.client("Accelerate", "load_state with other degrees", "sdp 2")
+@pytest.mark.full
+def test_a_state_loads_with_other_degrees(ranks, tmp_path):
+    folder = str(tmp_path / "state")
+    first = ranks(_train, 4, folder, config={"ddp": True, **STAGES}, timeout=100)
+    second = ranks(_train, 2, folder, True, config={"ddp": True, **SHARDED}, timeout=100)
+    assert second[0]["losses"] == pytest.approx(first[0]["losses"][2:], abs=1e-5)
+
+
+@pytest.mark.parametrize("strategy", strategy_cases("Accelerate", "bf16, autocast"))
 def test_autocast_is_that_of_one_process(ranks, strategy):
     size, config = STRATEGIES[strategy]
     results = ranks(_train, size, None, False, 4, "bf16", config={"ddp": True, **config}, timeout=100)
@@ -157,7 +145,7 @@ def test_autocast_is_that_of_one_process(ranks, strategy):
         assert result["losses"] == pytest.approx(wanted["losses"], abs=2e-2)
 
 
-@pytest.mark.parametrize("strategy", _cases("bf16 and fp16 of the job"))
+@pytest.mark.parametrize("strategy", strategy_cases("Accelerate", "bf16 and fp16 of the job"))
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
 def test_half_precision_of_the_job(ranks, strategy, half):
     size, config = STRATEGIES[strategy]
@@ -267,3 +255,16 @@ def test_alone_it_is_accelerates_own():
     from accelerate import Accelerator
 
     assert type(Accelerator(cpu=True)) is Accelerator
+
+
+def _begins_without_init():
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    return type(accelerator).__name__, accelerator.num_processes, smp.size()
+
+
+@pytest.mark.full
+def test_an_accelerator_joins_the_job_that_its_rank_belongs_to(ranks):
+    job = {"SM_HP_MP_PARAMETERS": '{"ddp": true}'}
+    assert ranks(_begins_without_init, 2, init=False, env=job) == [("JobAccelerator", 2, 2)] * 2

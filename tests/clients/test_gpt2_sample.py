@@ -10,6 +10,8 @@ import torch
 from support import gpt2_script
 from support.jobs import model_parallel
 
+pytestmark = pytest.mark.timeout(400)
+
 WIDTH, VOCABULARY = 16, 48
 #: Processes, hyperparameters by the notebook's names, and what the notebook's distribution adds.
 STRATEGIES = {
@@ -89,6 +91,7 @@ def _in_ranks(ranks, data, tmp_path, size, parameters, **hyperparameters):
             "SM_HP_MP_PARAMETERS": json.dumps({"ddp": True, "microbatches": 2, **parameters}),
             "LOCAL_WORLD_SIZE": str(size),
         },
+        timeout=150,
     )
 
 
@@ -197,7 +200,6 @@ def test_its_calls_train_as_one_process(ranks, data, expected, tmp_path, name):
 
 
 @pytest.mark.job
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", _marked(", through fit()", *STRATEGIES))
 def test_its_jobs_train_as_one_process(data, expected, tmp_path, name):
     def run(size, parameters, **hyperparameters):

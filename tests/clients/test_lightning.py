@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.client_strategies import STAGES, STRATEGIES, strategy_cases
 from support.huggingface import tiny_config
 from torch.utils.data import DataLoader, DistributedSampler
 
 import smdistributed.modelparallel.torch as smp
 
 BATCH, STEPS, WORDS, LIMIT = 4, 6, 43, 0.4
-SHARDED = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 100, "sdp_gradient_clipping": 1e6}
-TENSOR = {"tensor_parallel_degree": 2, "prescaled_batch": True}
-STAGES = {"pipeline_parallel_degree": 2, "microbatches": 2}
-STRATEGIES = {
-    "dp 2": (2, {}),
-    "pp 2": (2, STAGES),
-    "tp 2": (2, TENSOR),
-    "sdp 2": (2, SHARDED),
-    "pp 2 × dp 2": (4, STAGES),
-    "pp 2 × tp 2": (4, {**STAGES, **TENSOR}),
-    "pp 2 × sdp 2": (4, {**STAGES, **SHARDED}),
-    "tp 2 × sdp 2": (4, {**TENSOR, **SHARDED}),
-}
-
-
-def _cases(library, feature):
-    return [pytest.param(s, marks=[pytest.mark.client(library, feature, s), pytest.mark.full]) for s in STRATEGIES]
 
 
 def _model():
@@ -112,7 +96,7 @@ def _fabric(folder=None, resume=False, precision="32-true"):
     return losses, norms, fabric.is_global_zero
 
 
-@pytest.mark.parametrize("strategy", _cases("Fabric", "train"))
+@pytest.mark.parametrize("strategy", strategy_cases("Fabric", "train"))
 def test_a_loop_of_fabric(ranks, strategy, tmp_path):
     size, config = STRATEGIES[strategy]
     losses, norms = _alone(_replicas(size, config))
@@ -132,13 +116,24 @@ def test_a_loop_of_fabric(ranks, strategy, tmp_path):
     assert float(plain(input_ids=ids, labels=ids).loss.detach()) == pytest.approx(losses[4], abs=1e-5)
 
 
-@pytest.mark.parametrize("strategy", _cases("Fabric", "bf16-mixed"))
+@pytest.mark.parametrize("strategy", strategy_cases("Fabric", "bf16-mixed"))
 def test_fabric_in_mixed_precision(ranks, strategy):
     size, config = STRATEGIES[strategy]
     losses, _ = _alone(_replicas(size, config), half=True)
     results = ranks(_fabric, size, None, False, "bf16-mixed", config={"ddp": True, **config}, timeout=100)
     for found, _, _ in results:
         assert found == pytest.approx(losses, abs=2e-2)
+
+
+@pytest.mark.parametrize("strategy", strategy_cases("Fabric", "bf16 and fp16 of the job"))
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_fabric_in_half_precision_of_the_job(ranks, strategy, half):
+    size, config = STRATEGIES[strategy]
+    losses, norms = _alone(_replicas(size, config))
+    results = ranks(_fabric, size, config={"ddp": True, half: True, **config}, timeout=100)
+    for found, clipped, _ in results:
+        assert found == pytest.approx(losses, abs=5e-2)
+        assert clipped == pytest.approx(norms, rel=5e-2)
 
 
 def _trainer(folder, resume=None, precision="32-true"):
@@ -235,7 +230,7 @@ def _epochs_alone(replicas, epochs, half=False):
     return losses, checks
 
 
-@pytest.mark.parametrize("strategy", _cases("Lightning", "fit, validate, resume"))
+@pytest.mark.parametrize("strategy", strategy_cases("Lightning", "fit, validate, resume"))
 def test_a_trainer_of_lightning(ranks, strategy, tmp_path):
     size, config = STRATEGIES[strategy]
     losses, checks = _epochs_alone(_replicas(size, config), 2)
@@ -253,10 +248,50 @@ def test_a_trainer_of_lightning(ranks, strategy, tmp_path):
     assert _own_names(state, config).keys() >= dict(_model().named_parameters()).keys()
 
 
-@pytest.mark.parametrize("strategy", _cases("Lightning", "bf16-mixed"))
+@pytest.mark.parametrize("strategy", strategy_cases("Lightning", "bf16-mixed"))
 def test_lightning_in_mixed_precision(ranks, strategy, tmp_path):
     size, config = STRATEGIES[strategy]
     losses, _ = _epochs_alone(_replicas(size, config), 1, half=True)
     results = ranks(_trainer, size, str(tmp_path), None, "bf16-mixed", config={"ddp": True, **config}, timeout=100)
     for seen, *_ in results:
         assert seen == pytest.approx(losses, abs=2e-2)
+
+
+@pytest.mark.parametrize("strategy", strategy_cases("Lightning", "bf16 and fp16 of the job"))
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_lightning_in_half_precision_of_the_job(ranks, strategy, tmp_path, half):
+    size, config = STRATEGIES[strategy]
+    losses, _ = _epochs_alone(_replicas(size, config), 1)
+    results = ranks(_trainer, size, str(tmp_path), config={"ddp": True, half: True, **config}, timeout=100)
+    for seen, *_ in results:
+        assert seen == pytest.approx(losses, abs=5e-2)
+
+
+def _refuses_manual_optimization():
+    import lightning.pytorch as pl
+
+    from smdistributed.modelparallel.torch.lightning.pytorch import SMPStrategy
+
+    class Manual(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(2, 1)
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            raise AssertionError("it does not come to this")
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    trainer = pl.Trainer(
+        accelerator="cpu", strategy=SMPStrategy(), logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    with pytest.raises(ValueError, match=r"Manual optimizes by itself .* 2 microbatches; leave it True"):
+        trainer.fit(Manual(), DataLoader(torch.ones(4, 2), 2))
+
+
+@pytest.mark.client("Lightning", "manual optimization is refused", "pp 2")
+@pytest.mark.full
+def test_manual_optimization_is_refused_where_steps_run_in_microbatches(ranks):
+    ranks(_refuses_manual_optimization, 2, config={"ddp": True, **STAGES})

@@ -32,6 +32,16 @@ ADAPTERS = {
     "dora": ("llama", {"target_modules": ["q_proj"], "use_dora": True}),
 }
 
+SAMPLE = {
+    ("gpt2", "pp 2"),
+    ("gpt2", "sdp 2"),
+    ("llama", "tp 2"),
+    ("llama", "dp 2"),
+    ("whole modules", "pp 2"),
+    ("tied embeddings", "sdp 2"),
+    ("dora", "tp 2"),
+}
+
 
 def _model(name, seed=5):
     """A base that is always the same, with adapters of their own per seed."""
@@ -145,7 +155,8 @@ def _marked(name, strategy):
         "tied embeddings": ("LoRA of tied embeddings",),
         "dora": ("DoRA",),
     }[name]
-    return pytest.param(name, strategy, marks=[pytest.mark.client("PEFT", feature, strategy) for feature in features])
+    marks = [pytest.mark.client("PEFT", feature, strategy) for feature in features]
+    return pytest.param(name, strategy, marks=marks if (name, strategy) in SAMPLE else [*marks, pytest.mark.full])
 
 
 @pytest.mark.parametrize(

@@ -128,15 +128,20 @@ def test_what_the_optimizer_updates_has_the_models_names(solo):
     "keyword",
     [
         "attention_in_fp32",
-        "query_key_layer_scaling",
-        "fused_softmax",
-        "fused_dropout",
-        "fused_bias_gelu",
-        "distribute_embedding",
-        "use_alibi",
-        "fp32_residual_addition",
-        "flash_attention",
-        "zero_init",
+        *(
+            pytest.param(other, marks=pytest.mark.full)
+            for other in (
+                "query_key_layer_scaling",
+                "fused_softmax",
+                "fused_dropout",
+                "fused_bias_gelu",
+                "distribute_embedding",
+                "use_alibi",
+                "fp32_residual_addition",
+                "flash_attention",
+                "zero_init",
+            )
+        ),
     ],
 )
 def test_keywords_of_tensor_parallelism(solo, keyword):

@@ -117,6 +117,7 @@ def test_copies_in_main_memory_are_copies():
     best = {name: tensor.cpu() for name, tensor in nn.Linear(2, 2).state_dict().items()}
     x = torch.ones(3)
     kept, also = x.cpu(), x.to("cpu")
+    assert x.to(x.device) is x
     x.zero_()
     assert kept.tolist() == also.tolist() == [1.0, 1.0, 1.0]
     model = nn.Linear(2, 2)
@@ -285,6 +286,34 @@ def test_older_idioms():
     assert torch.compiler is not None
 
 
+def test_process_groups(tmp_path, monkeypatch, caplog):
+    import torch.distributed as dist
+
+    assert dist.is_nccl_available()
+    for rank in ("1", "0"):  # what the environment says; the first of them tells of it
+        monkeypatch.setenv("SMP_RANK", rank)
+        store = dist.FileStore(str(tmp_path / rank), 1)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        dist.init_process_group(
+            "nccl", store=store, rank=0, world_size=1, pg_options=options, device_id=torch.device("cuda", 0)
+        )
+        try:
+            assert dist.get_backend() == "gloo"
+            total = torch.ones(2, device="cuda")
+            dist.all_reduce(total, group=dist.new_group([0], backend="nccl"))
+            dist.barrier(device_ids=[0])
+            objects = ["a"]
+            dist.broadcast_object_list(objects, src=0, device=torch.device("cuda", 0))
+            model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2).cuda(), device_ids=[0], output_device=0)
+            model(total[None]).sum().backward()
+            assert dist.init_device_mesh("cuda", (1,)).device_type == "cpu"
+        finally:
+            dist.destroy_process_group()
+    assert [record.getMessage() for record in caplog.records if record.name == "smp_emulation"] == [
+        "init_process_group('nccl'): no GPU here, so the collectives of all ranks go over gloo (SMP_EMULATE_CUDA=1)"
+    ]
+
+
 def _in_a_child(queue):
     queue.put((torch.cuda.is_available(), torch.zeros(1, device="cuda").device.type))
 
@@ -296,3 +325,13 @@ def test_children_that_are_forked():
     child.start()
     assert queue.get(timeout=30) == (True, "cpu")
     child.join()
+
+
+@pytest.mark.full
+def test_compiled_functions():
+    @torch.compile(backend="aot_eager")
+    def step(x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return nn.functional.linear(x.to("cuda"), torch.ones(2, 4, device="cuda"))
+
+    assert step(torch.ones(3, 4)).dtype is torch.bfloat16

@@ -86,6 +86,7 @@ IN_OTHER_RELEASES = {
     ),
     "torch.cuda.gds.is_available",
     "torch.cuda.profiler.init",
+    "torch.distributed.ProcessGroupNCCL",  # in builds with CUDA
     "torch.version.cuda",  # None
 }
 

@@ -77,7 +77,7 @@ def losses_of(reference_adapter, layers=4):
     return losses, state, gradients, switched
 
 
-@pytest.mark.parametrize("reference", [None, "other"], ids=["off", "others"])
+@pytest.mark.parametrize("reference", [None, pytest.param("other", marks=pytest.mark.full)], ids=["off", "others"])
 def test_a_reference_inside_the_step(ranks, reference):
     (alone,) = ranks(losses_of, 1, reference, config={"ddp": True})
     config = {"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": True}

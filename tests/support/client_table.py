@@ -5,7 +5,8 @@
     python tests/support/client_table.py RUN.jsonl …   # takes over what test runs wrote to SMP_CLIENT_OUTCOMES, writes the tables
     python tests/support/client_table.py --check       # says what is out of date, and changes nothing
 
-``tests/clients/outcomes.json`` keeps the outcomes, so a run of a sample leaves the others as they are.
+``tests/clients/outcomes.json`` keeps the outcomes, so a run of a sample leaves those of cases that it has not, or not
+wholly, run as they are.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ WORST_LAST = ("passed", "skipped", "failed")
 Outcomes = dict[Case, dict[str, tuple[str, str]]]
 
 
-def collected() -> list[Case]:
-    """The cases of all tests of clients, in their order; nothing is run."""
-    found: dict[Case, None] = {}
+def collected() -> dict[Case, set[str]]:
+    """The cases of all tests of clients, in the order of these, and the tests of each; nothing is run."""
+    found: dict[Case, set[str]] = {}
 
     class Collector:
         def pytest_collection_finish(self, session: pytest.Session) -> None:
-            found.update(dict.fromkeys(case for item in session.items for case in cases(item)))
+            for item in session.items:
+                for case in cases(item):
+                    found.setdefault(case, set()).add(item.nodeid)
 
     arguments = ["--collect-only", "-qqq", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={ROOT}", str(CASES)]
     with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -53,7 +56,7 @@ def collected() -> list[Case]:
     if status:
         print(said.getvalue(), file=sys.stderr)
         raise SystemExit("the tests of clients could not be collected")
-    return list(found)
+    return found
 
 
 def pinned() -> dict[str, dict[str, str]]:
@@ -77,9 +80,10 @@ def read() -> Outcomes:
     }
 
 
-def take_over(outcomes: Outcomes, runs: Iterable[Path]) -> None:
-    """Put what became of cases in test runs in the place of what was known of them."""
+def take_over(outcomes: Outcomes, tests: dict[Case, set[str]], runs: Iterable[Path]) -> None:
+    """Put what became of cases in test runs in the place of what was known of them, where all tests of a case were run."""
     fresh: Outcomes = {}
+    ran: dict[tuple[Case, str], set[str]] = {}
     for record in (json.loads(line) for path in runs for line in path.read_text().splitlines()):
         major = record["versions"]["transformers"].partition(".")[0]
         other = {name: version for name, version in record["versions"].items() if version != pinned()[major][name]}
@@ -87,11 +91,14 @@ def take_over(outcomes: Outcomes, runs: Iterable[Path]) -> None:
             raise SystemExit(
                 f"{record['test']} ran with {other}, not with the versions of constraints-clients-{major}.txt"
             )
-        of = fresh.setdefault(Case(record["library"], record["feature"], record["strategy"]), {})
+        case = Case(record["library"], record["feature"], record["strategy"])
+        ran.setdefault((case, major), set()).add(record["test"])
+        of = fresh.setdefault(case, {})
         found = record["outcome"], record["reason"]
         of[major] = max(of.get(major, found), found, key=lambda outcome: WORST_LAST.index(outcome[0]))
-    for case, of in fresh.items():
-        outcomes.setdefault(case, {}).update(of)
+    for (case, major), names in ran.items():
+        if names >= tests.get(case, {""}):
+            outcomes.setdefault(case, {})[major] = fresh[case][major]
 
 
 def _order(strategy: str) -> tuple[int, list[int]]:
@@ -150,11 +157,12 @@ def _versions() -> str:
 
 def main(arguments: list[str]) -> None:
     """Write the tables, or say what is out of date."""
-    order = collected()
+    tests = collected()
+    order = list(tests)
     outcomes = read()
     is_check = arguments == ["--check"]
     if not is_check:
-        take_over(outcomes, map(Path, arguments))
+        take_over(outcomes, tests, map(Path, arguments))
         outcomes = {case: of for case, of in outcomes.items() if case in order}
     before, begin, rest = DOCUMENT.read_text().partition(BEGIN)
     old, end, after = rest.partition(END)

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from smp_runtime.checkpoint.export import PretrainedSaver, has_adapters, is_split, refuse_unpartitioned
 from smp_runtime.checkpoint.files.manifest import TensorRecord
 from smp_runtime.checkpoint.files.name_translation import Traced
@@ -72,9 +74,10 @@ def save_adapters(
 
     def write(state: dict[str, Any] | None, **more: Any) -> None:
         state_given = {} if state is None else {"state_dict": state}
-        type(module).save_pretrained(
-            module, str(save_directory), is_main_process=is_main_process, **settings, **state_given, **more
-        )
+        with _reading(model):
+            type(module).save_pretrained(
+                module, str(save_directory), is_main_process=is_main_process, **settings, **state_given, **more
+            )
 
     if state_dict is not None or not is_split(model):
         write(state_dict, path_initial_model_for_weight_conversion=path_initial_model_for_weight_conversion)
@@ -84,16 +87,36 @@ def save_adapters(
             "save_pretrained got path_initial_model_for_weight_conversion, but this rank has only a part of the model, and the "
             "conversion needs all of it: save without it, and convert the saved adapters in one process"
         )
-    refuse_unpartitioned(model)
-    wanted = _wanted(session, model, selected_adapters, save_embedding_layers)
-    described, stream = model.whole_tensors(wanted)
-    state, failure = dict(stream), None
-    if described is not None:
+    state, failure = adapter_state(session, model, selected_adapters, save_embedding_layers), None
+    if state is not None:
         try:
-            write({alias: state[name] for alias, name in _aliases(model, state).items()})
+            write(state)
         except Exception as error:  # whatever it is, the other ranks wait to be told
             failure = f"{type(error).__name__}: {error}"
     refuse_if_any_failed(session, failure, Path(save_directory))
+
+
+def adapter_state(
+    session: Session,
+    model: DistributedModel,
+    selected: list[str] | None = None,
+    save_embedding_layers: str | bool = "auto",
+) -> dict[str, Any] | None:
+    """Of a whole state what PEFT puts into its files, on the first rank of the job; None on the others. All ranks call it.
+
+    Args:
+        selected: names of adapters; None means all.
+        save_embedding_layers: as in PEFT.
+
+    Raises:
+        SMPUserError: before the first step of a pipeline there are no weights.
+    """
+    refuse_unpartitioned(model)
+    described, stream = model.whole_tensors(_wanted(session, model, selected, save_embedding_layers))
+    state = dict(stream)
+    if described is None:
+        return None
+    return {alias: state[name] for alias, name in _aliases(model, state).items()}
 
 
 def _wanted(
@@ -111,7 +134,8 @@ def _wanted(
     names, failure = control.broadcast((names, failure), list(range(control.size)))
     if names is None:
         raise SMPUserError(
-            f"PEFT could not say what belongs to the adapters: {failure}; check the arguments of save_pretrained"
+            f"the adapters cannot be saved, since PEFT could not say what belongs to them: {failure}; check the arguments of "
+            "save_pretrained"
         )
     return frozenset(names)
 
@@ -130,11 +154,23 @@ def _taken(
     state: dict[str, Any] = {alias: leaves[name] for alias, name in _aliases(model, leaves).items()}
     names: set[str] = set()
     for adapter in module.peft_config if selected is None else selected:
-        chosen = get_peft_model_state_dict(
-            module, state_dict=dict(state), adapter_name=adapter, save_embedding_layers=save_embedding_layers
-        )
+        with _reading(model):
+            chosen = get_peft_model_state_dict(
+                module, state_dict=dict(state), adapter_name=adapter, save_embedding_layers=save_embedding_layers
+            )
+        past = [n for n, v in chosen.items() if isinstance(v, torch.Tensor) and not isinstance(v, Traced)]
+        if past and (model.shards is not None or model.pipeline is not None):
+            raise SMPUserError(
+                f"it reads {past[0]!r} of adapter {adapter!r} from the module itself, of which this rank has only a part; save "
+                "such adapters with smp.save_checkpoint, or train them with data parallelism only"
+            )
         names |= {name for value in chosen.values() if isinstance(value, Traced) for name in value.sources}
     return names
+
+
+def _reading(model: DistributedModel) -> contextlib.AbstractContextManager[None]:
+    """Inside, PEFT may look at names and shapes in a state of the module, whose values are in shards."""
+    return model.shards.reading_state() if model.shards is not None else contextlib.nullcontext()
 
 
 def _aliases(model: DistributedModel, names: Collection[str]) -> dict[str, str]:
@@ -190,9 +226,8 @@ def load_adapters(model: DistributedModel, places: Mapping[str, Path], *, strict
 
         # PEFT brings its names into those of the model; where the parts are only the wrapper knows.
         module.__dict__["load_state_dict"] = load
-        reading = model.shards.reading_state() if model.shards is not None else contextlib.nullcontext()
         try:
-            with reading:  # PEFT looks at names and shapes
+            with _reading(model):
                 set_peft_model_state_dict(module, load_peft_weights(str(folder), device="cpu"), adapter_name=adapter)
         finally:
             module.__dict__.pop("load_state_dict", None)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType
-
 from smp_config import Group
 
 if TYPE_CHECKING:
@@ -26,6 +23,10 @@ def describe_processes(session: Session) -> None:
     Scripts multiply batches and numbers of steps by ``num_processes``, and Accelerate hands a batch to each process: stages
     of a pipeline, which work on the same one, are one process to it. The main process stays a single rank.
     """
+    # Not above: loading Accelerate brings along what needs this file.
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
     ranks = session.ranks
     group = batch_group(ranks)
     shared = PartialState._shared_state
@@ -54,6 +55,8 @@ class _Described:
 
     @staticmethod
     def _replace(session: Session, name: str, value: Any) -> None:
+        from accelerate.state import PartialState
+
         session.at_close.append(functools.partial(setattr, PartialState, name, PartialState.__dict__[name]))
         setattr(PartialState, name, value)
 

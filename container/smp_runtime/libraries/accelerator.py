@@ -20,6 +20,7 @@ from smp_config import Group
 from smp_runtime.checkpoint.save_and_resume import resume_from_checkpoint, save_checkpoint
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
+from smp_runtime.job.ranks import PARAMETERS_VARIABLE
 from smp_runtime.libraries.accelerate_state import batch_group, describe_processes
 from smp_runtime.libraries.accelerated_optimizer import AcceleratedDistributedOptimizer, loss_scale_of
 from smp_runtime.libraries.shared_order import share_order
@@ -187,6 +188,8 @@ class JobAccelerator(Accelerator):
             one = (one.detach()[None] if one.ndim == 0 else one.detach()).contiguous()
             if count == 1:
                 return one
+            if self._job.ranks.step.is_tracing:  # which this rank does alone
+                return torch.cat([one] * count)
             found = [torch.empty_like(one) for _ in range(count)]
             dist.all_gather(found, one, group)
             return torch.cat(found)
@@ -200,8 +203,9 @@ class JobAccelerator(Accelerator):
         except TypeError:
             use_gather_object = True
         if use_gather_object:
-            everyone: list[Any] = [None] * self.num_processes
-            dist.all_gather_object(everyone, input_data, self._process_group())
+            everyone: list[Any] = [input_data] * self.num_processes
+            if not self._job.ranks.step.is_tracing:
+                dist.all_gather_object(everyone, input_data, self._process_group())
             data: Any = [one for some in everyone for one in some]
         else:
             data = self.gather(input_data)
@@ -219,7 +223,7 @@ class JobAccelerator(Accelerator):
             if reduction == "none":
                 return one
             total = one.detach().clone()
-            if self.num_processes > 1:
+            if self.num_processes > 1 and not self._job.ranks.step.is_tracing:
                 dist.all_reduce(total, group=self._process_group())
             return total * scale / (self.num_processes if reduction == "mean" else 1)
 
@@ -362,13 +366,11 @@ def give_to_scripts(module: ModuleType) -> None:
     def new(cls: type, *_: Any, **__: Any) -> Any:
         frame = inspect.currentframe()
         caller = frame.f_back.f_globals.get("__name__", "") if frame is not None and frame.f_back is not None else ""
-        if (
-            cls is Accelerator
-            and caller.partition(".")[0] not in _OWN_WAYS
-            and sessions.is_initialized()
-            and sessions.current().ranks.size(Group.WORLD) > 1
-        ):
-            cls = JobAccelerator
+        if cls is Accelerator and caller.partition(".")[0] not in _OWN_WAYS:
+            if PARAMETERS_VARIABLE in os.environ:  # in a job the script may have left it to its first use
+                sessions.init()
+            if sessions.is_initialized() and sessions.current().ranks.size(Group.WORLD) > 1:
+                cls = JobAccelerator
         return object.__new__(cls)
 
     Accelerator.__new__ = new

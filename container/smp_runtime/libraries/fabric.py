@@ -29,11 +29,14 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
 
     Args:
         config: for ``smp.init``, where the job carries none.
+        loss_scale: arguments of ``smp.DistributedOptimizer`` for fp16; by default the scale begins with 2¹⁶ and adapts.
         options: arguments of ``smp.DistributedModel``, such as ``bucket_cap_mb``.
     """
 
-    def __init__(self, config: Mapping[str, Any] | None = None, **options: Any) -> None:
-        JobStrategy.__init__(self, config, options)
+    def __init__(
+        self, config: Mapping[str, Any] | None = None, loss_scale: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        JobStrategy.__init__(self, config, loss_scale, options)
         ParallelStrategy.__init__(self, cluster_environment=JobEnvironment())
         self._backward_sync_control = _SyncControl()
 
@@ -67,7 +70,9 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Wrap an optimizer."""
-        return optimizer if isinstance(optimizer, DistributedOptimizer) else DistributedOptimizer(optimizer)
+        if isinstance(optimizer, DistributedOptimizer):
+            return optimizer
+        return DistributedOptimizer(optimizer, **self._loss_scale)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move a module; the parts of a wrapped one lie where they belong."""

@@ -74,7 +74,7 @@ def _when_looked_into(module: ModuleType, act: Act) -> None:
     class Loading(kind):  # type: ignore[misc, valid-type]
         def __getattribute__(self, name: str) -> object:
             if type(self) is Loading and not _is_loading_as(kind, self):
-                self.__class__ = kind
+                self.__class__ = kind  # type: ignore[assignment]
                 act(self)
             return kind.__getattribute__(self, name)
 

@@ -25,7 +25,25 @@ def _trainer(module: ModuleType) -> None:
     adapt_trainer(module)
 
 
+def _sft(module: ModuleType) -> None:
+    from smp_runtime.libraries.trl import adapt_sft
+
+    adapt_sft(module)
+
+
+def _dpo(module: ModuleType) -> None:
+    from smp_runtime.libraries.trl import adapt_dpo
+
+    adapt_dpo(module)
+
+
 when_imported("accelerate", _accelerate)
 when_imported("transformers.training_args", _arguments)
 when_imported("transformers.sagemaker.training_args_sm", _arguments)
 when_imported("transformers.trainer", _trainer)
+when_imported("trl.trainer.sft_trainer", _sft)
+when_imported("trl.trainer.dpo_trainer", _dpo)
+
+
+def discovered() -> None:
+    """What PyTorch calls when a rank of a job imports it; by then this file has been imported, which is all."""

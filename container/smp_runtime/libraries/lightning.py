@@ -38,14 +38,17 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
 
     Args:
         config: for ``smp.init``, where the job carries none.
+        loss_scale: arguments of ``smp.DistributedOptimizer`` for fp16; by default the scale begins with 2¹⁶ and adapts.
         options: arguments of ``smp.DistributedModel``, such as ``bucket_cap_mb``.
     """
 
     model: Any
     optimizers: Any
 
-    def __init__(self, config: Mapping[str, Any] | None = None, **options: Any) -> None:
-        JobStrategy.__init__(self, config, options)
+    def __init__(
+        self, config: Mapping[str, Any] | None = None, loss_scale: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        JobStrategy.__init__(self, config, loss_scale, options)
         ParallelStrategy.__init__(self, cluster_environment=JobEnvironment())
         cfg = self._job.ranks.cfg
         self._in_microbatches = self._job.ranks.size(Group.PP) > 1 or cfg.microbatches > 1
@@ -99,7 +102,7 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Wrap the module's optimizers."""
         super().setup_optimizers(trainer)
-        self.optimizers = [_Optimizer(optimizer, self) for optimizer in self.optimizers]
+        self.optimizers = [_Optimizer(optimizer, self, self._loss_scale) for optimizer in self.optimizers]
 
     def _wrapped(self, module: LightningModule) -> nn.Module:
         known = (model for model in self._job.models if getattr(model.module, "lightning_module", None) is module)
@@ -107,7 +110,7 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
         if found is None:
             self.model_to_device()
             return self.wrapped_model(_Steps(module))
-        return found  # type: ignore[no-any-return]
+        return found
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -142,7 +145,9 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
         module = self.lightning_module
         for key, value in logged.items():
             module.log(key, value.reduce_mean(), **json.loads(how[key][0]))
-        return _merged(output)
+        merged = _merged(output)
+        self._has_gradients &= merged is not None  # without a loss no backward pass has run
+        return merged
 
     def _microbatch_of(self, name: str, context: Callable[[], Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -273,8 +278,8 @@ class _Steps(nn.Module):
 class _Optimizer(DistributedOptimizer):
     """Runs the closure first, in which a pipeline's first step takes place, and keeps gradients that are not old."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, strategy: SMPStrategy) -> None:
-        super().__init__(optimizer)
+    def __init__(self, optimizer: torch.optim.Optimizer, strategy: SMPStrategy, loss_scale: Mapping[str, Any]) -> None:
+        super().__init__(optimizer, **loss_scale)
         self._keeps = strategy.keeps_gradients
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -75,11 +75,17 @@ class JobStrategy:
 
     Args:
         config: for ``smp.init``, where the job carries none.
+        loss_scale: arguments of ``smp.DistributedOptimizer``; by default fp16 begins with 2¹⁶ and adapts.
         options: arguments of ``smp.DistributedModel``.
     """
 
-    def __init__(self, config: Mapping[str, Any] | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self, config: Mapping[str, Any] | None, loss_scale: Mapping[str, Any] | None, options: dict[str, Any]
+    ) -> None:
         self._job = sessions.init(config)
+        if loss_scale is None and self._job.ranks.cfg.fp16:
+            loss_scale = {"static_loss_scale": None, "dynamic_loss_scale": True, "init_scale": 65536.0}
+        self._loss_scale = dict(loss_scale or {})
         self._options = options
 
     @property

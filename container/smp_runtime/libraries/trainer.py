@@ -9,30 +9,26 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
-import random
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from smp_config import Group
-from smp_runtime.checkpoint.live_state import random_state, restore_random_state
 from smp_runtime.job import session as sessions
+from smp_runtime.libraries import trainer_checkpoints as checkpoints
 from smp_runtime.libraries.accelerate_state import describe_processes
 from smp_runtime.libraries.trainer_steps import prediction_step, takes, training_step
 from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+from smp_runtime.optim.loss_scaling import make_loss_scaler
 from smp_runtime.replacement.scopes import is_marked, set_tensor_parallelism
 
 if TYPE_CHECKING:
-    from smp_runtime.job.session import Session
+    import torch
 
-logger = logging.getLogger("smp")
-
+#: Of PyTorch's GradScaler.
+_LOSS_SCALE = {"init_scale": 65536.0, "scale_factor": 2.0, "scale_window": 2000}
 #: In the sentence with which releases refuse bf16 in jobs of this library.
 _REFUSES_BF16 = "does not support BF16"
 
@@ -45,40 +41,45 @@ def adapt_arguments(module: ModuleType) -> None:
             continue
         _property_of(kind, "_setup_devices", _device, module)
         if "__post_init__" in vars(kind):
-            _replace(kind, "__post_init__", _begin_arguments, module)
+            replace_method(kind, "__post_init__", _begin_arguments, module)
 
 
 def adapt_trainer(module: ModuleType) -> None:
     """``Trainer``: data per rank, the wrapped model everywhere, its optimizer, its own loss, all random numbers."""
     kind = module.Trainer
-    for name, method in {
+    methods: dict[str, Callable[..., Any]] = {
         "__init__": _begin_trainer,
         "create_accelerator_and_postprocess": _create_accelerator,
         "_wrap_model": _wrap_model,
         "create_optimizer": _create_optimizer,
         "training_step": _training_step,
         "prediction_step": _prediction_step,
-        "_save_rng_state": _save_rng_state,
-        "_load_rng_state": _load_rng_state,
-    }.items():
+        "_save_optimizer_and_scheduler": checkpoints.save_optimizer_and_scheduler,
+        "_load_from_checkpoint": checkpoints.load_from_checkpoint,
+        "save_model": checkpoints.save_model,
+        "_load_optimizer_and_scheduler": checkpoints.load_optimizer_and_scheduler,
+        "_save_rng_state": checkpoints.save_rng_state,
+        "_load_rng_state": checkpoints.load_rng_state,
+    }
+    for name, method in methods.items():
         if name in vars(kind):
-            _replace(kind, name, method, module)
+            replace_method(kind, name, method, module)
 
 
-def _is_ours(module: ModuleType) -> bool:
+def is_job(module: ModuleType) -> bool:
     """Whether Transformers takes this process for a rank of this library."""
     names = vars(module)
     ask = names.get("is_sagemaker_mp_enabled") or names["is_sagemaker_model_parallel_available"]
     return bool(ask()) and sessions.is_initialized()
 
 
-def _replace(kind: type, name: str, method: Callable[..., Any], module: ModuleType) -> None:
+def replace_method(kind: type, name: str, method: Callable[..., Any], module: ModuleType) -> None:
     """Let ``method(former, self, …)`` answer for ``self.name(…)`` in jobs of this library."""
-    former = vars(kind)[name]
+    former = getattr(kind, name)
 
     @functools.wraps(former)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_ours(module):
+        if not is_job(module):
             return former(self, *args, **kwargs)
         return method(functools.partial(former, self), self, *args, **kwargs)
 
@@ -89,7 +90,7 @@ def _property_of(kind: type, name: str, method: Callable[..., Any], module: Modu
     former = vars(kind)[name]
 
     def value(self: Any) -> Any:
-        return method(self) if _is_ours(module) else former.__get__(self, type(self))
+        return method(self) if is_job(module) else former.__get__(self, type(self))
 
     replaced = functools.cached_property(value)
     replaced.__set_name__(kind, name)
@@ -120,7 +121,7 @@ def _device(arguments: Any) -> torch.device:
 # -- Trainer -----------------------------------------------------------------------------------------------------------
 
 
-def _begin_trainer(former: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> None:
+def _begin_trainer(former: functools.partial[None], trainer: Any, *args: Any, **kwargs: Any) -> None:
     """The precision is that of the job, as Transformers has it for fp16 already."""
     given = inspect.signature(former).bind(*args, **kwargs).arguments.get("args")
     if given is None or not hasattr(given, "bf16"):
@@ -140,7 +141,7 @@ def _begin_trainer(former: Callable[..., Any], trainer: Any, *args: Any, **kwarg
         given.bf16 = wanted
 
 
-def _create_accelerator(former: Callable[..., Any], trainer: Any) -> None:
+def _create_accelerator(former: functools.partial[None], trainer: Any) -> None:
     from smp_runtime.libraries.trainer_accelerator import TrainerAccelerator
 
     names = inspect.unwrap(former.func).__globals__
@@ -171,12 +172,23 @@ def _create_optimizer(former: Callable[..., Any], trainer: Any, model: Any = Non
     wrapped = trainer.model_wrapped
     inner = wrapped.module if isinstance(wrapped, DistributedModel) else trainer.model
     if takes(former, "model"):
-        return former(inner if model is None or isinstance(model, DistributedModel) else model)
-    trainer.model_wrapped = inner  # the release takes that, and names of parameters as they are in the model
-    try:
-        return former()
-    finally:
-        trainer.model_wrapped = wrapped
+        made = former(inner if model is None or isinstance(model, DistributedModel) else model)
+    else:
+        trainer.model_wrapped = inner  # the release takes that, and names of parameters as they are in the model
+        try:
+            made = former()
+        finally:
+            trainer.model_wrapped = wrapped
+    _scale_losses(made)
+    return made
+
+
+def _scale_losses(optimizer: DistributedOptimizer) -> None:
+    """In fp16 the scale that Trainer has in one process: Transformers makes the optimizer without any."""
+    if sessions.current().ranks.cfg.fp16:
+        optimizer.loss_scale_args = dict(_LOSS_SCALE)
+        optimizer.dynamic_loss_scale = True
+        optimizer.loss_scaler = make_loss_scaler(None, True, _LOSS_SCALE)
 
 
 def _training_step(
@@ -189,46 +201,3 @@ def _prediction_step(
     _: Callable[..., Any], trainer: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
 ) -> tuple[Any, Any, Any]:
     return prediction_step(trainer, model, inputs, prediction_loss_only, ignore_keys)
-
-
-# -- random numbers ----------------------------------------------------------------------------------------------------
-
-
-def _random_file(session: Session, folder: Any) -> Path:
-    """Of each rank: ranks of one replica, which Transformers counts as one process, draw numbers of their own."""
-    is_alone = session.ranks.size(Group.WORLD) == 1
-    return Path(folder) / ("rng_state.pth" if is_alone else f"rng_state_{session.ranks.rank}.pth")
-
-
-def _save_rng_state(_: Callable[..., Any], trainer: Any, output_dir: Any) -> None:
-    import numpy as np
-
-    session = sessions.current()
-    kind, keys, *rest = np.random.get_state()
-    state = {
-        **random_state(session),
-        "python": random.getstate(),
-        "numpy": (kind, [int(key) for key in keys], *rest),
-        "ranks": session.ranks.size(Group.WORLD),
-    }
-    file = _random_file(session, output_dir)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, file)
-
-
-def _load_rng_state(_: Callable[..., Any], trainer: Any, checkpoint: Any) -> None:
-    import numpy as np
-
-    session = sessions.current()
-    if checkpoint is None:
-        return
-    session.progress.set_position(trainer.state.global_step, trainer.state.max_steps)
-    file = _random_file(session, checkpoint)
-    state = torch.load(file, weights_only=True) if file.is_file() else {}
-    size = session.ranks.size(Group.WORLD)
-    if state.get("ranks") != size:
-        restore_random_state(session, None, same_topology=False)
-        return
-    restore_random_state(session, state, same_topology=True)
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])

@@ -28,11 +28,13 @@ class ShortBatch:
         inputs: of the model, by name.
         samples: in the batch.
         by_samples: whether the loss of a microbatch is a mean over its samples, and is weighted by their number.
+        parts: of which a tensor is made, one behind the other, each with all samples.
     """
 
     inputs: Mapping[str, Any]
     samples: int
     by_samples: bool
+    parts: int = 1
 
     def sizes(self, count: int) -> list[int]:
         """Samples of each microbatch that count."""
@@ -45,8 +47,12 @@ class ShortBatch:
         start, size = (sum(sizes[:index]), sizes[index]) if sizes[index] else (0, 1)
 
         def cut(value: Any) -> Any:
-            is_batched = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == self.samples
-            return value.narrow(0, start, size) if is_batched else value
+            rows = value.shape[0] if isinstance(value, torch.Tensor) and value.dim() > 0 else 0
+            if rows == self.samples:
+                return value.narrow(0, start, size)
+            if rows == self.parts * self.samples:
+                return value.unflatten(0, (self.parts, self.samples)).narrow(1, start, size).flatten(0, 1)
+            return value
 
         weight = count * sizes[index] / self.samples if self.by_samples else float(sizes[index] > 0)
         return {name: cut(value) for name, value in self.inputs.items()}, weight
@@ -58,7 +64,10 @@ def samples_of(inputs: Mapping[str, Any]) -> int:
     return next(sizes, 0)
 
 
-def _batch(inputs: Mapping[str, Any], microbatches: int, by_samples: bool) -> Any:
+def _batch(trainer: Any, inputs: Mapping[str, Any], microbatches: int, by_samples: bool) -> Any:
+    own = getattr(trainer, "smp_batch", None)
+    if own is not None:
+        return own(inputs, by_samples)
     samples = samples_of(inputs)
     return ShortBatch(inputs, samples, by_samples) if samples % microbatches else (inputs, 1.0)
 
@@ -104,7 +113,7 @@ def training_step(trainer: Any, model: DistributedModel, inputs: Mapping[str, An
     told = getattr(trainer, "loss_is_scaled_for_ga", None)
     of_all = (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
     is_scaled = of_all if told is None else told
-    batch = _batch(inputs, microbatches, by_samples=not is_scaled)
+    batch = _batch(trainer, inputs, microbatches, by_samples=not is_scaled)
     scale = 1.0 if is_scaled else 1.0 / trainer.current_gradient_accumulation_steps
     loss = forward_backward(trainer, model, batch, _per_microbatch(items, microbatches), scale)
     return loss.reduce_mean().detach().to(trainer.args.device)
@@ -129,6 +138,8 @@ def forward_only(
     """
     inputs, weight = batch
     loss: torch.Tensor | None = None
+    if has_loss and left_out is None:
+        return _loss(trainer, model, inputs, items).detach().mean() * weight, ()
     if has_loss:
         loss, outputs = _loss(trainer, model, inputs, items, return_outputs=True)
         loss = loss.detach().mean() * weight
@@ -151,8 +162,12 @@ def prediction_step(
     inputs: Mapping[str, Any],
     prediction_loss_only: bool,
     ignore_keys: list[str] | None = None,
+    has_loss: bool | None = None,
 ) -> tuple[Any, Any, Any]:
     """What ``Trainer.prediction_step`` does in one process, with the batch in microbatches.
+
+    Args:
+        has_loss: whether the trainer computes a loss of these inputs; None: as Transformers finds out.
 
     Returns:
         Loss, outputs and labels; None for those that there are not.
@@ -160,18 +175,19 @@ def prediction_step(
     names = trainer.label_names
     has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
     return_loss = inputs.get("return_loss")
-    has_loss = has_labels or (not names and bool(trainer.can_return_loss if return_loss is None else return_loss))
+    if has_loss is None:
+        has_loss = has_labels or (not names and bool(trainer.can_return_loss if return_loss is None else return_loss))
     inputs = trainer._prepare_inputs(inputs)
     if ignore_keys is None:
         config = getattr(trainer.model, "config", None)
         ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])) if config else []
-    labels = _detached(tuple(inputs.get(name) for name in names)) if has_loss else None
+    labels = _detached(tuple(inputs.get(name) for name in names)) if has_labels or (has_loss and not names) else None
     if labels is not None and len(labels) == 1:
         labels = labels[0]
     microbatches = sessions.current().ranks.cfg.microbatches
     items = _items_of(trainer, inputs) if has_loss else None
     is_scaled = items is not None and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
-    batch = _batch(inputs, microbatches, by_samples=not is_scaled)
+    batch = _batch(trainer, inputs, microbatches, by_samples=not is_scaled)
     with torch.no_grad():
         loss, outputs = forward_only(
             trainer,
@@ -185,24 +201,30 @@ def prediction_step(
     if prediction_loss_only:
         return mean, None, None
     sizes = batch.sizes(microbatches) if isinstance(batch, ShortBatch) else None
-    joined = tuple(_joined(value, sizes) for value in outputs)
+    parts = batch.parts if isinstance(batch, ShortBatch) else 1
+    joined = tuple(_joined(value, sizes, parts) for value in outputs)
     return mean, joined[0] if len(joined) == 1 else joined, labels
 
 
 def _items_of(trainer: Any, inputs: Mapping[str, Any]) -> Any:
     """Tokens over which the loss of a batch is a mean, in releases that count them; or None."""
+    own = getattr(trainer, "smp_items", None)
+    if own is not None:
+        return own(inputs)
     count = getattr(trainer, "_get_num_items_in_batch", None)
     return None if count is None else count([inputs], trainer.args.device)
 
 
-def _joined(value: Any, sizes: list[int] | None) -> Any:
+def _joined(value: Any, sizes: list[int] | None, parts: int) -> Any:
     """Outputs of microbatches along the batch axis, without samples that were there a second time."""
     if isinstance(value, StepOutput):
-        kept = StepOutput([out for n, out in enumerate(value.outputs) if sizes is None or sizes[n]])
-        return kept.detach().concat()
+        kept = [out.detach() for n, out in enumerate(value.outputs) if sizes is None or sizes[n]]
+        if parts == 1 or kept[0].dim() == 0:
+            return StepOutput(kept).concat()
+        return torch.cat([torch.cat(same) for same in zip(*(out.chunk(parts) for out in kept), strict=True)])
     if isinstance(value, Mapping):
-        return type(value)({name: _joined(part, sizes) for name, part in value.items()})  # type: ignore[call-arg]
-    return type(value)(_joined(part, sizes) for part in value) if isinstance(value, list | tuple) else value
+        return type(value)({name: _joined(part, sizes, parts) for name, part in value.items()})  # type: ignore[call-arg]
+    return type(value)(_joined(part, sizes, parts) for part in value) if isinstance(value, list | tuple) else value
 
 
 def _detached(value: Any) -> Any:

@@ -104,7 +104,7 @@ class ModelState:
         shards, group = self._placed.shards, TensorGroup.of(self._ranks)
         keeps = self._ranks.rank_in(Group.RDP) == 0
         pieces = self._pieces(only)
-        ours = None if only is None else {id(tensor) for _, _, tensor in pieces}
+        ours = {id(tensor) for _, _, tensor in pieces}
         sharded = iter(()) if shards is None else shards.whole_parameters(keep=keeps, only=ours)
         if not keeps:
             for _ in sharded:
@@ -123,12 +123,12 @@ class ModelState:
         """Name, whole shape, and this rank's part of the tensors of its stage, those in shards first, unit by unit."""
         part, shards = self._part, self._placed.shards
         records = {name: record for record in part.registry for name in record.names}
+        with shards.reading_state() if shards is not None else contextlib.nullcontext():
+            state = part.module.state_dict(keep_vars=True)
         pieces: list[tuple[str, tuple[int, ...], torch.Tensor]] = []
         if shards is not None:
             held = [(part.registry.record_of(p), p) for unit in shards.units for p in unit.parameters]
-            pieces = [(record.name, record.shape, parameter) for record, parameter in held]
-        with shards.reading_state() if shards is not None else contextlib.nullcontext():
-            state = part.module.state_dict(keep_vars=True)
+            pieces = [(record.name, record.shape, parameter) for record, parameter in held if record.name in state]
         for name, value in state.items():
             record = records.get(name)
             if not isinstance(value, torch.Tensor) or not part.has_tensor(name):

@@ -250,7 +250,7 @@ def _adapter_switches(module: Any) -> int:
 
 def _adapters(module: Any) -> list[str]:
     """Names of the adapters of a layer, as many as a flag can tell apart, in one order on all ranks."""
-    holders = [getattr(module, name, None) for name in getattr(module, "adapter_layer_names", ())]
+    holders: list[Any] = [getattr(module, name, None) for name in getattr(module, "adapter_layer_names", ())]
     return sorted({name for holder in holders if hasattr(holder, "keys") for name in holder})[:62]
 
 

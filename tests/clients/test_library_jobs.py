@@ -1,4 +1,4 @@
-"""Accelerate and Lightning on the backend ``smddp``, in whole jobs of the data parallel library."""
+"""Whole jobs of scripts for Accelerate and Lightning that do not know this library, on both of its distributions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import textwrap
 
 import pytest
+from support.client_strategies import SHARDED
 from support.jobs import artifact
 
 pytestmark = [pytest.mark.job, pytest.mark.full, pytest.mark.timeout(240)]
@@ -35,7 +36,7 @@ for rows in loader:
     optimizer.zero_grad()
     accelerator.backward(net(rows).square().mean())
     optimizer.step()
-finish(accelerator.unwrap_model(net)[0].weight)
+finish(accelerator.get_state_dict(net)["0.weight"])
 """
 
 LIGHTNING = """
@@ -75,19 +76,30 @@ def _alone():
     return net[0].weight.detach().flatten().tolist()
 
 
+_TELLS = {"ACCELERATE_USE_SAGEMAKER": "true", "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL"}
+
+
 @pytest.mark.parametrize(
-    ("script", "environment"),
+    ("script", "distribution", "environment", "backend"),
     [
         pytest.param(
-            ACCELERATE,
-            {"ACCELERATE_USE_SAGEMAKER": "true", "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL"},
-            id="Accelerate",
+            *(ACCELERATE, {"dataparallel": {"enabled": True}}, _TELLS, "smddp"),
+            id="Accelerate, smddp",
             marks=pytest.mark.client("Accelerate", "backend smddp", "dp 2"),
         ),
-        pytest.param(LIGHTNING, {}, id="Lightning", marks=pytest.mark.client("Lightning", "backend smddp", "dp 2")),
+        pytest.param(
+            *(LIGHTNING, {"dataparallel": {"enabled": True}}, {}, "smddp"),
+            id="Lightning, smddp",
+            marks=pytest.mark.client("Lightning", "backend smddp", "dp 2"),
+        ),
+        pytest.param(
+            *(ACCELERATE, {"modelparallel": {"enabled": True, "parameters": {"ddp": True, **SHARDED}}}, {}, "gloo"),
+            id="Accelerate, sharded",
+            marks=pytest.mark.client("Accelerate", "a script without an import of this library", "sdp 2"),
+        ),
     ],
 )
-def test_the_backend_under_a_library(tmp_path, script, environment):
+def test_a_script_that_knows_its_library_only(tmp_path, script, distribution, environment, backend):
     from smp_estimator import SMPEstimator
 
     source = tmp_path / "src"
@@ -99,13 +111,10 @@ def test_the_backend_under_a_library(tmp_path, script, environment):
         instance_type="local",
         instance_count=1,
         output_path=f"file://{tmp_path / 'out'}",
-        distribution={
-            "smdistributed": {"dataparallel": {"enabled": True}},
-            "mpi": {"enabled": True, "processes_per_host": 2},
-        },
+        distribution={"smdistributed": distribution, "mpi": {"enabled": True, "processes_per_host": 2}},
         environment=environment,
     )
     estimator.fit(logs=False)
     seen = artifact(estimator, "seen.json")
-    assert seen["backend"] == "smddp"
+    assert seen["backend"] == backend
     assert seen["weight"] == pytest.approx(_alone(), abs=1e-5), json.dumps(seen)
