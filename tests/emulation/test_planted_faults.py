@@ -143,13 +143,6 @@ ON_RANKS = {
         "work = dist.isend(flat, dst=self._peer, group=self._group)",
         "with torch.cuda.stream(torch.cuda.Stream()): work = dist.isend(flat, dst=self._peer, group=self._group)",
     ),
-    "collectives in another order on one rank": Fault(
-        "reduction",
-        "smp_runtime.data_parallel.bucket_transports:AllReduceTransport.launch",
-        "return Reducing(",
-        "self._collectives.all_reduce(buffer[: 1 + self._group.rank()].clone(), self._group)\n    return Reducing(",
-        "ask for different collectives",
-    ),
     "shards gathered in phases before they are written": Fault(
         "smddp", PHASES + "start", "self._stream.wait_stream(torch.cuda.current_stream(device))", "pass"
     ),
