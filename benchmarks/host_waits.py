@@ -5,7 +5,7 @@
 
 Every wait leaves the GPU without work for the time that the host needs to queue more. Each strategy trains twice, with
 some steps and with more; the difference is what a step costs, without preparation and end. Waits of the program itself,
-which reads its loss and moves its batch, are counted apart.
+which reads its loss and moves its batch, do not count.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("strategies", nargs="*", help=f"of {', '.join(STRATEGIES.values())}")
     parser.add_argument("--lines", action="store_true", help="say where")
     options = parser.parse_args(arguments)
-    print("| | of the library | of the program |\n|---|---|---|")
+    print("| | waits per step |\n|---|---|")
     with RankPool(4) as pool:
         for title, name in STRATEGIES.items():
             if options.strategies and name not in options.strategies:
                 continue
             found = waits_per_step(pool, name)
             own = {key: count for key, count in found.items() if not key[1].startswith(_PROGRAM)}
-            print(f"| {title} | {sum(own.values()):g} | {sum(found.values()) - sum(own.values()):g} |", flush=True)
+            print(f"| {title} | {sum(own.values()):g} |", flush=True)
             for (kind, line), count in sorted(own.items(), key=lambda item: -item[1]) if options.lines else ():
-                print(f"|   {kind} at {line} | {count:g} | |")
+                print(f"|   {kind} at {line} | {count:g} |")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,8 @@ def _first(given: Any) -> torch.Tensor:
 
 def _reduced(parts: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
     """Several tensors as one, in the order of their ranks."""
-    kind, dtype = dist.ReduceOp.RedOpType, parts[0].dtype
+    kind: Any = dist.ReduceOp.RedOpType
+    dtype = parts[0].dtype
     narrow = dtype in (torch.float16, torch.bfloat16)
     stacked = torch.stack([part.float() if narrow else part for part in parts])
     ways: dict[Any, Callable[[], torch.Tensor]] = {

@@ -20,6 +20,8 @@ from smp_emulation.checked.sites import site
 if TYPE_CHECKING:
     from smp_emulation.checked.device import Devices
 
+#: What carries the bytes; the stubs lack the methods of its base.
+_gloo: Any = dist.ProcessGroupGloo
 #: Bytes in which a rank tells the others what it is about to do.
 _HEADER = 512
 
@@ -140,8 +142,8 @@ class Communicator(dist.ProcessGroupGloo):
         asked = Asked(f"send of {_described(tensors)}", self._own(number), site())
 
         def job() -> None:
-            super(Communicator, self).send([asked.packed()], peer, tag).wait()
-            super(Communicator, self).send([give.reshape(-1).view(torch.uint8)], peer, tag).wait()
+            _gloo.send(self, [asked.packed()], peer, tag).wait()
+            _gloo.send(self, [give.reshape(-1).view(torch.uint8)], peer, tag).wait()
 
         return self._start(f"send to {peer}", self._channel(number, _pair(self._mine, peer)), (tensors, ()), job, None)
 
@@ -153,7 +155,7 @@ class Communicator(dist.ProcessGroupGloo):
 
         def job() -> None:
             header = torch.empty(_HEADER, dtype=torch.uint8)
-            super(Communicator, self).recv([header], peer, tag).wait()
+            _gloo.recv(self, [header], peer, tag).wait()
             asked = Asked.unpacked(header)
             if asked.what != mine.what:
                 raise StreamFault(
@@ -162,7 +164,7 @@ class Communicator(dist.ProcessGroupGloo):
                     "one order"
                 )
             came = torch.empty(take.nbytes, dtype=torch.uint8)
-            super(Communicator, self).recv([came], peer, tag).wait()
+            _gloo.recv(self, [came], peer, tag).wait()
             take.copy_(came.view(take.dtype).view(take.shape))
 
         return self._start(
@@ -231,7 +233,7 @@ class Communicator(dist.ProcessGroupGloo):
 
     def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(mine) for _ in range(self._count)]
-        super().allgather([parts], [mine]).wait()
+        _gloo.allgather(self, [parts], [mine]).wait()
         return parts
 
     def _compare(self, asked: Sequence[Asked]) -> None:
@@ -240,19 +242,31 @@ class Communicator(dist.ProcessGroupGloo):
         Raises:
             StreamFault: they do not.
         """
-        mine = asked[self._mine]
+        fault = self._unlike(asked) or self._twice(asked)
+        if fault is not None:
+            self._gathered(torch.zeros(1))  # everybody has seen it before the first one leaves
+            raise StreamFault(f"{self._name}: {fault}")
+
+    def _unlike(self, asked: Sequence[Asked]) -> str | None:
         for rank, other in enumerate(asked):
-            if other.what != mine.what:
-                raise StreamFault(
-                    f"{self._name}: ranks ask for different collectives at the same place of the order: rank {self._mine} for "
-                    f"{mine.what} at {mine.line}, rank {rank} for {other.what} at {other.line}. NCCL would hang or mix up bytes; "
-                    "let all ranks ask for the same in one order"
+            if other.what != asked[0].what:
+                return (
+                    f"ranks ask for different collectives at the same place of the order: rank 0 for {asked[0].what} at "
+                    f"{asked[0].line}, rank {rank} for {other.what} at {other.line}. NCCL would hang or mix up bytes; let all "
+                    "ranks ask for the same in one order"
                 )
-            if rank != self._mine and other.device == mine.device:
-                raise StreamFault(
-                    f"{self._name}: Duplicate GPU detected: ranks {self._mine} and {rank} both use {mine.device}; NCCL takes one "
+        return None
+
+    @staticmethod
+    def _twice(asked: Sequence[Asked]) -> str | None:
+        first: dict[str, int] = {}
+        for rank, other in enumerate(asked):
+            if first.setdefault(other.device, rank) != rank:
+                return (
+                    f"Duplicate GPU detected: ranks {first[other.device]} and {rank} both use {other.device}; NCCL takes one "
                     "rank per device, so choose another by torch.cuda.set_device"
                 )
+        return None
 
 
 #: PyTorch holds the part of them that is not Python's.

@@ -176,7 +176,7 @@ def _random(devices: Devices) -> dict[str, Any]:
 def _autocast(own: Any) -> Any:
     """Autocast of "cuda" is that of the CPU, on whose tensors all work is done, with CUDA's default type."""
 
-    class Autocast(own):  # type: ignore[misc]
+    class Autocast(own):
         def __init__(
             self, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
         ) -> None:

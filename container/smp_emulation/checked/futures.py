@@ -127,7 +127,9 @@ class StreamWork(dist.Work):
         self._tensors = ()
         return True
 
-    synchronize = wait
+    def synchronize(self) -> None:
+        """The same, without a timeout."""
+        self.wait()
 
     def is_completed(self) -> bool:
         """Whether it is over."""

@@ -176,4 +176,4 @@ def span_of(tensor: torch.Tensor) -> tuple[int, int]:
         return 0, 0
     size, start = tensor.element_size(), tensor.storage_offset()
     last = start + sum((length - 1) * step for length, step in zip(tensor.size(), tensor.stride(), strict=True))
-    return start * size, (last + 1) * size
+    return int(start * size), int((last + 1) * size)

@@ -115,7 +115,7 @@ class TensorNames:
                 rest = {"dtype": dtype or tensor.dtype, "non_blocking": non_blocking, "copy": forced}
                 if memory_format is not None:
                     rest["memory_format"] = memory_format
-                return own(tensor, **rest)  # type: ignore[no-any-return]
+                return own(tensor, **rest)
             moved: torch.Tensor = self._move.apply(tensor, there, not non_blocking)
             return moved if dtype in (None, moved.dtype) else own(moved, dtype=dtype)
 
@@ -146,7 +146,7 @@ class TensorNames:
             if device is None or torch.device(device).type != "cuda":
                 if isinstance(data, torch.Tensor) and device is not None:
                     data = data.to(device)
-                return own(data, *args, device=device, **given, **kwargs)  # type: ignore[no-any-return]
+                return own(data, *args, device=device, **given, **kwargs)
             if isinstance(data, torch.Tensor):
                 moved = data.to(device, kwargs.get("dtype") or data.dtype, copy=own is not torch.as_tensor)
             else:
@@ -188,7 +188,7 @@ class TensorNames:
     def _deepcopy(self, own: Callable[..., Any]) -> Callable[..., Any]:
         def deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
             if self._number(tensor) is None or id(tensor) in memo or type(tensor) not in _PLAIN or not tensor.is_leaf:
-                return own(tensor, memo)  # type: ignore[no-any-return]
+                return own(tensor, memo)
             data = tensor.detach().clone(memory_format=torch.preserve_format)
             if type(tensor) is torch.nn.Parameter:
                 made: torch.Tensor = torch.nn.Parameter(data, tensor.requires_grad)
