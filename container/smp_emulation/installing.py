@@ -86,6 +86,8 @@ def install() -> bool:
         return True
     if torch.cuda.is_available():
         return False
+    # What "with torch.device(…)" acts on: PyTorch asks once, and our stand-ins call the functions that it knows.
+    importlib.import_module("torch.utils._device")._device_constructors()
     for call in CALLS:
         _put(call)
     _read_cuda_storages()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -325,6 +327,19 @@ def test_children_that_are_forked():
     child.start()
     assert queue.get(timeout=30) == (True, "cpu")
     child.join()
+
+
+def test_what_is_created_on_the_meta_device_stays_there():
+    program = """
+import torch
+from smp_emulation.installing import emulated
+
+with emulated(), torch.device("meta"):
+    assert torch.ones(1).is_meta and torch.nn.Linear(2, 2).weight.is_meta
+with torch.device("meta"):
+    assert torch.ones(1).is_meta
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 @pytest.mark.full
