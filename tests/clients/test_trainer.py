@@ -138,10 +138,8 @@ def _both(folder, factor, options, more):
     smp.barrier()
     alone = _alone(f"{folder}/alone{smp.rank()}", factor, options, **more)
     if "save" in more.get("do", ()):
-        here["saved"], alone["saved"] = (
-            _reloaded(f"{folder}/here/final"),
-            _reloaded(f"{folder}/alone{smp.rank()}/final"),
-        )
+        smp.barrier()  # Transformers 5 writes on rank 0 of PyTorch's group only
+        here["saved"], alone["saved"] = _reloaded(f"{folder}/here/final"), _reloaded(f"{folder}/alone0/final")
     return here, alone
 
 
