@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -49,10 +50,23 @@ def _script(folder, options, resume=None, more=None):
     return _train_and_more(folder, options, resume, **(more or {}))
 
 
-def _train_and_more(folder, options, resume=None, samples=32, dropout=0.0, do=("train",)):
-    """A user's script, without a line of this library."""
+def _train_and_more(folder, options, resume=None, samples=32, dropout=0.0, do=("train",), patience=0, tokenizer=None):
+    """A user's script, without a line of this library.
+
+    Args:
+        patience: evaluations without a better result after which it stops early; 0: never.
+        tokenizer: the name of Trainer's argument for one; the data then has sequences of different lengths.
+    """
     import numpy as np
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+    from transformers import (
+        EarlyStoppingCallback,
+        GPT2Config,
+        GPT2LMHeadModel,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+        set_seed,
+    )
 
     set_seed(1)
     rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
@@ -89,10 +103,11 @@ def _train_and_more(folder, options, resume=None, samples=32, dropout=0.0, do=("
     trainer = Noting(
         model=model,
         args=TrainingArguments(**{**defaults, **options}),
-        train_dataset=_data(samples, 5),
+        train_dataset=_of_lengths(_data(samples, 5)) if tokenizer else _data(samples, 5),
         eval_dataset=_data(16, 6),
-        callbacks=[Keep()],
+        callbacks=[Keep(), *([EarlyStoppingCallback(patience)] if patience else [])],
         compute_metrics=accuracy,
+        **(_tokenizing(tokenizer) if tokenizer else {}),
     )
     if "train" in do:
         trainer.train(resume_from_checkpoint=resume)
@@ -107,7 +122,51 @@ def _train_and_more(folder, options, resume=None, samples=32, dropout=0.0, do=("
         found["prediction"] = (output.predictions, output.metrics["test_loss"])
     if "save" in do:
         trainer.save_model(f"{folder}/final")
+    if "push" in do:
+        with _hub(f"{folder}/hub"):
+            trainer.push_to_hub()
     return found
+
+
+def _of_lengths(data):
+    """The same samples, without what is padded."""
+    lengths = [int((sample["labels"] != -100).sum()) for sample in data]
+    return [{name: row[:length] for name, row in sample.items()} for sample, length in zip(data, lengths, strict=True)]
+
+
+def _tokenizing(name):
+    """Arguments of Trainer: a tokenizer, and what pads by it."""
+    from tokenizers import Tokenizer, models
+    from transformers import DataCollatorForTokenClassification, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token="w1"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", unk_token="w1")
+    return {name: tokenizer, "data_collator": DataCollatorForTokenClassification(tokenizer)}
+
+
+@contextlib.contextmanager
+def _hub(folder):
+    """Inside, what is uploaded to the hub is put into a folder instead."""
+    import shutil
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from transformers import trainer
+
+    class Api:
+        def create_repo(self, name, **_):
+            return SimpleNamespace(repo_id=f"me/{name}", url="")
+
+        def upload_folder(self, folder_path, **_):
+            shutil.copytree(folder_path, folder, ignore=shutil.ignore_patterns("checkpoint-*", "smp"))
+
+    api = Api()
+    places = {"hf_api": lambda: api, "create_repo": api.create_repo, "upload_folder": api.upload_folder}
+    with contextlib.ExitStack() as stack:
+        for name, value in places.items():
+            if hasattr(trainer, name):
+                stack.enter_context(mock.patch.object(trainer, name, value))
+        yield
 
 
 def _alone(folder, factor, options, **more):
@@ -268,3 +327,69 @@ def test_a_checkpoint_resumes_with_other_degrees(ranks, tmp_path):
     whole = _run(ranks, _other_degrees, "pp 2", str(tmp_path / "a"), None)
     again = _run(ranks, _other_degrees, "tp 2", str(tmp_path / "b"), str(tmp_path / "a" / "out" / "checkpoint-2"))
     assert again[0]["losses"] == pytest.approx(whole[0]["losses"][2:], abs=1e-5)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", _strategies("label smoothing", only=("pp 2", "sdp 2")))
+def test_labels_are_smoothed(ranks, tmp_path, strategy):
+    options = {"label_smoothing_factor": 0.1, "max_steps": 2}
+    results = _run(
+        ranks, _both, strategy, str(tmp_path), STRATEGIES[strategy][2], options, {"do": ("train", "evaluate")}
+    )
+    _check(results)
+    plain = _run(ranks, _script, strategy, str(tmp_path), {"max_steps": 1})
+    assert abs(plain[0]["losses"][0] - results[0][0]["losses"][0]) > 1e-4
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", _strategies("early stopping", only=("pp 2", "tp 2", "sdp 2")))
+def test_a_run_stops_early(ranks, tmp_path, strategy):
+    options = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "learning_rate": 0.1,
+        "max_steps": 12,
+    }
+    more = {"do": ("train", "evaluate"), "patience": 1}
+    results = _run(ranks, _both, strategy, str(tmp_path), STRATEGIES[strategy][2], options, more)
+    _check(results, tolerance=1e-4)
+    for here, alone in results:
+        assert here["steps"] == alone["steps"] < 12
+        assert here["best"] == pytest.approx(alone["best"], abs=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", _strategies("samples grouped by length", only=("pp 2", "tp 2")))
+def test_samples_are_grouped_by_length(ranks, tmp_path, strategy):
+    """As in one process, so with data parallelism only the batches are others."""
+    import transformers
+
+    is_old = int(transformers.__version__.partition(".")[0]) < 5
+    options = {"group_by_length": True} if is_old else {"train_sampling_strategy": "group_by_length"}
+    more = {"tokenizer": "tokenizer" if is_old else "processing_class"}
+    _check(_run(ranks, _both, strategy, str(tmp_path), 1, options, more))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", _strategies("push_to_hub", only=("pp 2", "tp 2", "sdp 2", "dp 2")))
+def test_the_whole_model_is_pushed(ranks, tmp_path, strategy):
+    """What would be uploaded loads in plain Transformers."""
+    options = {"save_strategy": "steps", "save_steps": 2}
+    _run(
+        ranks,
+        _script,
+        strategy,
+        str(tmp_path),
+        options,
+        None,
+        {"do": ("train", "save", "push"), "tokenizer": "processing_class"},
+    )
+    torch.testing.assert_close(_reloaded(tmp_path / "hub"), _reloaded(tmp_path / "final"), atol=0, rtol=0)
+    assert {"README.md", "tokenizer.json"} <= {file.name for file in (tmp_path / "hub").iterdir()}
