@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,57 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
+# -- label smoothing -------------------------------------------------------------------------------------------------
+
+
+class _OverTheBatch:
+    """A label smoother that means over the tokens of its call, as Transformers 4 has it: here over those of the whole batch.
+
+    Args:
+        tokens: of a microbatch on average that count, with all labels and without the first of each sample.
+    """
+
+    def __init__(self, smoother: Any, tokens: list[float]) -> None:
+        self._smoother = smoother
+        self._tokens = tokens
+
+    def __call__(self, outputs: Any, labels: torch.Tensor, shift_labels: bool = False) -> torch.Tensor:
+        counted = int(_counted(labels, self._smoother.ignore_index)[int(shift_labels)])
+        if not counted:
+            logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+            return logits.float().sum() * 0.0
+        loss: torch.Tensor = self._smoother(outputs, labels, shift_labels=shift_labels)
+        return loss * (counted / self._tokens[int(shift_labels)])
+
+
+def _counted(labels: torch.Tensor, ignored: int) -> torch.Tensor:
+    counts = labels != ignored
+    return torch.stack((counts.sum(), counts[..., 1:].sum()))
+
+
+@contextlib.contextmanager
+def _smoothing(trainer: Any, inputs: Mapping[str, Any], microbatches: int) -> Iterator[bool]:
+    """Inside, smoothed losses of microbatches and replicas are averaged as if the batch were one, in all releases.
+
+    Yields:
+        Whether that is done here, so that the loss takes no number of tokens: the trainer would multiply by the number
+        of processes for it.
+    """
+    smoother, labels = getattr(trainer, "label_smoother", None), inputs.get("labels")
+    is_own = smoother is not None and not takes(smoother, "num_items_in_batch") and trainer.compute_loss_func is None
+    if not (is_own and isinstance(labels, torch.Tensor)):
+        yield False
+        return
+    tokens = _counted(labels, smoother.ignore_index).float()
+    if trainer.args.average_tokens_across_devices:
+        tokens = trainer.accelerator.gather(tokens.unsqueeze(0)).mean(0)
+    trainer.label_smoother = _OverTheBatch(smoother, (tokens / microbatches).tolist())
+    try:
+        yield True
+    finally:
+        trainer.label_smoother = smoother
+
+
 # -- training --------------------------------------------------------------------------------------------------------
 
 
@@ -113,9 +165,11 @@ def training_step(trainer: Any, model: DistributedModel, inputs: Mapping[str, An
     told = getattr(trainer, "loss_is_scaled_for_ga", None)
     of_all = (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
     is_scaled = of_all if told is None else told
-    batch = _batch(trainer, inputs, microbatches, by_samples=not is_scaled)
     scale = 1.0 if is_scaled else 1.0 / trainer.current_gradient_accumulation_steps
-    loss = forward_backward(trainer, model, batch, _per_microbatch(items, microbatches), scale)
+    with _smoothing(trainer, inputs, microbatches) as smooths:
+        batch = _batch(trainer, inputs, microbatches, by_samples=not (is_scaled or smooths))
+        of_each = None if smooths else _per_microbatch(items, microbatches)
+        loss = forward_backward(trainer, model, batch, of_each, scale)
     return loss.reduce_mean().detach().to(trainer.args.device)
 
 
@@ -187,13 +241,13 @@ def prediction_step(
     microbatches = sessions.current().ranks.cfg.microbatches
     items = _items_of(trainer, inputs) if has_loss else None
     is_scaled = items is not None and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
-    batch = _batch(trainer, inputs, microbatches, by_samples=not is_scaled)
-    with torch.no_grad():
+    with torch.no_grad(), _smoothing(trainer, inputs, microbatches) as smooths:
+        batch = _batch(trainer, inputs, microbatches, by_samples=not (is_scaled or smooths))
         loss, outputs = forward_only(
             trainer,
             model,
             batch,
-            _per_microbatch(items, microbatches),
+            None if smooths else _per_microbatch(items, microbatches),
             has_loss,
             None if prediction_loss_only else ignore_keys,
         )
