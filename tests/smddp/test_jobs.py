@@ -130,23 +130,22 @@ def data_parallel_job(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_unmodified_ddp_and_fsdp2_scripts_find_the_backend_and_train_as_over_gloo(data_parallel_job, processes):
-    seen = data_parallel_job(TUTORIALS, processes=processes)
-    assert len(seen) == 2 * processes
+@pytest.mark.full
+def test_unmodified_ddp_and_fsdp2_scripts_find_the_backend_and_train_as_over_gloo(data_parallel_job):
+    seen = data_parallel_job(TUTORIALS)
+    assert len(seen) == 4
     for rank, one in enumerate(seen):
         assert one["backend"] == "smddp"
-        assert (one["phases"] > 10) == (processes > 1)  # one process of a host has nothing to gather inside it
+        assert one["phases"] > 10
         assert one["fallen"] == 0
         assert one["ddp"] == 0
         assert one["fsdp"] < 1e-6
         # FSDP2 of 2.8 trains another model over gloo than DDP does, whatever carries its all-gathers.
         assert one["both"] < 1e-5 or RELEASE <= (2, 8)
         env = one["env"]
-        assert (env["RANK"], env["WORLD_SIZE"]) == (str(rank), str(len(seen)))
-        assert env["LOCAL_RANK"] == str(rank % processes)
+        assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) == (str(rank), "4", str(rank % 2))
         assert env["SMDATAPARALLEL_LOCAL_RANK"] == env["OMPI_COMM_WORLD_LOCAL_RANK"] == env["LOCAL_RANK"]
-        assert env["SMP_HOST"] == f"algo-{rank // processes + 1}"
+        assert env["SMP_HOST"] == f"algo-{rank // 2 + 1}"
         assert env["MASTER_PORT"] == seen[0]["env"]["MASTER_PORT"]
 
 
