@@ -16,10 +16,13 @@ from smp_runtime.comm.collectives import broadcast_tensors
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job.module_manager import ModuleManager
 from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError, parameters_in
+from smp_runtime.nn.planned import is_linear
 from smp_runtime.parameters.deferred_creation import Deferral, Deferrals
 from smp_runtime.parameters.registry import Successors
 from smp_runtime.pipeline.partition.manual_stages import hand_on_stage
 from smp_runtime.replacement import builtin
+from smp_runtime.replacement.in_place.planning import splits
+from smp_runtime.replacement.in_place.splitting import Split, adapt, require_all
 from smp_runtime.replacement.inheriting import (
     Heritage,
     inherit,
@@ -30,6 +33,7 @@ from smp_runtime.replacement.inheriting import (
 )
 from smp_runtime.replacement.registration import Registration, registration_of, was_noted
 from smp_runtime.replacement.scopes import Mark, mark_of
+from smp_runtime.tensor_parallel.block_entry import SharedInput
 from smp_runtime.tensor_parallel.initialisation import unwritten, weight_stream
 from smp_runtime.tensors.torch_private import without_modes
 
@@ -48,7 +52,8 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
     """
     builtin.register_all()
     automatic = _automatic(group)
-    candidates = list(_outermost(module, "", automatic))
+    in_place = splits(module, group, lambda part: _is_replaced(part, automatic))
+    candidates = list(_outermost(module, "", automatic, in_place))
     if not candidates:
         _warn_if_useless(module, group)
         return module
@@ -73,7 +78,12 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
                 replacement = _try(candidate, automatic, group)
                 if replacement is not None:
                     made[id(original)] = replacement
+    blocks = [(part, in_place[id(part)]) for part in module.modules() if id(part) in in_place]
+    for block, split in blocks:
+        require_all(block, split, made)
     module = _put_in_place(module, made)
+    for block, split in blocks:
+        adapt(block, split, group)
     _warn_if_useless(module, group)
     return module
 
@@ -117,8 +127,22 @@ class _Candidate(NamedTuple):
         return f"{self.name or 'the model'} ({type(self.original).__name__})"
 
 
-def _outermost(module: nn.Module, name: str, automatic: Mapping[str, Any]) -> Iterator[_Candidate]:
+def _is_replaced(module: nn.Module, automatic: Mapping[str, Any]) -> bool:
+    """Whether a distributed class stands for a module as a whole."""
+    return not is_linear(module) and _wanted(module, mark_of(module), automatic) is not None
+
+
+def _outermost(
+    module: nn.Module, name: str, automatic: Mapping[str, Any], in_place: Mapping[int, Split]
+) -> Iterator[_Candidate]:
     if isinstance(module, DistributedModule):
+        return
+    split = in_place.get(id(module))
+    if split is not None:
+        shared = SharedInput()
+        for path, how in split.leaves.items():
+            leaf = module.get_submodule(path)
+            yield _Candidate(f"{name}.{path}".lstrip("."), leaf, builtin.planned(how, shared), mark_of(leaf))
         return
     mark = mark_of(module)
     how = _wanted(module, mark, automatic) if mark.enabled else None
@@ -126,7 +150,7 @@ def _outermost(module: nn.Module, name: str, automatic: Mapping[str, Any]) -> It
         yield _Candidate(name, module, how, mark)
         return
     for child_name, child in module.named_children():
-        yield from _outermost(child, f"{name}.{child_name}" if name else child_name, automatic)
+        yield from _outermost(child, f"{name}.{child_name}" if name else child_name, automatic, in_place)
 
 
 def _deferral_of(module: nn.Module, group: TensorGroup) -> Deferral | None:

@@ -1,0 +1,83 @@
+"""Blocks as scripts write them, which no distributed class stands for: heads from shapes, from numbers, packed, normed."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCABULARY, WIDTH = 13, 16
+
+
+class Attention(nn.Module):
+    """Causal attention with fewer key heads; each head of queries and keys is normed, with a weight that all heads share."""
+
+    def __init__(self, heads: int = 4, key_heads: int = 2, size: int = 4) -> None:
+        super().__init__()
+        self.head_size = size
+        self.q = nn.Linear(WIDTH, heads * size, bias=False)
+        self.k = nn.Linear(WIDTH, key_heads * size)
+        self.v = nn.Linear(WIDTH, key_heads * size)
+        self.norm = nn.LayerNorm(size)
+        self.o = nn.Linear(heads * size, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        groups = q.shape[1] // k.shape[1]
+        k, v = (part.repeat_interleave(groups, 1) for part in (self.norm(k), v))
+        attended = F.scaled_dot_product_attention(self.norm(q), k, v, attn_mask=mask, is_causal=mask is None)
+        return self.o(attended.transpose(1, 2).flatten(2))
+
+
+class Gated(nn.Module):
+    """A gated feed forward net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, 24), nn.Linear(WIDTH, 24)
+        self.down = nn.Linear(24, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Attention and feed forward net, each normed before and added to the stream; dropout of what is added."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.second, self.mlp = nn.LayerNorm(WIDTH), Gated()
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tensor]:
+        x = x + self.drop(self.attention(self.first(x), mask=mask))
+        return (x + self.drop(self.mlp(self.second(x))),)
+
+
+#: How :class:`Net` is split.
+PLAN = {
+    "layers.*.attention.q": "colwise",
+    "layers.*.attention.k": "colwise",
+    "layers.*.attention.v": "colwise",
+    "layers.*.attention.o": "rowwise",
+    "layers.*.mlp.gate": "colwise",
+    "layers.*.mlp.up": "colwise",
+    "layers.*.mlp.down": "rowwise",
+}
+
+
+class Net(nn.Module):
+    """A small language model of such blocks, with a head that shares the embedding's weight."""
+
+    def __init__(self, layers: int = 2, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:  # [batch, seq] -> [batch, seq, vocabulary]
+        x = self.embedding(ids)
+        for layer in self.layers:
+            (x,) = layer(x)
+        return self.norm(x) @ self.embedding.weight.t()
