@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -29,6 +31,29 @@ class Attention(nn.Module):
         return self.o(attended.transpose(1, 2).flatten(2))
 
 
+class Numbered(nn.Module):
+    """Attention that counts its heads and features, and mixes them up where one of these numbers is wrong."""
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.n_head, self.width = heads, WIDTH
+        self.projection, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.projection(x).view(batch, length, self.n_head, 3, -1).permute(3, 0, 2, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.o(attended.transpose(1, 2).reshape(batch, length, self.width))
+
+
+class Packed(Numbered):
+    """The same, with all queries before all keys, which a part of the rows does not have."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.projection(x).chunk(3, -1))
+        return self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+
+
 class Gated(nn.Module):
     """A gated feed forward net."""
 
@@ -44,15 +69,22 @@ class Gated(nn.Module):
 class Block(nn.Module):
     """Attention and feed forward net, each normed before and added to the stream; dropout of what is added."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, attention: Callable[[], nn.Module] = Attention, dropout: float = 0.0) -> None:
         super().__init__()
-        self.first, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.first, self.attention = nn.LayerNorm(WIDTH), attention()
         self.second, self.mlp = nn.LayerNorm(WIDTH), Gated()
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tensor]:
         x = x + self.drop(self.attention(self.first(x), mask=mask))
         return (x + self.drop(self.mlp(self.second(x))),)
+
+
+class Alone(Block):
+    """A block that takes and returns activations alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[0]
 
 
 #: How :class:`Net` is split.
@@ -68,16 +100,16 @@ PLAN = {
 
 
 class Net(nn.Module):
-    """A small language model of such blocks, with a head that shares the embedding's weight."""
+    """A small language model of such blocks."""
 
-    def __init__(self, layers: int = 2, dropout: float = 0.0) -> None:
+    def __init__(self, layers: int = 2, attention: Callable[[], nn.Module] = Attention, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block(dropout) for _ in range(layers))
-        self.norm = nn.LayerNorm(WIDTH)
+        self.layers = nn.ModuleList(Block(attention, dropout) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:  # [batch, seq] -> [batch, seq, vocabulary]
         x = self.embedding(ids)
         for layer in self.layers:
             (x,) = layer(x)
-        return self.norm(x) @ self.embedding.weight.t()
+        return self.head(self.norm(x))

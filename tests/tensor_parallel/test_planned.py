@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import own_blocks
 from support.closeness import close
 from support.models import loss_of
 from support.own_blocks import PLAN, VOCABULARY, Net
@@ -28,16 +29,16 @@ def _optimizer(parameters):
     return torch.optim.SGD(parameters, lr=0.3)
 
 
-def _net():
+def _net(kind="Attention"):
     torch.manual_seed(0)
-    return Net()
+    return Net(attention=getattr(own_blocks, kind))
 
 
-def _train():
+def _train(kind="Attention", plan=None):
     import smdistributed.modelparallel.torch as smp
 
-    net = _net()
-    smp.set_tensor_parallelism(net, plan=PLAN)
+    net = _net(kind)
+    smp.set_tensor_parallelism(net, plan=plan)
     model = smp.DistributedModel(net)
     torch.manual_seed(smp.rank())
     optimizer = smp.DistributedOptimizer(_optimizer(model.parameters()))
@@ -55,10 +56,75 @@ def _config(prescaled, **more):
 )
 def test_a_script_s_plan_trains_as_one_process(ranks, prescaled, world, more):
     alone = train_alone(_net(), _optimizer, _batches(), _loss)
-    for losses, state, here, kind in ranks(_train, world, config=_config(prescaled, **more)):
+    _check(ranks(_train, world, "Attention", PLAN, config=_config(prescaled, **more)), alone, share=0.6)
+
+
+def _check(results, alone, share):
+    """Every rank's training is that of one process, and it holds at most a share of the parameters."""
+    for losses, state, here, kind in results:
         assert losses == pytest.approx(alone.losses, abs=1e-5)
         assert kind == "Block"
         assert state.keys() == alone.model.state_dict().keys()
         for name, value in alone.model.state_dict().items():
             close(state[name], value, name)
-        assert here < 0.6 * sum(p.numel() for p in alone.model.parameters())
+        assert here < share * sum(p.numel() for p in alone.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "prescaled", "share"),
+    [
+        ("Attention", False, 0.6),
+        ("Numbered", True, 0.6),  # numbers of heads are those of a rank
+        pytest.param("Numbered", False, 0.6, marks=pytest.mark.full),
+        ("Packed", True, 0.8),  # its attention cannot be split so, and stays whole
+    ],
+)
+def test_what_nobody_planned_is_inferred(ranks, kind, prescaled, share):
+    alone = train_alone(_net(kind), _optimizer, _batches(), _loss)
+    _check(ranks(_train, 2, kind, config=_config(prescaled)), alone, share)
+
+
+def _wrong(plan):
+    import smdistributed.modelparallel.torch as smp
+
+    net = _net()
+    smp.set_tensor_parallelism(net, plan=plan)
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        smp.DistributedModel(net)
+    return str(caught.value)
+
+
+def test_a_plan_that_computes_something_else_is_an_error_on_every_rank(ranks):
+    plan = {"layers.*.mlp.gate": "colwise", "layers.*.mlp.down": "rowwise"}
+    for said in ranks(_wrong, 2, plan, config=_config(True)):
+        assert "the plan of a Block (layers.0) over 2 ranks makes it compute something else" in said
+
+
+def _traffic(prescaled):
+    """Bytes that a rank sends in blocks, forward and backward, after one pass for warming up."""
+    from counting import CountingCollectives
+
+    import smdistributed.modelparallel.torch as smp
+
+    blocks = torch.nn.Sequential(*(own_blocks.Alone() for _ in range(3)))
+    smp.set_tensor_parallelism(blocks)
+    model = smp.DistributedModel(blocks)
+    x = torch.randn(4 if prescaled else 2, SEQ, own_blocks.WIDTH, requires_grad=True)
+    session, sent = smp.init(), []
+    for _ in range(2):
+        counting = CountingCollectives()
+        object.__setattr__(session.ranks, "collectives", counting)  # the record is frozen
+        output = model.module(x)
+        forward = counting.sent
+        output.sum().backward()
+        sent.append((forward, counting.sent - forward))
+    return sent[-1]
+
+
+@pytest.mark.parametrize("prescaled", [True, False])
+def test_blocks_send_what_megatron_s_layers_do(ranks, prescaled):
+    unit = 4 * SEQ * own_blocks.WIDTH * 4 / 2  # half of the activations of the whole group, in float32
+    ends = 0 if prescaled else unit
+    for forward, backward in ranks(_traffic, 2, prescaled, config=_config(prescaled)):
+        assert forward == 3 * 2 * 2 * unit + ends  # gathered once, in front of the first block
+        assert unit * 3 * 2 * 2 + ends <= backward <= 1.02 * unit * 3 * 2 * 2 + ends + 64

@@ -96,12 +96,17 @@ class PlannedLinear(DistributedModule):
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a module is a linear map that can be split: PyTorch's, or that of Transformers with a transposed weight."""
+    """Whether a module is a linear map: PyTorch's, also with a forward of its own, or that of Transformers ([in, out])."""
+    return isinstance(module, torch.nn.Linear) or is_transposed(module)
+
+
+def is_transposed(module: Any) -> bool:
+    """Whether a linear map's weight is ``[in, out]``."""
     kind = type(module)
-    return kind is torch.nn.Linear or f"{kind.__module__}.{kind.__qualname__}" == "transformers.pytorch_utils.Conv1D"
+    return f"{kind.__module__}.{kind.__qualname__}" == "transformers.pytorch_utils.Conv1D"
 
 
 def features_of(module: Any) -> tuple[int, int]:
     """Channels of the input and of the output of a linear map."""
-    rows_of, columns_of = module.weight.shape
-    return (columns_of, rows_of) if type(module) is torch.nn.Linear else (rows_of, columns_of)
+    first, second = module.weight.shape
+    return (first, second) if is_transposed(module) else (second, first)

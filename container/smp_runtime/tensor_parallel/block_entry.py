@@ -143,11 +143,16 @@ class BlockEntry:
         call, _calls.open = _calls.open[-1], _calls.open[:-1]
         call.ending.close()
         batch = call.batch
-        return None if batch is None or result is None else _mapped(lambda leaf: self._mine(leaf, batch), result)
+        if batch is None or result is None:
+            return None
+        return _mapped(lambda leaf: self._mine(block, leaf, batch), result)
 
     def _gathered(self, block: nn.Module, batch: int, args: Any, kwargs: Any) -> Any:
         wholes = self._group.ranks.keep(_Wholes, _Wholes)
         leaves = leaves_of((args, kwargs))
+        for leaf in leaves:
+            if not _carries(leaf, batch):
+                _refuse_gradient(block, leaf, batch, "was called with")
         if any(_carries(leaf, batch) and wholes.find(leaf) is None for leaf in leaves):
             self._agree(block, leaves, batch)
 
@@ -169,9 +174,10 @@ class BlockEntry:
         sent = mine.to(torch.uint8) if mine.dtype == torch.bool else mine
         return self._group.gather(sent, 0).to(mine.dtype)
 
-    def _mine(self, leaf: Any, batch: int) -> Any:
+    def _mine(self, block: nn.Module, leaf: Any, batch: int) -> Any:
         rows = batch * self._group.size
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or not leaf.shape[0] or leaf.shape[0] % rows:
+            _refuse_gradient(block, leaf, rows, "returned")
             return leaf
         mine = collectives.sliced(leaf, self._group, 0)
         self._group.ranks.keep(_Wholes, _Wholes).note(mine, leaf)
@@ -213,6 +219,16 @@ def _batch_of(arguments: Any) -> int | None:
 def _carries(leaf: Any, batch: int) -> bool:
     """Whether the first dim of a value is the batch; with a batch of one row, of what has more than one dim."""
     return isinstance(leaf, torch.Tensor) and leaf.dim() >= (2 if batch == 1 else 1) and leaf.shape[0] == batch
+
+
+def _refuse_gradient(block: nn.Module, leaf: Any, rows: int, what: str) -> None:
+    """Of what all ranks have in common, gradients outside are those of one batch, and inside those of all."""
+    if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+        raise SMPUserError(
+            f"a {type(block).__name__} that is split in place {what} a tensor of shape {list(leaf.shape)} that gradients flow "
+            f"through, whose first dim is not the batch of {rows} rows, so with a batch per rank it belongs to none of them: set "
+            "prescaled_batch to true, or take the block out by smp.set_tensor_parallelism(module, plan={})"
+        )
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:

@@ -13,7 +13,8 @@ from torch import nn
 from smp_runtime.replacement.in_place.proof import Call
 from smp_runtime.tensors.torch_private import without_modes
 
-BATCH, LENGTH = 2, 6
+#: What has as many rows as either, or as a multiple of the first, is told apart by it.
+BATCH, LENGTH = 3, 7
 #: Calls of a block are taken apart by positional arguments and keywords; of each, this much is tried.
 _SIZES_TRIED = 4
 
@@ -48,17 +49,26 @@ def calls_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Cal
 
 
 def _watch(parts: Mapping[str, nn.Module], found: dict[str, Call]) -> None:
-    def note(path: str) -> Any:
+    """Note the first call of each part that does not fail."""
+    begun: dict[str, Call] = {}
+
+    def before(path: str) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if path not in found:
-                found[path] = Call(*_drawn((args, kwargs)))
+            begun[path] = Call(*_drawn((args, kwargs)))
+
+        return hook
+
+    def behind(path: str) -> Any:
+        def hook(_: nn.Module, args: Any, result: Any) -> None:
+            found.setdefault(path, begun[path])
             if len(found) == len(parts):
                 raise _AllSeenError
 
         return hook
 
     for path, part in parts.items():
-        part.register_forward_pre_hook(note(path), with_kwargs=True)
+        part.register_forward_pre_hook(before(path), with_kwargs=True)
+        part.register_forward_hook(behind(path))
 
 
 def _drawn(value: Any) -> Any:
@@ -110,9 +120,10 @@ def _guesses(model: nn.Module) -> Iterator[Any]:
     ids = torch.randint(max(1, min(tokens, 1000)), (BATCH, LENGTH), device="cpu")
     names = _names(model)
     if "input_ids" in names:
+        more = {"use_cache": False} if "use_cache" in names else {}
         if "decoder_input_ids" in names:
-            yield {"input_ids": ids, "decoder_input_ids": ids}
-        yield {"input_ids": ids}
+            yield {"input_ids": ids, "decoder_input_ids": ids, **more}
+        yield {"input_ids": ids, **more}
     if "pixel_values" in names:
         config = getattr(model, "config", None)
         config = getattr(config, "vision_config", config)

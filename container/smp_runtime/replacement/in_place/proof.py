@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Work
     from smp_runtime.nn.planned import LinearSplit
 
-#: Of float64, relative to the greatest element: what the order of additions changes.
-_TOLERANCE = 1e-8
+#: Relative to the greatest element: what the order of additions changes, also where a block computes a part in float32.
+_TOLERANCE = 1e-5
 #: A part waits for the others so long, in seconds; one that fails sets them free at once.
 _PATIENCE = 60.0
 
@@ -126,9 +126,9 @@ class NotEqualError(Exception):
 
 @dataclass(frozen=True)
 class _Run:
-    """What a pass forward and backward gave, by name."""
+    """What a pass forward and backward gave, by name; of each output, also whether gradients flow through it."""
 
-    outputs: list[torch.Tensor]
+    outputs: list[tuple[torch.Tensor, bool]]
     inputs: list[torch.Tensor | None]
     parameters: dict[str, torch.Tensor | None]
     slices: dict[str, TensorSlice]
@@ -157,6 +157,18 @@ class Proof:
             with _noting(self._block, self.seen):
                 self._whole = self._run(self._block)
 
+    def is_by_rows(self, batch: int) -> bool:
+        """Whether all that gradients flow through carries the batch in its first dim, and of nothing it is doubtful.
+
+        With a batch per rank only that can be gathered, and returned to its owners.
+        """
+        given = [t for t in (*_tensors(self._call.args), *_tensors(self._call.kwargs)) if t.dim()]
+        rows = [t.shape[0] for t in given]
+        plain = all(t.shape[0] == batch for t in given if t.requires_grad)
+        doubtful = any(count > batch and not count % batch for count in rows)
+        returned = all(t.dim() > 1 and (not t.shape[0] % batch or not flows) for t, flows in self._whole.outputs)
+        return plain and returned and batch in rows and not doubtful
+
     def of(self, split: Split) -> Split:
         """The split, with the parameters whose gradients must be summed.
 
@@ -167,7 +179,7 @@ class Proof:
         for run in runs:
             if len(run.outputs) != len(self._whole.outputs):
                 raise NotEqualError("another number of results")
-            for found, expected in zip(run.outputs, self._whole.outputs, strict=True):
+            for (found, _), (expected, _) in zip(run.outputs, self._whole.outputs, strict=True):
                 if not _equal(found, expected):
                     raise NotEqualError(f"results differ by {_distance(found, expected)}")
             for mine, theirs in zip(run.inputs, self._whole.inputs, strict=True):
@@ -239,7 +251,7 @@ class Proof:
             for name, where in part.where.items()
         }
         gradients = {name: parameter.grad for name, parameter in block.named_parameters()}
-        return _Run([t.detach() for t in outputs], [t.grad for t in inputs], gradients, slices)
+        return _Run([(t.detach(), t.requires_grad) for t in outputs], [t.grad for t in inputs], gradients, slices)
 
 
 @contextlib.contextmanager

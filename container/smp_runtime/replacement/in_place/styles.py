@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from smp_config.errors import suggest
 from smp_runtime.errors import SMPUserError
-from smp_runtime.nn.planned import LinearSplit, is_linear
+from smp_runtime.nn.planned import LinearSplit, is_linear, is_transposed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,7 +85,7 @@ def leaves_of_plan(module: nn.Module, plan: Mapping[str, str], *, is_scripts: bo
         elif style in _LINEAR:
             for path in paths:
                 if is_linear(modules[path]):
-                    found[path] = _LINEAR[style]
+                    found[path] = replace(_LINEAR[style], transposed=is_transposed(modules[path]))
                 elif is_scripts:
                     raise SMPUserError(
                         f"the plan has the style {style!r} for {path!r}, a {type(modules[path]).__name__}; it is for linear maps "
