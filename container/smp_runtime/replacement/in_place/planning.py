@@ -118,9 +118,13 @@ def _say(kinds: Iterable[list[Block]], chosen: Iterable[_Choice], group: TensorG
 
 
 def _chosen(model: nn.Module, kinds: Mapping[tuple[object, ...], list[Block]], group: TensorGroup) -> list[_Choice]:
-    firsts = {blocks[0].path: blocks[0] for blocks in kinds.values()}
-    calls = calls_of(model, {path: block.module for path, block in firsts.items()})
-    return [_choice(blocks, calls.get(blocks[0].path), group) for blocks in kinds.values()]
+    firsts = {blocks[0].path: blocks[0].module for blocks in kinds.values()}
+    try:
+        calls = calls_of(model, firsts)
+        return [_choice(blocks, calls.get(blocks[0].path), group) for blocks in kinds.values()]
+    except Exception as error:  # the other ranks wait for a decision, and splitting maps one by one is always one
+        why = [f"trying it out failed: {type(error).__name__}: {str(error)[:160]}"]
+        return [_Choice(Split({}), _line(blocks, Split({}), False, why, group.size)) for blocks in kinds.values()]
 
 
 def _choice(blocks: list[Block], call: Call | None, group: TensorGroup) -> _Choice:

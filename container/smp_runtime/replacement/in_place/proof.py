@@ -269,11 +269,12 @@ def _noting(block: nn.Module, seen: list[tuple[str, torch.Tensor]]) -> Iterator[
 
 
 def _part(block: nn.Module, split: Split, group: TensorGroup) -> nn.Module:
-    made, shared = copy.deepcopy(block), SharedInput()
-    made.zero_grad()
+    """A copy of a block, as one rank has it."""
+    shared, memo = SharedInput(), {}
     for path, how in split.leaves.items():
-        parent, _, name = path.rpartition(".")
-        made.get_submodule(parent)._modules[name] = _SimulatedLinear(made.get_submodule(path), how, group, shared)
+        whole = block.get_submodule(path)
+        memo[id(whole)] = _SimulatedLinear(whole, how, group, shared)
+    made = copy.deepcopy(block, memo)
     prepare(made, split, group)
     return made
 
