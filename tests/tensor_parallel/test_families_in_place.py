@@ -44,7 +44,7 @@ FAMILIES = {
     "OPTForCausalLM": ("OPTConfig", _OPT_LIKE, 6),
     "T5ForConditionalGeneration": ("T5Config", _T5_LIKE, 2),
 }
-SAMPLE = {("Qwen3ForCausalLM", False), ("OPTForCausalLM", True)}
+SAMPLE = {("Qwen3ForCausalLM", False)}
 
 
 def _model(name):
