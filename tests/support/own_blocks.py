@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from support.models import loss_of
 
 VOCABULARY, WIDTH = 13, 16
 
@@ -113,3 +115,16 @@ class Net(nn.Module):
         for layer in self.layers:
             (x,) = layer(x)
         return self.head(self.norm(x))
+
+
+def batches(first: int, last: int, batch: int = 8, seq: int = 6) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens and targets of the steps ``first`` to ``last``, the same on every rank."""
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(100 + step)
+        ids = torch.randint(VOCABULARY, (batch, seq + 1), generator=generator)
+        yield ids[:, :-1], ids[:, 1:]
+
+
+def loss(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Of a batch."""
+    return loss_of(model(ids), targets)

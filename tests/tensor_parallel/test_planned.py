@@ -6,23 +6,11 @@ import pytest
 import torch
 from support import own_blocks
 from support.closeness import close
-from support.models import loss_of
-from support.own_blocks import PLAN, VOCABULARY, Net
+from support.own_blocks import PLAN, Net, batches, loss
 from support.rank_training import training_step, updates
 from support.reference import train_alone
 
-BATCH, SEQ, STEPS = 8, 6, 4
-
-
-def _batches():
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(100 + step)
-        ids = torch.randint(VOCABULARY, (BATCH, SEQ + 1), generator=generator)
-        yield ids[:, :-1], ids[:, 1:]
-
-
-def _loss(model, ids, targets):
-    return loss_of(model(ids), targets)
+SEQ, STEPS = 6, 4
 
 
 def _optimizer(parameters):
@@ -42,7 +30,7 @@ def _train(kind="Attention", plan=None):
     model = smp.DistributedModel(net)
     torch.manual_seed(smp.rank())
     optimizer = smp.DistributedOptimizer(_optimizer(model.parameters()))
-    losses = list(updates(training_step(model, _loss), optimizer, _batches()))
+    losses = list(updates(training_step(model, loss), optimizer, batches(0, STEPS)))
     here = sum(parameter.numel() for parameter in model.parameters())
     return losses, model.state_dict(), here, type(model.module.layers[0]).__name__
 
@@ -52,10 +40,15 @@ def _config(prescaled, **more):
 
 
 @pytest.mark.parametrize(
-    ("prescaled", "world", "more"), [(True, 2, {}), (False, 2, {}), (False, 4, {"microbatches": 2})]
+    ("prescaled", "world", "more"),
+    [
+        pytest.param(True, 2, {}, marks=pytest.mark.full),
+        pytest.param(False, 2, {}, marks=pytest.mark.full),
+        (False, 4, {"microbatches": 2}),
+    ],
 )
 def test_a_script_s_plan_trains_as_one_process(ranks, prescaled, world, more):
-    alone = train_alone(_net(), _optimizer, _batches(), _loss)
+    alone = train_alone(_net(), _optimizer, batches(0, STEPS), loss)
     _check(ranks(_train, world, "Attention", PLAN, config=_config(prescaled, **more)), alone, share=0.6)
 
 
@@ -80,7 +73,7 @@ def _check(results, alone, share):
     ],
 )
 def test_what_nobody_planned_is_inferred(ranks, kind, prescaled, share):
-    alone = train_alone(_net(kind), _optimizer, _batches(), _loss)
+    alone = train_alone(_net(kind), _optimizer, batches(0, STEPS), loss)
     _check(ranks(_train, 2, kind, config=_config(prescaled)), alone, share)
 
 

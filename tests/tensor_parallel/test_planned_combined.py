@@ -5,23 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from support.closeness import close
-from support.models import loss_of
-from support.own_blocks import VOCABULARY, Net
+from support.own_blocks import Net, batches, loss
 from support.rank_training import training_step, updates
 from support.reference import train_alone
 
-BATCH, SEQ, STEPS = 8, 6, 3
-
-
-def _batches(first=0, last=STEPS):
-    for step in range(first, last):
-        generator = torch.Generator().manual_seed(100 + step)
-        ids = torch.randint(VOCABULARY, (BATCH, SEQ + 1), generator=generator)
-        yield ids[:, :-1], ids[:, 1:]
-
-
-def _loss(model, ids, targets):
-    return loss_of(model(ids), targets)
+STEPS = 3
 
 
 def _optimizer(parameters):
@@ -48,7 +36,7 @@ def _wrapped(checkpointed=False, **options):
 
 def _train(checkpointed):
     model, optimizer = _wrapped(checkpointed)
-    losses = list(updates(training_step(model, _loss), optimizer, _batches()))
+    losses = list(updates(training_step(model, loss), optimizer, batches(0, STEPS)))
     kinds = {type(part).__name__ for layer in model.module.layers for part in layer.modules()}
     return losses, model.state_dict(), "PlannedLinear" in kinds and "DistributedLinear" not in kinds
 
@@ -85,7 +73,7 @@ SAMPLE = {"pipeline, own batches", "sharded", "late, in stages"}
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in SAMPLE else pytest.mark.full) for c in CASES])
 def test_training_is_that_of_one_process(ranks, case):
     world, more, checkpointed = CASES[case]
-    alone = train_alone(_net(), _optimizer, _batches(), _loss)
+    alone = train_alone(_net(), _optimizer, batches(0, STEPS), loss)
     config = {"tensor_parallel_degree": 2, "ddp": True, **more}
     for losses, state, is_planned in ranks(_train, world, checkpointed, config=config):
         assert is_planned
@@ -98,7 +86,7 @@ def _save(path):
     import smdistributed.modelparallel.torch as smp
 
     model, optimizer = _wrapped()
-    losses = list(updates(training_step(model, _loss), optimizer, _batches(0, 2)))
+    losses = list(updates(training_step(model, loss), optimizer, batches(0, 2)))
     smp.save_checkpoint(path, "t", partial=True, model=model, optimizer=optimizer)
     return losses
 
@@ -108,7 +96,7 @@ def _resume(path):
 
     model, optimizer = _wrapped()
     smp.resume_from_checkpoint(path)
-    return list(updates(training_step(model, _loss), optimizer, _batches(2, 4)))
+    return list(updates(training_step(model, loss), optimizer, batches(2, 4)))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +108,7 @@ def _resume(path):
     ],
 )
 def test_a_checkpoint_goes_on_at_another_degree(ranks, tmp_path, there, here):
-    alone = train_alone(_net(), _optimizer, _batches(0, 4), _loss)
+    alone = train_alone(_net(), _optimizer, batches(0, 4), loss)
     first = ranks(_save, 2, str(tmp_path), config={"ddp": True, **there})[0]
     world = max(2, here.get("tensor_parallel_degree", 2))
     second = ranks(_resume, world, str(tmp_path), config={"ddp": True, **here})[0]
@@ -129,12 +117,12 @@ def test_a_checkpoint_goes_on_at_another_degree(ranks, tmp_path, there, here):
 
 def _whole_on_the_cpu():
     model, _ = _wrapped()
-    ids, _ = next(_batches())
+    ids, _ = next(batches(0, STEPS))
     return model.cpu().eval()(ids).detach()
 
 
 def test_a_whole_copy_computes_by_itself(ranks):
-    ids, _ = next(_batches())
+    ids, _ = next(batches(0, STEPS))
     expected = _net().eval()(ids).detach()
     for found in ranks(_whole_on_the_cpu, 2, config={"tensor_parallel_degree": 2, "ddp": True}):
         close(found, expected)
@@ -146,7 +134,7 @@ def _dropped():
 
     model, _ = _wrapped(dropout=0.5)
     torch.manual_seed(smp.rank())
-    ids, _ = next(_batches())
+    ids, _ = next(batches(0, STEPS))
     found = []
     model.module.layers[1].attention.o.register_forward_hook(lambda _, args, result: found.append(result.detach()))
     output = model.module(ids)

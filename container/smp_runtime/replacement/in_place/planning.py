@@ -286,16 +286,17 @@ def _block_of(leaf: str, plan: Mapping[str, str]) -> str:
 
 
 def _shared_with_others(model: nn.Module) -> Callable[[Block], bool]:
-    uses = _uses(model)
+    uses = parameter_uses(model)
 
     def shared(block: Block) -> bool:
         times = sum(part is block.module for _, part in model.named_modules(remove_duplicate=False))
-        return any(uses[key] > count * times for key, count in _uses(block.module).items())
+        return any(uses[key] > count * times for key, count in parameter_uses(block.module).items())
 
     return shared
 
 
-def _uses(module: nn.Module) -> Counter[int]:
+def parameter_uses(module: nn.Module) -> Counter[int]:
+    """In how many places each parameter is met, by its id; a module that has several names counts under each."""
     return Counter(
         id(parameter)
         for _, part in module.named_modules(remove_duplicate=False)
