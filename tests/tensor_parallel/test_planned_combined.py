@@ -46,10 +46,19 @@ CASES = {
     "pipeline, own batches": (4, {"pipeline_parallel_degree": 2, "microbatches": 2}, False),
     "sharded": (
         4,
-        {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0, "prescaled_batch": True},
+        {
+            "sharded_data_parallel_degree": 2,
+            "sdp_gradient_clipping": 1e6,
+            "sdp_param_persistence_threshold": 0,
+            "prescaled_batch": True,
+        },
         False,
     ),
-    "sharded, checkpointed": (4, {"sharded_data_parallel_degree": 2, "prescaled_batch": True}, True),
+    "sharded, checkpointed": (
+        4,
+        {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 1e6, "prescaled_batch": True},
+        True,
+    ),
     "state": (4, {"shard_optimizer_state": True}, False),
     "state, one batch": (4, {"shard_optimizer_state": True, "prescaled_batch": True}, False),
     "late": (2, {"delayed_parameter_initialization": True, "prescaled_batch": True}, False),
@@ -60,7 +69,12 @@ CASES = {
     ),
     "late, sharded": (
         4,
-        {"delayed_parameter_initialization": True, "sharded_data_parallel_degree": 2, "prescaled_batch": True},
+        {
+            "delayed_parameter_initialization": True,
+            "sharded_data_parallel_degree": 2,
+            "sdp_gradient_clipping": 1e6,
+            "prescaled_batch": True,
+        },
         False,
     ),
     "checkpointed": (2, {}, True),
