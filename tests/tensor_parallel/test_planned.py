@@ -102,12 +102,11 @@ def _traffic(prescaled):
     blocks = torch.nn.Sequential(*(own_blocks.Alone() for _ in range(3)))
     smp.set_tensor_parallelism(blocks)
     model = smp.DistributedModel(blocks)
-    x = torch.randn(4 if prescaled else 2, SEQ, own_blocks.WIDTH, requires_grad=True)
     session, sent = smp.init(), []
     for _ in range(2):
         counting = CountingCollectives()
         object.__setattr__(session.ranks, "collectives", counting)  # the record is frozen
-        output = model.module(x)
+        output = model.module(torch.randn(4 if prescaled else 2, SEQ, own_blocks.WIDTH, requires_grad=True))
         forward = counting.sent
         output.sum().backward()
         sent.append((forward, counting.sent - forward))
