@@ -18,13 +18,19 @@ BASE_IMAGE ?=
 IMAGE ?= smp-estimator:cpu
 LOCAL_BASE := smp-estimator-base:bookworm
 
-.PHONY: image push test-docker quickstart test test-newest test-sdk-floor test-full test-torch lint type format clean help
+# Files whose tests touch Transformers most: with its version 5 too.
+WITH_5 := $(addprefix tests/,tensor_parallel/test_huggingface.py tensor_parallel/test_kept_weights.py \
+	tensor_parallel/test_replaced_settings.py pipeline/test_transformers.py activations/test_transformers.py \
+	checkpoints/test_transformers_format.py checkpoints/test_save_pretrained.py planning/test_model_config.py)
+
+.PHONY: image push test-docker quickstart test test-newest test-sdk-floor test-full test-torch test-clients test-clients-full lint type format clean help
 
 help:
 	@echo "make quickstart   train a small GPT with SMPEstimator.fit(): two processes, no cloud account"
 	@echo "make test         the tests (big matrices as a sample), with the newest SDK and the notebook side with the oldest"
 	@echo "make test-full    the tests, with the big matrices whole"
 	@echo "make test-torch   the runtime's tests with another PyTorch, what it keeps private first: TORCH=2.8.0"
+	@echo "make test-clients client libraries with Transformers 4 and 5, as a sample; test-clients-full: all, for docs/compatibility.md"
 	@echo "make image        the training image; BASE_IMAGE=… for the cloud; make push prints how to publish it"
 	@echo "make test-docker  SageMaker local mode with that image, one and two hosts"
 	@echo "make lint type    ruff and mypy"
@@ -68,6 +74,22 @@ test-torch: $(OTHER)/.installed
 	$(OTHER)/bin/python -m pytest tests -m "not full" -n $(WORKERS) --dist loadfile --ignore=tests/estimator --ignore=tests/planning \
 		--ignore=tests/docker --ignore=tests/launch
 
+# Client libraries with both versions of Transformers: constraints-clients-*.txt holds where that differs from constraints-cpu.txt.
+.venv-clients-%/.installed: setup.cfg setup.py constraints-cpu.txt constraints-clients-%.txt
+	$(PYTHON) -m venv .venv-clients-$*
+	awk -F== 'NR == FNR { own[$$1] } NR == FNR || !($$1 in own)' constraints-clients-$*.txt constraints-cpu.txt > .venv-clients-$*/constraints.txt
+	.venv-clients-$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-clients-$*/constraints.txt -e ".[local,test,clients]"
+	@touch $@
+
+CLIENTS := -n $(WORKERS) --dist loadfile --durations=15 --durations-min=5
+test-clients: SAMPLE := -m "not full"
+test-clients test-clients-full: .venv-clients-4/.installed .venv-clients-5/.installed
+	rm -f .venv-clients-*/outcomes.jsonl
+	SMP_CLIENT_OUTCOMES=.venv-clients-4/outcomes.jsonl .venv-clients-4/bin/python -m pytest $(CLIENTS) $(SAMPLE) tests/clients
+	SMP_CLIENT_OUTCOMES=.venv-clients-5/outcomes.jsonl .venv-clients-5/bin/python -m pytest $(CLIENTS) $(SAMPLE) tests/clients
+	.venv-clients-5/bin/python -m pytest $(CLIENTS) -m "not full" $(WITH_5)
+	.venv-clients-5/bin/python tests/support/client_table.py .venv-clients-4/outcomes.jsonl .venv-clients-5/outcomes.jsonl
+
 test-full: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
@@ -97,9 +119,9 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 type: $(VENV)/.installed
-	$(BIN)/mypy smp_estimator container/smp_config container/smp_launch container/smp_runtime container/smdistributed
+	$(BIN)/mypy smp_estimator container/smp_config container/smp_launch container/smp_emulation container/smp_runtime container/smdistributed
 
 clean:
-	rm -rf $(VENV) $(FLOOR) .venv-torch-* build dist *.egg-info container/*.egg-info quickstart-data quickstart-output
+	rm -rf $(VENV) $(FLOOR) .venv-torch-* .venv-clients-* build dist *.egg-info container/*.egg-info quickstart-data quickstart-output
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,7 +12,7 @@ from smp_estimator.cloud import images, restore, service, source
 from smp_estimator.cloud.job import CloudTrainingJob
 from smp_estimator.local.client import ProcessClient, check_job_name
 from smp_estimator.local.code import CodeSource
-from smp_estimator.local.containers import failing_rank_told
+from smp_estimator.local.containers import failing_rank_told, with_emulation
 from smp_estimator.local.process_mode import (
     LOCAL_TYPES,
     PROCESS_IMAGE,
@@ -399,9 +399,11 @@ class TrainsWithSMP(Planned, _SDK):
             distribution = self._check_settings()
             self._check_code()
             given = self.environment = self._own_environment()
-            if distribution is not None:
-                merged = translation.mirrored_environment(distribution.settings, given)
-                self.environment = merged or given
+            merged = translation.mirrored_environment(distribution.settings, given) if distribution is not None else {}
+            if self.sagemaker_session.local_mode:
+                merged = with_emulation(merged or given, self.instance_type)
+            if merged:
+                self.environment = merged
                 self._mirrored = merged, {name: merged[name] for name in merged if name not in (given or {})}
             super()._prepare_for_training(job_name=job_name)
             return

@@ -16,6 +16,12 @@ import pytest
 MOST_RANKS = 4
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    from support.client_cases import Cases
+
+    config.pluginmanager.register(Cases())
+
+
 class _SharedPool:
     """Starts a pool at its first use and again after a failure."""
 

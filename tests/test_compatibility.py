@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -70,6 +74,49 @@ def test_links_of_the_page_lead_somewhere():
     for path, anchor in re.findall(r"\]\(([\w./-]*\.md)?#([\w-]+)\)", text):
         assert anchor in _anchors(TABLE.parent / path if path else TABLE), f"{path}#{anchor}"
     assert "compatibility.md" in (ROOT / "README.md").read_text()
+
+
+def test_the_tables_of_clients_are_those_of_their_tests():
+    program = ROOT / "tests" / "support" / "client_table.py"
+    found = subprocess.run([sys.executable, program, "--check"], capture_output=True, text=True, timeout=100)
+    assert found.returncode == 0, found.stderr
+
+
+def test_a_table_of_clients_says_what_became_of_all_tests_of_a_case(tmp_path):
+    from support import client_table
+    from support.client_cases import Case, versions
+
+    train, alone = Case("Transformers", "train", "tp 2"), Case("Transformers", "train", "one process")
+    tests = {train: {"a", "b"}, alone: {"c"}}
+
+    def run(*lines):
+        major = versions("Transformers")["transformers"][0]
+        pins = {name: client_table.pinned()[major][name] for name in versions("Transformers")}
+        case_of = {"a": train, "b": train, "c": alone}
+        path = tmp_path / "run.jsonl"
+        records = [
+            {**asdict(case_of[test]), "test": test, "outcome": outcome, "reason": reason, "versions": pins}
+            for test, outcome, reason in lines
+        ]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        client_table.take_over(outcomes, tests, [path])
+        return major
+
+    outcomes: client_table.Outcomes = {}
+    major = run(("a", "passed", ""))
+    assert outcomes == {}  # of two tests one has run
+    run(("a", "passed", ""), ("b", "failed", "why not"), ("c", "skipped", "no other rank"))
+    assert outcomes == {train: {major: ("failed", "why not")}, alone: {major: ("skipped", "no other rank")}}
+    other = next(each for each in client_table.MAJORS if each != major)
+    outcomes[train][other] = ("passed", "")
+    outcomes[alone][other] = ("skipped", "no other rank")
+    text = client_table.tables(list(tests), outcomes)
+    assert "|  | one process | tp 2 |" in text
+    assert f"| train | not applicable | only with {other} |" in text
+    assert f"- train, tp 2 with Transformers {major}: does not work: why not" in text
+    assert "- train, one process: not applicable: no other rank" in text
+    run(("a", "passed", ""), ("b", "passed", ""))
+    assert "| not applicable | works |" in client_table.tables(list(tests), outcomes)
 
 
 def test_every_documented_symbol_is_in_the_table():

@@ -21,6 +21,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from smp_config import emulation
 from smp_config.records import FailureRecord, format_failure
 from smp_launch.failure import REPORT_SUFFIX, REPORT_VARIABLE
 
@@ -39,6 +40,35 @@ _MARK = re.compile(r"^\[rank\d+\]: ?")
 
 #: What a script may look for in the tensors that a step-decorated function is given or has made.
 _OF_STEP_OUTPUT = ("reduce_mean", "reduce_sum")
+
+#: Packages that are, or bring, kernels for GPUs.
+_OF_KERNELS = frozenset(
+    """amp_C apex apex_C bitsandbytes causal_conv1d cupy deep_ep flash_attn flash_attn_2_cuda flash_attn_interface flashinfer
+    fused_dense_cuda fused_layer_norm_cuda grouped_gemm mamba_ssm numba pycuda pynvml rmm tensorrt transformer_engine
+    transformer_engine_torch triton vllm xformers""".split()
+)
+
+#: What PyTorch, Triton and the system's loader say where there is no GPU.
+_FROM_CUDA_CODE = re.compile(
+    r"not compiled with CUDA|not linked with support for cuda|from the 'CUDA' backend|no NVIDIA driver|CUDA driver|CUDA_HOME|"
+    r"0 active drivers|needs a non-CPU accelerator|"
+    r"lib(cuda|cudart|cublas|cublasLt|cudnn|cufft|curand|cusolver|cusparse|nccl|nvrtc|nvToolsExt)[\w-]*\.so",
+    re.IGNORECASE,
+)
+
+#: Characters of a message: PyTorch lists all its backends behind it.
+_LOOKED_AT = 400
+
+_NO_GPU = (
+    "this needs a GPU, or CUDA code; there is no GPU here, and torch.cuda is emulated on the CPU (SMP_EMULATE_CUDA=1), which runs "
+    'no CUDA code; use what plain PyTorch has instead where os.environ.get("SMP_EMULATE_CUDA") is "1", or run this part of the '
+    "script on a machine with a GPU"
+)
+
+_BARE_NUMBER = (
+    "a bare number as in torch.device(0) asks PyTorch's own code for the accelerator; there is no GPU here, and torch.cuda is "
+    'emulated on the CPU (SMP_EMULATE_CUDA=1), which that code does not know; write torch.device("cuda", 0), which means the same'
+)
 
 #: Of a failing script's message, in the failure line; the log has it whole.
 _MESSAGE_BYTES = 1600
@@ -68,10 +98,27 @@ def explain(error: BaseException) -> None:
     """Add to the message of an error what a beginner must know, where the script has taken one thing for another."""
     wanted = getattr(error, "name", None)
     if isinstance(error, AttributeError) and wanted in _OF_STEP_OUTPUT and type(error.obj).__name__ == "Tensor":
-        error.args = (
-            f"{error}: this is a tensor already; only what a function with @smp.step returns to its caller, a StepOutput, has "
-            f"{wanted}()",
-        )
+        words = "this is a tensor already; only what a function with @smp.step returns to its caller, a StepOutput, has"
+        _add(error, f"{words} {wanted}()")
+    elif os.environ.get(emulation.VARIABLE, "0") != "0":
+        if "Cannot access accelerator device" in str(error):
+            _add(error, _BARE_NUMBER)
+        elif _wants_gpu(error):
+            _add(error, _NO_GPU)
+
+
+def _add(error: BaseException, words: str) -> None:
+    text = f"{error}: {words}"
+    error.args = (text,)
+    if isinstance(error, ImportError):
+        error.msg = text
+
+
+def _wants_gpu(error: BaseException) -> bool:
+    """Whether an error comes of CUDA code, which no emulation runs: of a package, a library, or PyTorch's own."""
+    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in _OF_KERNELS:
+        return True
+    return bool(_FROM_CUDA_CODE.search(str(error)[:_LOOKED_AT]))
 
 
 def show(error: BaseException, rank: int = 0) -> None:

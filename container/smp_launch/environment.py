@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smp_config import emulation
 from smp_config.errors import ConfigError, suggest
 from smp_config.job import PLATFORM_PREFIX, SCRIPT_ARGUMENTS_VARIABLE, SCRIPT_SUFFIXES, decoded_hyperparameter
 
@@ -37,6 +38,15 @@ _IN_TRAINING_ENV = frozenset(
     distribution_instance_groups framework_module hosts input_config_dir input_data_config instance_groups
     instance_groups_dict is_hetero job_name log_level model_dir module_dir module_name network_interface_name num_cpus
     num_gpus num_neurons output_data_dir output_dir output_intermediate_dir resource_config user_entry_point""".split()
+)
+
+#: Devices by which a GPU may be reached without the usual names (WSL, Tegra, AMD).
+_OTHER_DEVICES = ("dxg", "nvhost*", "nvgpu*", "kfd")
+
+#: What the log says where they are emulated.
+EMULATION_LINE = (
+    f"no GPU here: calls of torch.cuda act on the CPU, so that a GPU script runs ({emulation.VARIABLE}=1; "
+    f'environment={{"{emulation.VARIABLE}": "0"}} turns it off)'
 )
 
 _DEFAULT_LOG_LEVEL = 20  # logging.INFO
@@ -245,6 +255,21 @@ def gpu_count(environ: Mapping[str, str]) -> int:
         return len(devices)
     chosen = [word for word in visible.split(",") if word.strip() and word.strip() != "-1"]
     return min(len(chosen), len(devices))
+
+
+def emulates_cuda(environ: Mapping[str, str]) -> bool:
+    """Whether the ranks of this host answer calls of ``torch.cuda`` on the CPU: it was asked for, and there is no GPU."""
+    return emulation.is_asked_for(environ) and not has_gpu(environ)
+
+
+def has_gpu(environ: Mapping[str, str]) -> bool:
+    """Whether ranks of this host may see a GPU."""
+    return gpu_count(environ) > 0 or has_unusual_gpu()
+
+
+def has_unusual_gpu() -> bool:
+    """Whether there may be GPUs that :func:`gpu_count` does not count."""
+    return any(next(Path("/dev").glob(pattern), None) for pattern in _OTHER_DEVICES)
 
 
 def _text(value: Any) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from smp_config.mpi_options import MergedOptions, MpiOption, merge, parse_mpi_options, variables
 from smp_config.smddp import BufferSizes
 from smp_launch.command import OpenMpi, PrivateDirs, as_root, mpi_options, mpirun_command, without_scheduler
-from smp_launch.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
+from smp_launch.environment import EMULATION_LINE, HOST_VARIABLE, TrainingEnvironment, cpu_count, emulates_cuda
 from smp_launch.failure import REPORT_VARIABLE, Cause, FailureCollector
 from smp_launch.followers import Followers
 from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
@@ -155,6 +155,8 @@ def run_job(
     say(job.describe())
     if not job.layout.simulated and (warning := shared_memory_warning(job.layout.processes_per_host)):
         say(warning)
+    if emulates_cuda(environ):
+        say(EMULATION_LINE)
     for default, custom in job.options(PrivateDirs()).replaced:
         say(f"custom_mpi_options: '{custom}' instead of '{default}'")
     collector = FailureCollector(job.layout.host_of, mpirun=job.mpi is not None)

@@ -18,8 +18,9 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
+from smp_config import emulation
 from smp_launch import ending
-from smp_launch.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
+from smp_launch.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count, emulates_cuda
 from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
 from smp_launch.network import network_defaults, usable_interface
 from smp_launch.output import STARTED_PREFIX
@@ -33,6 +34,12 @@ _LOCALHOST = "127.0.0.1"
 
 #: Holds the entry point by which PyTorch registers the backend ``smddp`` when it is imported.
 _DISCOVERY = Path(__file__).parent / "discovery"
+
+#: The same for the emulation of CUDA.
+_EMULATION = Path(__file__).parent / "discovery_emulation"
+
+#: The same for what other libraries need in a job of the model parallel library.
+_LIBRARIES = Path(__file__).parent / "discovery_libraries"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -153,10 +160,16 @@ def _prepare(layout: Layout, rank: int, environ: MutableMapping[str, str]) -> Tr
     environ[HOST_VARIABLE] = host
     environ[BASE_VARIABLE] = str(tree.base)
     environ["SMP_CHECKPOINT_DIR"] = str(tree.base / "checkpoints")
-    folders = [str(tree.code_dir), environ.get("PYTHONPATH", "")]
-    if layout.kind is Kind.DATA_PARALLEL:
-        folders.append(str(_DISCOVERY))
-        sys.path.append(str(_DISCOVERY))
+    discovered = [_DISCOVERY] if layout.kind is Kind.DATA_PARALLEL else []
+    if emulates_cuda(environ):
+        discovered.append(_EMULATION)
+    elif emulation.is_asked_for(environ):
+        environ[emulation.VARIABLE] = "0"
+    # In the path, so that the script's own processes find them, too.
+    folders = [str(tree.code_dir), environ.get("PYTHONPATH", ""), *map(str, discovered)]
+    sys.path += map(str, discovered)
+    if layout.kind is Kind.MODEL_PARALLEL:
+        sys.path.append(str(_LIBRARIES))  # of this process only: one that the script starts is no rank
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     return tree
 

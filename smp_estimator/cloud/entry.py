@@ -26,7 +26,7 @@ from typing import Any
 USER_PROGRAM = "sagemaker_smp_program"
 
 #: Packages of the wheel; none of them may come from anywhere else.
-PACKAGES = ("smdistributed", "smp_config", "smp_launch", "smp_runtime")
+PACKAGES = ("smdistributed", "smp_config", "smp_emulation", "smp_launch", "smp_runtime")
 
 _PYTHON_FLOOR = (3, 10)
 _TORCH_FLOOR = (2, 4)
@@ -40,6 +40,10 @@ _DATA_PARALLEL = "sagemaker_distributed_dataparallel_enabled"
 #: In the unpacked wheel: the entry point by which PyTorch registers the backend ``smddp`` when it is imported.
 _DISCOVERY = os.path.join("smp_launch", "discovery")
 
+#: The same for the emulation of CUDA, and the variable that asks for it.
+_EMULATION = os.path.join("smp_launch", "discovery_emulation")
+_EMULATE = "SMP_EMULATE_CUDA"
+
 #: Where the ranks meet unless the platform has said so.
 _PORT = "7777"
 
@@ -52,10 +56,10 @@ def main() -> None:
     site = unpacked(_wheel(code))
     prefer(site)
     os.environ.setdefault("SMP_HOST", host())
+    if os.environ.get(_EMULATE, "0") != "0":
+        emulate(site)
     if data_parallel:
-        discovery = os.path.join(site, _DISCOVERY)
-        sys.path.append(discovery)
-        os.environ["PYTHONPATH"] += os.pathsep + discovery
+        discover(os.path.join(site, _DISCOVERY))
         os.environ.update(rank_variables(os.environ))
         os.environ.setdefault("MASTER_ADDR", leader())
         os.environ.setdefault("MASTER_PORT", _PORT)
@@ -65,6 +69,24 @@ def main() -> None:
     sys.argv[0] = program
     sys.path[:2] = [site, os.path.dirname(program)]
     runpy.run_path(program, run_name="__main__")
+
+
+def discover(folder: str) -> None:
+    """Let PyTorch find the entry points in ``folder`` when it is imported, here and in the script's own processes."""
+    sys.path.append(folder)
+    os.environ["PYTHONPATH"] += os.pathsep + folder
+
+
+def emulate(site: str) -> None:
+    """Have calls of ``torch.cuda`` act on the CPU, unless there is a GPU."""
+    from smp_launch.environment import EMULATION_LINE, emulates_cuda
+
+    if not emulates_cuda(os.environ):
+        os.environ[_EMULATE] = "0"
+        return
+    discover(os.path.join(site, _EMULATION))
+    if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+        print(f"[smp] {EMULATION_LINE}", flush=True)
 
 
 def unpacked(wheel: str) -> str:

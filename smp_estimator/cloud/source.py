@@ -34,7 +34,7 @@ DISTRIBUTION = "smp-estimator"
 _OWN = Path(__file__).parents[1]
 
 #: The packages that lie beside ``smp_config``, in a checkout and where pip installed them.
-_BESIDE = ("smp_config", "smp_launch", "smp_runtime", "smdistributed")
+_BESIDE = ("smp_config", "smp_emulation", "smp_launch", "smp_runtime", "smdistributed")
 
 #: Dependencies that are part of every training image; replacing them would break what was built against them.
 _OF_THE_IMAGE = frozenset({"torch", "numpy", "mpi4py"})

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from smp_config import emulation
 from smp_estimator.local.log import JobLog, LineSplitter
 from smp_estimator.local.stop import TOKEN_VARIABLE
+from smp_launch.environment import has_gpu
 
 if TYPE_CHECKING:
     from smp_estimator.local.tree import HostTree, JobTree
@@ -62,6 +64,8 @@ def environment_of(
         "SMP_LAUNCH_STATUS_DIR": str(job.status),
         "SMP_CHECKPOINT_DIR": str(tree.checkpoints),
     }
+    if emulation.VARIABLE not in inherited and not has_gpu({**inherited, **user}):
+        platform[emulation.VARIABLE] = "1"
     if region is not None:
         platform["AWS_REGION"] = region
     return {**inherited, **platform, **user, TOKEN_VARIABLE: token}

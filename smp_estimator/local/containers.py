@@ -7,19 +7,34 @@ folders of the containers are gone. So their failure files are read while the SD
 from __future__ import annotations
 
 import functools
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from smp_config import emulation
 from smp_estimator.local.artifacts import failure_text
 from smp_estimator.sdk import LocalContainers, UnexpectedStatusException
 from smp_launch.tree import Tree
 
 #: What the job that runs in this context leaves; None where nobody asked.
 _left: ContextVar[_Left | None] = ContextVar("left", default=None)
+
+
+def with_emulation(environment: Mapping[str, Any] | None, instance_type: Any) -> dict[str, Any]:
+    """The environment of containers on this machine: without a GPU, scripts that call ``torch.cuda`` run on the CPU.
+
+    Args:
+        environment: what else the job gets; what it, or this process's own, says of the emulation holds.
+        instance_type: Docker gives GPUs to containers of ``local_gpu`` only.
+    """
+    given = dict(environment or {})
+    if instance_type == "local":
+        given.setdefault(emulation.VARIABLE, os.environ.get(emulation.VARIABLE, "1"))
+    return given
 
 
 class ContainerJobFailed(UnexpectedStatusException, RuntimeError):

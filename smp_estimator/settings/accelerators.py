@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError, smddp
 from smp_config.errors import suggest
 from smp_config.instances import WITHOUT_BF16, Instance, has_gpus, instances, require_usable
-from smp_launch.environment import gpu_count
+from smp_launch.environment import gpu_count, has_unusual_gpu
 
 if TYPE_CHECKING:
     from smp_config import JobSettings
 
 #: Backends that take one rank per GPU.
 _ONE_RANK_PER_GPU = ("nccl", smddp.BACKEND)
-
-#: Devices by which a GPU may be reached without the usual names (WSL, Tegra).
-_OTHER_DEVICES = ("dxg", "nvhost*", "nvgpu*")
 
 
 def catalogued(instance_type: Any, say: Callable[[str], None]) -> Instance | None:
@@ -96,8 +92,7 @@ def _gpus(
     if process_mode:
         own = {name: value for name, value in environment.items() if isinstance(value, str)}
         count = gpu_count({**os.environ, **own})
-        unusual = any(next(Path("/dev").glob(pattern), None) for pattern in _OTHER_DEVICES)
-        return (None if not count and unusual else count), "this machine"
+        return (None if not count and has_unusual_gpu() else count), "this machine"
     if instance_type == "local":
         return 0, "a container of instance_type 'local' (with GPUs: 'local_gpu')"
     return (0 if has_gpus(instance_type) is False else None), str(instance_type)

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from support.activation_training import same
+from support.huggingface import tiny_model
 from support.models import VOCABULARY, token_batch
 
 TIMEOUT = 150.0
@@ -79,3 +80,22 @@ def test_layers_are_checkpointed_where_they_run(ranks, kind, how):
     assert sum(rank["runs"] for rank in plain) == 3 * 2 * 4
     for with_regions, without in zip(found, plain, strict=True):
         assert with_regions["runs"] == 2 * without["runs"] > 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_cache_is_not_written_a_second_time_in_backward(solo, family):
+    import smdistributed.modelparallel.torch as smp
+
+    solo({})
+    torch.manual_seed(1)
+    model = tiny_model(family, VOCABULARY).train()
+    ids = torch.randint(3, VOCABULARY, (2, 8))
+
+    def gradients():
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=True).loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    plain = gradients()
+    smp.set_activation_checkpointing(model.transformer.h if family == "gpt2" else model.model.layers)
+    torch.testing.assert_close(gradients(), plain)

@@ -58,7 +58,8 @@ def test_twelve_pairs_one_after_the_other_go_on_as_one_process(ranks, tmp_path):
     assert max(differences.values()) < 1e-5, differences
 
 
-@pytest.mark.parametrize("precision", [pytest.param("bf16"), pytest.param("fp16", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_goes_on_at_other_degrees(ranks, tmp_path, precision):
     pairs = [("s2", "pp2"), ("pp2", "tp2"), ("tp2", "s2"), ("o2", "s2"), ("s2", "o2")]
     pairs = pairs[:3] if precision == "bf16" else pairs

@@ -190,12 +190,27 @@ def test_every_family_comes_back_bit_for_bit(ranks, tmp_path, family):
 # -- layouts of files ------------------------------------------------------------------------------------------------
 
 
+def _save(original, folder, largest_file, name):
+    import transformers
+
+    is_pickled = name == "pytorch_model.bin"
+    if not is_pickled or int(transformers.__version__.partition(".")[0]) < 5:
+        original.save_pretrained(folder, max_shard_size=largest_file, safe_serialization=not is_pickled)
+    else:  # Transformers 5 writes safetensors only; older folders are read all the same
+        from huggingface_hub import save_torch_state_dict
+
+        original.config.save_pretrained(folder)
+        sizes = {"max_shard_size": largest_file, "filename_pattern": "pytorch_model{suffix}.bin"}
+        save_torch_state_dict(original.state_dict(), folder, safe_serialization=False, **sizes)
+    assert {path.suffix for path in folder.iterdir()} == {".json", ".bin" if is_pickled else ".safetensors"}
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("largest_file", [10**9, 20_000])
 @pytest.mark.parametrize("asked", ["file", "folder"])
 def test_every_layout_is_read_as_transformers_wrote_it(solo, tmp_path, name, largest_file, asked):
     original = _original("gpt2")
-    original.save_pretrained(tmp_path, max_shard_size=largest_file, safe_serialization=name.endswith("safetensors"))
+    _save(original, tmp_path, largest_file, name)
     assert (tmp_path / name).exists() == (largest_file == 10**9)
     solo({})
     model = smp.DistributedModel(type(original)(original.config))

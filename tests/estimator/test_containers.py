@@ -215,3 +215,14 @@ def test_jobs_in_two_threads_hear_of_their_own_failures(job: Make, play: Callabl
     with ThreadPoolExecutor(2) as pool:
         for number, message in enumerate(pool.map(fit, range(2))):
             assert message.startswith(f"Error for Training job job-{number}: Failed. Reason: rank 1 (algo-1-ab1cd)")
+
+
+def test_containers_without_gpus_are_told_to_emulate_them(job: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SMP_EMULATE_CUDA", raising=False)
+    estimator = job(environment={"A": "B"})
+    for _ in range(2):  # what the first request added is not the user's in the second
+        estimator._prepare_for_training()
+        assert estimator.environment == {"A": "B", "SMP_EMULATE_CUDA": "1"}
+    estimator.environment = {"SMP_EMULATE_CUDA": "0"}
+    estimator._prepare_for_training()
+    assert estimator.environment == {"SMP_EMULATE_CUDA": "0"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
+import importlib.util
 import inspect
 import logging
 import pkgutil
@@ -125,6 +125,8 @@ STATED = {
 def _public_objects():
     found = {}
     for module in pkgutil.walk_packages(smdistributed.__path__, "smdistributed."):
+        if ".lightning" in module.name and importlib.util.find_spec("lightning") is None:
+            continue
         loaded = importlib.import_module(module.name)
         for name in getattr(loaded, "__all__", ()):
             if not inspect.ismodule(value := getattr(loaded, name)):

@@ -30,7 +30,7 @@ def reference():
         (1, 1, 1),
         pytest.param(1, 1, 4, marks=pytest.mark.full),
         pytest.param(1, 2, 2, marks=pytest.mark.full),
-        (2, 1, 1),
+        pytest.param(2, 1, 1, marks=pytest.mark.full),
         pytest.param(2, 2, 4, marks=pytest.mark.full),
     ],
 )
@@ -47,7 +47,7 @@ def test_the_same_losses_however_the_job_is_spread(gpt_job, text, reference, hos
         pytest.param({"shard_optimizer_state": True}, 1e-5, marks=pytest.mark.full),
         pytest.param({"bf16": True, "shard_optimizer_state": True}, 2e-2, marks=pytest.mark.full),
         pytest.param({"fp16": True}, 2e-2, marks=pytest.mark.full),
-        ({"partitions": 2}, 1e-5),
+        pytest.param({"partitions": 2}, 1e-5, marks=pytest.mark.full),
     ],
 )
 def test_half_precision_sharded_state_and_pipelines_train_alike(gpt_job, text, reference, parameters, tolerance):
@@ -66,6 +66,7 @@ def test_a_pipeline_across_two_hosts_trains_alike(gpt_job, text, reference):
     assert losses == pytest.approx(reference["losses"], abs=1e-5)
 
 
+@pytest.mark.full
 def test_weights_load_in_plain_torch_without_this_package(gpt_job, text, tmp_path):
     job = _fit(gpt_job(2, steps=2), text)
     with tarfile.open(job.model_data.removeprefix("file://")) as archive:

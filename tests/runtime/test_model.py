@@ -109,7 +109,7 @@ def test_moving_is_the_wrappers_work(model):
 CPU_CASES = [
     ({"pipeline_parallel_degree": 2}, True),
     ({"tensor_parallel_degree": 2}, True),
-    ({"tensor_parallel_degree": 2, "prescaled_batch": True, "optimize": "speed"}, True),
+    ({"tensor_parallel_degree": 2, "prescaled_batch": True, "optimize": "speed"}, False),
     ({"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}, False),
     ({"pipeline_parallel_degree": 2, "bf16": True}, False),
 ]

@@ -8,6 +8,7 @@ from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.errors import SMPUserError
+from smp_runtime.optim.loss_scaling import DynamicLossScaler
 
 
 @pytest.fixture
@@ -107,6 +108,26 @@ def test_loss_scaling_arguments_are_checked(solo):
         smp.DistributedOptimizer(optimizer)
     with pytest.raises(SMPUserError, match="got a list"):
         smp.DistributedOptimizer([])
+
+
+def test_the_documented_first_scale_costs_as_few_steps_as_possible():
+    scaler = DynamicLossScaler(delayed_shift=2)
+    scales = []
+    for overflow in (True, True, True, True, False, True):
+        scaler.update(overflow)
+        scales.append(scaler.scale)
+        resumed = DynamicLossScaler(delayed_shift=2)
+        resumed.load_state_dict(scaler.state_dict())
+        scaler = resumed
+    assert scales == [2.0**32, 2.0**16, 2.0**15, 2.0**14, 2.0**14, 2.0**13]
+    grown = DynamicLossScaler(init_scale=2.0**20)
+    grown.update(False)
+    grown.update(True)
+    assert grown.scale == 2.0**19
+    older = DynamicLossScaler()
+    older.load_state_dict({"scale": 2.0**20, "overflows_left": 1, "good_steps": 3})
+    older.update(True)
+    assert older.scale == 2.0**19
 
 
 def test_a_scaler_skips_the_step_on_every_rank_when_one_overflows(ranks):

@@ -28,7 +28,7 @@ def _pipelined(delayed):
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("delayed", [pytest.param(False, marks=pytest.mark.full), True])
 def test_two_stages_of_two_shards_equal_one_process(ranks, delayed):
     expected = tokens_alone(lambda: TiedNet(4), adamw, STEPS, BATCH)
     config = settings(TiedNet(4), 2, pipeline_parallel_degree=2, microbatches=3)

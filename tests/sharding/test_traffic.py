@@ -133,7 +133,7 @@ def _peak_bytes():
     return min(peaks)
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_the_peak_of_all_that_is_held_fits_the_bound(ranks, degree):
     """Parameters, gradients, optimizer state, gathered units and buckets; what a sample leaves for backward comes on top."""
     saved: dict[int, int] = {}

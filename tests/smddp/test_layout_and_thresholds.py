@@ -33,7 +33,7 @@ def test_other_layouts_give_the_reason(host_of, reason):
     assert reason in HostGrid.of(host_of, 0)
 
 
-@pytest.mark.parametrize("ranks_per_host", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("ranks_per_host", [2, 8, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 4, 16))])
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_both_thresholds_to_the_byte(hosts, ranks_per_host):
     """Sort buffer: 1/8 · degree · input, or what is put there (the input once per host) where that is more."""

@@ -82,7 +82,13 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+#: Always run; the others whole.
+SAMPLE = {"tp2", "pp2", "pp2 tp2", "tp2 in shards"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in SAMPLE else pytest.mark.full) for case in CASES]
+)
 def test_delayed_creation_gives_the_same_weights_and_training(ranks, case):
     size, config = CASES[case]
     config = {"ddp": True, "delayed_parameter_initialization": True, **config}

@@ -63,6 +63,14 @@ def _kernel_to_weight(state):
 
 
 def _hugging_face(name):
+    model = _fresh(name)
+    with torch.no_grad():  # what a checkpoint would have brought
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def _fresh(name):
     import transformers as hf
 
     sizes = {"num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 43, "max_position_embeddings": 16}
@@ -86,11 +94,7 @@ def _hugging_face(name):
         "roberta": lambda: hf.RobertaConfig(**{**wide, "max_position_embeddings": 18}, **still),
     }  # fmt: skip
     auto = hf.AutoModelForMaskedLM if "bert" in name else hf.AutoModelForCausalLM
-    model = auto.from_config(make[name](), attn_implementation="eager")
-    with torch.no_grad():  # what a checkpoint would have brought
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+    return auto.from_config(make[name](), attn_implementation="eager")
 
 
 FAMILIES = ("gpt2", "gptj", "gptneo", "gptneox", "llama", "bert", "roberta")
@@ -198,6 +202,32 @@ def test_ties_are_those_of_the_model_whatever_its_configuration_says(solo):
         model = smp.DistributedModel(original)
         assert float(_loss(model, ids).detach()) == pytest.approx(expected, abs=1e-5)
         assert (model.module.lm_head is None) == (original is tied)
+
+
+@torch.no_grad()
+def test_weights_that_a_script_did_not_let_initialise_are_drawn(solo, monkeypatch, tmp_path):
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_utils import PreTrainedModel
+
+    solo({})
+    trained = _hugging_face("gpt2")
+    trained.save_pretrained(tmp_path)
+    monkeypatch.setattr(PreTrainedModel, "init_weights", lambda model: None)
+    for delayed in (False, True):
+        with smp.tensor_parallelism(), smp.delay_param_initialization(enabled=delayed):
+            skipped = _fresh("gpt2")
+        model = smp.DistributedModel(skipped).module
+        assert float(model.word_embedding.weight.std()) == pytest.approx(0.02, rel=0.2), "PyTorch's own would be 1"
+        assert model.lm_head is None, "it is tied, as the configuration says"
+    with smp.tensor_parallelism():
+        loaded, filled, bert = AutoModelForCausalLM.from_pretrained(tmp_path), _fresh("gpt2"), _fresh("bert")
+    filled.load_state_dict(trained.state_dict())
+    filled.tie_weights()
+    for kept in (loaded, filled):
+        word = smp.DistributedModel(kept).module.word_embedding.weight
+        assert torch.equal(word, trained.transformer.wte.weight)
+    drawn = smp.DistributedModel(bert).module.bert.encoder.seq_layers[0].attention.query.weight
+    assert float(drawn.std()) == pytest.approx(0.02, rel=0.2)
 
 
 def test_a_module_whose_weights_would_be_lost_stays_as_it_is(solo):

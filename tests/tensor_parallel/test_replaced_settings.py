@@ -153,12 +153,45 @@ def test_gradient_checkpointing_before_and_after_wrapping(solo):
     after.gradient_checkpointing_enable()
     assert runs(after, input_ids=ids, labels=ids) == 4
 
-    config = transformers.BertConfig(16, 16, 2, 2, 32, max_position_embeddings=8)
+    config = transformers.BertConfig(
+        vocab_size=16, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=8,
+    )  # fmt: skip
     bert = smp.DistributedModel(_marked(transformers.BertModel(config, add_pooling_layer=False)))
     bert.module.gradient_checkpointing_enable()
     assert runs(bert, input_ids=ids) == 4
     bert.module.gradient_checkpointing_disable()
     assert not any(is_marked(layer) for layer in layers(bert))
+
+
+def test_the_names_of_transformers_5_checkpoint_too(solo):
+    from smp_runtime.activations.marking import is_marked, say_offloading_is_ours
+
+    solo({})
+    say_offloading_is_ours.cache_clear()
+
+    def marked(model):
+        return [is_marked(part) for part in model.modules() if type(part).__name__ == "DistributedTransformerLayer"]
+
+    model = smp.DistributedModel(_marked(_gpt2()))
+    _, warnings = heard(lambda: model.activation_checkpointing_enable({"preserve_rng_state": False}, 2, offload=True))
+    assert marked(model) == [True, False]
+    assert model.module.is_activation_checkpointing
+    assert len(warnings) == 1
+    assert '"offload_activations": True' in warnings[0]
+    model.activation_checkpointing_enable()
+    assert marked(model) == [True, True]
+    model.activation_checkpointing_disable()
+    assert not model.module.is_gradient_checkpointing
+
+    before = _gpt2()
+    if not hasattr(before, "activation_checkpointing_enable"):
+        return
+    say_offloading_is_ours.cache_clear()
+    before.activation_checkpointing_enable(every_n_layers=2, offload=True)
+    model, warnings = heard(lambda: smp.DistributedModel(_marked(before)))
+    assert marked(model) == [True, False]
+    assert len(warnings) == 1
 
 
 # -- types ---------------------------------------------------------------------------------------------------------------

@@ -217,8 +217,9 @@ def carry_over(before: dict[str, _Marking], model: nn.Module) -> None:
 
 
 def checkpoints_itself(module: nn.Module) -> bool:
-    """Whether a module has a call of its own that looks at ``gradient_checkpointing``."""
-    return hasattr(type(module), FLAG) and type(module).__call__ is not nn.Module.__call__
+    """Whether a module looks at ``gradient_checkpointing`` itself: in its call, or in Transformers 5 around its forward."""
+    kind = type(module)
+    return hasattr(kind, FLAG) and (kind.__call__ is not nn.Module.__call__ or hasattr(kind.forward, "__wrapped__"))
 
 
 def let_pass(module: nn.Module) -> None:
@@ -246,12 +247,31 @@ def take_over(model: nn.Module) -> None:
             unmark(module)
         if function is None or function is passes or isinstance(function, _Ours) or not getattr(module, FLAG, False):
             continue
-        settings = function.keywords if isinstance(function, functools.partial) else {}
-        preserve = bool(settings.get("preserve_rng_state", True))
+        preserve = preserves_rng_state(function)
         if checkpoints_itself(module):
             mark(module, preserve)
         else:
             module.__dict__[FUNCTION] = _Ours(preserve)
+
+
+def preserves_rng_state(function: Any) -> bool:
+    """What a model was told about dropout, by the checkpointing function that it was given."""
+    if not isinstance(function, functools.partial):
+        return True
+    if getattr(function.func, "__module__", "").startswith(
+        "transformers."
+    ):  # not PyTorch's, but one that also moves tensors
+        say_offloading_is_ours()
+    return bool(function.keywords.get("preserve_rng_state", True))
+
+
+@functools.cache  # once
+def say_offloading_is_ours() -> None:
+    """A script has asked Transformers to keep in the host's memory what is checkpointed here."""
+    logger.warning(
+        "activation_checkpointing_enable(offload=True) changes nothing here, since these layers are checkpointed by smp: set "
+        '"offload_activations": True in the parameters of the distribution, which moves their inputs while others compute'
+    )
 
 
 class _Ours:

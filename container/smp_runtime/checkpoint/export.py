@@ -87,19 +87,23 @@ def _planned(described: list[TensorShape], stream: Iterator[tuple[str, torch.Ten
 
 @dataclass(eq=False)
 class PretrainedSaver:
-    """``save_pretrained`` of a module of Transformers that was wrapped, in place of that of its class.
+    """``save_pretrained`` of a module that was wrapped, in place of that of its class.
 
     Copies of the module have their class's again.
+
+    Attributes:
+        save: ``save(session, model, directory, **options)``.
     """
 
     module: nn.Module
+    save: Callable[..., None]
 
     def __call__(self, save_directory: Any, **options: Any) -> None:
-        """See :func:`save_pretrained`."""
+        """See :func:`save_pretrained`, or whatever saves such a module."""
         models = sessions.current().models if sessions.is_initialized() else []
         model = next((model for model in models if model.module is self.module), None)
         if isinstance(model, DistributedModel):
-            save_pretrained(sessions.current(), model, save_directory, **options)
+            self.save(sessions.current(), model, save_directory, **options)
         else:
             type(self.module).save_pretrained(self.module, save_directory, **options)  # type: ignore[attr-defined]
 
@@ -108,9 +112,9 @@ def give_save_pretrained(model: DistributedModel) -> None:
     """Let a wrapped module of Transformers save what all ranks have of it."""
     module = model.module
     differs = is_split(model) or any(True for _ in model.distributed_modules())
-    # Adapters have a form of their own.
-    if differs and config_of(module) is not None and not hasattr(module, "peft_config"):
-        module.__dict__["save_pretrained"] = PretrainedSaver(module)
+    # Those with adapters have a form of their own.
+    if differs and config_of(module) is not None and not has_adapters(module):
+        module.__dict__["save_pretrained"] = PretrainedSaver(module, save_pretrained)
 
 
 def is_split(model: DistributedModel) -> bool:
@@ -118,6 +122,20 @@ def is_split(model: DistributedModel) -> bool:
     ranks = sessions.current().ranks
     splits_layers = ranks.size(Group.TP) > 1 and any(True for _ in model.distributed_modules())
     return ranks.size(Group.PP) > 1 or splits_layers or ranks.cfg.sharded_data_parallel_degree > 1
+
+
+def refuse_unpartitioned(model: DistributedModel) -> None:
+    """Raise SMPUserError while the stages of a pipeline do not know their parts."""
+    if not model.partitioned:
+        raise SMPUserError(
+            "the model was not partitioned yet, so there is nothing to save: its weights get their place in the first step; save "
+            "after it"
+        )
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether a module is one of PEFT, around a model with adapters."""
+    return hasattr(module, "peft_config") and hasattr(module, "save_pretrained")
 
 
 def save_pretrained(
@@ -153,11 +171,7 @@ def save_pretrained(
         raise SMPUserError(
             "save_pretrained got push_to_hub=True, which a wrapped model cannot do; push the folder afterwards"
         )
-    if not model.partitioned:
-        raise SMPUserError(
-            "the model was not partitioned yet, so there is nothing to save: its weights get their place in the first step; save "
-            "after it"
-        )
+    refuse_unpartitioned(model)
     folder = Path(save_directory)
     name = SAFETENSORS if safe_serialization else PICKLED
     file = folder / (name if variant is None else f"{name.rsplit('.', 1)[0]}.{variant}.{name.rsplit('.', 1)[1]}")

@@ -64,10 +64,16 @@ def region_of(record: ParameterRecord, flat: tuple[int, int] | None = None) -> R
     return Region.of(record.shape, record.placement.tensor_axis, record.placement.tensor_slice, flat)
 
 
+def saved_records(model: DistributedModel) -> list[ParameterRecord]:
+    """The records of the parameters that belong to the state; a hook of a module may leave some out of it."""
+    saved = model.module.state_dict(keep_vars=True)
+    return [record for record in model.registry if any(name in saved for name in record.names)]
+
+
 def local_records(model: DistributedModel) -> Iterator[ParameterRecord]:
-    """The records of this stage's parameters."""
+    """Those of this stage's parameters."""
     local = {id(parameter) for parameter in model.local_parameters()}
-    return (record for record in model.registry if id(record.parameter) in local)
+    return (record for record in saved_records(model) if id(record.parameter) in local)
 
 
 def weights(model: DistributedModel) -> Iterator[Holding]:

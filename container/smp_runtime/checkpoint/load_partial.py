@@ -12,7 +12,16 @@ from smp_config import Group
 from smp_runtime.checkpoint.files.manifest import EXTRA, MODULE, PARTITION, FoundCheckpoint, Manifest
 from smp_runtime.checkpoint.files.name_translation import Names, Traced, read_into
 from smp_runtime.checkpoint.files.reader import CheckpointReader
-from smp_runtime.checkpoint.live_state import Updated, buffers, extras, masters, random_file, updated, weights
+from smp_runtime.checkpoint.live_state import (
+    Updated,
+    buffers,
+    extras,
+    masters,
+    random_file,
+    saved_records,
+    updated,
+    weights,
+)
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.pipeline.partition.assignment import Assignment
 from smp_runtime.tensors.nested import unshared
@@ -62,13 +71,13 @@ class Loading:
         self.reader = reader or CheckpointReader(checkpoint.folder, self.manifest)
         self._state_keys = self.reader.state_keys()
         self._title = f"the checkpoint {checkpoint.folder.parent / checkpoint.name}"
-        records = list(model.registry)
+        records = saved_records(model)
         to_ours = [ours for _, ours in session.module_manager.translate_functions]
         self._names = Names(self.manifest, [(r.names, tuple(r.shape)) for r in records], to_ours)
         self._of: dict[str, Traced] = {}
         self._check_model()
         if self._states and optimizer is not None:
-            self._check_groups(updated(model, optimizer))
+            self._check_groups(updated(model, optimizer), len(optimizer.original_groups()))
 
     # -- before anything is written --------------------------------------------------------------------------------
 
@@ -80,7 +89,7 @@ class Loading:
         """
         missing, shapes = [], []
         wanted: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = [
-            (record.name, record.names, tuple(record.shape)) for record in self._model.registry
+            (record.name, record.names, tuple(record.shape)) for record in saved_records(self._model)
         ]
         parameters = {name for _, names, _ in wanted for name in names}
         for name, value in self._model.module.state_dict(keep_vars=True).items():
@@ -117,8 +126,11 @@ class Loading:
                 "%s is loaded without %s; not used of it: %s", self._title, _some(missing), _some(unexpected)
             )
 
-    def _check_groups(self, entries: Sequence[Updated]) -> None:
+    def _check_groups(self, entries: Sequence[Updated], count: int) -> None:
         """Make sure that the optimizer has the parameter groups that were saved.
+
+        Args:
+            count: of its groups, of which some may be empty.
 
         Raises:
             CheckpointError: it has not, or none was saved.
@@ -126,7 +138,6 @@ class Loading:
         saved = self.manifest.optimizer
         if saved is None:
             raise CheckpointError(f"{self._title} has no optimizer state; resume with load_optimizer=False")
-        count = 1 + max((entry.group for entry in entries), default=-1)
         owner = {name: index for index, group in enumerate(saved.groups) for name in group["params"]}
         fits = len(saved.groups) == count
         covered: set[str] = set()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_config import Group
 from smp_runtime.checkpoint import full_checkpoint as full
+from smp_runtime.checkpoint.adapters import find_adapters, load_adapters
 from smp_runtime.checkpoint.files.manifest import PARTIAL, USER_CONTENT, FoundCheckpoint
 from smp_runtime.checkpoint.files.whole_file import read_user_content, user_content_bytes, wrapped
 from smp_runtime.checkpoint.find_checkpoint import find_checkpoint
@@ -135,7 +136,8 @@ def resume_from_checkpoint(
         path: folder of checkpoints.
         tag: a tag or a folder name; None means the newest, or, if that is damaged or not complete, the last whole one
             before it. For a full checkpoint, its file name; weights of Transformers load too, whole or in shards: the tag is
-            ``pytorch_model.bin``, ``model.safetensors``, an index, or a folder in ``path``.
+            ``pytorch_model.bin``, ``model.safetensors``, an index, or a folder in ``path``; so do adapters of PEFT, where
+            such a file is not there, or in such a folder.
         partial: which of the two kinds.
         strict: whether names must agree exactly; shapes must in any case.
         load_optimizer: whether the optimizer's state is loaded too.
@@ -161,6 +163,10 @@ def resume_from_checkpoint(
         )
     model, optimizer = models[0], _optimizer(session) if load_optimizer else None
     folder = Path(path)
+    if not partial and (adapters := find_adapters(model, folder, tag)):
+        with _raised_on_all(session):
+            load_adapters(model, adapters, strict=strict)
+        return None
     if not partial:
         return full.resume(
             session, folder, tag, model, optimizer, translate_function, strict=strict, trusted=trust_user_content

@@ -12,19 +12,27 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+import smp_emulation
 from smp_config import ModelParallelParameters, smddp
 from smp_runtime.errors import SMPUserError
+from smp_runtime.tensors.nested import tensors_in
 
 #: Differs between machines, and is the same in all containers of one.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
+def has_gpu() -> bool:
+    """Whether this process computes on CUDA devices: on real ones, whatever PyTorch says to a script."""
+    return torch.cuda.is_available() and not smp_emulation.is_active()
+
+
 def visible_gpus() -> list[str]:
     """What each CUDA device that this process sees is called everywhere, by its number here; empty without CUDA."""
-    if not torch.cuda.is_available():
+    if not has_gpu():
         return []
     listed = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     found = []
@@ -167,6 +175,17 @@ def in_order_with_script(device: torch.device) -> Iterator[None]:
     compute.wait_stream(script)
     yield
     script.wait_stream(compute)
+
+
+def keep_for_script(results: Any, device: torch.device) -> None:
+    """Let nobody have the memory of tensors of other streams while the script's stream may still read them."""
+    if device.type != "cuda":
+        return
+    script = torch.cuda.current_stream(device)
+    if script != torch.cuda.default_stream(device):
+        for tensor in tensors_in(results):
+            if type(tensor) is torch.Tensor and tensor.device == device:
+                tensor.record_stream(script)
 
 
 def release_cached_memory(device: torch.device) -> None:

@@ -7,7 +7,7 @@ import functools
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -340,12 +340,17 @@ class DistributedModel(WrappedModule):
         """
         return self._state.to_save()
 
-    def whole_tensors(self) -> tuple[list[TensorShape] | None, Iterator[tuple[str, torch.Tensor]]]:
+    def whole_tensors(
+        self, only: Container[str] | None = None
+    ) -> tuple[list[TensorShape] | None, Iterator[tuple[str, torch.Tensor]]]:
         """What the full state holds, and its tensors one after the other, on the first rank of the job.
 
         Every rank calls it and iterates to the end; the others get nothing.
+
+        Args:
+            only: names of the tensors that are wanted; all ranks give the same.
         """
-        return self._state.described(), self._state.stream()
+        return self._state.described(only), self._state.stream(only)
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The state of this rank's stage, marked by the key ``_smp_is_partial``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -64,23 +64,26 @@ class ModelState:
         local = self.local(keep=keeps)
         return self.gathered(local, to_first=True) if keeps else {}
 
-    def described(self) -> list[TensorShape] | None:
+    def described(self, only: Container[str] | None = None) -> list[TensorShape] | None:
         """What :meth:`stream` gives, in its order, on the job's first rank; all ranks call it."""
-        pieces = [TensorShape(name, shape, tensor.dtype) for name, shape, tensor in self._pieces()]
+        pieces = [TensorShape(name, shape, tensor.dtype) for name, shape, tensor in self._pieces(only)]
         ranks = self._ranks
         if ranks.rank_in(Group.TP) or ranks.rank_in(Group.RDP):
             return None
         stages = ranks.control.gather(pieces, ranks.members(Group.PP))
         return None if stages is None else [piece for stage in stages for piece in stage]
 
-    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def stream(self, only: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter by its first name and every saved buffer, whole, on the CPU, one after the other.
 
         All ranks iterate to the end; the job's first gets them. It holds one, and with sharded parameters those of one
         flat unit.
+
+        Args:
+            only: names of those that are wanted; nothing is sent for the others.
         """
         ranks = self._ranks
-        whole = self._whole()
+        whole = self._whole(only)
         if ranks.rank_in(Group.TP) or ranks.rank_in(Group.RDP):
             for _ in whole:
                 pass
@@ -96,17 +99,19 @@ class ModelState:
             while (piece := ranks.control.receive(rank, RUNTIME_CHANNEL)) is not None:
                 yield piece
 
-    def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _whole(self, only: Container[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of this rank's stage; its replicas help to gather those in shards, and get nothing."""
         shards, group = self._placed.shards, TensorGroup.of(self._ranks)
         keeps = self._ranks.rank_in(Group.RDP) == 0
-        sharded = iter(()) if shards is None else shards.whole_parameters(keep=keeps)
+        pieces = self._pieces(only)
+        ours = {id(tensor) for _, _, tensor in pieces}
+        sharded = iter(()) if shards is None else shards.whole_parameters(keep=keeps, only=ours)
         if not keeps:
             for _ in sharded:
                 pass
             return
         slices = slices_by_name(self._part.module)
-        for name, _, tensor in self._pieces():
+        for name, _, tensor in pieces:
             in_shards = shards is not None and tensor in shards.parameters
             value = next(sharded)[1] if in_shards else tensor.detach()
             where = slices.get(name)
@@ -114,16 +119,16 @@ class ModelState:
         for _ in sharded:
             raise AssertionError("a sharded parameter that is not in the state")
 
-    def _pieces(self) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
+    def _pieces(self, only: Container[str] | None) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
         """Name, whole shape, and this rank's part of the tensors of its stage, those in shards first, unit by unit."""
         part, shards = self._part, self._placed.shards
         records = {name: record for record in part.registry for name in record.names}
+        with shards.reading_state() if shards is not None else contextlib.nullcontext():
+            state = part.module.state_dict(keep_vars=True)
         pieces: list[tuple[str, tuple[int, ...], torch.Tensor]] = []
         if shards is not None:
             held = [(part.registry.record_of(p), p) for unit in shards.units for p in unit.parameters]
-            pieces = [(record.name, record.shape, parameter) for record, parameter in held]
-        with shards.reading_state() if shards is not None else contextlib.nullcontext():
-            state = part.module.state_dict(keep_vars=True)
+            pieces = [(record.name, record.shape, parameter) for record, parameter in held if record.name in state]
         for name, value in state.items():
             record = records.get(name)
             if not isinstance(value, torch.Tensor) or not part.has_tensor(name):
@@ -132,7 +137,7 @@ class ModelState:
                 pieces.append((name, tuple(value.shape), value))
             elif record.name == name and not (shards is not None and record.parameter in shards.parameters):
                 pieces.append((name, record.shape, record.parameter))
-        return pieces
+        return pieces if only is None else [piece for piece in pieces if piece[0] in only]
 
     def local(self, *args: Any, keep: bool = True, **kwargs: Any) -> dict[str, Any]:
         """The state of this rank's stage; sharded parameters are gathered, and kept if ``keep``."""

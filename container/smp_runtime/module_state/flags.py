@@ -1,8 +1,11 @@
-"""What a script switches on modules: training or evaluation, and which parameters require gradients.
+"""What a script switches on modules: training or evaluation, adapters, and which parameters require gradients.
 
 Every rank has all modules, those of other stages without elements. A script that switches them inside a step does so on
 the root stage only, so calls carry the flags of what they call; and since other tasks run in between, on the same
 modules, each task finds the flags again that it had.
+
+PEFT switches adapters off and on by attributes of the layers that have them, as for a reference model inside a step, and
+freezes them while they are off. So there a task finds again, too, which parameters required gradients.
 """
 
 from __future__ import annotations
@@ -10,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from smp_runtime.errors import SMPUserError
+from smp_runtime.module_state.entries import ADAPTERS_OFF, ADAPTERS_ON
 from smp_runtime.tensors.random_state import RandomState
 from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -27,6 +32,9 @@ class _Part(NamedTuple):
     #: Parameters in it that other stages have; ``foreign_places`` are theirs among all parameters.
     foreign: list[tuple[dict[str, Any], str]]
     foreign_places: list[int]
+    #: The same for all in it.
+    inside: list[tuple[dict[str, Any], str]]
+    inside_places: list[int]
 
 
 class ModuleFlags:
@@ -65,6 +73,8 @@ class ModuleFlags:
         self._training = self._requires = b""
         #: Whether modules may have other flags than at the beginning of the step.
         self._differs = False
+        #: Whether there are layers with adapters.
+        self._has_adapters = False
         self._last: tuple[int, bytes] | None = None
         self.toggles = 0
         self.final: bytes | None = None
@@ -73,6 +83,7 @@ class ModuleFlags:
 
     def enter(self) -> None:
         """A step begins."""
+        self._has_adapters = any(ADAPTERS_OFF in vars(module) for module in self._all)
         training, requires = _training(self._all), _requires(self._parameters)
         self.toggles += bool(self._training) and requires != self._requires  # not in the first step
         self._training, self._requires = training, requires
@@ -125,9 +136,11 @@ class ModuleFlags:
         """The training flags that go with a call of a module of another stage.
 
         Raises:
-            SMPUserError: one of its parameters was frozen or unfrozen inside the step.
+            SMPUserError: one of its parameters was frozen or unfrozen inside the step, and it is not called without gradients.
         """
         part = self._part(path)
+        if not torch.is_grad_enabled():
+            return _training(part.modules)
         requires, then = _requires(part.foreign), bytes(map(self._requires.__getitem__, part.foreign_places))
         if requires != then:
             changed = next(place for place, (one, other) in enumerate(zip(requires, then, strict=True)) if one != other)
@@ -146,37 +159,60 @@ class ModuleFlags:
         if path not in self._parts and path not in self._modules:
             return None
         part = self._part(path)
-        training = _training(part.modules)
-        self._differs = self._differs or training != self._at_begin(part)
-        return training
+        flags = _training(part.modules)
+        if self._has_adapters:
+            flags += _requires(part.inside)
+        self._differs = self._differs or flags != self._at_begin(part)
+        return flags
 
-    def apply(self, path: str, training: bytes | None) -> None:
+    def apply(self, path: str, flags: bytes | None) -> None:
         """A task begins or goes on, with the flags of its call, or that it has seen; None: those of the step's beginning."""
-        if training is None:
+        if flags is None:
             if self._differs:
                 _put(self._all, self._training)
+                self._freeze(self._part(""), self._requires_at_begin(self._part("")))
                 self._differs = False
             return
         part = self._part(path)
-        if self._differs or training != self._at_begin(part):
-            _put(part.modules, training)
+        begin = self._at_begin(part)
+        flags += begin[len(flags) :]  # a call does not say what its own stage knows
+        if self._differs or flags != begin:
+            _put(part.modules, flags[: len(part.modules)])
+            self._freeze(part, flags[len(part.modules) :])
             self._differs = True
+
+    def _freeze(self, part: _Part, requires: bytes) -> None:
+        """Let the parameters in a part require gradients as they did, where adapters may have been switched."""
+        if not self._has_adapters:
+            return
+        with DisableTorchFunctionSubclass():
+            for (holder, name), flag in zip(part.inside, requires, strict=True):
+                parameter = holder.get(name)
+                if parameter is not None and parameter.requires_grad != bool(flag):
+                    parameter.requires_grad_(bool(flag))
 
     def _at_begin(self, part: _Part) -> bytes:
         is_whole = len(part.places) == len(self._all)
-        return self._training if is_whole else bytes(map(self._training.__getitem__, part.places))
+        training = self._training if is_whole else bytes(map(self._training.__getitem__, part.places))
+        return training + self._requires_at_begin(part)
+
+    def _requires_at_begin(self, part: _Part) -> bytes:
+        return bytes(map(self._requires.__getitem__, part.inside_places)) if self._has_adapters else b""
 
     def _part(self, path: str) -> _Part:
         if path not in self._parts:
             modules = [module for module in self._find(path).modules() if id(module) in self._place]
             held = {id(module._parameters) for module in modules}
-            foreign = [
-                place
-                for place, ((holder, _), stage) in enumerate(zip(self._parameters, self._stages, strict=True))
-                if id(holder) in held and stage != self._stage
-            ]
-            places = [self._place[id(module)] for module in modules]
-            self._parts[path] = _Part(modules, places, [self._parameters[place] for place in foreign], foreign)
+            inside = [place for place, (holder, _) in enumerate(self._parameters) if id(holder) in held]
+            foreign = [place for place in inside if self._stages[place] != self._stage]
+            self._parts[path] = _Part(
+                modules,
+                [self._place[id(module)] for module in modules],
+                [self._parameters[place] for place in foreign],
+                foreign,
+                [self._parameters[place] for place in inside],
+                inside,
+            )
         return self._parts[path]
 
 
@@ -201,7 +237,21 @@ class TaskState(RandomState):
 
 
 def _training(modules: Iterable[nn.Module]) -> bytes:
-    return bytes([module.training for module in modules])
+    """By module: 1 in training, 2 more with adapters off, and from 4 on the number of the only adapter that is on."""
+    return bytes([m.training + (_adapter_switches(m) if ADAPTERS_OFF in m.__dict__ else 0) for m in modules])
+
+
+def _adapter_switches(module: Any) -> int:
+    active, known = getattr(module, ADAPTERS_ON, None), _adapters(module)
+    only = active[0] if isinstance(active, list | tuple) and len(active) == 1 else active
+    number = known.index(only) + 1 if isinstance(only, str) and only in known else 0
+    return 2 * bool(getattr(module, ADAPTERS_OFF)) + 4 * number
+
+
+def _adapters(module: Any) -> list[str]:
+    """Names of the adapters of a layer, as many as a flag can tell apart, in one order on all ranks."""
+    holders: list[Any] = [getattr(module, name, None) for name in getattr(module, "adapter_layer_names", ())]
+    return sorted({name for holder in holders if hasattr(holder, "keys") for name in holder})[:62]
 
 
 def _requires(parameters: Iterable[tuple[dict[str, Any], str]]) -> bytes:
@@ -212,5 +262,9 @@ def _requires(parameters: Iterable[tuple[dict[str, Any], str]]) -> bytes:
 
 def _put(modules: Iterable[nn.Module], training: bytes) -> None:
     for module, flag in zip(modules, training, strict=True):
-        if module.training != flag:
-            module.training = bool(flag)
+        if module.training != bool(flag & 1):
+            module.training = bool(flag & 1)
+        if ADAPTERS_OFF in vars(module) and module.training + _adapter_switches(module) != flag:
+            setattr(module, ADAPTERS_OFF, bool(flag & 2))
+            if flag >> 2:
+                setattr(module, ADAPTERS_ON, [_adapters(module)[(flag >> 2) - 1]])

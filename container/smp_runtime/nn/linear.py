@@ -44,12 +44,19 @@ class DistributedLinear(DistributedModule):
         if dtype is not None:
             self._dtype = dtype
         self.share_of("in_features", in_features)
-        self.add_split("weight", (out_features, in_features), 1, uniform_for(in_features))
         # It is added to this rank's own output.
-        reduction = Group.RDP if self.tensor_group.prescaled else Group.DP
-        self.add_whole("bias", (out_features,), uniform_for(in_features), reduction, exists=bias)
+        self._add_parameters(bias, Group.RDP if self.tensor_group.prescaled else Group.DP)
         if device is not None:
             self._lie_on(torch.device(device))
+
+    def _add_parameters(self, bias: bool, reduction: Group) -> None:
+        fill = uniform_for(self.in_features)
+        self.add_split("weight", (self.out_features, self.in_features), 1, fill)
+        self.add_whole("bias", (self.out_features,), fill, reduction, exists=bias)
+
+    def _map(self) -> torch.Tensor:
+        """The weight, ``[out, in / tp]``."""
+        return self.weight
 
     def _lie_on(self, device: torch.device) -> None:
         if device.type == "meta":
@@ -64,9 +71,9 @@ class DistributedLinear(DistributedModule):
         """``[batch, …, in]`` to ``[batch, …, out]``."""
         group = self.tensor_group
         if group.size == 1:
-            return F.linear(input, self.weight, self.bias)
+            return F.linear(input, self._map(), self.bias)
         if group.prescaled:
-            output = summed(F.linear(sliced(input, group, -1), self.weight), group)
+            output = summed(F.linear(sliced(input, group, -1), self._map()), group)
         elif input.dim() < 2:
             raise SMPUserError(
                 f"DistributedLinear got an input of shape {list(input.shape)}; with a batch per rank its first dim is the "
@@ -75,12 +82,23 @@ class DistributedLinear(DistributedModule):
         else:
             agree_on_shape(group, input)
             features = exchanged(input, group, split=-1, joined=0)
-            output = scatter_summed(F.linear(features, self.weight), group, 0)
+            output = scatter_summed(F.linear(features, self._map()), group, 0)
         return output if self.bias is None else output + self.bias
 
     def extra_repr(self) -> str:
         """The sizes over all ranks, as PyTorch prints them."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class DistributedConv1D(DistributedLinear):
+    """The same for Transformers' ``Conv1D``, a linear map that is stored transposed: ``[in / tp, out]`` on each rank."""
+
+    def _add_parameters(self, bias: bool, reduction: Group) -> None:
+        self.add_split("weight", (self.in_features, self.out_features), 0, normal(0.02))
+        self.add_whole("bias", (self.out_features,), constant(0.0), reduction, exists=bias)
+
+    def _map(self) -> torch.Tensor:
+        return self.weight.t()
 
 
 class _Projection(DistributedModule):

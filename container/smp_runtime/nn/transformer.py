@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from smp_runtime.activations.marking import is_marked, mark, unmark
+from smp_runtime.activations.marking import FUNCTION, is_marked, mark, preserves_rng_state, unmark
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.nn.layer import DistributedTransformerLayer, enter_all
 from smp_runtime.nn.settings import LayerSettings
@@ -80,14 +80,16 @@ class DistributedTransformer(DistributedModule):
     @gradient_checkpointing.setter
     def gradient_checkpointing(self, enabled: bool) -> None:
         if enabled:
-            # Transformers leaves its settings here, as keywords of a function that is not called.
-            settings = getattr(self.__dict__.get("_gradient_checkpointing_func"), "keywords", {})
-            self.checkpoint_layers(preserve_rng_state=bool(settings.get("preserve_rng_state", True)))
+            # Transformers leaves its settings here, in a function that is not called.
+            self.checkpoint_layers(preserve_rng_state=preserves_rng_state(self.__dict__.get(FUNCTION)))
         else:
             for layer in self.seq_layers:
                 unmark(layer)
 
-    def checkpoint_layers(self, *, preserve_rng_state: bool = True) -> None:
-        """Let each layer keep only its inputs for backward."""
-        for layer in self.seq_layers:
-            mark(layer, preserve_rng_state)
+    def checkpoint_layers(self, *, preserve_rng_state: bool = True, every: int = 1) -> None:
+        """Let each layer, or the first of ``every`` so many, keep only its inputs for backward."""
+        for index, layer in enumerate(self.seq_layers):
+            if index % every == 0:
+                mark(layer, preserve_rng_state)
+            else:
+                unmark(layer)

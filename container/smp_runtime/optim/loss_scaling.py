@@ -45,8 +45,15 @@ class StaticLossScaler:
         self.scale = float(state["scale"])
 
 
+#: Beyond it float16 has no finite number, so a gradient of 1 times the scale overflows.
+FLOAT16_RANGE = 2.0**16
+
+
 class DynamicLossScaler:
     """Divides the scale after overflows, and multiplies it after a run of steps without one.
+
+    As long as no step has succeeded, a scale beyond :data:`FLOAT16_RANGE` falls to that at once: halving the documented
+    ``init_scale`` would skip 16 steps before one can succeed.
 
     Args:
         init_scale: the first scale.
@@ -86,16 +93,19 @@ class DynamicLossScaler:
         self._consecutive = bool(consecutive_hysteresis)
         self._overflows_left = self._delayed_shift
         self._good_steps = 0
+        self._has_succeeded = False
 
     def update(self, overflow: bool) -> None:
         """See :class:`LossScaler`."""
         if overflow:
             self._good_steps = 0
             if self._overflows_left <= 1:
-                self.scale = max(self.scale / self._factor, self._min_scale)
+                fallen = self.scale / self._factor
+                self.scale = max(fallen if self._has_succeeded else min(fallen, FLOAT16_RANGE), self._min_scale)
             else:
                 self._overflows_left -= 1
             return
+        self._has_succeeded = True
         self._good_steps += 1
         if self._consecutive:
             self._overflows_left = self._delayed_shift
@@ -105,13 +115,19 @@ class DynamicLossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """See :class:`LossScaler`."""
-        return {"scale": self.scale, "overflows_left": self._overflows_left, "good_steps": self._good_steps}
+        return {
+            "scale": self.scale,
+            "overflows_left": self._overflows_left,
+            "good_steps": self._good_steps,
+            "has_succeeded": self._has_succeeded,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See :class:`LossScaler`."""
         self.scale = float(state["scale"])
         self._overflows_left = int(state.get("overflows_left", self._delayed_shift))
         self._good_steps = int(state.get("good_steps", 0))
+        self._has_succeeded = bool(state.get("has_succeeded", True))
 
 
 #: Arguments of dynamic loss scaling, with their documented defaults.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from smp_config import Group
 from smp_runtime.nn.embedding import DistributedEmbedding
-from smp_runtime.nn.linear import DistributedLinear
+from smp_runtime.nn.linear import DistributedConv1D, DistributedLinear
 from smp_runtime.nn.lm_head import DistributedTransformerLMHead
 from smp_runtime.nn.planned import LinearSplit, PlannedLinear, features_of
 from smp_runtime.nn.transformer import DistributedTransformer
@@ -51,6 +51,7 @@ def register_all() -> None:
     # When one is met; what a script has registered stands until then, and afterwards.
     register_later("torch.nn.modules.linear.Linear", f"{__name__}.register_linear")
     register_later("torch.nn.modules.sparse.Embedding", f"{__name__}.register_embedding")
+    register_later("transformers.pytorch_utils.Conv1D", f"{__name__}.register_conv1d")
     for name, function in _HUGGING_FACE.items():
         register_later(f"{_MODELS}.{name}", f"{_ROOM}.{function}")
 
@@ -64,6 +65,11 @@ def register_linear(kind: type) -> None:
     register(kind, Registration(DistributedLinear, arguments=_linear))
 
 
+def register_conv1d(kind: type) -> None:
+    """Register Transformers' ``Conv1D``, of which GPT-2 is made."""
+    register(kind, Registration(DistributedConv1D, arguments=_conv1d))
+
+
 def register_embedding(kind: type) -> None:
     """Register ``nn.Embedding``."""
     register(kind, Registration(DistributedEmbedding, arguments=_embedding, only_if="distribute_embedding"))
@@ -72,6 +78,10 @@ def register_embedding(kind: type) -> None:
 def _linear(module: nn.Linear) -> Arguments:
     settings = {"bias": module.bias is not None, "dtype": module.weight.dtype}
     return (module.in_features, module.out_features), settings
+
+
+def _conv1d(module: Any) -> Arguments:
+    return tuple(module.weight.shape), {"dtype": module.weight.dtype}
 
 
 def _embedding(module: nn.Embedding) -> Arguments:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from smp_runtime.activations.marking import is_marked
+from smp_runtime.activations.marking import FLAG, FUNCTION, checkpoints_itself, is_marked, preserves_rng_state
 from smp_runtime.nn.transformer import DistributedTransformer
 from smp_runtime.parameters.precision import Precision
 from smp_runtime.replacement.placing import slices_by_name
@@ -157,14 +157,16 @@ def _inherit_freezing(original: nn.Module, made: nn.Module, to_ours: Translate |
 
 
 def _inherit_checkpointing(original: nn.Module, made: nn.Module) -> Iterator[str]:
-    asked = [part for part in original.modules() if part.__dict__.get("gradient_checkpointing") and not is_marked(part)]
+    asked = [part for part in original.modules() if part.__dict__.get(FLAG) and not is_marked(part)]
     if not asked:
         return
+    preserve = preserves_rng_state(asked[0].__dict__.get(FUNCTION))
     transformers = [part for part in made.modules() if isinstance(part, DistributedTransformer)]
-    # Transformers leaves its settings as keywords of a function.
-    settings = getattr(asked[0].__dict__.get("_gradient_checkpointing_func"), "keywords", {})
     for transformer in transformers:
-        transformer.checkpoint_layers(preserve_rng_state=bool(settings.get("preserve_rng_state", True)))
+        # Transformers 5 may leave layers between them that keep everything.
+        theirs = [part in asked for part in original.modules() if checkpoints_itself(part)]
+        every = theirs[1:].index(True) + 1 if True in theirs[1:] else len(theirs) or 1
+        transformer.checkpoint_layers(preserve_rng_state=preserve, every=every)
     if not transformers:
         yield (
             "its gradient checkpointing is lost, since it has no sequence of layers: call smp.set_activation_checkpointing "

@@ -36,6 +36,7 @@ class Registration:
         only_if: name of a switch that the scope must turn on.
         translations: of a model's state to the original's names, and back.
         state_hook: from a state of the original to one of the distributed module.
+        was_initialised: whether anybody gave an instance its weights; default: somebody did.
     """
 
     dist_module: Any
@@ -47,6 +48,7 @@ class Registration:
     only_if: str | None = None
     translations: tuple[Translate, Translate] | None = None
     state_hook: Translate | None = None
+    was_initialised: Callable[[nn.Module], bool] = lambda original: True
 
     @property
     def to_ours(self) -> Translate | None:

@@ -6,8 +6,8 @@ import contextlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,13 +16,13 @@ from smp_runtime.comm.collectives import broadcast_tensors
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job.module_manager import ModuleManager
 from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError, parameters_in
-from smp_runtime.nn.planned import is_linear
 from smp_runtime.parameters.deferred_creation import Deferral, Deferrals
 from smp_runtime.parameters.registry import Successors
 from smp_runtime.pipeline.partition.manual_stages import hand_on_stage
 from smp_runtime.replacement import builtin
+from smp_runtime.replacement.candidates import Candidate, is_taken, outermost, wanted
 from smp_runtime.replacement.in_place.planning import parameter_uses, splits
-from smp_runtime.replacement.in_place.splitting import Split, adapt, require_all
+from smp_runtime.replacement.in_place.splitting import adapt, require_all
 from smp_runtime.replacement.inheriting import (
     Heritage,
     inherit,
@@ -31,9 +31,8 @@ from smp_runtime.replacement.inheriting import (
     set_parameter_type,
     state_of,
 )
-from smp_runtime.replacement.registration import Registration, registration_of, was_noted
-from smp_runtime.replacement.scopes import Mark, mark_of
-from smp_runtime.tensor_parallel.block_entry import SharedInput
+from smp_runtime.replacement.registration import was_noted
+from smp_runtime.replacement.scopes import mark_of
 from smp_runtime.tensor_parallel.initialisation import unwritten, weight_stream
 from smp_runtime.tensors.torch_private import without_modes
 
@@ -52,8 +51,8 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
     """
     builtin.register_all()
     automatic = _automatic(group)
-    in_place = splits(module, group, lambda part: _is_replaced(part, automatic))
-    candidates = list(_outermost(module, "", automatic, in_place))
+    in_place = splits(module, group, lambda part: is_taken(part, automatic))
+    candidates = outermost(module, automatic, in_place, lambda title, why: _left_alone(title, why, group))
     if not candidates:
         _warn_if_useless(module, group)
         return module
@@ -113,46 +112,6 @@ def _automatic(group: TensorGroup) -> Mapping[str, Any]:
     return {"distribute_embedding": True} if sharded else {}
 
 
-class _Candidate(NamedTuple):
-    """A module that a script marked, and how it is distributed."""
-
-    name: str
-    original: nn.Module
-    how: Registration
-    mark: Mark
-
-    @property
-    def title(self) -> str:
-        """How warnings call it."""
-        return f"{self.name or 'the model'} ({type(self.original).__name__})"
-
-
-def _is_replaced(module: nn.Module, automatic: Mapping[str, Any]) -> bool:
-    """Whether a distributed class stands for a module as a whole."""
-    return not is_linear(module) and _wanted(module, mark_of(module), automatic) is not None
-
-
-def _outermost(
-    module: nn.Module, name: str, automatic: Mapping[str, Any], in_place: Mapping[int, Split]
-) -> Iterator[_Candidate]:
-    if isinstance(module, DistributedModule):
-        return
-    split = in_place.get(id(module))
-    if split is not None:
-        shared = SharedInput()
-        for path, how in split.leaves.items():
-            leaf = module.get_submodule(path)
-            yield _Candidate(f"{name}.{path}".lstrip("."), leaf, builtin.planned(how, shared), mark_of(leaf))
-        return
-    mark = mark_of(module)
-    how = _wanted(module, mark, automatic) if mark.enabled else None
-    if how is not None:
-        yield _Candidate(name, module, how, mark)
-        return
-    for child_name, child in module.named_children():
-        yield from _outermost(child, f"{name}.{child_name}" if name else child_name, automatic, in_place)
-
-
 def _deferral_of(module: nn.Module, group: TensorGroup) -> Deferral | None:
     """The record that the values of a module's parameters wait in, the last one if there are several."""
     tensors = [*module.parameters(), *module.buffers()]
@@ -160,14 +119,7 @@ def _deferral_of(module: nn.Module, group: TensorGroup) -> Deferral | None:
     return owners[-1] if owners else None
 
 
-def _wanted(module: nn.Module, mark: Mark, automatic: Mapping[str, Any]) -> Registration | None:
-    how = registration_of(module)
-    if how is None or how.only_if is None or {**automatic, **mark.overrides}.get(how.only_if):
-        return how
-    return None
-
-
-def _try(candidate: _Candidate, automatic: Mapping[str, Any], group: TensorGroup) -> nn.Module | None:
+def _try(candidate: Candidate, automatic: Mapping[str, Any], group: TensorGroup) -> nn.Module | None:
     _, original, how, mark = candidate
     if how.arguments is None and not was_noted(original):
         why = "it was created before its class was registered; register the class first"
@@ -182,7 +134,7 @@ def _try(candidate: _Candidate, automatic: Mapping[str, Any], group: TensorGroup
     nested = Counter(
         type(part).__name__
         for part in original.modules()
-        if part is not original and (own := mark_of(part)).enabled and _wanted(part, own, automatic) is not None
+        if part is not original and (own := mark_of(part)).enabled and wanted(part, own, automatic) is not None
     )
     if nested and not how.is_whole_model:
         parts = ", ".join(f"{count} × {kind}" for kind, count in nested.items())
@@ -197,7 +149,7 @@ def _try(candidate: _Candidate, automatic: Mapping[str, Any], group: TensorGroup
 
 
 def _made(
-    candidate: _Candidate, dtype: torch.dtype | None, automatic: Mapping[str, Any], group: TensorGroup
+    candidate: Candidate, dtype: torch.dtype | None, automatic: Mapping[str, Any], group: TensorGroup
 ) -> nn.Module:
     """The distributed module, with the weights of the original, or with new ones where a script wants that.
 
@@ -205,7 +157,7 @@ def _made(
         NotDistributableError: it cannot be made, or weights would be lost.
     """
     _, original, how, mark = candidate
-    state = _agreed_state(candidate, group) if mark.keeps_weights else {}
+    state = _agreed_state(candidate, group) if mark.keeps_weights and _has_weights(candidate, group) else {}
     # Constructors of the script's classes may look at values.
     waiting: dict[int, Callable[[], None]] = {}
     later = unwritten(waiting) if state and how.arguments is not None else contextlib.nullcontext()
@@ -225,7 +177,19 @@ def _made(
     return made
 
 
-def _agreed_state(candidate: _Candidate, group: TensorGroup) -> dict[str, torch.Tensor]:
+def _has_weights(candidate: Candidate, group: TensorGroup) -> bool:
+    """Whether the original has weights that are worth keeping; says it if not."""
+    if candidate.how.was_initialised(candidate.original):
+        return True
+    if group.ranks.rank == 0:
+        logger.info(
+            "%s was created without the initialisation of its weights (the script has replaced init_weights): new ones are drawn",
+            candidate.title,
+        )
+    return False
+
+
+def _agreed_state(candidate: Candidate, group: TensorGroup) -> dict[str, torch.Tensor]:
     """The original's state, on all ranks that of the group's first; empty if it has no values."""
     state = state_of(candidate.original)
     deferral = Deferral.current()
@@ -245,7 +209,7 @@ def _agreed_state(candidate: _Candidate, group: TensorGroup) -> dict[str, torch.
     return state
 
 
-def _hand_over(candidate: _Candidate, heritage: Heritage, made: nn.Module, group: TensorGroup) -> set[int]:
+def _hand_over(candidate: Candidate, heritage: Heritage, made: nn.Module, group: TensorGroup) -> set[int]:
     """Give ``made`` the weights of its original; returns the ids of the parameters that have them."""
     how, title = candidate.how, candidate.title
     if heritage.lost and how.arguments is not None:

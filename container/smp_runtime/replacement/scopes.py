@@ -102,6 +102,11 @@ def mark_of(module: nn.Module) -> Mark:
     return module.__dict__.get(_MARK, _NO_MARK)
 
 
+def is_marked(module: nn.Module) -> bool:
+    """Whether a script has said of any part of ``module`` whether it is to be distributed."""
+    return any(_MARK in part.__dict__ for part in module.modules())
+
+
 def _mark(enabled: bool, keep_weights: bool, plan: object, overrides: Mapping[str, Any]) -> Mark:
     checked = None if plan is None else checked_plan(plan)
     mark = Mark(_truth("enabled", enabled), _checked(overrides), _truth("keep_weights", keep_weights), checked)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -203,21 +203,28 @@ class ShardedParameters(FlatShards[ShardedUnit]):
     # -- whole tensors ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def whole_parameters(self, *, keep: bool = True) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    def whole_parameters(
+        self, *, keep: bool = True, only: Container[int] | None = None
+    ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Every sharded parameter with its whole value on the CPU, unit by unit; every rank of the group iterates.
 
-        One that does not ``keep`` them only takes part, and gets nothing.
+        Args:
+            keep: a rank that does not only takes part, and gets nothing.
+            only: by ``id``, those that are wanted; units without one are not gathered.
         """
         for unit in self.units:
+            asked = [parameter for parameter in unit.parameters if only is None or id(parameter) in only]
+            if not asked:
+                continue
             was_there = unit.ready
             self.live.fetch(unit)
             try:
-                values = [parameter.detach().to("cpu", copy=True) for parameter in unit.parameters if keep]
+                values = [parameter.detach().to("cpu", copy=True) for parameter in asked if keep]
             finally:
                 if not was_there:
                     self.live.free(unit)
             if keep:
-                yield from zip(unit.parameters, values, strict=True)
+                yield from zip(asked, values, strict=True)
 
     @torch.no_grad()
     def whole_values(

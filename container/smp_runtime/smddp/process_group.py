@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from smp_config.smddp import BACKEND
 from smp_runtime.comm.collectives import Collectives, TorchCollectives, Work
+from smp_runtime.comm.devices import has_gpu
 from smp_runtime.smddp.items import Item, resolved
 from smp_runtime.smddp.layout import HostGrid, agree
 from smp_runtime.smddp.messages import MessageGather
@@ -88,7 +89,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), rank, size, timeout=timeout)
         count_collectives(gloo)
         plain: dict[str, tuple[Any, Any]] = {"cpu": (_BackendType.GLOO, gloo)}
-        if torch.cuda.is_available() and dist.is_nccl_available():
+        if has_gpu() and dist.is_nccl_available():
             nccl = _nccl(store, rank, size, timeout, name, nccl_options)
             count_collectives(nccl)
             plain["cuda"] = (_BackendType.NCCL, nccl)

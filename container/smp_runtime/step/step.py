@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import torch
 
 from smp_config import Group
-from smp_runtime.comm.devices import in_order_with_script
+from smp_runtime.comm.devices import in_order_with_script, keep_for_script
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.pipeline.transport.messages import StepKind
@@ -160,6 +160,7 @@ class StepFunction:
             flags = [model.module.training for model in models]
             with in_order_with_script(session.ranks.device):
                 results = pipeline.run_step(kind, microbatches, call)
+            keep_for_script(results, session.ranks.device)
             for model, flag in zip(models, flags, strict=True):
                 if model.module.training != flag:  # switched in the step, which only one stage has run
                     model.training = model.module.training

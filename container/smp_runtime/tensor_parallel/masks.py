@@ -96,7 +96,8 @@ def _agreed(
     if any(shape != every[0][0] for shape, _, _ in every):
         raise SMPUserError(
             f"the batches of a tensor parallel group have different shapes, {_listed([shape for shape, _, _ in every])}, but "
-            "distributed layers put them together: pad all to one length and use batches of one size"
+            "distributed layers put them together: pad all to one length and use batches of one size; or, where a module's "
+            "rows depend on the data as those of experts do, set prescaled_batch to true and give all ranks one batch"
         )
     for name in shapes:
         found = [theirs[name] for _, _, theirs in every]

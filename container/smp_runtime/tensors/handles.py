@@ -7,6 +7,7 @@ fetches them, and from then on works with a plain tensor.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -210,5 +211,8 @@ OF_ITS_PLACE = {
 #: With the place of the tensors among the arguments whose gradients are asked for.
 _GRADIENTS_OF = {torch.autograd.grad: 1, torch.Tensor.backward: 4}
 
-#: Made from shape and type alone.
-_LIKE: dict[Any, Any] = {torch.ones_like: torch.ones, torch.zeros_like: torch.zeros, torch.empty_like: torch.empty}
+#: Made from shape and type alone. PyTorch names its own functions, whoever has wrapped them.
+_LIKE: dict[Any, Any] = {
+    inspect.unwrap(like): make
+    for like, make in ((torch.ones_like, torch.ones), (torch.zeros_like, torch.zeros), (torch.empty_like, torch.empty))
+}

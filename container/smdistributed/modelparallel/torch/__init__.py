@@ -71,6 +71,7 @@ from smp_config.version import __version__
 from smp_runtime.activations.marking import set_activation_checkpointing
 from smp_runtime.job.older_names import hvd_average_grads
 from smp_runtime.job.session import init, is_initialized, is_tracing, shutdown
+from smp_runtime.libraries import installed as _installed  # noqa: F401 - it waits for other libraries to be imported
 from smp_runtime.model.creation import delay_param_initialization, model_creation, partition, set_partition
 from smp_runtime.replacement.registration import tp_register, tp_register_with_module
 from smp_runtime.replacement.scopes import set_tensor_parallelism, tensor_parallelism

@@ -43,6 +43,8 @@ _LOOKUPS = {
 }
 #: Functions that read a parameter's value without giving a tensor.
 _READERS = set("item tolist numpy __bool__ __float__ __int__ __index__ __array__ equal allclose".split())
+#: One that gives the tensor, and reads nothing.
+_FREEZE = "requires_grad_"
 
 
 def trace(
@@ -362,7 +364,8 @@ class _ParameterUses(TorchFunctionMode):
         out = func(*args, **kwargs)
         parameters, buffers = self._recorder.tree.parameters, self._recorder.tree.buffers
         used = [t for t in argument_tensors((args, kwargs)) if id(t) in parameters or id(t) in buffers]
-        if used and (getattr(func, "__name__", "") in _READERS or tensors_in(out)):
+        name = getattr(func, "__name__", "")
+        if used and name != _FREEZE and (name in _READERS or tensors_in(out)):
             for tensor in used:
                 if id(tensor) in parameters:
                     self._recorder.parameter_used(tensor)

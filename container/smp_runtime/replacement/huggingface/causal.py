@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from smp_runtime.activations.marking import say_offloading_is_ours
 from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.distributed_module import NotDistributableError
 from smp_runtime.nn.lm_head import DistributedTransformerLMHead, additive_mask
@@ -68,14 +70,46 @@ class CausalModel(DistributedTransformerLMHead):
         """The word embedding."""
         return self.word_embedding
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
+    def gradient_checkpointing_enable(
+        self,
+        gradient_checkpointing_kwargs: Mapping[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
         """Checkpoint the layers, as ``smp.set_activation_checkpointing`` does; ``use_reentrant`` does not matter."""
         settings = gradient_checkpointing_kwargs or {}
-        self.transformer.checkpoint_layers(preserve_rng_state=bool(settings.get("preserve_rng_state", True)))
+        if offload:
+            say_offloading_is_ours()
+        self.transformer.checkpoint_layers(
+            preserve_rng_state=bool(settings.get("preserve_rng_state", True)), every=every_n_layers
+        )
+
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """The same under the name that Transformers 5 gives it."""
+        self.gradient_checkpointing_enable(activation_checkpointing_kwargs, every_n_layers, offload)
 
     def gradient_checkpointing_disable(self) -> None:
         """Let the layers keep all that backward needs."""
         self.transformer.gradient_checkpointing = False
+
+    def activation_checkpointing_disable(self) -> None:
+        """The same under the name that Transformers 5 gives it."""
+        self.gradient_checkpointing_disable()
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether layers keep only their inputs for backward."""
+        return self.transformer.gradient_checkpointing
+
+    @property
+    def is_activation_checkpointing(self) -> bool:
+        """The same under the name that Transformers 5 gives it."""
+        return self.is_gradient_checkpointing
 
 
 def _causal_output(outputs: Any, with_cross: bool) -> Any:
@@ -118,12 +152,33 @@ def register_causal(
             arguments=lambda module: ((module.config,), _facts(module) if with_head else {}),
             is_whole_model=True,
             translations=(names.to_theirs, names.to_ours),
+            was_initialised=was_initialised,
         ),
     )
 
 
+@torch.no_grad()
+def was_initialised(module: torch.nn.Module) -> bool:
+    """Whether a module of Transformers has weights that somebody gave it.
+
+    Scripts of the original library put a function that does nothing in place of ``PreTrainedModel.init_weights`` to
+    save its time, since the distributed form draws new weights anyway. Transformers then marks no module, and a
+    state that was trained and loaded shows in its norms.
+    """
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if base is None or getattr(base.init_weights, "__module__", "").startswith("transformers."):
+        return True
+    if any(getattr(part, "_is_hf_initialized", False) for part in module.modules()):
+        return True
+    norms = (part for part in module.modules() if "norm" in type(part).__name__.lower())
+    firsts = ((value, 1.0 if name == "weight" else 0.0) for norm in norms for name, value in norm.named_parameters())
+    return any(not value.is_meta and bool((value != first).any()) for value, first in firsts)
+
+
 def _facts(module: Any) -> dict[str, Any]:
     """What a script may have made otherwise than the configuration says."""
+    if not was_initialised(module):
+        return {}  # nor were its weights tied
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     return {"tie_word_embeddings": head.weight is embedding.weight}
 

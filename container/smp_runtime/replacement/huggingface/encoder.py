@@ -8,7 +8,12 @@ from typing import Any
 from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.distributed_module import NotDistributableError
 from smp_runtime.nn.transformer import DistributedTransformer
-from smp_runtime.replacement.huggingface.causal import activation, given_arguments, refuse_cross_attention
+from smp_runtime.replacement.huggingface.causal import (
+    activation,
+    given_arguments,
+    refuse_cross_attention,
+    was_initialised,
+)
 from smp_runtime.replacement.huggingface.translation import EncoderNames, LayerNames, parameter_names
 from smp_runtime.replacement.registration import Arguments, Registration, register
 
@@ -104,5 +109,6 @@ def register_model(kind: type) -> None:
             arguments=lambda module: ((module.config,), {}),
             is_whole_model=True,
             translations=(NAMES.to_theirs, NAMES.to_ours),
+            was_initialised=was_initialised,
         ),
     )

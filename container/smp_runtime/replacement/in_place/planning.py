@@ -15,6 +15,7 @@ from torch import nn
 from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.nn.planned import LinearSplit, features_of, is_linear
+from smp_runtime.replacement.candidates import is_patched
 from smp_runtime.replacement.in_place.capture import BATCH, calls_of
 from smp_runtime.replacement.in_place.inference import Unit, inferred_units, scalings, single
 from smp_runtime.replacement.in_place.proof import Call, NotEqualError, Proof
@@ -239,7 +240,7 @@ def _may_be_inferred(module: nn.Module, is_taken: Callable[[nn.Module], bool]) -
     if isinstance(module, nn.ModuleList | nn.ModuleDict) or sum(map(is_linear, module.modules())) < 2:
         return False
     inside = [part for part in module.modules() if part is not module]
-    if any(isinstance(part, DistributedModule) or is_taken(part) for part in inside):
+    if is_patched(module) or any(isinstance(part, DistributedModule) or is_taken(part) for part in inside):
         return False
     return not _is_around_blocks(module)
 
@@ -270,7 +271,7 @@ def _blocks_of_plan(path: str, module: nn.Module, mark: Mark) -> Iterator[Block]
         if any(other.startswith(f"{block}.".lstrip(".")) for other in inside if other != block):
             continue  # a head beside the blocks: it is split by itself
         part = module.get_submodule(block)
-        if all(mark_of(part.get_submodule(leaf)).enabled for leaf in found):
+        if not is_patched(part) and all(mark_of(part.get_submodule(leaf)).enabled for leaf in found):
             yield Block(f"{path}.{block}".strip("."), part, found, source, is_scripts)
 
 

@@ -1,0 +1,5 @@
+"""For ``lightning.pytorch.Trainer(strategy=SMPStrategy())``."""
+
+from smp_runtime.libraries.lightning import SMPStrategy
+
+__all__ = ["SMPStrategy"]

@@ -1,0 +1,44 @@
+"""The variable by which a job is told to answer calls of ``torch.cuda`` on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from smp_config.errors import ConfigError
+
+#: ``1``: emulate, unless there is a GPU; ``checked`` or ``checked:SEED``: on devices that check the order of work, unless
+#: there is a GPU; ``0``: leave ``torch.cuda`` alone. Unset counts as 0.
+VARIABLE = "SMP_EMULATE_CUDA"
+_CHECKED = "checked"
+
+
+def is_asked_for(environ: Mapping[str, str]) -> bool:
+    """Whether an environment asks for the emulation; raises ConfigError for a word that means nothing."""
+    if seed_of_checks(environ) is not None:
+        return True
+    text = environ.get(VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise ConfigError(
+            f"{VARIABLE} is {text!r}; it says whether calls of torch.cuda act on the CPU where there is no GPU: set 1, or 0, or "
+            f"{_CHECKED} for devices that check the order of work"
+        )
+    return text == "1"
+
+
+def seed_of_checks(environ: Mapping[str, str]) -> int | None:
+    """The seed of the order in which checked devices execute work; None where others are asked for, or none.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    name, colon, seed = environ.get(VARIABLE, "").partition(":")
+    if name != _CHECKED:
+        return None
+    if not colon:
+        return 0
+    if not seed.isdigit():
+        raise ConfigError(
+            f"{VARIABLE} is {environ[VARIABLE]!r}, but what follows the colon is the seed of an order of work, a whole number; "
+            f"set it to {_CHECKED}:7, for example"
+        )
+    return int(seed)

@@ -1,0 +1,298 @@
+"""Communicators between the emulated devices of several processes, with NCCL's rules, over gloo."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from smp_emulation.checked.execution import Item
+from smp_emulation.checked.faults import StreamFault
+from smp_emulation.checked.futures import Point, StreamWork
+from smp_emulation.checked.memory import view_of
+from smp_emulation.checked.sites import site
+
+if TYPE_CHECKING:
+    from smp_emulation.checked.device import Devices
+
+#: What carries the bytes; the stubs lack the methods of its base.
+_gloo: Any = dist.ProcessGroupGloo
+#: Bytes in which a rank tells the others what it is about to do.
+_HEADER = 512
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a rank has asked a communicator for, as it tells the others.
+
+    Attributes:
+        what: the operation with what all ranks must agree on.
+        device: what tells the rank's device from all others.
+        line: which has asked for it.
+    """
+
+    what: str
+    device: str
+    line: str
+
+    def packed(self) -> torch.Tensor:
+        """As bytes of a fixed number."""
+        text = "\n".join((self.what, self.device, self.line)).encode()[:_HEADER]
+        return torch.frombuffer(bytearray(text.ljust(_HEADER)), dtype=torch.uint8)
+
+    @classmethod
+    def unpacked(cls, header: torch.Tensor) -> Asked:
+        """From these."""
+        return cls(*bytes(header.tolist()).decode(errors="replace").rstrip().split("\n"))
+
+
+class _Channel:
+    """A communicator's own stream, with a thread that does what gets to its front, one after the other."""
+
+    def __init__(self, devices: Devices, number: int, name: str) -> None:
+        self.lane = devices.new_lane(number, name)
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Callable[..., None]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="emulated-nccl", daemon=True).start()
+
+    def begin(self, job: Callable[[], None]) -> Callable[[Callable[..., None]], None]:
+        return lambda over: self._jobs.put((job, over))
+
+    def close(self) -> None:
+        """End the thread, behind what it has to do."""
+        self._jobs.put(None)
+
+    def _serve(self) -> None:
+        while (given := self._jobs.get()) is not None:
+            job, over = given
+            try:
+                job()
+            except BaseException as error:  # the host hears of it when it waits for the device
+                over(error)
+            else:
+                over()
+            del given, job, over
+
+
+class Communicator(dist.ProcessGroupGloo):
+    """NCCL for a group of ranks: what a rank asks for is work of a stream, and all must ask for the same in one order.
+
+    Stands where PyTorch looks for ``ProcessGroupNCCL``.
+    """
+
+    devices: Devices
+
+    class Options:
+        """What PyTorch and scripts set."""
+
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+            self._timeout = dist.distributed_c10d.default_pg_timeout
+            self.group_name = ""
+            self.global_ranks_in_group: list[int] = []
+            self.split_from = None
+            self.split_color = -1
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any = None, timeout: Any = None) -> None:
+        options = options if isinstance(options, Communicator.Options) else Communicator.Options()
+        super().__init__(dist.PrefixStore("emulated/", store), rank, size, timeout=timeout or options._timeout)
+        self._mine, self._count = rank, size
+        self._name = options.group_name or "a group"
+        self._channels: dict[tuple[int, ...], _Channel] = {}
+        _alive.append(self)
+
+    # -- what is asked for ---------------------------------------------------------------------------------------------
+
+    def exchange(
+        self,
+        what: str,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        take: Callable[[list[list[torch.Tensor]]], None],
+        result: Any,
+    ) -> StreamWork:
+        """A collective: everybody gives ``sent`` to everybody, and takes out of that what it needs.
+
+        Args:
+            what: operation and arguments that must be the same on all ranks.
+            take: gets by rank what each has sent, and writes the elements of ``received``.
+            result: of the work's future.
+        """
+        number = self._device_of([*sent, *received])
+        give = self.elements(sent)
+        asked = Asked(f"{what} of {_described(sent)}", self._own(number), site())
+
+        def job() -> None:
+            headers = self._gathered(asked.packed())
+            self._compare([Asked.unpacked(header) for header in headers])
+            flat = torch.cat([part.reshape(-1).view(torch.uint8) for part in give]) if give else torch.empty(0)
+            everyone = self._gathered(flat) if flat.numel() else [flat] * self._count
+            take([_cut(each, give) for each in everyone])
+
+        return self._start(what, self._channel(number, ()), (sent, received), job, result)
+
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
+        """A message to one rank."""
+        number = self._device_of(tensors)
+        (give,) = self.elements(tensors)
+        asked = Asked(f"send of {_described(tensors)}", self._own(number), site())
+
+        def job() -> None:
+            _gloo.send(self, [asked.packed()], peer, tag).wait()
+            _gloo.send(self, [give.reshape(-1).view(torch.uint8)], peer, tag).wait()
+
+        return self._start(f"send to {peer}", self._channel(number, _pair(self._mine, peer)), (tensors, ()), job, None)
+
+    def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
+        """A message from one rank."""
+        number = self._device_of(tensors)
+        (take,) = self.elements(tensors)
+        mine = Asked(f"send of {_described(tensors)}", self._own(number), site())
+
+        def job() -> None:
+            header = torch.empty(_HEADER, dtype=torch.uint8)
+            _gloo.recv(self, [header], peer, tag).wait()
+            asked = Asked.unpacked(header)
+            if asked.what != mine.what:
+                raise StreamFault(
+                    f"{self._name}: rank {peer} sends what rank {self._mine} does not expect: {asked.what} at {asked.line}, "
+                    f"against {mine.what} at {mine.line}. NCCL would hang or mix up bytes; let both ranks send and receive in "
+                    "one order"
+                )
+            came = torch.empty(take.nbytes, dtype=torch.uint8)
+            _gloo.recv(self, [came], peer, tag).wait()
+            take.copy_(came.view(take.dtype).view(take.shape))
+
+        return self._start(
+            f"receive from {peer}", self._channel(number, _pair(self._mine, peer)), ((), tensors), job, None
+        )
+
+    def close(self) -> None:
+        """End its threads."""
+        for channel in self._channels.values():
+            channel.close()
+
+    # -- how it is done --------------------------------------------------------------------------------------------------
+
+    def _start(
+        self,
+        what: str,
+        channel: _Channel,
+        tensors: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+        job: Callable[[], None],
+        result: Any,
+    ) -> StreamWork:
+        """Queue it behind what the current stream has so far."""
+        devices = self.devices
+        sent, received = tensors
+        number = self._device_of([*sent, *received])
+        current = devices.current(number)
+        with devices.lock:
+            devices.follow(channel.lane, current)
+            placed = [
+                [(t, place) for t in each if (place := devices.memory.place_of(t)) is not None] for each in tensors
+            ]
+            devices.touch(channel.lane, what, placed[0], placed[1])
+            before = (current.last,) if current.last is not None and not current.last.done else ()
+            item = Item(None, before, f"{what} over {self._name}, asked for at {site()}", channel.begin(job))
+            devices.executor.queue(channel.lane, item)
+            point = Point(devices, number, channel.lane, item)
+        return StreamWork(point, [*sent, *received], result)
+
+    def _channel(self, number: int, pair: tuple[int, ...]) -> _Channel:
+        if pair not in self._channels:
+            kind = f"messages between ranks {pair[0]} and {pair[1]}" if pair else "collectives"
+            self._channels[pair] = _Channel(self.devices, number, f"NCCL's stream for {kind} of {self._name}")
+        return self._channels[pair]
+
+    def _device_of(self, tensors: Sequence[torch.Tensor]) -> int:
+        numbers = {self.devices.device_of(tensor) for tensor in tensors}
+        if None in numbers:
+            raise RuntimeError("NCCL takes no tensors in host memory: No backend type associated with device type cpu")
+        if len(numbers) != 1:
+            raise RuntimeError(f"NCCL takes tensors of one device, not of {sorted(map(str, numbers))}")
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                raise ValueError("Tensors must be contiguous")
+        return next(number for number in numbers if number is not None)
+
+    def elements(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Where tensors of the device have their elements, for the work of the stream."""
+        places = [self.devices.memory.place_of(tensor) for tensor in tensors]
+        return [
+            view_of(place.block, tensor) if place is not None and place.block is not None else tensor.detach()
+            for tensor, place in zip(tensors, places, strict=True)
+        ]
+
+    def _own(self, number: int) -> str:
+        return f"{self.devices.identity}/{number}"
+
+    def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(mine) for _ in range(self._count)]
+        _gloo.allgather(self, [parts], [mine]).wait()
+        return parts
+
+    def _compare(self, asked: Sequence[Asked]) -> None:
+        """All ranks ask for the same, each on a device of its own.
+
+        Raises:
+            StreamFault: they do not.
+        """
+        fault = self._unlike(asked) or self._twice(asked)
+        if fault is not None:
+            self._gathered(torch.zeros(1))  # everybody has seen it before the first one leaves
+            raise StreamFault(f"{self._name}: {fault}")
+
+    def _unlike(self, asked: Sequence[Asked]) -> str | None:
+        for rank, other in enumerate(asked):
+            if other.what != asked[0].what:
+                return (
+                    f"ranks ask for different collectives at the same place of the order: rank 0 for {asked[0].what} at "
+                    f"{asked[0].line}, rank {rank} for {other.what} at {other.line}. NCCL would hang or mix up bytes; let all "
+                    "ranks ask for the same in one order"
+                )
+        return None
+
+    @staticmethod
+    def _twice(asked: Sequence[Asked]) -> str | None:
+        first: dict[str, int] = {}
+        for rank, other in enumerate(asked):
+            if first.setdefault(other.device, rank) != rank:
+                return (
+                    f"Duplicate GPU detected: ranks {first[other.device]} and {rank} both use {other.device}; NCCL takes one "
+                    "rank per device, so choose another by torch.cuda.set_device"
+                )
+        return None
+
+
+#: PyTorch holds the part of them that is not Python's.
+_alive: list[Communicator] = []
+
+
+def forget() -> None:
+    """Let go of all communicators."""
+    for communicator in _alive:
+        communicator.close()
+    _alive.clear()
+
+
+def _pair(one: int, other: int) -> tuple[int, int]:
+    return min(one, other), max(one, other)
+
+
+def _described(tensors: Sequence[torch.Tensor]) -> str:
+    return ", ".join(f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
+
+
+def _cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Bytes as tensors of the forms that were sent."""
+    parts, start = [], 0
+    for tensor in like:
+        piece = flat[start : start + tensor.nbytes].clone()
+        parts.append(piece.view(tensor.dtype).view(tensor.shape))
+        start += tensor.nbytes
+    return parts

@@ -1,0 +1,96 @@
+"""Copies between the host, pinned or not, and emulated devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp_emulation.checked.memory import Place, view_of
+
+if TYPE_CHECKING:
+    from smp_emulation.checked.device import Devices
+
+_aten = torch.ops.aten
+
+
+class Copies:
+    """Copies of tensors; those that wait for nothing are work of a stream, and the host waits for the others."""
+
+    def __init__(self, devices: Devices) -> None:
+        self._devices = devices
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        """``copy_`` and ``_to_copy``, of which at least one side is on a device."""
+        if func is _aten.copy_.default:
+            waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            self._copy(args[0], args[1], waits=waits)
+            return args[0]
+        source, asked = args[0], kwargs.get("device")
+        number = self._devices.device_of(source)
+        if asked is not None and torch.device(asked).type == "cuda":
+            number = self._devices.index(asked)
+        return self.moved(source, number, dtype=kwargs.get("dtype"), memory_format=kwargs.get("memory_format"))
+
+    def moved(
+        self,
+        source: torch.Tensor,
+        number: int | None,
+        *,
+        dtype: torch.dtype | None = None,
+        waits: bool = True,
+        memory_format: Any = None,
+    ) -> torch.Tensor:
+        """A copy on a device, or in host memory for None."""
+        form = torch.empty_like(
+            torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device="meta"),
+            dtype=dtype or source.dtype,
+            memory_format=memory_format or torch.preserve_format,
+        )
+        if number is None:
+            made = torch.empty_strided(form.size(), form.stride(), dtype=form.dtype)
+        else:
+            made = self._devices.new_tensor(form, number, self._devices.current(number))
+        self._copy(made, source, waits=waits)
+        return made
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, *, waits: bool) -> None:
+        devices = self._devices
+        to, of = devices.memory.place_of(target), devices.memory.place_of(source)
+        into, out_of = (None if place is None else place.device for place in (to, of))
+        number = into if into is not None else out_of
+        if number is None:
+            raise AssertionError("a copy on the host")
+        lane = devices.current(number)
+        what = "copy" if into == out_of else "copy to the device" if out_of is None else "copy to the host"
+        to = to or self._tracked(target)
+        if of is not None and (of.device is not None or of.pinned):
+            reads, came = [(source, of)], _elements(source, of)
+        else:  # of other host memory the system takes a copy first
+            if of is not None:
+                devices.host_touches(source, of, what, writes=False)
+            reads, came = [], source.detach().clone()
+        devices.touch(lane, what, reads, [(target, to)])
+        goes = _elements(target, to)
+        devices.queue(lane, lambda: _copied(goes, came), what)
+        if waits and into != out_of:
+            devices.wait_on_host(what, [lane])
+
+    def _tracked(self, tensor: torch.Tensor) -> Place:
+        place = Place(None)
+        self._devices.memory.register(tensor, place)
+        return place
+
+
+def _elements(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+    if place.device is None:
+        return tensor.detach()
+    if place.block is None:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    view = view_of(place.block, tensor)
+    view = view.conj() if tensor.is_conj() else view
+    return view._neg_view() if tensor.is_neg() else view
+
+
+def _copied(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)

@@ -1,0 +1,15 @@
+"""What is wrong with a program's use of streams, and the list of all that a run has found."""
+
+from __future__ import annotations
+
+
+class StreamFault(RuntimeError):
+    """Work on a GPU would not be ordered as the program needs it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        found.append(message)
+
+
+#: Of this process since the emulation was installed, in order: a program may catch errors, and a thread may end with one.
+found: list[str] = []

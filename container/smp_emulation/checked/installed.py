@@ -1,0 +1,147 @@
+"""The emulation in place of ``torch.cuda``, for all threads of a process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import torch
+import torch._dynamo  # shapes of some operations need it, and it does not load while there seem to be GPUs
+
+from smp_emulation.checked import collectives, communicators, cuda_names, faults
+from smp_emulation.checked.backward import BackwardThread
+from smp_emulation.checked.device import Devices
+from smp_emulation.checked.operations import Operations
+from smp_emulation.checked.patches import Patches
+from smp_emulation.checked.tensors import TensorNames
+
+
+class Emulation:
+    """What :func:`install` has put in place.
+
+    Attributes:
+        devices: the emulated ones.
+    """
+
+    def __init__(self, seed: int, count: int) -> None:
+        self.devices = Devices(seed, count)
+        self._patches = Patches()
+        self._mode = Operations(self.devices)
+        self._backward = BackwardThread(self.devices)
+        faults.found.clear()
+        cuda_names.install(self.devices, self._patches)
+        TensorNames(self.devices, self._patches).install()
+        collectives.install(self.devices, self._patches)
+        self._engine()
+        self._patches.set(threading.Thread, "start", self._started(threading.Thread.start))
+        self._mode.__enter__()
+
+    @property
+    def waits(self) -> Counter[tuple[str, str]]:
+        """How often the host has waited for a device, by kind and line."""
+        return self.devices.waits
+
+    @property
+    def faults(self) -> list[str]:
+        """What was found, also where the program has caught the errors."""
+        return faults.found
+
+    def _engine(self) -> None:
+        backward, graph = self._backward, torch.autograd.graph
+        own = graph._engine_run_backward
+        runs = lambda *args, **kwargs: backward.run(own, *args, **kwargs)  # noqa: E731 - set under two names
+        self._patches.set(graph, "_engine_run_backward", runs)
+        self._patches.set(torch.autograd, "_engine_run_backward", runs)
+        # Past these two: modules that call the engine itself have its function by name.
+        engine = torch.autograd.Variable._execution_engine
+        self._patches.in_modules(
+            engine.run_backward, lambda *args, **kwargs: backward.run(engine.run_backward, *args, **kwargs)
+        )
+
+    def _started(self, start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+        """Threads that begin are in the same mode."""
+        mode = self._mode
+
+        def started(thread: threading.Thread) -> None:
+            run = thread.run
+
+            def inside() -> None:
+                with mode:
+                    run()
+
+            thread.run = inside  # type: ignore[method-assign]
+            start(thread)
+
+        return started
+
+    def close(self) -> None:
+        """Put all back."""
+        self._mode.__exit__(None, None, None)
+        self._patches.undo()
+        self._backward.close()
+        communicators.forget()
+        self.devices.close()
+
+
+#: How many ranks this machine has, by whoever has started them.
+_COUNTS = ("SMP_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+_installed: Emulation | None = None
+
+
+def install(seed: int | None = None, devices: int | None = None) -> Emulation:
+    """Let this process see emulated CUDA devices from now on.
+
+    Args:
+        seed: draws the order in which work is executed, among those that streams and events allow; 0 if not given.
+        devices: how many; one for each rank of this machine if not given.
+
+    Raises:
+        RuntimeError: there are GPUs, or it is installed already.
+    """
+    global _installed
+    if _installed is not None:
+        raise RuntimeError("emulated devices are installed already; uninstall() them first")
+    if torch.cuda.is_available():
+        raise RuntimeError("this machine has GPUs; emulated devices are for machines without")
+    if devices is None:
+        devices = max(1, int(next((os.environ[name] for name in _COUNTS if os.environ.get(name)), "1")))
+    _installed = Emulation(seed or 0, devices)
+    return _installed
+
+
+def uninstall() -> None:
+    """Take them away again; tensors that are left on them have no elements any more."""
+    global _installed
+    if _installed is not None:
+        installed, _installed = _installed, None
+        installed.close()
+
+
+def report() -> None:
+    """Say what was found in a process that ends: its program may have caught the errors."""
+    for message in dict.fromkeys(faults.found):
+        print(f"[smp] checked streams: {message}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def emulated(seed: int = 0, devices: int = 1) -> Iterator[Emulation]:
+    """Emulated devices inside a block; an error there that the program has caught is raised at its end.
+
+    Raises:
+        StreamFault: at the end, the first one that was found and did not get out.
+    """
+    installed = install(seed, devices)
+    try:
+        yield installed
+        installed.devices.wait_on_host(
+            "the end", [lane for lanes in installed.devices.lanes.values() for lane in lanes]
+        )
+        if installed.faults:
+            raise faults.StreamFault(installed.faults[0])
+    finally:
+        uninstall()

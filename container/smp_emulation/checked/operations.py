@@ -1,0 +1,370 @@
+"""Every operation of PyTorch on tensors of an emulated device becomes work of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from smp_emulation.checked import random_numbers
+from smp_emulation.checked.copies import Copies
+from smp_emulation.checked.memory import Place, view_of
+
+if TYPE_CHECKING:
+    from smp_emulation.checked.device import Devices
+    from smp_emulation.checked.execution import Lane
+
+_aten = torch.ops.aten
+
+#: Answer from shapes and types alone, and look at no element.
+_OF_SHAPES = {_aten._fused_sdp_choice.default, _aten.is_same_size.default}
+#: Take indices, and lists, that lie in host memory.
+_MIXES = ("aten::index", "aten::_index_put", "aten::_unsafe_index", "aten::_foreach", "aten::_fused", "aten::_amp")
+#: What norms with statistics change without saying so in their schemas: positions of arguments.
+_UNSAID = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (3, 4)}
+
+_Touched = list[tuple[torch.Tensor, Place]]
+
+
+class Operations(TorchDispatchMode):
+    """Queues what touches a device; the rest runs at once, and is checked where it touches pinned memory.
+
+    The results of queued work have their shapes at once, from a run on the meta device, and their elements late.
+    """
+
+    def __init__(self, devices: Devices) -> None:
+        super().__init__()
+        self._devices = devices
+        self._copies = Copies(devices)
+        self._shapes: dict[Any, Any] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or the compiler would be imported at the first operation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        flat, spec = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+        places = [self._devices.memory.place_of(tensor) for tensor in tensors]
+        asked = kwargs.get("device")
+        to_device = asked is not None and torch.device(asked).type == "cuda"
+        if not to_device and not any(place is not None and place.device is not None for place in places):
+            return self._on_host(func, args, kwargs, tensors, places)
+        if func.namespace == "c10d":
+            if func.overloadpacket is torch.ops.c10d.barrier:
+                return func(*args, **kwargs)
+            raise RuntimeError(
+                f"{func} with tensors of an emulated device was called from C++, as DistributedDataParallel does; checked devices "
+                "see collectives only where Python calls them: use smp.DistributedModel, or SMP_EMULATE_CUDA=1 without checks"
+            )
+        if func in (_aten._to_copy.default, _aten.copy_.default):
+            return self._copies.run(func, args, kwargs)
+        if not tensors or func.overloadpacket in _LIKE:
+            if asked is not None and not to_device:
+                return self._in_host_memory(func, args, kwargs)  # in the form of a device's tensor
+            number = self._devices.device_of(tensors[0]) if asked is None else self._devices.index(asked)
+            return self._make(func, args, kwargs, number or 0)
+        if func in _OF_SHAPES or _only_looks(func):
+            return func(*args, **kwargs)
+        number = next(p.device for p in places if p is not None and p.device is not None)
+        call = _Call(self._devices, func, flat, spec, number if asked is None else self._devices.index(asked))
+        if torch.Tag.inplace_view in func.tags:
+            return self._reshape(call, func, args, kwargs)
+        return self._queue(call)
+
+    # -- host ------------------------------------------------------------------------------------------------------
+
+    def _on_host(
+        self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], places: list[Place | None]
+    ) -> Any:
+        if any(place is not None for place in places) and not _only_looks(func):
+            written = {id(tensor) for tensor in _written(func, args, kwargs)}
+            for tensor, place in zip(tensors, places, strict=True):
+                if place is not None and place.device is None:
+                    self._devices.host_touches(tensor, place, str(func), writes=id(tensor) in written)
+        if func is _aten._local_scalar_dense.default or torch.Tag.nondeterministic_seeded not in func.tags:
+            return self._in_host_memory(func, args, kwargs)
+        with random_numbers.lock:
+            return self._in_host_memory(func, args, kwargs)
+
+    def _in_host_memory(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Done at once; memory that is to be pinned is noted as such."""
+        if not kwargs.get("pin_memory"):
+            return func(*args, **kwargs)
+        result = func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
+        self._devices.memory.register(result, Place(None, pinned=True))
+        return result
+
+    # -- device ----------------------------------------------------------------------------------------------------
+
+    def _make(self, func: Any, args: Any, kwargs: Any, number: int) -> Any:
+        """A factory: its result is new memory of a device; of a tensor among its arguments it takes the form only."""
+        flat, spec = tree_flatten((args, {name: value for name, value in kwargs.items() if name != "pin_memory"}))
+        forms = [_emptied(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+        return self._queue(_Call(self._devices, func, forms, spec, number))
+
+    def _reshape(self, call: _Call, func: Any, args: Any, kwargs: Any) -> Any:
+        """What changes the form of a tensor is done at once; its storage may grow."""
+        result = func(*args, **kwargs)
+        place = self._devices.memory.place_of(args[0])
+        size = args[0].untyped_storage().nbytes()
+        if place is None:  # the storage is another one
+            self._devices.adopt(args[0], call.number, call.lane)
+        elif place.device is not None and size > (0 if place.block is None else place.block.elements.numel()):
+            self._devices.wait_on_host("resize_", [call.lane])
+            self._devices.memory.resize(place, size, call.lane)
+        return result
+
+    def _queue(self, call: _Call) -> Any:
+        call.check_places()
+        forms, spec = self._forms(call)
+        if forms is None:
+            return self._at_once(call)
+        made = [form.on(self._devices, call) if isinstance(form, _Form) else form for form in forms]
+        new = [tensor for tensor in made if isinstance(tensor, torch.Tensor)]
+        call.touch(new)
+        call.queue(new)
+        return call.results(tree_unflatten(made, spec))
+
+    def _forms(self, call: _Call) -> tuple[list[Any] | None, Any]:
+        """The forms of all new tensors among the results; None where they depend on elements."""
+        returns = call.func._schema.returns
+        if not any(r.alias_info is None for r in returns):
+            return [], tree_flatten(())[1]
+        if any(r.alias_info is None and "Tensor" not in str(r.type) for r in returns):
+            return None, None  # a number or a truth: the host wants to know
+        key = call.key()
+        if key not in self._shapes:
+            try:
+                results, spec = tree_flatten(call.on_zeros() if call.is_narrow else call.on_meta())
+            except (NotImplementedError, RuntimeError) as error:
+                if not _depends_on_elements(error, call.func):
+                    raise
+                return None, None
+            self._shapes[key] = [_Form.of(leaf) for leaf in results], spec
+        return self._shapes[key]
+
+    def _at_once(self, call: _Call) -> Any:
+        """What gives the host a number, or shapes that depend on elements: the host waits."""
+        call.touch(())
+        self._devices.wait_on_host(str(call.func), [call.lane])
+        with random_numbers.of(self._devices.generators[call.number]):
+            results = call.run_on(call.real())
+        lane, number = call.lane, call.number
+
+        def made(result: torch.Tensor) -> torch.Tensor:
+            tensor = self._devices.new_tensor(result, number, lane)
+            place = self._devices.memory.place_of(tensor)
+            if place is not None and place.block is not None:
+                view_of(place.block, tensor).copy_(result)
+            return tensor
+
+        return call.results(tree_map_only(torch.Tensor, made, results))
+
+
+class _Form:
+    """Size, steps and type of a result."""
+
+    def __init__(self, meta: torch.Tensor) -> None:
+        self.meta = meta
+
+    @classmethod
+    def of(cls, leaf: Any) -> Any:
+        return cls(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    def on(self, devices: Devices, call: _Call) -> torch.Tensor:
+        return devices.new_tensor(self.meta, call.number, call.lane)
+
+
+class _Call:
+    """An operation on a device with its arguments."""
+
+    def __init__(self, devices: Devices, func: Any, flat: list[Any], spec: Any, number: int) -> None:
+        self.devices = devices
+        self.func = func
+        self.flat = flat
+        self.spec = spec
+        self.number = number
+        self.lane: Lane = devices.current(number)
+        self.what = str(func)
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        return [leaf for leaf in self.flat if isinstance(leaf, torch.Tensor)]
+
+    def check_places(self) -> None:
+        """Tensors of one operation lie on one device; a number may come from the host.
+
+        Raises:
+            RuntimeError: they do not.
+        """
+        for tensor in self._tensors:
+            number = self.devices.device_of(tensor)
+            mixes = self.func._schema.name.startswith(_MIXES) or self.func.overloadpacket in _LIKE
+            if number == self.number or (number is None and (not tensor.ndim or mixes)):
+                continue
+            other = "cpu" if number is None else f"cuda:{number}"
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, cuda:{self.number} and {other}! "
+                f"(in {self.what})"
+            )
+
+    def touch(self, new: Sequence[torch.Tensor]) -> None:
+        """Tell who is read and written."""
+        args, kwargs = tree_unflatten(self.flat, self.spec)
+        written = {id(tensor) for tensor in (*_written(self.func, args, kwargs), *new)}
+        placed = [(t, p) for t in (*self._tensors, *new) if (p := self.devices.memory.place_of(t)) is not None]
+        for tensor, place in placed:
+            if place.device is None:  # numbers and indices are read when the work is queued
+                self.devices.host_touches(tensor, place, self.what, writes=False)
+        mine = [(tensor, place) for tensor, place in placed if place.device is not None]
+        reads = [(tensor, place) for tensor, place in mine if id(tensor) not in written]
+        self.devices.touch(self.lane, self.what, reads, [pair for pair in mine if id(pair[0]) in written])
+
+    def key(self) -> Any:
+        """What the forms of the results depend on."""
+        parts = [
+            (leaf.size(), leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), repr(leaf))
+            for leaf in self.flat
+        ]
+        return self.func, torch.get_default_dtype(), self.spec, tuple(parts)
+
+    def on_meta(self) -> Any:
+        """The operation on tensors without elements."""
+
+        def meta(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
+            if isinstance(leaf, torch.Generator):
+                return None
+            return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+        args, kwargs = tree_unflatten([meta(leaf) for leaf in self.flat], self.spec)
+        return self.func(*args, **kwargs)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether half precision is among the arguments: some kernels of the CPU keep statistics in other types there."""
+        return any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in self._tensors)
+
+    def on_zeros(self) -> Any:
+        """The operation on host memory full of zeros."""
+
+        def zeros(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype).zero_()
+            if isinstance(leaf, torch.Generator):
+                return torch.Generator()
+            return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+        with random_numbers.from_state(torch.default_generator.get_state()):
+            return self.run_on([zeros(leaf) for leaf in self.flat])
+
+    def real(self) -> list[Any]:
+        """Arguments with the elements on the device; what comes from the host as it is now."""
+
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device):
+                return torch.device("cpu")
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            place = self.devices.memory.place_of(leaf)
+            if place is None or place.device is None:
+                return leaf.detach().clone()
+            if place.block is None:
+                return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype)
+            view = view_of(place.block, leaf)
+            view = view.conj() if leaf.is_conj() else view
+            return view._neg_view() if leaf.is_neg() else view
+
+        return [real(leaf) for leaf in self.flat]
+
+    def run_on(self, real: list[Any]) -> Any:
+        """The operation itself."""
+        args, kwargs = tree_unflatten(real, self.spec)
+        return self.func(*args, **kwargs)
+
+    def queue(self, new: Sequence[torch.Tensor]) -> None:
+        """Let the stream do it, and put what comes out where the results are."""
+        if self.func.overloadpacket in _EMPTY:
+            return
+        real = self.real()
+        places = [self.devices.memory.place_of(tensor) for tensor in new]
+        targets = [
+            view_of(place.block, tensor) if place is not None and place.block is not None else None
+            for tensor, place in zip(new, places, strict=True)
+        ]
+        drawn = random_numbers.later(self.func, self.run_on, real, self.devices.generators[self.number])
+        # Not through self, which would keep the program's tensors alive until the work is done.
+        func, spec = self.func, self.spec
+
+        def run() -> None:
+            args, kwargs = tree_unflatten(real, spec)
+            with drawn():
+                results = func(*args, **kwargs)
+            leaves = [leaf for leaf in tree_flatten(results)[0] if isinstance(leaf, torch.Tensor)]
+            for target, result in zip(targets, leaves[-len(targets) :] if targets else (), strict=True):
+                if target is not None:
+                    target.copy_(result)
+
+        self.devices.queue(self.lane, run, self.what)
+
+    def results(self, new: Any) -> Any:
+        """What the caller gets: arguments that were changed, and new tensors."""
+        returns = self.func._schema.returns
+        if not returns:
+            return None
+        args, kwargs = tree_unflatten(self.flat, self.spec)
+        if all(r.alias_info is None for r in returns):
+            return new
+        changed = iter(_written(self.func, args, kwargs, whole=True))
+        if len(returns) == 1:
+            return next(changed)
+        fresh = iter(new if isinstance(new, (tuple, list)) else (new,))
+        return tuple(next(changed) if r.alias_info is not None else next(fresh) for r in returns)
+
+
+_EMPTY = {_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided}
+_LIKE = {
+    *(_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like),
+    *(_aten.new_empty, _aten.new_empty_strided, _aten.new_zeros, _aten.new_ones, _aten.new_full),
+}
+
+
+def _emptied(tensor: torch.Tensor) -> torch.Tensor:
+    """Host memory of a tensor's form."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+
+
+def _only_looks(func: Any) -> bool:
+    """Whether an operation gives a view, or reads and writes no element."""
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _written(func: Any, args: Any, kwargs: Any, *, whole: bool = False) -> list[Any]:
+    """The tensors among the arguments that an operation changes; a list of them as one thing with ``whole``."""
+    found: list[Any] = []
+    schema = func._schema
+    unsaid = _UNSAID.get(schema.name, ())
+    for position, argument in enumerate(schema.arguments):
+        info = argument.alias_info
+        if (info is None or not info.is_write) and (whole or position not in unsaid):
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        if isinstance(value, (list, tuple)) and not whole:
+            found += [each for each in value if isinstance(each, torch.Tensor)]
+        elif isinstance(value, (torch.Tensor, list, tuple)):
+            found.append(value)
+    return found
+
+
+def _depends_on_elements(error: Exception, func: Any) -> bool:
+    """Whether a run without elements failed for want of them."""
+    if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
+        return True
+    return isinstance(error, NotImplementedError) or "meta" in str(error).lower()

@@ -1,0 +1,291 @@
+"""The emulated devices of a process: how many, which is current, what they are called; and what a device argument means here."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from smp_emulation.calls import Call, instead, nothing
+from smp_emulation.errors import refusing
+
+CPU = torch.device("cpu")
+
+#: By what the launchers that we know say how many ranks this host has, and so how many devices.
+_COUNTS = ("SMP_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+NAME = "CPU (emulated CUDA device)"
+
+#: That of an A100: what scripts and libraries then choose (bfloat16, TF32) the CPU has, too.
+CAPABILITY = (8, 0)
+
+#: What ``torch.version.cuda`` says.
+CUDA_VERSION = "12.8"
+
+
+#: Of the libraries beside it.
+NCCL_VERSION = (2, 27, 3)
+CUDNN_VERSION = 91002
+
+
+class _Current(threading.local):
+    """A thread's current device, as CUDA has it: every thread begins with the first."""
+
+    index = 0
+
+
+_current = _Current()
+_is_initialized = False
+
+
+def count() -> int:
+    """One device for each rank of this host."""
+    for name in _COUNTS:
+        text = os.environ.get(name, "")
+        if text.isdigit() and int(text) > 0:
+            return int(text)
+    return 1
+
+
+def current() -> int:
+    """The calling thread's current device."""
+    return _current.index
+
+
+def initialize() -> None:
+    """Note that CUDA is in use now."""
+    global _is_initialized
+    _is_initialized = True
+
+
+def require(index: int) -> int:
+    """The number of a device that is there.
+
+    Raises:
+        RuntimeError: there are not so many, as PyTorch raises it on a GPU machine.
+    """
+    there = count()
+    if 0 <= index < there:
+        return index
+    raise RuntimeError(
+        f"CUDA error: invalid device ordinal: device {index} was asked for, and this process sees {there} emulated CUDA "
+        f"device{'s' * (there != 1)} (one for each rank of the host, 0 to {there - 1}); give each rank its own by its local rank, "
+        "as in torch.cuda.set_device(smp.local_rank())"
+    )
+
+
+def index_of(device: Any, optional: bool = True) -> int:
+    """The number of the device that an argument of ``torch.cuda`` means.
+
+    Args:
+        device: a number, ``"cuda:1"``, a ``torch.device``, a ``torch.cuda.device``, or None for the current one.
+        optional: whether None is allowed.
+    """
+    if device is None and optional:
+        return current()
+    if isinstance(device, Entered):
+        return require(device.idx)
+    if isinstance(device, int) and not isinstance(device, bool):
+        return current() if device < 0 else require(device)
+    if isinstance(device, str):
+        device = torch.device(device)
+    if not isinstance(device, torch.device) or device.type != "cuda":
+        raise ValueError(f"Expected a cuda device, but got: {device}")
+    return current() if device.index is None else require(device.index)
+
+
+def here(device: Any) -> Any:
+    """Where a tensor really lies that a script wants on ``device``: CUDA devices, and bare numbers, are the CPU."""
+    kind = type(device)
+    if kind is torch.device:
+        if device.type != "cuda":
+            return device
+    elif kind is str:
+        if not device.startswith("cuda"):
+            return device
+        device = torch.device(device)
+    elif kind is int:
+        # What get_device() says of a CPU tensor is -1, and scripts hand it on.
+        if device >= 0:
+            require(device)
+        return CPU
+    else:
+        return device
+    if device.index:
+        require(device.index)
+    return CPU
+
+
+def kind_here(kind: Any) -> Any:
+    """The kind of device that a script means by the word ``cuda``."""
+    return "cpu" if isinstance(kind, str) and kind.partition(":")[0] == "cuda" else kind
+
+
+def set_device(device: Any) -> None:
+    """Make a device the calling thread's current one."""
+    initialize()
+    index = index_of(device)
+    if index >= 0:
+        _current.index = index
+
+
+class Entered:
+    """What ``torch.cuda.device`` and ``device_of`` do: a device is current inside."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = -1 if device is None else index_of(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = current()
+        if self.idx >= 0:
+            _current.index = self.idx
+
+    def __exit__(self, *raised: object) -> None:
+        _current.index = self.prev_idx
+
+
+class _EnteredOf(Entered):
+    def __init__(self, obj: Any) -> None:
+        super().__init__(None)
+
+
+def memory_of_the_machine() -> tuple[int, int]:
+    """Bytes of main memory that are free to use, and that there are."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * page
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024, total
+    except (OSError, KeyError):
+        return total // 2, total
+
+
+def properties(device: Any = None) -> Any:
+    """The fields of ``torch.cuda.get_device_properties``."""
+    index = index_of(device)
+    return SimpleNamespace(
+        name=NAME,
+        major=CAPABILITY[0],
+        minor=CAPABILITY[1],
+        total_memory=memory_of_the_machine()[1],
+        multi_processor_count=os.cpu_count() or 1,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        warp_size=32,
+        max_threads_per_block=1024,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=166912,
+        shared_memory_per_multiprocessor=167936,
+        L2_cache_size=41943040,
+        gcnArchName=f"sm_{CAPABILITY[0]}{CAPABILITY[1]}",
+        uuid=uuid.uuid5(uuid.NAMESPACE_DNS, f"emulated-{index}"),
+        pci_bus_id=index,
+        pci_device_id=0,
+        pci_domain_id=0,
+        clock_rate=0,
+        memory_clock_rate=0,
+        memory_bus_width=0,
+    )
+
+
+def _get_device_index(device: Any, optional: bool = False, allow_cpu: bool = False) -> int:
+    if allow_cpu and isinstance(device, torch.device | str) and torch.device(device).type == "cpu":
+        return -1
+    return index_of(device, optional=True)
+
+
+def synchronize(device: Any = None) -> None:
+    """Nothing to wait for; the device must be there."""
+    index_of(device)
+
+
+def _capability(device: Any = None) -> tuple[int, int]:
+    index_of(device)
+    return CAPABILITY
+
+
+def _name(device: Any = None) -> str:
+    index_of(device)
+    return NAME
+
+
+def _can_access(device: Any, peer_device: Any) -> bool:
+    return index_of(device) != index_of(peer_device)
+
+
+class _Runtime:
+    """What ``torch.cuda.cudart()`` gives: the profiler's calls are answered with success."""
+
+    cudaError = SimpleNamespace(success=0)  # noqa: N815 - CUDA's name
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("cudaProfilerStart", "cudaProfilerStop", "cudaProfilerInitialize"):
+            return lambda *args: 0
+        if name == "cudaMemGetInfo":
+            return lambda device=None: memory_of_the_machine()
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return refusing(f"torch.cuda.cudart().{name}", "it is a call of CUDA's own runtime")
+
+
+_SENSOR = "0, as no sensor is there"
+
+
+def _sensor(device: Any = None) -> int:
+    index_of(device)
+    return 0
+
+
+_sync_debug_mode = 0
+
+
+def _set_sync_debug_mode(debug_mode: int | str) -> None:
+    global _sync_debug_mode
+    _sync_debug_mode = {"default": 0, "warn": 1, "error": 2}[debug_mode] if isinstance(debug_mode, str) else debug_mode
+
+
+CALLS = (
+    instead("torch.cuda.is_available", "True", lambda: True),
+    instead("torch.cuda.device_count", "the ranks of this host", count),
+    instead("torch.cuda.is_initialized", "whether a call has needed a device", lambda: _is_initialized),
+    instead("torch.cuda.init", "nothing to initialise", initialize),
+    instead("torch.cuda._lazy_call", "called at once", lambda callable, **kwargs: callable()),
+    instead("torch.cuda.set_device", "remembered for the thread, checked against device_count()", set_device),
+    instead("torch.cuda.current_device", "what set_device() was given", current),
+    instead("torch.cuda.device", "as set_device(), inside a with", Entered),
+    instead("torch.cuda.device_of", "no change: every tensor lies on the CPU", _EnteredOf),
+    instead("torch.cuda._utils._get_device_index", "a number", _get_device_index),
+    instead("torch.cuda._get_device_index", "a number", _get_device_index),
+    instead("torch.cuda.synchronize", "nothing is under way", synchronize),
+    instead("torch.cuda.get_device_name", NAME, _name),
+    instead("torch.cuda.get_device_properties", "an A100's, with this machine's memory", properties),
+    instead("torch.cuda.get_device_capability", "8.0", _capability),
+    instead("torch.cuda.get_arch_list", "sm_80", lambda: ["sm_80"]),
+    instead("torch.cuda.get_gencode_flags", "those of sm_80", lambda: "-gencode compute=compute_80,code=sm_80"),
+    instead("torch.cuda.is_bf16_supported", "True", lambda including_emulation=True: True),
+    instead("torch.cuda.is_tf32_supported", "True", lambda: True),
+    instead("torch.cuda.can_device_access_peer", "True for two devices", _can_access),
+    instead("torch.cuda.cudart", "profiler calls; others are refused", _Runtime),
+    instead("torch.cuda.check_error", "no error", nothing),
+    instead("torch.cuda.get_sync_debug_mode", "what was set", lambda: _sync_debug_mode),
+    instead("torch.cuda.set_sync_debug_mode", "remembered, without effect", _set_sync_debug_mode),
+    *(
+        instead(f"torch.cuda.{name}", _SENSOR, _sensor)
+        for name in ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
+    ),
+    instead("torch.cuda.nccl.version", str(NCCL_VERSION), lambda: NCCL_VERSION),
+    instead("torch.cuda.nccl.is_available", "False, for any tensors", lambda tensors: False),
+    instead("torch.cuda.is_current_stream_capturing", "False", lambda: False),
+    instead("torch.backends.cuda.is_built", "True", lambda: True),
+    instead("torch.backends.cudnn.is_available", "True", lambda: True),
+    instead("torch.backends.cudnn.version", str(CUDNN_VERSION), lambda: CUDNN_VERSION),
+    Call("torch.version.cuda", f"the build's, else {CUDA_VERSION}", lambda original: original or CUDA_VERSION),
+)

@@ -1,0 +1,57 @@
+"""What a script is told that asks for more than an emulation can do."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+_ADVICE = (
+    "run this part of the script on a machine with a GPU, or leave it out where SMP_EMULATE_CUDA is 1 "
+    '(os.environ.get("SMP_EMULATE_CUDA") == "1")'
+)
+
+
+class NeedsGpuError(RuntimeError):
+    """A call that only a GPU can answer."""
+
+
+def refuse(name: str, why: str, instead: str = "") -> NoReturn:
+    """Raise NeedsGpuError for a call.
+
+    Args:
+        name: of the call, as scripts write it.
+        why: what it needs of a GPU.
+        instead: what to do; by default leave it out.
+    """
+    raise NeedsGpuError(
+        f"{name} needs a GPU: {why}; there is none here, and torch.cuda is emulated on the CPU (SMP_EMULATE_CUDA=1), which runs "
+        f"no CUDA code; {instead or _ADVICE}"
+    )
+
+
+def refusing(name: str, why: str, instead: str = "") -> Any:
+    """A function that refuses every call."""
+
+    def refused(*args: object, **kwargs: object) -> NoReturn:
+        refuse(name, why, instead)
+
+    refused.__name__ = refused.__qualname__ = name.rpartition(".")[2]
+    return refused
+
+
+class _Refusing(type):
+    """Of classes that may be named, as in annotations and ``isinstance``, and not made."""
+
+    _refusal: tuple[str, str, str]
+
+    def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
+        refuse(*cls._refusal)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        refuse(*cls._refusal)  # its static methods make one, too
+
+
+def refusing_class(name: str, why: str, instead: str = "") -> type:
+    """A class that refuses to be made."""
+    return _Refusing(name.rpartition(".")[2], (), {"_refusal": (name, why, instead)})

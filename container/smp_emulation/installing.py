@@ -1,0 +1,167 @@
+"""Puts the emulation in place of PyTorch's calls, and takes it away again."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import smp_emulation
+from smp_config import emulation
+from smp_emulation import (
+    accelerator,
+    devices,
+    memory,
+    ordering,
+    precision,
+    processes,
+    profiling,
+    randomness,
+    refused,
+    tensors,
+)
+
+if TYPE_CHECKING:
+    from smp_emulation.calls import Call
+
+#: All that is covered, in the order in which it is put there.
+CALLS: tuple[Call, ...] = (
+    *devices.CALLS,
+    *memory.CALLS,
+    *ordering.CALLS,
+    *randomness.CALLS,
+    *precision.CALLS,
+    *profiling.CALLS,
+    *processes.CALLS,
+    *accelerator.CALLS,
+    *refused.CALLS,
+    *tensors.CALLS,
+)
+
+#: Where else a function of ``torch.cuda`` and its relatives stands under the same name.
+_ALSO_IN = {
+    "torch.cuda": (
+        "torch.cuda.memory",
+        "torch.cuda.random",
+        "torch.cuda.streams",
+        "torch.cuda.graphs",
+    ),
+    "torch.cuda.comm": ("torch.nn.parallel.comm",),
+    "torch.cuda.graphs": ("torch.cuda",),
+    "torch.cuda.green_contexts": ("torch.cuda",),
+    "torch.accelerator": ("torch.accelerator.memory",),
+    "torch.distributed": ("torch.distributed.distributed_c10d", "torch.distributed.device_mesh"),
+    "torch.amp": ("torch.amp.autocast_mode",),
+    "torch.cuda.amp.common": ("torch.amp.grad_scaler", "torch.cuda.amp", "torch.cuda.amp.autocast_mode"),
+}
+
+_ABSENT = object()
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+def install_where_asked() -> None:
+    """What PyTorch calls when it is imported in a rank, or in a process of one: emulate if the environment asks for it."""
+    seed = emulation.seed_of_checks(os.environ)
+    if seed is not None and not torch.cuda.is_available():
+        from smp_emulation import checked
+
+        checked.install(seed)
+        atexit.register(checked.report)
+    elif emulation.is_asked_for(os.environ):
+        install()
+
+
+def install() -> bool:
+    """Let ``torch.cuda`` of this process answer on the CPU.
+
+    Returns:
+        Whether it does; False where there is a GPU, which is used then.
+    """
+    if smp_emulation.is_active():
+        return True
+    if torch.cuda.is_available():
+        return False
+    # What "with torch.device(…)" acts on: PyTorch asks once, and our stand-ins call the functions that it knows.
+    importlib.import_module("torch.utils._device")._device_constructors()
+    for call in CALLS:
+        _put(call)
+    _read_cuda_storages()
+    ordering.make_default_streams()
+    smp_emulation._installed = True
+    return True
+
+
+def uninstall() -> None:
+    """Give PyTorch back its calls."""
+    while _replaced:
+        owner, name, before = _replaced.pop()
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+    smp_emulation._installed = False
+
+
+@contextlib.contextmanager
+def emulated() -> Iterator[None]:
+    """Emulate inside; for tests."""
+    install()
+    try:
+        yield
+    finally:
+        uninstall()
+
+
+def _put(call: Call) -> None:
+    way, _, name = call.name.rpartition(".")
+    owner = _owner(way)
+    original = None if owner is None else getattr(owner, name, _ABSENT)
+    if owner is None or (original is _ABSENT and not call.is_new):
+        return  # this release of PyTorch has no such name
+    value = call.replacement(None if original is _ABSENT else original)
+    _set(owner, name, value)
+    for other in _ALSO_IN.get(way, ()):
+        place = _owner(other)
+        if place is not None and original is not None and vars(place).get(name, _ABSENT) is original:
+            _set(place, name, value)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    # Of a class, what it holds itself: what it inherits comes back when the name is deleted.
+    _replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
+    setattr(owner, name, value)
+
+
+def _owner(way: str) -> Any:
+    """The module or class of that name; None if there is none."""
+    try:
+        return importlib.import_module(way)
+    except ImportError:
+        pass
+    parent, _, name = way.rpartition(".")
+    owner = _owner(parent) if parent else None
+    return getattr(owner, name, None)
+
+
+def _read_cuda_storages() -> None:
+    """Let ``torch.load`` put what was saved on a GPU, or is asked for there, on the CPU."""
+
+    def place(storage: Any, location: str) -> Any:
+        if not smp_emulation.is_active() or not location.startswith("cuda"):
+            return None
+        devices.here(location)
+        return storage
+
+    if not _has_registered:
+        torch.serialization.register_package(_BEFORE_CPU_AND_CUDA, lambda storage: None, place)
+        _has_registered.append(True)
+
+
+#: PyTorch asks in ascending order; its own are 10 for the CPU and 20 for CUDA.
+_BEFORE_CPU_AND_CUDA = 5
+_has_registered: list[bool] = []

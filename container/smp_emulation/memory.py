@@ -1,0 +1,169 @@
+"""Memory of the emulated devices: that of this process, and of the machine."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections import OrderedDict
+from typing import Any
+
+from smp_emulation.calls import Call, instead, nothing, refused
+from smp_emulation.devices import NAME, index_of, memory_of_the_machine
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def _resident_bytes() -> int:
+    """Main memory that this process uses now."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * _PAGE
+    except OSError:
+        return _peak_bytes()
+
+
+def _peak_bytes() -> int:
+    """The most that it has used since the last reset, where the system counts anew; else since its start."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def allocated(device: Any = None) -> int:
+    """Bytes of main memory that this process uses."""
+    index_of(device)
+    return _resident_bytes()
+
+
+def most_allocated(device: Any = None) -> int:
+    """The most bytes that it has used since the last reset."""
+    index_of(device)
+    return max(_peak_bytes(), _resident_bytes())
+
+
+def reset_peak(device: Any = None) -> None:
+    """Let the peak count anew."""
+    index_of(device)
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the kernel's word for: the peak is what is used now
+    except OSError:
+        pass  # not Linux, or not allowed: the peak stays that of the whole process
+
+
+def free_and_total(device: Any = None) -> tuple[int, int]:
+    """Bytes of the machine's main memory."""
+    index_of(device)
+    return memory_of_the_machine()
+
+
+def statistics(device: Any = None) -> OrderedDict[str, Any]:
+    """The process's memory under the names of CUDA's allocator; what it counts besides is 0."""
+    now, most = allocated(device), most_allocated(device)
+    stats: OrderedDict[str, Any] = OrderedDict()
+    for kind in ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes", "inactive_split_bytes"):
+        for pool in ("all", "large_pool", "small_pool"):
+            is_counted = pool == "all" and kind != "inactive_split_bytes"
+            values = {"current": now, "peak": most, "allocated": most, "freed": most - now}
+            for part, value in values.items():
+                stats[f"{kind}.{pool}.{part}"] = value if is_counted else 0
+    for kind in ("allocation", "segment", "active", "inactive_split"):
+        for pool in ("all", "large_pool", "small_pool"):
+            for part in ("current", "peak", "allocated", "freed"):
+                stats[f"{kind}.{pool}.{part}"] = 0
+    for name in (
+        "num_alloc_retries",
+        "num_ooms",
+        "num_sync_all_streams",
+        "num_device_alloc",
+        "num_device_free",
+        "max_split_size",
+    ):
+        stats[name] = 0
+    return stats
+
+
+def _nested_stats(device: Any = None) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for name, value in statistics(device).items():
+        *way, last = name.split(".")
+        place = nested
+        for part in way:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return nested
+
+
+def _summary(device: Any = None, abbreviated: bool = False) -> str:
+    now, most = allocated(device), most_allocated(device)
+    free, total = memory_of_the_machine()
+    return (
+        f"{NAME}, device {index_of(device)}: this process uses {now / 2**20:,.1f} MiB of main memory ({most / 2**20:,.1f} MiB at "
+        f"most); the machine has {total / 2**30:,.1f} GiB, {free / 2**30:,.1f} GiB free"
+    )
+
+
+def _processes(device: Any = None) -> str:
+    return f"GPU:{index_of(device)}\nprocess {os.getpid():>10d} uses {allocated(device) / 2**20:>12.3f} MB memory (emulated)"
+
+
+_fraction: dict[int, float] = {}
+
+
+def _set_fraction(fraction: float, device: Any = None) -> None:
+    if not isinstance(fraction, float):
+        raise TypeError("Invalid type for fraction argument, must be `float`")
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+    _fraction[index_of(device)] = fraction
+
+
+PROCESS = "this process's main memory"
+_POOL = "it manages memory of a GPU"
+
+CALLS: tuple[Call, ...] = (
+    *(
+        instead(f"torch.cuda.{name}", PROCESS, allocated)
+        for name in ("memory_allocated", "memory_reserved", "memory_cached")
+    ),
+    *(
+        instead(f"torch.cuda.{name}", f"{PROCESS}, at most", most_allocated)
+        for name in ("max_memory_allocated", "max_memory_reserved", "max_memory_cached")
+    ),
+    instead("torch.cuda.device_memory_used", PROCESS, allocated),
+    *(
+        instead(f"torch.cuda.{name}", "the peak of the process counts anew", reset_peak)
+        for name in ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached")
+    ),
+    *(
+        instead(f"torch.cuda.{name}", "nothing to do", nothing)
+        for name in (
+            "reset_accumulated_memory_stats",
+            "reset_accumulated_host_memory_stats",
+            "reset_peak_host_memory_stats",
+            "empty_cache",
+            "ipc_collect",
+            "caching_allocator_enable",
+        )
+    ),
+    instead("torch.cuda.mem_get_info", "this machine's main memory", free_and_total),
+    instead("torch.cuda.memory_stats", f"{PROCESS}, under the allocator's names", statistics),
+    instead("torch.cuda.memory_stats_as_nested_dict", f"{PROCESS}, under the allocator's names", _nested_stats),
+    instead("torch.cuda.host_memory_stats", "empty", OrderedDict),
+    instead("torch.cuda.host_memory_stats_as_nested_dict", "empty", dict),
+    instead("torch.cuda.memory_summary", "a sentence", _summary),
+    instead("torch.cuda.memory_snapshot", "empty", lambda *args, **kwargs: []),
+    instead("torch.cuda.memory._record_memory_history", "records nothing", nothing),
+    instead("torch.cuda.memory._dump_snapshot", "writes nothing", nothing),
+    instead("torch.cuda.memory._snapshot", "empty", lambda *args, **kwargs: {"segments": [], "device_traces": []}),
+    instead("torch.cuda.list_gpu_processes", "this process", _processes),
+    instead("torch.cuda.set_per_process_memory_fraction", "remembered, without effect", _set_fraction),
+    instead(
+        "torch.cuda.get_per_process_memory_fraction",
+        "what was set",
+        lambda device=None: _fraction.get(index_of(device), 1.0),
+    ),
+    instead("torch.cuda.get_allocator_backend", "native", lambda: "native"),
+    *(refused(f"torch.cuda.{name}", _POOL) for name in ("caching_allocator_alloc", "caching_allocator_delete")),
+    *(refused(f"torch.cuda.{name}", _POOL) for name in ("change_current_allocator", "caching_allocator_disabled")),
+    *(refused(f"torch.cuda.{name}", _POOL, is_class=True) for name in ("CUDAPluggableAllocator", "MemPool")),
+    refused("torch.cuda.use_mem_pool", _POOL),
+)

@@ -1,0 +1,129 @@
+"""Marks for profilers, and settings of CUDA's libraries: nobody reads them here."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from smp_emulation.calls import Call, instead, nothing
+from smp_emulation.devices import index_of
+
+
+class _Depth(threading.local):
+    """How many ranges of the thread are open."""
+
+    value = 0
+
+
+_depth = _Depth()
+
+
+def _push(msg: str) -> int:
+    _depth.value += 1
+    return _depth.value - 1
+
+
+def _pop() -> int:
+    _depth.value -= 1
+    return _depth.value
+
+
+@contextlib.contextmanager
+def _range(msg: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+    _push(msg)
+    try:
+        yield
+    finally:
+        _pop()
+
+
+@contextlib.contextmanager
+def _profile(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+_tuned: dict[str, Any] = {}
+
+
+def _switch(name: str) -> Any:
+    def switch(val: Any = True) -> None:
+        _tuned[name] = val
+
+    return switch
+
+
+def _switched(name: str, default: Any) -> Any:
+    return lambda: _tuned.get(name, default)
+
+
+#: Of torch.cuda.tunable: what sets, what tells it, and what is told before it is set.
+_SETTINGS = (
+    ("enable", "is_enabled", False),
+    ("tuning_enable", "tuning_is_enabled", True),
+    ("record_untuned_enable", "record_untuned_is_enabled", False),
+    ("wildcard_fallback_enable", "wildcard_fallback_is_enabled", False),
+    ("set_cublaslt_requested_algo_count", "get_cublaslt_requested_algo_count", 1),
+    ("set_max_tuning_duration", "get_max_tuning_duration", 30),
+    ("set_max_tuning_iterations", "get_max_tuning_iterations", 100),
+    ("set_rotating_buffer_size", "get_rotating_buffer_size", 0),
+)
+
+
+def _remembered_size(name: str) -> Any:
+    def workspace_size(size: int | None = None, backend: Any = None) -> int:
+        if size is not None:
+            _tuned[name] = size
+        return int(_tuned.get(name, 0))
+
+    return workspace_size
+
+
+class _PlanCache:
+    """Plans of cuFFT, of which there are none; its limit is remembered."""
+
+    size = 0
+    max_size = 4096
+
+    def clear(self) -> None:
+        """Nothing to clear."""
+
+    def __getitem__(self, device: Any) -> _PlanCache:
+        index_of(device)
+        return self
+
+
+CALLS: tuple[Call, ...] = (
+    instead("torch.cuda.nvtx.range_push", "counts the depth", _push),
+    instead("torch.cuda.nvtx.range_pop", "counts the depth", _pop),
+    instead("torch.cuda.nvtx.range_start", "0", lambda msg: 0),
+    instead("torch.cuda.nvtx.range_end", "nothing", nothing),
+    instead("torch.cuda.nvtx.mark", "nothing", nothing),
+    instead("torch.cuda.nvtx.range", "counts the depth", _range),
+    instead("torch.cuda.profiler.init", "nothing", nothing),
+    instead("torch.cuda.profiler.start", "nothing", nothing),
+    instead("torch.cuda.profiler.stop", "nothing", nothing),
+    instead("torch.cuda.profiler.profile", "nothing", _profile),
+    *(instead(f"torch.cuda.tunable.{name}", "remembered, without effect", _switch(name)) for name, _, _ in _SETTINGS),
+    *(
+        instead(f"torch.cuda.tunable.{teller}", "what was set", _switched(name, default))
+        for name, teller, default in _SETTINGS
+    ),
+    *(
+        instead(f"torch.cuda.tunable.{name}", "nothing", nothing)
+        for name in ("set_filename", "set_numerical_check_tolerances", "write_file_on_exit")
+    ),
+    instead("torch.cuda.tunable.get_filename", "empty", lambda: ""),
+    instead("torch.cuda.tunable.dynamic_dims_mask", "nothing", _profile),
+    *(
+        instead(f"torch.cuda.tunable.{name}", "False", lambda filename=None: False)
+        for name in ("read_file", "write_file")
+    ),
+    *(
+        instead(f"torch.backends.cuda.{name}", "remembered, without effect", _remembered_size(name))
+        for name in ("cublas_workspace_size", "cublaslt_workspace_size", "blas_workspace_size")
+    ),
+    instead("torch.backends.cuda.cufft_plan_cache", "empty", _PlanCache()),
+    *(instead(f"torch.cuda.tunable.{name}", "empty", tuple) for name in ("get_results", "get_validators")),
+)

@@ -1,0 +1,71 @@
+"""What only a GPU can do: kernels, graphs of kernels, handles of CUDA's libraries."""
+
+from __future__ import annotations
+
+from smp_emulation.calls import Call, instead, refused
+from smp_emulation.errors import NeedsGpuError
+
+_GRAPH = "a CUDA graph is a recording of kernels"
+_MOMENTS = ("capture_start", "capture_end", "instantiate", "replay_start", "replay_end", "destroy")
+_SHARES = "it shares out the multiprocessors of a GPU"
+_HANDLE = "it is a handle of CUDA's own libraries"
+_FILES = "it moves files past the CPU into the memory of a GPU"
+_SOURCE = "it compiles CUDA source code"
+_NCCL = "it calls NCCL itself"
+_TUNED = "it runs kernels to find the fastest"
+
+_RUN_EAGERLY = (
+    'run the step without the graph where os.environ.get("SMP_EMULATE_CUDA") is "1"; the results are the same'
+)
+_USE_GROUPS = "use torch.distributed, whose collectives run on the CPU too"
+_HAVE_FALLBACK = (
+    "give the model a path in plain PyTorch for machines without a GPU, or run it on one; C++ extensions without CUDA code can "
+    "be built here"
+)
+
+
+def _no_device_here() -> None:
+    """What PyTorch's own code asks for before it makes something on a CUDA device: nothing here has led it to the CPU."""
+    raise NeedsGpuError(
+        "this call asks PyTorch's own code for a CUDA device, past everything that is emulated; there is no GPU here, and "
+        "torch.cuda is emulated on the CPU (SMP_EMULATE_CUDA=1), which covers functions and methods that Python calls, but neither "
+        "torch.ops nor TorchScript; give this one device=tensor.device, the device of a tensor that is there, or run it on a GPU"
+    )
+
+
+CALLS: tuple[Call, ...] = (
+    *(refused(f"torch.cuda.{name}", _GRAPH, _RUN_EAGERLY, is_class=True) for name in ("CUDAGraph", "graph")),
+    *(refused(f"torch.cuda.{name}", _GRAPH, _RUN_EAGERLY) for name in ("make_graphed_callables", "graph_pool_handle")),
+    refused("torch.accelerator.Graph", _GRAPH, _RUN_EAGERLY, is_class=True),
+    *(
+        refused(f"torch.cuda.graphs.{name}", _GRAPH, _RUN_EAGERLY)
+        for name in (
+            "export_dot",
+            "export_graph_data",
+            *(f"register_graph_{when}_hook" for when in _MOMENTS),
+        )
+    ),
+    *(refused(f"torch.cuda.green_contexts.{name}", _SHARES, is_class=True) for name in ("GreenContext", "SMPartition")),
+    refused("torch.cuda.green_contexts.get_num_locality_domains", _SHARES),
+    instead("torch.cuda.green_contexts.is_localization_supported", "False", lambda device_id=None: False),
+    instead("torch.cuda.gds.is_available", "False", lambda: False),
+    instead("torch.cuda.graph_annotations.is_available", "False", lambda: False),
+    *(refused(f"torch.cuda.{name}", _HANDLE) for name in ("current_blas_handle", "current_solver_handle")),
+    *(
+        refused(f"torch.cuda.jiterator.{name}", _SOURCE, _HAVE_FALLBACK)
+        for name in ("_create_jit_fn", "_create_multi_output_jit_fn")
+    ),
+    *(refused(f"torch.cuda.gds.{name}", _FILES) for name in ("gds_register_buffer", "gds_deregister_buffer")),
+    refused("torch.cuda.gds.GdsFile", _FILES, is_class=True),
+    *(
+        refused(f"torch.cuda.nccl.{name}", _NCCL, _USE_GROUPS)
+        for name in ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "unique_id", "init_rank")
+    ),
+    *(refused(f"torch.cuda.tunable.{name}", _TUNED) for name in ("tune_gemm_in_file", "mgpu_tune_gemm_in_file")),
+    Call(
+        "torch.cuda._lazy_init",
+        "refused: asks PyTorch's own code for a device",
+        lambda original: _no_device_here,
+        is_refused=True,
+    ),
+)

@@ -1,0 +1,49 @@
+"""What is done for each library, once a script has imported it."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from smp_runtime.libraries.import_hook import when_imported
+
+
+def _accelerate(module: ModuleType) -> None:
+    from smp_runtime.libraries.accelerator import give_to_scripts
+
+    give_to_scripts(module)
+
+
+def _arguments(module: ModuleType) -> None:
+    from smp_runtime.libraries.trainer import adapt_arguments
+
+    adapt_arguments(module)
+
+
+def _trainer(module: ModuleType) -> None:
+    from smp_runtime.libraries.trainer import adapt_trainer
+
+    adapt_trainer(module)
+
+
+def _sft(module: ModuleType) -> None:
+    from smp_runtime.libraries.trl import adapt_sft
+
+    adapt_sft(module)
+
+
+def _dpo(module: ModuleType) -> None:
+    from smp_runtime.libraries.trl import adapt_dpo
+
+    adapt_dpo(module)
+
+
+when_imported("accelerate", _accelerate)
+when_imported("transformers.training_args", _arguments)
+when_imported("transformers.sagemaker.training_args_sm", _arguments)
+when_imported("transformers.trainer", _trainer)
+when_imported("trl.trainer.sft_trainer", _sft)
+when_imported("trl.trainer.dpo_trainer", _dpo)
+
+
+def discovered() -> None:
+    """What PyTorch calls when a rank of a job imports it; by then this file has been imported, which is all."""

@@ -1,0 +1,156 @@
+"""Checkpoints of Transformers' ``Trainer``: what it saves for resuming, from all ranks and for any number of them."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp_config import Group
+from smp_runtime.checkpoint.adapters import adapter_state, find_adapters
+from smp_runtime.checkpoint.export import has_adapters, is_split
+from smp_runtime.checkpoint.live_state import random_state, restore_random_state
+from smp_runtime.checkpoint.save_and_resume import resume_from_checkpoint, save_checkpoint
+from smp_runtime.job import session as sessions
+from smp_runtime.model.distributed_model import DistributedModel
+
+if TYPE_CHECKING:
+    from smp_runtime.job.session import Session
+
+#: The folder and the tag of what all ranks save of model and optimizer, beside Trainer's own files.
+_FOLDER, _TAG = "smp", "state"
+_SCHEDULER = "scheduler.pt"
+#: Says that a folder was saved by this library; Transformers looks for it.
+_SAVED_HERE = "user_content.pt"
+
+
+def _state_folder(checkpoint: Any) -> Path | None:
+    """Where all ranks have saved model and optimizer; None in a checkpoint of another kind, such as plain weights."""
+    if checkpoint is None:
+        return None
+    folder = Path(checkpoint) / _FOLDER
+    return folder if (folder / f"{_TAG}_partial").is_dir() else None
+
+
+def save_optimizer_and_scheduler(_: Callable[..., Any], trainer: Any, output_dir: Any) -> None:
+    """A partial checkpoint, with the float32 weights of half precision; Transformers' file would lack these and all shards."""
+    session = sessions.current()
+    folder = Path(output_dir)
+    with _without_frozen_base(trainer.model_wrapped):
+        save_checkpoint(session, str(folder / _FOLDER), _TAG, model=trainer.model_wrapped, optimizer=trainer.optimizer)
+    if trainer.args.should_save:
+        torch.save(trainer.lr_scheduler.state_dict(), folder / _SCHEDULER)
+    session.ranks.control.barrier(session.ranks.members(Group.WORLD))
+
+
+def load_from_checkpoint(former: Callable[..., Any], trainer: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+    """Weights alone, or adapters, where they do not come with the optimizer's state."""
+    if _state_folder(checkpoint) is not None:
+        return
+    model = trainer.model_wrapped
+    if isinstance(model, DistributedModel) and find_adapters(model, Path(checkpoint), None):
+        resume_from_checkpoint(sessions.current(), str(checkpoint), partial=False, load_optimizer=False)
+    else:
+        former(checkpoint, *args, **kwargs)
+
+
+def load_optimizer_and_scheduler(former: Callable[..., Any], trainer: Any, checkpoint: Any) -> None:
+    """What :func:`save_optimizer_and_scheduler` saved, with any degrees and number of ranks."""
+    folder = _state_folder(checkpoint)
+    if folder is None:
+        former(checkpoint)
+        return
+    with _without_frozen_base(trainer.model_wrapped):
+        resume_from_checkpoint(sessions.current(), str(folder), _TAG)
+    scheduler = folder.parent / _SCHEDULER
+    if scheduler.is_file():
+        trainer.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+
+# -- adapters of PEFT --------------------------------------------------------------------------------------------------
+
+
+def save_model(
+    former: Callable[..., Any], trainer: Any, output_dir: str | None = None, _internal_call: bool = False
+) -> None:
+    """Adapters without gathering the frozen base; other models as ever."""
+    model = trainer.model_wrapped
+    if not (isinstance(model, DistributedModel) and has_adapters(model.module) and is_split(model)):
+        former(output_dir, _internal_call=_internal_call)
+        return
+    folder = Path(trainer.args.output_dir if output_dir is None else output_dir)
+    state = adapter_state(sessions.current(), model)
+    if trainer.args.should_save:
+        folder.mkdir(parents=True, exist_ok=True)
+        trainer._save(str(folder), state_dict=state)
+        (folder / _SAVED_HERE).touch()
+    if trainer.args.push_to_hub and not _internal_call:
+        trainer.push_to_hub(commit_message="Model save", revision=getattr(trainer.args, "hub_revision", None))
+
+
+@contextlib.contextmanager
+def _without_frozen_base(model: Any) -> Iterator[None]:
+    """Inside, a model with adapters has these in its state only: the script makes the frozen base again."""
+    if not (isinstance(model, DistributedModel) and has_adapters(model.module)):
+        yield
+        return
+    frozen = {name for record in model.registry if not record.parameter.requires_grad for name in record.names}
+
+    def leave_out(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name in frozen:
+            state.pop(prefix + name, None)
+
+    handle = model.module.register_state_dict_post_hook(leave_out)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+def _random_file(session: Session, folder: Any) -> Path:
+    """Of each rank: ranks of one replica, which Transformers counts as one process, draw numbers of their own."""
+    is_alone = session.ranks.size(Group.WORLD) == 1
+    return Path(folder) / ("rng_state.pth" if is_alone else f"rng_state_{session.ranks.rank}.pth")
+
+
+def save_rng_state(_: Callable[..., Any], trainer: Any, output_dir: Any) -> None:
+    """The generators of this rank, those of tensor parallel layers too."""
+    import numpy as np
+
+    session = sessions.current()
+    kind, keys, *rest = np.random.get_state()
+    state = {
+        **random_state(session),
+        "python": random.getstate(),
+        "numpy": (kind, [int(key) for key in keys], *rest),
+        "ranks": session.ranks.size(Group.WORLD),
+    }
+    file = _random_file(session, output_dir)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(state, file)
+
+
+def load_rng_state(_: Callable[..., Any], trainer: Any, checkpoint: Any) -> None:
+    """Where the generators stood; with another number of ranks each goes on with its own."""
+    import numpy as np
+
+    session = sessions.current()
+    if checkpoint is None:
+        return
+    session.progress.set_position(trainer.state.global_step, trainer.state.max_steps)
+    file = _random_file(session, checkpoint)
+    state = torch.load(file, weights_only=True) if file.is_file() else {}
+    size = session.ranks.size(Group.WORLD)
+    if state.get("ranks") != size:
+        restore_random_state(session, None, same_topology=False)
+        return
+    restore_random_state(session, state, same_topology=True)
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])

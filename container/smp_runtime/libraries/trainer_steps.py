@@ -1,0 +1,235 @@
+"""Training and prediction steps of Transformers' ``Trainer``: its own loss, computed for each microbatch of a step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp_runtime.job import session as sessions
+from smp_runtime.step.microbatches import StepOutput
+from smp_runtime.step.step import step
+
+if TYPE_CHECKING:
+    from smp_runtime.model.distributed_model import DistributedModel
+
+
+@dataclass(frozen=True)
+class ShortBatch:
+    """A batch whose samples the number of microbatches does not divide, such as the last of an epoch.
+
+    Microbatches differ by one sample then. With fewer samples than microbatches some get a sample a second time, which
+    counts nothing.
+
+    Attributes:
+        inputs: of the model, by name.
+        samples: in the batch.
+        by_samples: whether the loss of a microbatch is a mean over its samples, and is weighted by their number.
+        parts: of which a tensor is made, one behind the other, each with all samples.
+    """
+
+    inputs: Mapping[str, Any]
+    samples: int
+    by_samples: bool
+    parts: int = 1
+
+    def sizes(self, count: int) -> list[int]:
+        """Samples of each microbatch that count."""
+        least, more = divmod(self.samples, count)
+        return [least + (index < more) for index in range(count)]
+
+    def smp_slice(self, count: int, index: int, axis: int) -> tuple[dict[str, Any], float]:
+        """The inputs of a microbatch, and by what its loss is multiplied before microbatches are averaged."""
+        sizes = self.sizes(count)
+        start, size = (sum(sizes[:index]), sizes[index]) if sizes[index] else (0, 1)
+
+        def cut(value: Any) -> Any:
+            rows = value.shape[0] if isinstance(value, torch.Tensor) and value.dim() > 0 else 0
+            if rows == self.samples:
+                return value.narrow(0, start, size)
+            if rows == self.parts * self.samples:
+                return value.unflatten(0, (self.parts, self.samples)).narrow(1, start, size).flatten(0, 1)
+            return value
+
+        weight = count * sizes[index] / self.samples if self.by_samples else float(sizes[index] > 0)
+        return {name: cut(value) for name, value in self.inputs.items()}, weight
+
+
+def samples_of(inputs: Mapping[str, Any]) -> int:
+    """Samples of a batch: the size of its first tensor; 0 without one."""
+    sizes = (value.shape[0] for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim() > 0)
+    return next(sizes, 0)
+
+
+def _batch(trainer: Any, inputs: Mapping[str, Any], microbatches: int, by_samples: bool) -> Any:
+    own = getattr(trainer, "smp_batch", None)
+    if own is not None:
+        return own(inputs, by_samples)
+    samples = samples_of(inputs)
+    return ShortBatch(inputs, samples, by_samples) if samples % microbatches else (inputs, 1.0)
+
+
+def _loss(trainer: Any, model: DistributedModel, inputs: Mapping[str, Any], items: Any, **more: Any) -> Any:
+    """What the trainer, or its subclass, computes of a microbatch."""
+    if takes(trainer.compute_loss, "num_items_in_batch"):
+        more["num_items_in_batch"] = items
+    with trainer.compute_loss_context_manager():
+        return trainer.compute_loss(model, dict(inputs), **more)
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has an argument of that name, or any keywords."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+@step
+def forward_backward(trainer: Any, model: DistributedModel, batch: Any, items: Any, scale: float) -> torch.Tensor:
+    """The gradients of one microbatch, and its loss."""
+    inputs, weight = batch
+    loss: torch.Tensor = _loss(trainer, model, inputs, items) * (weight * scale)
+    model.backward(loss)
+    return loss.detach()
+
+
+def training_step(trainer: Any, model: DistributedModel, inputs: Mapping[str, Any], items: Any = None) -> torch.Tensor:
+    """What ``Trainer.training_step`` does in one process, with the batch in microbatches.
+
+    Args:
+        items: tokens over which the loss is a mean, of all batches of this update; None where each batch has a mean of its
+            own.
+    """
+    model.train()
+    if callable(switch := getattr(trainer.optimizer, "train", None)):
+        switch()
+    inputs = trainer._prepare_inputs(inputs)
+    microbatches = sessions.current().ranks.cfg.microbatches
+    told = getattr(trainer, "loss_is_scaled_for_ga", None)
+    of_all = (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
+    is_scaled = of_all if told is None else told
+    batch = _batch(trainer, inputs, microbatches, by_samples=not is_scaled)
+    scale = 1.0 if is_scaled else 1.0 / trainer.current_gradient_accumulation_steps
+    loss = forward_backward(trainer, model, batch, _per_microbatch(items, microbatches), scale)
+    return loss.reduce_mean().detach().to(trainer.args.device)
+
+
+def _per_microbatch(items: Any, microbatches: int) -> Any:
+    """Losses of microbatches are averaged: a mean over this many tokens makes that average one over all of them."""
+    return items if items is None or microbatches == 1 else items / microbatches
+
+
+# -- prediction ------------------------------------------------------------------------------------------------------
+
+
+@step
+def forward_only(
+    trainer: Any, model: DistributedModel, batch: Any, items: Any, has_loss: bool, left_out: Any
+) -> tuple[torch.Tensor | None, Any]:
+    """Loss and outputs of one microbatch.
+
+    Args:
+        left_out: names of outputs that nobody wants; None: all of them.
+    """
+    inputs, weight = batch
+    loss: torch.Tensor | None = None
+    if has_loss and left_out is None:
+        return _loss(trainer, model, inputs, items).detach().mean() * weight, ()
+    if has_loss:
+        loss, outputs = _loss(trainer, model, inputs, items, return_outputs=True)
+        loss = loss.detach().mean() * weight
+        rest = [*(left_out or ()), "loss"]
+    else:
+        with trainer.compute_loss_context_manager():
+            outputs = model(**inputs)
+        rest = list(left_out or ())
+    if left_out is None:
+        return loss, ()
+    if isinstance(outputs, Mapping):
+        return loss, tuple(value for name, value in outputs.items() if name not in rest)
+    outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    return loss, tuple(outputs[1:] if has_loss else outputs)
+
+
+def prediction_step(
+    trainer: Any,
+    model: DistributedModel,
+    inputs: Mapping[str, Any],
+    prediction_loss_only: bool,
+    ignore_keys: list[str] | None = None,
+    has_loss: bool | None = None,
+) -> tuple[Any, Any, Any]:
+    """What ``Trainer.prediction_step`` does in one process, with the batch in microbatches.
+
+    Args:
+        has_loss: whether the trainer computes a loss of these inputs; None: as Transformers finds out.
+
+    Returns:
+        Loss, outputs and labels; None for those that there are not.
+    """
+    names = trainer.label_names
+    has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
+    return_loss = inputs.get("return_loss")
+    if has_loss is None:
+        has_loss = has_labels or (not names and bool(trainer.can_return_loss if return_loss is None else return_loss))
+    inputs = trainer._prepare_inputs(inputs)
+    if ignore_keys is None:
+        config = getattr(trainer.model, "config", None)
+        ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])) if config else []
+    labels = _detached(tuple(inputs.get(name) for name in names)) if has_labels or (has_loss and not names) else None
+    if labels is not None and len(labels) == 1:
+        labels = labels[0]
+    microbatches = sessions.current().ranks.cfg.microbatches
+    items = _items_of(trainer, inputs) if has_loss else None
+    is_scaled = items is not None and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
+    batch = _batch(trainer, inputs, microbatches, by_samples=not is_scaled)
+    with torch.no_grad():
+        loss, outputs = forward_only(
+            trainer,
+            model,
+            batch,
+            _per_microbatch(items, microbatches),
+            has_loss,
+            None if prediction_loss_only else ignore_keys,
+        )
+    mean = loss.reduce_mean().to(trainer.args.device) if has_loss else None
+    if prediction_loss_only:
+        return mean, None, None
+    sizes = batch.sizes(microbatches) if isinstance(batch, ShortBatch) else None
+    parts = batch.parts if isinstance(batch, ShortBatch) else 1
+    joined = tuple(_joined(value, sizes, parts) for value in outputs)
+    return mean, joined[0] if len(joined) == 1 else joined, labels
+
+
+def _items_of(trainer: Any, inputs: Mapping[str, Any]) -> Any:
+    """Tokens over which the loss of a batch is a mean, in releases that count them; or None."""
+    own = getattr(trainer, "smp_items", None)
+    if own is not None:
+        return own(inputs)
+    count = getattr(trainer, "_get_num_items_in_batch", None)
+    return None if count is None else count([inputs], trainer.args.device)
+
+
+def _joined(value: Any, sizes: list[int] | None, parts: int) -> Any:
+    """Outputs of microbatches along the batch axis, without samples that were there a second time."""
+    if isinstance(value, StepOutput):
+        kept = [out.detach() for n, out in enumerate(value.outputs) if sizes is None or sizes[n]]
+        if parts == 1 or kept[0].dim() == 0:
+            return StepOutput(kept).concat()
+        return torch.cat([torch.cat(same) for same in zip(*(out.chunk(parts) for out in kept), strict=True)])
+    if isinstance(value, Mapping):
+        return type(value)({name: _joined(part, sizes, parts) for name, part in value.items()})  # type: ignore[call-arg]
+    return type(value)(_joined(part, sizes, parts) for part in value) if isinstance(value, list | tuple) else value
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, Mapping):
+        return type(value)({name: _detached(part) for name, part in value.items()})  # type: ignore[call-arg]
+    return type(value)(_detached(part) for part in value) if isinstance(value, list | tuple) else value
