@@ -28,7 +28,16 @@ _OPT_LIKE = {
     "max_position_embeddings": 32,
     "dropout": 0.0,
 }
-_T5_LIKE = {**_SIZES, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+_T5_LIKE = {
+    **_SIZES,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
 _EXPERTS = {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 #: By the name of a model's class: the name of its configuration's, its settings, and which maps of its first block are columns

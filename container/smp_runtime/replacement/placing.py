@@ -27,8 +27,8 @@ def place(module: nn.Module, registry: ParameterRegistry) -> None:
     for part in module.modules():
         entry = entry_of(part)
         if entry is not None and not entry.prescaled:  # ordinary layers in it see the batch of the whole group
-            for parameter in part.parameters():
-                registry.record_of(parameter).reduction = Group.RDP
+            for seen in part.parameters():
+                registry.record_of(seen).reduction = Group.RDP
     for part in distributed_modules(module):
         for name, parameter in part._parameters.items():
             if parameter is None:

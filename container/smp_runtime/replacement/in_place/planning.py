@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -357,7 +357,7 @@ def _share(block: nn.Module, split: Split) -> float:
     total = sum(p.numel() for p in block.parameters())
     halved = 0
     for path, how in split.leaves.items():
-        linear = block.get_submodule(path)
+        linear: Any = block.get_submodule(path)
         halved += linear.weight.numel()
         if how.columns and linear.bias is not None:
             halved += linear.bias.numel()

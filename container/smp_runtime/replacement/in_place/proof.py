@@ -103,7 +103,10 @@ class _SimulatedGroup(TensorGroup):
 class _SimulatedLinear(nn.Module):
     """A part of a linear map."""
 
-    def __init__(self, whole: nn.Module, split: LinearSplit, group: TensorGroup, shared: SharedInput) -> None:
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, whole: Any, split: LinearSplit, group: TensorGroup, shared: SharedInput) -> None:
         super().__init__()
         self._how, self._group, self._shared = split, group, shared
         self.where = {"weight": TensorSlice.of(tuple(whole.weight.shape), split.dim, group.rank, group.size)}
@@ -206,7 +209,8 @@ class Proof:
         return found
 
     def _all_parts(self, split: Split) -> list[_Run]:
-        meeting, found, errors = _Meeting(self._size), [None] * self._size, []
+        meeting, errors = _Meeting(self._size), []
+        found: list[_Run | None] = [None] * self._size
 
         def run(rank: int) -> None:
             try:
