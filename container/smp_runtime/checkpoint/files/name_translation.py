@@ -104,8 +104,9 @@ class Names:
             # The names do not tell a model with a tied head from the one inside it: what is wanted does.
             starts = [*(_under_their_names(plain, manifest, has_heads) for has_heads in (True, False)), plain]
         ours = list(to_ours)
+        headless = [getattr(getattr(f, "__self__", None), "headless_to_ours", f) for f in ours]
         for start in starts:
-            for last in ((), ours):
+            for last in ((), ours, headless):
                 state = start
                 for translate in last:
                     state = dict(translate(state))
