@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from smp_config import Group
 from smp_runtime.nn.embedding import DistributedEmbedding
 from smp_runtime.nn.linear import DistributedConv1D, DistributedLinear
 from smp_runtime.nn.lm_head import DistributedTransformerLMHead
+from smp_runtime.nn.planned import LinearSplit, PlannedLinear, features_of
 from smp_runtime.nn.transformer import DistributedTransformer
 from smp_runtime.replacement.registration import (
     Arguments,
@@ -20,6 +22,8 @@ from smp_runtime.replacement.registration import (
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from smp_runtime.tensor_parallel.block_entry import SharedInput
 
 _MODELS = "transformers.models"
 _ROOM = "smp_runtime.replacement.huggingface"
@@ -88,6 +92,16 @@ def _embedding(module: nn.Embedding) -> Arguments:
         "sparse": module.sparse,
         "initializer_range": 1.0,  # as nn.Embedding draws
     }
+
+
+def planned(split: LinearSplit, shared: SharedInput) -> Registration:
+    """How a linear map is replaced inside a module that is split in place."""
+
+    def arguments(module: nn.Module) -> Arguments:
+        bias = module.bias is not None
+        return features_of(module), {"split": split, "bias": bias, "shared": shared, "reduction": Group.RDP}
+
+    return Registration(PlannedLinear, arguments=arguments)
 
 
 def known_arguments() -> set[str]:

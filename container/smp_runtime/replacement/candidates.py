@@ -8,13 +8,19 @@ modules inside are distributed one by one, and what stands around them goes on w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
 from smp_runtime.nn.distributed_module import DistributedModule
+from smp_runtime.nn.planned import is_linear
+from smp_runtime.replacement import builtin
 from smp_runtime.replacement.registration import Registration, registration_of
 from smp_runtime.replacement.scopes import Mark, mark_of
+from smp_runtime.tensor_parallel.block_entry import SharedInput
+
+if TYPE_CHECKING:
+    from smp_runtime.replacement.in_place.splitting import Split
 
 #: PEFT's list of the modules of a layer that hold adapters, and where the adapted module is.
 _ADAPTER_NAMES = "adapter_layer_names"
@@ -43,21 +49,33 @@ def wanted(module: nn.Module, mark: Mark, automatic: Mapping[str, Any]) -> Regis
     return None
 
 
+def is_taken(module: nn.Module, automatic: Mapping[str, Any]) -> bool:
+    """Whether a distributed class stands for a marked module as a whole."""
+    return not is_linear(module) and wanted(module, mark_of(module), automatic) is not None and _lost(module) is None
+
+
 def outermost(
-    module: nn.Module, automatic: Mapping[str, Any], left_alone: Callable[[str, str], None]
+    module: nn.Module,
+    automatic: Mapping[str, Any],
+    in_place: Mapping[int, Split],
+    left_alone: Callable[[str, str], None],
 ) -> list[Candidate]:
     """The modules of ``module`` to distribute, in its order.
 
     Args:
         automatic: arguments of distributed modules that follow from the configuration.
+        in_place: by the ``id`` of each block that is split in place, how.
         left_alone: hears of what is not distributed as it was marked: how it is called, and why.
     """
-    return list(_Search(automatic, left_alone).below(module, ""))
+    return list(_Search(automatic, in_place, left_alone).below(module, ""))
 
 
 class _Search:
-    def __init__(self, automatic: Mapping[str, Any], left_alone: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, automatic: Mapping[str, Any], in_place: Mapping[int, Split], left_alone: Callable[[str, str], None]
+    ) -> None:
         self._automatic = automatic
+        self._in_place = in_place
         self._left_alone = left_alone
         #: What stops models from being distributed as a whole is said of the outermost.
         self._said: set[str] = set()
@@ -65,6 +83,14 @@ class _Search:
     def below(self, module: nn.Module, name: str) -> Iterator[Candidate]:
         """Candidates in ``module``, itself included."""
         if isinstance(module, DistributedModule):
+            return
+        split = self._in_place.get(id(module))
+        if split is not None:
+            shared = SharedInput()
+            for path, how_split in split.leaves.items():
+                leaf = module.get_submodule(path)
+                title = f"{name}.{path}".lstrip(".")
+                yield Candidate(title, leaf, builtin.planned(how_split, shared), mark_of(leaf))
             return
         mark = mark_of(module)
         how = wanted(module, mark, self._automatic) if mark.enabled else None
@@ -102,6 +128,11 @@ def _lost(module: nn.Module) -> str | None:
     if any(_is_adapted(part) for part in module.modules()):
         return "the adapters in it"
     return None
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether any part of a module has adapters, or a ``forward`` that is not its class's: it is not tried out as a block."""
+    return any(_is_adapted(part) or "forward" in vars(part) for part in module.modules())
 
 
 def _adapter_names(module: nn.Module) -> tuple[str, ...]:

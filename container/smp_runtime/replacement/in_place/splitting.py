@@ -1,0 +1,97 @@
+"""What is changed on a module that is split in place, beside its linear maps: numbers of heads, and shared parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from smp_runtime.errors import SMPUserError
+from smp_runtime.tensor_parallel import collectives
+from smp_runtime.tensor_parallel.block_entry import BlockEntry
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from smp_runtime.nn.planned import LinearSplit
+    from smp_runtime.tensor_parallel.group import TensorGroup
+
+_WHOLE_NUMBERS = "_smp_whole_numbers"
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a block is split.
+
+    Attributes:
+        leaves: of its linear maps, by path.
+        scaled: numbers of heads and features that each rank has a part of, as (path of the module, attribute).
+        summed: parameters that each rank has whole and uses on its own features, by name, so that their gradients are summed.
+    """
+
+    leaves: Mapping[str, LinearSplit]
+    scaled: tuple[tuple[str, str], ...] = ()
+    summed: tuple[str, ...] = field(default=())
+
+
+def require_all(block: nn.Module, split: Split, made: Container[int]) -> None:
+    """All linear maps of a split must have been replaced: ``made`` has the ``id`` of those that were.
+
+    Raises:
+        SMPUserError: one was not, and the rest of the block counts on it.
+    """
+    for path in split.leaves:
+        if id(block.get_submodule(path)) not in made:
+            raise SMPUserError(
+                f"{path} of a {type(block).__name__} that is split in place cannot be replaced (see the warning before this), and "
+                "the rest of it counts on that: take the block out by smp.set_tensor_parallelism(module, False), or create all of "
+                "it in one context"
+            )
+
+
+def adapt(block: nn.Module, split: Split, group: TensorGroup) -> None:
+    """Scale the numbers of a block whose linear maps were replaced, let shared parameters be summed, and watch its calls."""
+    prepare(block, split, group)
+    BlockEntry(group).watch(block)
+
+
+def prepare(block: nn.Module, split: Split, group: TensorGroup) -> None:
+    """The same but for the calls: they have the group's batch already."""
+    for path, attribute in split.scaled:
+        part = block.get_submodule(path)
+        whole = getattr(part, attribute)
+        part.__dict__.setdefault(_WHOLE_NUMBERS, {})[attribute] = whole
+        setattr(part, attribute, whole // group.size)
+    for name in split.summed:
+        path, _, parameter = name.rpartition(".")
+        _SummedGradient(parameter, group).watch(block.get_submodule(path))
+
+
+def become_whole(module: nn.Module) -> None:
+    """A copy of a module that is not split any more has its own numbers again."""
+    for attribute, whole in module.__dict__.pop(_WHOLE_NUMBERS, {}).items():
+        setattr(module, attribute, whole)
+
+
+class _SummedGradient:
+    """Hooks that hand a module's parameter to its forward pass so that its gradients are summed over the group.
+
+    The module's own dictionary goes before its parameters: while the pass runs, the name there is that of what autograd
+    sums behind.
+    """
+
+    def __init__(self, name: str, group: TensorGroup) -> None:
+        self._name, self._group = name, group
+
+    def watch(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self.before)
+        module.register_forward_hook(self.behind, always_call=True)
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        parameter = module._parameters[self._name]
+        module.__dict__[self._name] = collectives.shared(self._group, parameter)[0]
+
+    def behind(self, module: nn.Module, args: Any, result: Any) -> None:
+        with contextlib.suppress(KeyError):
+            del module.__dict__[self._name]
