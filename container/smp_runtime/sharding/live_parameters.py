@@ -121,6 +121,7 @@ class LiveParameters:
                     self._answer(asked, None)
             finally:
                 self._requests = None
+                self.trace.forget()  # in which ranks may differ here
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
