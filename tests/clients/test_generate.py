@@ -172,3 +172,67 @@ def test_a_model_trains_and_generates_in_turns(ranks, family, strategy):
         alone = _rounds(model, _optimizer(model), replica, _plain_step)
         assert found[::2] == pytest.approx(alone[::2], abs=1e-5)
         assert found[1::2] == alone[1::2]
+
+
+class _OwnLoop(torch.nn.Module):
+    """A model of a script's own, with a ``generate`` of its own, inside another module."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCABULARY, 16)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
+        self.head = torch.nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids):
+        hidden = self.embedding(ids).cumsum(1)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return self.head(hidden)
+
+    def generate(self, ids, tokens):
+        """Samples, and ends at unequal times."""
+        for _ in range(tokens):
+            ids = torch.cat([ids, self(ids)[:, -1].softmax(-1).multinomial(1)], 1)
+        return {"ids": ids, "length": ids.shape[1]}
+
+
+class _Around(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner = _OwnLoop()
+
+    def forward(self, ids):
+        return self.inner(ids)
+
+
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(s, marks=[] if s == "pp 2 × sdp 2" else pytest.mark.full) for s in STRATEGIES]
+)
+def test_a_generate_of_a_script_s_own(ranks, strategy):
+    """With a step before and after it, in inference mode, on a part of the model, ending with an error on one replica."""
+    size, config = STRATEGIES[strategy]
+
+    def made(model, rank):
+        torch.manual_seed(rank)
+        with torch.inference_mode():
+            return model.generate(torch.ones(2, 3, dtype=torch.int64), 2 + 3 * rank)
+
+    def script():
+        from smp_runtime.errors import StageError
+
+        model = _wrapped(_Around)
+        step = smp.step(lambda ids: model.backward(model(ids).square().mean()))
+        step(torch.ones(2, 3, dtype=torch.int64))
+        found = made(model.eval().module.inner, _replica())
+        if _replica() == 1:
+            with pytest.raises((IndexError, StageError), match=r"index out of range|list index"):
+                model.module.inner.generate(torch.full((2, 3), VOCABULARY), 1)
+        elif smp.dp_size() > 1 and smp.tp_size() == 1:
+            made(model.module.inner, 0)
+        step(torch.ones(2, 3, dtype=torch.int64))
+        return _replica(), found["ids"].tolist(), found["length"]
+
+    for replica, ids, length in ranks(script, size, config={"ddp": True, **config}):
+        alone = made(_Around().inner, replica)
+        assert (ids, length) == (alone["ids"].tolist(), alone["length"])
