@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,6 +104,15 @@ class TensorGroup:
         made = object.__new__(type(self))
         made.__dict__ |= self.__dict__ | {"size": 1, "rank": 0, "prescaled": False}
         return made
+
+    @contextlib.contextmanager
+    def one_batch(self) -> Iterator[None]:
+        """Inside, all ranks of the group get the same batch, whatever is configured; all of them enter it together."""
+        before, self.prescaled = self.prescaled, True
+        try:
+            yield
+        finally:
+            self.prescaled = before
 
     @property
     def is_tracing(self) -> bool:
