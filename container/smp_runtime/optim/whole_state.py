@@ -140,7 +140,7 @@ def whole_tensor(ranks: Ranks, record: ParameterRecord | None, value: Any) -> An
     if axis is None or bounds is None or value.shape != record.parameter.shape or value.dim() == 0:
         return value
     longest = -(-record.shape[axis] // ranks.size(Group.TP))
-    return gather_whole(value, TensorSlice(record.shape, axis, *bounds, longest), TensorGroup.of(ranks))
+    return gather_whole(value, TensorSlice(record.shape, axis, bounds, longest), TensorGroup.of(ranks))
 
 
 def whole_values(

@@ -39,9 +39,7 @@ def place(module: nn.Module, registry: ParameterRegistry) -> None:
             where = part.tensor_slices.get(name)
             if where is not None:
                 record.shape = where.shape
-                record.placement = replace(
-                    record.placement, tensor_axis=where.dim, tensor_slice=(where.start, where.stop)
-                )
+                record.placement = replace(record.placement, tensor_axis=where.dim, tensor_slice=where.bounds)
 
 
 def watch_batches(module: nn.Module) -> None:

@@ -204,5 +204,8 @@ def gather_whole(mine: torch.Tensor, where: TensorSlice, group: TensorGroup) -> 
     on_device = F.pad(mine.detach(), padding).to(group.device)
     full, work = group.start_gather(on_device)
     work.wait()
+    if len(where.bounds) > 2:  # several pieces, each of which the ranks divide
+        runs = (join(run, where.dim) for run in full.split(where.lengths, where.dim + 1))
+        return torch.cat(list(runs), where.dim).to(mine.device)
     # The padding of the ranks' parts comes last, behind the whole.
     return join(full, where.dim).narrow(where.dim, 0, where.shape[where.dim]).contiguous().to(mine.device)
