@@ -49,11 +49,49 @@ class Numbered(nn.Module):
 
 
 class Packed(Numbered):
-    """The same, with all queries before all keys, which a part of the rows does not have."""
+    """The same, with all queries before all keys."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.projection(x).chunk(3, -1))
         return self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+
+
+class Turned(Numbered):
+    """The same, with features that alternate between heads, and back."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (-1, self.n_head)).movedim(-1, 1) for part in self.projection(x).chunk(3, -1))
+        return self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).permute(0, 2, 3, 1).flatten(2))
+
+
+class OneKey(nn.Module):
+    """All heads of queries have the same keys and values, in one map with them."""
+
+    def __init__(self, heads: int = 4, size: int = 4) -> None:
+        super().__init__()
+        self.num_heads, self.embed_dim, self.size = heads, heads * size, size
+        self.projection, self.o = nn.Linear(WIDTH, (heads + 2) * size), nn.Linear(heads * size, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = self.projection(x).split((self.embed_dim, self.size, self.size), -1)
+        q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (q, k, v))
+        k, v = (part.expand(-1, self.num_heads, -1, -1) for part in (k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.o(attended.transpose(1, 2).flatten(2))
+
+
+class Grouped(Attention):
+    """It keeps how many heads share a key."""
+
+    def __init__(self, heads: int, key_heads: int, size: int = 4) -> None:
+        super().__init__(heads, key_heads, size)
+        self.groups = heads // key_heads
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        k, v = (part.repeat_interleave(self.groups, 1) for part in (k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.o(attended.transpose(1, 2).flatten(2))
 
 
 class Gated(nn.Module):
@@ -68,13 +106,26 @@ class Gated(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class PackedGated(nn.Module):
+    """The same with one map into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed, self.down = nn.Linear(WIDTH, 48), nn.Linear(24, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.packed(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
 class Block(nn.Module):
     """Attention and feed forward net, each normed before and added to the stream; dropout of what is added."""
 
     def __init__(self, attention: Callable[[], nn.Module] = Attention, dropout: float = 0.0) -> None:
         super().__init__()
         self.first, self.attention = nn.LayerNorm(WIDTH), attention()
-        self.second, self.mlp = nn.LayerNorm(WIDTH), Gated()
+        self.second = nn.LayerNorm(WIDTH)
+        self.mlp = PackedGated() if isinstance(self.attention, Packed) else Gated()
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tensor]:

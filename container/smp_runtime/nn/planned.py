@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from smp_runtime.nn.distributed_module import DistributedModule
+from smp_runtime.parameters.registry import cut
 from smp_runtime.tensor_parallel import collectives
 from smp_runtime.tensor_parallel.initialisation import uniform_for
 from smp_runtime.tensor_parallel.split_functions import rows
@@ -29,11 +30,16 @@ class LinearSplit:
         columns: its outputs are shared out, else its inputs.
         joins: the other side is whole all the same: outputs are gathered, or inputs sliced.
         transposed: its weight is ``[in, out]``, as in GPT-2, not ``[out, in]``.
+        pieces: lengths of outputs that are shared out by themselves, such as queries, keys and values; empty for one piece.
+        runs: by rank the starts and stops of the outputs that it computes, where several ranks need the same: keys of heads that
+            the ranks do not divide. Every rank has the weight whole then.
     """
 
     columns: bool
     joins: bool = False
     transposed: bool = False
+    pieces: tuple[int, ...] = ()
+    runs: tuple[tuple[int, ...], ...] = ()
 
     @property
     def dim(self) -> int:
@@ -45,6 +51,9 @@ class LinearSplit:
     ) -> torch.Tensor:
         """``[…, in]`` to ``[…, out]``; on replicated rows, one side of it this rank's features."""
         matrix = weight.t() if self.transposed else weight
+        if self.runs and group.size > 1:
+            matrix = cut(matrix, 0, self.runs[group.rank])
+            bias = None if bias is None else cut(bias, 0, self.runs[group.rank])
         if self.columns:
             features = F.linear(shared.of(x, group), matrix, bias)
             return collectives.gathered(features, group, -1, partial=False) if self.joins else features
@@ -76,12 +85,17 @@ class PlannedLinear(DistributedModule):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.split, self._shared = split, shared
-        self.share_of(*(("out_features", out_features) if split.columns else ("in_features", in_features)))
         shape = (in_features, out_features) if split.transposed else (out_features, in_features)
         fill = uniform_for(in_features)
-        self.add_split("weight", shape, split.dim, fill)
+        if split.runs:
+            self.add_whole("weight", shape, fill, reduction)
+            self.add_whole("bias", (out_features,), fill, reduction, exists=bias)
+            return
+        for piece in split.pieces or (out_features if split.columns else in_features,):
+            self.share_of("out_features" if split.columns else "in_features", piece)
+        self.add_split("weight", shape, split.dim, fill, pieces=split.pieces)
         if split.columns:
-            self.add_split("bias", (out_features,), 0, fill, exists=bias)
+            self.add_split("bias", (out_features,), 0, fill, pieces=split.pieces, exists=bias)
         else:
             self.add_whole("bias", (out_features,), fill, reduction, exists=bias)
 

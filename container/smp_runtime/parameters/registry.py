@@ -167,15 +167,13 @@ class TensorSlice:
     size: int
 
     @classmethod
-    def of(
-        cls, shape: tuple[int, ...], dim: int, rank: int, ranks: int, pieces: Sequence[int] | None = None
-    ) -> TensorSlice:
+    def of(cls, shape: tuple[int, ...], dim: int, rank: int, ranks: int, pieces: Sequence[int] = ()) -> TensorSlice:
         """Parts of equal size, but for the last when the number of ranks does not divide.
 
         Args:
             pieces: lengths of what is shared out by itself, which the number of ranks divides.
         """
-        if pieces is not None and len(pieces) > 1:
+        if len(pieces) > 1:
             ends = itertools.accumulate(pieces)
             firsts = [end - n + rank * (n // ranks) for n, end in zip(pieces, ends, strict=True)]
             bounds = tuple(b for n, first in zip(pieces, firsts, strict=True) for b in (first, first + n // ranks))

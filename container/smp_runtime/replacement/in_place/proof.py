@@ -109,9 +109,11 @@ class _SimulatedLinear(nn.Module):
     def __init__(self, whole: Any, split: LinearSplit, group: TensorGroup, shared: SharedInput) -> None:
         super().__init__()
         self._how, self._group, self._shared = split, group, shared
-        self.where = {"weight": TensorSlice.of(tuple(whole.weight.shape), split.dim, group.rank, group.size)}
-        if split.columns and whole.bias is not None:
-            self.where["bias"] = TensorSlice.of(tuple(whole.bias.shape), 0, group.rank, group.size)
+        self.where: dict[str, TensorSlice] = {}
+        for name, dim in () if split.runs else (("weight", split.dim), *((("bias", 0),) if split.columns else ())):
+            if getattr(whole, name) is not None:
+                shape = tuple(getattr(whole, name).shape)
+                self.where[name] = TensorSlice.of(shape, dim, group.rank, group.size, split.pieces)
         for name in ("weight", "bias"):
             value = getattr(whole, name)
             if value is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 _WHOLE_NUMBERS = "_smp_whole_numbers"
 
+#: Path of a module, attribute, and its value on one rank.
+Number = tuple[str, str, int]
+
 
 @dataclass(frozen=True)
 class Split:
@@ -26,12 +30,13 @@ class Split:
 
     Attributes:
         leaves: of its linear maps, by path.
-        scaled: numbers of heads and features that each rank has a part of, as (path of the module, attribute).
+        numbers: heads and features of one rank, as (path of the module, attribute, value); of a configuration that the module
+            has, the attribute is ``config.num_heads``.
         summed: parameters that each rank has whole and uses on its own features, by name, so that their gradients are summed.
     """
 
     leaves: Mapping[str, LinearSplit]
-    scaled: tuple[tuple[str, str], ...] = ()
+    numbers: tuple[Number, ...] = ()
     summed: tuple[str, ...] = field(default=())
 
 
@@ -58,11 +63,18 @@ def adapt(block: nn.Module, split: Split, group: TensorGroup) -> None:
 
 def prepare(block: nn.Module, split: Split, group: TensorGroup) -> None:
     """The same but for the calls: they have the group's batch already."""
-    for path, attribute in split.scaled:
+    for path, attribute, value in split.numbers:
         part = block.get_submodule(path)
-        whole = getattr(part, attribute)
-        part.__dict__.setdefault(_WHOLE_NUMBERS, {})[attribute] = whole
-        setattr(part, attribute, whole // group.size)
+        holder, _, name = attribute.rpartition(".")
+        whole = part.__dict__.setdefault(_WHOLE_NUMBERS, {})
+        if not holder:
+            whole.setdefault(name, getattr(part, name))
+            setattr(part, name, value)
+        else:  # others have this configuration too
+            if holder not in whole:
+                whole[holder] = getattr(part, holder)
+                setattr(part, holder, copy.copy(whole[holder]))
+            setattr(getattr(part, holder), name, value)
     for name in split.summed:
         path, _, parameter = name.rpartition(".")
         _SummedGradient(parameter, group).watch(block.get_submodule(path))
