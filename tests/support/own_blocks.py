@@ -155,11 +155,19 @@ PLAN = {
 class Net(nn.Module):
     """A small language model of such blocks."""
 
-    def __init__(self, layers: int = 2, attention: Callable[[], nn.Module] = Attention, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        layers: int = 2,
+        attention: Callable[[], nn.Module] = Attention,
+        dropout: float = 0.0,
+        is_tied: bool = False,
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(Block(attention, dropout) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:  # [batch, seq] -> [batch, seq, vocabulary]
         x = self.embedding(ids)

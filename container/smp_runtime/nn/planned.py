@@ -84,7 +84,7 @@ class PlannedLinear(DistributedModule):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.split, self._shared = split, shared
+        self.split, self.shared = split, shared
         shape = (in_features, out_features) if split.transposed else (out_features, in_features)
         fill = uniform_for(in_features)
         if split.runs:
@@ -101,7 +101,7 @@ class PlannedLinear(DistributedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Features of replicated rows."""
-        return self.split.apply(input, self.weight, self.bias, self.tensor_group, self._shared)
+        return self.split.apply(input, self.weight, self.bias, self.tensor_group, self.shared)
 
     def extra_repr(self) -> str:
         """The sizes over all ranks, as PyTorch prints them."""

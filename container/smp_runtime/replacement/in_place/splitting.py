@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from smp_runtime.errors import SMPUserError
+from smp_runtime.nn.planned import PlannedLinear
 from smp_runtime.tensor_parallel import collectives
 from smp_runtime.tensor_parallel.block_entry import BlockEntry
 
@@ -59,6 +60,10 @@ def adapt(block: nn.Module, split: Split, group: TensorGroup) -> None:
     """Scale the numbers of a block whose linear maps were replaced, let shared parameters be summed, and watch its calls."""
     prepare(block, split, group)
     BlockEntry(group).watch(block)
+    for shared in {
+        id(part.shared): part.shared for part in block.modules() if isinstance(part, PlannedLinear)
+    }.values():
+        block.register_forward_hook(shared.clear_behind, always_call=True)
 
 
 def prepare(block: nn.Module, split: Split, group: TensorGroup) -> None:
