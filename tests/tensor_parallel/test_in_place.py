@@ -29,7 +29,7 @@ def _session(solo, caplog):
 def _group(size=2, **settings):
     """The first rank of a group, which decides for all."""
     ranks = SimpleNamespace(rank=0)
-    settings = {"prescaled": True, "slices_activations": False, **settings}
+    settings = {"prescaled": True, "slices_activations": False, "spreads_experts": False, **settings}
     return SimpleNamespace(size=size, rank=0, ranks=ranks, agree=lambda value: value, **settings)
 
 

@@ -74,7 +74,10 @@ def _train(kind, **scope):
         pytest.param("two", 4, {"tensor_parallel_degree": 4, "prescaled_batch": True}, marks=pytest.mark.full),
         ("tied", 4, {"pipeline_parallel_degree": 2, "microbatches": 2, "prescaled_batch": True}),
         pytest.param(
-            "tied", 4, {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 1e6}, marks=pytest.mark.full
+            "tied",
+            4,
+            {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 1e6, "prescaled_batch": True},
+            marks=pytest.mark.full,
         ),
         pytest.param("tied", 4, {"shard_optimizer_state": True}, marks=pytest.mark.full),
     ],

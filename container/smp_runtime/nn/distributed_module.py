@@ -98,6 +98,7 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
         fill: Fill,
         *,
         pieces: Sequence[int] = (),
+        owner: int | None = None,
         exists: bool = True,
     ) -> None:
         """A parameter of which each rank has a part along ``dim``, or None.
@@ -105,11 +106,16 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
         Args:
             shape: of the whole.
             pieces: lengths along ``dim`` that are shared out one by one, each of which the ranks divide; empty for one piece.
+            owner: a rank of the group that has all of it, if the others have nothing.
         """
         if not exists:
             self.register_parameter(name, None)
             return
-        where = TensorSlice.of(shape, dim, self.tensor_group.rank, self.tensor_group.size, pieces)
+        group = self.tensor_group
+        if owner is None:
+            where = TensorSlice.of(shape, dim, group.rank, group.size, pieces)
+        else:
+            where = TensorSlice.owned(shape, dim, group.rank, owner)
         self.register_parameter(name, make_parameter(shape, fill, where, self.tensor_group.device, self._dtype))
         self.tensor_slices[name] = where
         self.reductions[name] = Group.RDP

@@ -10,6 +10,7 @@ from torch import nn
 
 from smp_config import Group
 from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError
+from smp_runtime.nn.experts import inherit_attributes
 from smp_runtime.parameters.registry import TensorSlice
 from smp_runtime.tensor_parallel.collectives import exchanged, gathered, replicated, scatter_summed, summed
 from smp_runtime.tensor_parallel.initialisation import normal, uniform_for
@@ -69,11 +70,7 @@ class PlannedEmbedding(DistributedModule, _WithoutWeight):
     def __init__(self, original: nn.Embedding, tie: Tie) -> None:
         DistributedModule.__init__(self)
         _refuse_settings(original)
-        kept = {k: v for k, v in vars(original).items() if not k.startswith("_") and k != "training"}
-        self.__dict__.update(kept)
-        saved = original.state_dict()
-        for name, buffer in original._buffers.items():
-            self.register_buffer(name, buffer, persistent=name in saved)
+        inherit_attributes(original, self)
         tie.give_weight(self, original.num_embeddings, original.embedding_dim, normal(1.0))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

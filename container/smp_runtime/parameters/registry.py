@@ -25,6 +25,7 @@ class Placement:
     Attributes:
         tensor_axis: dimension that tensor parallelism splits, or None.
         tensor_slice: start and stop of this rank's part along it, or None; of several runs one after the other.
+        tensor_longest: longest part along it that a rank has.
         shard: start and stop of the elements whose state this rank owns, counted in the flattened parameter; None
             when every replica owns all of it. Equal numbers mean that it owns nothing.
     """
@@ -32,6 +33,7 @@ class Placement:
     stage: int = 0
     tensor_axis: int | None = None
     tensor_slice: tuple[int, ...] | None = None
+    tensor_longest: int = 0
     shard: tuple[int, int] | None = None
 
 
@@ -180,6 +182,11 @@ class TensorSlice:
             return cls(shape, dim, bounds, sum(pieces) // ranks)
         size = -(-shape[dim] // ranks)
         return cls(shape, dim, (min(rank * size, shape[dim]), min((rank + 1) * size, shape[dim])), size)
+
+    @classmethod
+    def owned(cls, shape: tuple[int, ...], dim: int, rank: int, owner: int) -> TensorSlice:
+        """All of it on one rank, nothing on the others."""
+        return cls(shape, dim, (0, shape[dim] if rank == owner else 0), shape[dim])
 
     @property
     def start(self) -> int:

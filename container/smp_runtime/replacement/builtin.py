@@ -9,6 +9,7 @@ from torch import nn
 
 from smp_config import Group
 from smp_runtime.nn.embedding import DistributedEmbedding
+from smp_runtime.nn.experts import Tables, experts_like
 from smp_runtime.nn.linear import DistributedConv1D, DistributedLinear
 from smp_runtime.nn.lm_head import DistributedTransformerLMHead
 from smp_runtime.nn.planned import LinearSplit, PlannedLinear, features_of
@@ -109,6 +110,11 @@ def of_vocabulary(module: nn.Module, tie: Tie) -> Registration:
     """How an embedding or a head of a model that is split in place is replaced, with all that have its weight."""
     made = PlannedHead if isinstance(module, nn.Linear) else embedding_like(type(module))
     return Registration(made, arguments=lambda original: ((original, tie), {}), shares_weights=True)
+
+
+def of_experts(module: nn.Module, tables: Tables) -> Registration:
+    """How a module with the parameters of many experts is replaced."""
+    return Registration(experts_like(type(module)), arguments=lambda original: ((original, tables), {}))
 
 
 def known_arguments() -> set[str]:

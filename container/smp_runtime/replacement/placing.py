@@ -39,7 +39,9 @@ def place(module: nn.Module, registry: ParameterRegistry) -> None:
             where = part.tensor_slices.get(name)
             if where is not None:
                 record.shape = where.shape
-                record.placement = replace(record.placement, tensor_axis=where.dim, tensor_slice=where.bounds)
+                record.placement = replace(
+                    record.placement, tensor_axis=where.dim, tensor_slice=where.bounds, tensor_longest=where.size
+                )
 
 
 def watch_batches(module: nn.Module) -> None:
