@@ -149,7 +149,7 @@ def read_into(
     whole = traced.value(lambda name: reader.whole(key(name), name))
     if tuple(whole.shape) != wanted.shape:
         raise CheckpointError(f"a translated tensor has shape {list(whole.shape)} instead of {list(wanted.shape)}")
-    part = whole if wanted.axis is None else whole.narrow(wanted.axis, wanted.start, wanted.stop - wanted.start)
+    part = wanted.cut(whole)
     if wanted.is_slice:
         target.copy_(part.reshape(target.shape) if target.shape != part.shape else part)
     else:
