@@ -54,7 +54,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_failing_rank(make: Make, real: Any, script: Path, hosts: int, capsys: pytest.CaptureFixture[str]) -> None:
     from sagemaker.exceptions import UnexpectedStatusException
 
@@ -101,6 +101,7 @@ SMPEstimator(entry_point="train.py", source_dir={str(script)!r}, instance_type="
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.full
 def test_ctrl_c(script: Path, tmp_path: Path) -> None:
     (script / "train.py").write_text(ENDLESS)
     mark = uuid.uuid4().hex
@@ -110,6 +111,7 @@ def test_ctrl_c(script: Path, tmp_path: Path) -> None:
         assert "KeyboardInterrupt" in process.communicate(timeout=10)[0]
 
 
+@pytest.mark.full
 def test_killed_notebook(script: Path, tmp_path: Path) -> None:
     (script / "train.py").write_text(ENDLESS.replace("signal.SIG_IGN", "signal.SIG_DFL"))
     mark = uuid.uuid4().hex
@@ -138,6 +140,7 @@ def test_quickstart_script(tmp_path: Path) -> None:
         assert {"config.json", "metrics.json", "model.pt"} <= set(archive.getnames())
 
 
+@pytest.mark.full  # `.ci/run` runs it
 def test_quickstart_notebook(tmp_path: Path) -> None:
     import nbformat
     from nbclient import NotebookClient

@@ -27,7 +27,7 @@ def reference():
 @pytest.mark.parametrize(
     ("hosts", "processes", "microbatches"),
     [
-        (1, 1, 1),
+        pytest.param(1, 1, 1, marks=pytest.mark.full),
         pytest.param(1, 1, 4, marks=pytest.mark.full),
         pytest.param(1, 2, 2, marks=pytest.mark.full),
         pytest.param(2, 1, 1, marks=pytest.mark.full),

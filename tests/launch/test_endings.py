@@ -56,7 +56,9 @@ def test_open_files_and_exit_handlers_of_a_failing_script(launcher, before, proc
     assert (data / "by-handler").read_text() == "late"
 
 
-@pytest.mark.parametrize("hang", ["time.sleep(60)", "ctypes.PyDLL(None).sleep(60)"])
+@pytest.mark.parametrize(
+    "hang", [pytest.param("time.sleep(60)", marks=pytest.mark.full), "ctypes.PyDLL(None).sleep(60)"]
+)
 def test_an_exit_handler_that_hangs_is_not_waited_for(launcher, hang):
     """Nor one that keeps the interpreter's lock meanwhile."""
     job = launcher.job(
@@ -123,6 +125,7 @@ def fake_mpirun(folder, text):
     return {"SMP_LAUNCH_MPIRUN": str(path)}
 
 
+@pytest.mark.full
 def test_a_script_without_mpirun_may_print_rules(launcher):
     job = launcher.job(
         f"""

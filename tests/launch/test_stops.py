@@ -145,7 +145,7 @@ print("not reached")
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 @pytest.mark.parametrize("processes", [2, None])
 def test_ranks_may_save_and_end_well(launcher, number, processes):
     job = launcher.job(SAVES, processes=processes)

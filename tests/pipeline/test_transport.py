@@ -266,7 +266,7 @@ def dying(forked: bool, folder: str) -> None:
     written.rename(Path(folder, str(box.stage)))  # whole as soon as it is there
 
 
-@pytest.mark.parametrize("forked", [False, True])
+@pytest.mark.parametrize("forked", [pytest.param(False, marks=pytest.mark.full), True])
 def test_the_death_of_a_stage_is_told_once(forked, tmp_path):
     from support.rank_pool import RankFailed, RankPool
 

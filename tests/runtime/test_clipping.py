@@ -116,7 +116,7 @@ def _sampled(cases):
         pytest.param(
             layout,
             other,
-            marks=[] if layout in (always if other == cases[0] else ("sharding", "tp-pp")) else pytest.mark.full,
+            marks=[] if layout in (always if other == cases[0] else ("sharding",)) else pytest.mark.full,
         )
         for layout in LAYOUTS
         for other in cases

@@ -51,9 +51,12 @@ def test_losses_and_every_gradient_equal_one_process(ranks, world, microbatches)
         _compare(result, expected, 1e-5)
 
 
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_two_hundred_steps_in_double_precision(ranks, overlap):
+@pytest.mark.parametrize(
+    ("world", "overlap"),
+    [(2, True), pytest.param(4, True, marks=pytest.mark.full), pytest.param(4, False, marks=pytest.mark.full)],
+)
+def test_two_hundred_steps_in_double_precision(ranks, world, overlap):
     expected = tokens_alone(TiedNet, _optimizer, 200, BATCH, torch.float64)
     options = {"bucket_cap_mb": 800 / 2**20, "overlapping_allreduce": overlap}
-    for result in ranks(_train, 4, 200, torch.float64, options, config={"ddp": True, "microbatches": 2}):
+    for result in ranks(_train, world, 200, torch.float64, options, config={"ddp": True, "microbatches": 2}):
         _compare(result, expected, 1e-9)

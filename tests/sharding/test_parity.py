@@ -16,7 +16,7 @@ STEPS, BATCH = 20, 24
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MATRIX = list(itertools.product((2, 4), (1, 3), (1, 3)))
 #: Degree, microbatches, passes: both degrees, and accumulation by each of the two ways.
-SAMPLE = {(2, 3, 1), (4, 1, 3), (4, 3, 1)}
+SAMPLE = {(2, 3, 1), (4, 1, 3)}
 
 
 def _compare(result, expected, tolerance):

@@ -34,7 +34,7 @@ def _run(path, first, last, load, **options):
     return losses
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
 def test_a_checkpoint_continues_with_the_same_and_with_other_sharding(ranks, tmp_path, precision):
     half = {} if precision == "fp32" else {precision: True}
     config = settings(TiedNet(), 2, **half)
@@ -129,7 +129,7 @@ class Reinitialised(Blocks):
             nn.init.zeros_(module.bias)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
 def test_delayed_creation_gives_the_same_shards_bit_for_bit_and_never_the_model(ranks, precision):
     def run(delayed):
         import smdistributed.modelparallel.torch as smp

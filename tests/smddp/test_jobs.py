@@ -130,6 +130,7 @@ def data_parallel_job(tmp_path):
     return run
 
 
+@pytest.mark.full
 def test_unmodified_ddp_and_fsdp2_scripts_find_the_backend_and_train_as_over_gloo(data_parallel_job):
     seen = data_parallel_job(TUTORIALS)
     assert len(seen) == 4

@@ -13,6 +13,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.module_state.absent_tensors import AbsentAttribute, AbsentTensor
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.replacement import registration
+from smp_runtime.replacement.in_place.splitting import become_whole
 
 if TYPE_CHECKING:
     from smp_runtime.tensor_parallel.group import TensorGroup
@@ -44,6 +45,7 @@ def whole_copy(module: nn.Module, state: dict[str, Any], group: TensorGroup) -> 
             f"({type(error).__name__}: {error}); load model.state_dict(), called on every rank, into an unwrapped model instead"
         ) from error
     for part in made.modules():
+        become_whole(part)
         if isinstance(part, DistributedModule):
             part.become_whole(alone)
     return made

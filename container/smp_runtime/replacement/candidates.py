@@ -8,13 +8,20 @@ modules inside are distributed one by one, and what stands around them goes on w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
 from smp_runtime.nn.distributed_module import DistributedModule
+from smp_runtime.nn.planned import is_linear
+from smp_runtime.replacement import builtin
 from smp_runtime.replacement.registration import Registration, registration_of
 from smp_runtime.replacement.scopes import Mark, mark_of
+from smp_runtime.tensor_parallel.block_entry import SharedInput
+
+if TYPE_CHECKING:
+    from smp_runtime.nn.vocabulary import Tie
+    from smp_runtime.replacement.in_place.splitting import Split
 
 #: PEFT's list of the modules of a layer that hold adapters, and where the adapted module is.
 _ADAPTER_NAMES = "adapter_layer_names"
@@ -43,21 +50,39 @@ def wanted(module: nn.Module, mark: Mark, automatic: Mapping[str, Any]) -> Regis
     return None
 
 
+def is_taken(module: nn.Module, automatic: Mapping[str, Any]) -> bool:
+    """Whether a distributed class stands for a marked module as a whole."""
+    return not is_linear(module) and wanted(module, mark_of(module), automatic) is not None and _lost(module) is None
+
+
 def outermost(
-    module: nn.Module, automatic: Mapping[str, Any], left_alone: Callable[[str, str], None]
+    module: nn.Module,
+    automatic: Mapping[str, Any],
+    in_place: Mapping[int, Split],
+    ties: Mapping[int, Tie],
+    left_alone: Callable[[str, str], None],
 ) -> list[Candidate]:
     """The modules of ``module`` to distribute, in its order.
 
     Args:
         automatic: arguments of distributed modules that follow from the configuration.
+        in_place: by the ``id`` of each block that is split in place, how.
+        ties: by the ``id`` of each embedding and head that is split over the vocabulary, with which it shares its weight.
         left_alone: hears of what is not distributed as it was marked: how it is called, and why.
     """
-    return list(_Search(automatic, left_alone).below(module, ""))
+    return list(_Search(automatic, in_place, ties, left_alone).below(module, ""))
 
 
 class _Search:
-    def __init__(self, automatic: Mapping[str, Any], left_alone: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        automatic: Mapping[str, Any],
+        in_place: Mapping[int, Split],
+        ties: Mapping[int, Tie],
+        left_alone: Callable[[str, str], None],
+    ) -> None:
         self._automatic = automatic
+        self._in_place, self._ties = in_place, ties
         self._left_alone = left_alone
         #: What stops models from being distributed as a whole is said of the outermost.
         self._said: set[str] = set()
@@ -65,6 +90,9 @@ class _Search:
     def below(self, module: nn.Module, name: str) -> Iterator[Candidate]:
         """Candidates in ``module``, itself included."""
         if isinstance(module, DistributedModule):
+            return
+        if id(module) in self._ties or id(module) in self._in_place:
+            yield from self._planned(module, name)
             return
         mark = mark_of(module)
         how = wanted(module, mark, self._automatic) if mark.enabled else None
@@ -90,6 +118,19 @@ class _Search:
             if child_name not in adapters and not reads_weights:
                 yield from self.below(child, f"{name}.{child_name}" if name else child_name)
 
+    def _planned(self, module: nn.Module, name: str) -> Iterator[Candidate]:
+        """An embedding or head by itself, the linear maps of a block."""
+        tie, split = self._ties.get(id(module)), self._in_place.get(id(module))
+        if tie is not None:
+            yield Candidate(name, module, builtin.of_vocabulary(module, tie), mark_of(module))
+        shared = SharedInput()
+        for path, how in split.leaves.items() if split is not None else ():
+            leaf = module.get_submodule(path)
+            yield Candidate(f"{name}.{path}".lstrip("."), leaf, builtin.planned(how, shared), mark_of(leaf))
+        for path, tables in split.tables.items() if split is not None else ():
+            leaf = module.get_submodule(path)
+            yield Candidate(f"{name}.{path}".lstrip("."), leaf, builtin.of_experts(leaf, tables), mark_of(leaf))
+
 
 def _title(name: str, module: nn.Module) -> str:
     return f"{name or 'the model'} ({type(module).__name__})"
@@ -102,6 +143,11 @@ def _lost(module: nn.Module) -> str | None:
     if any(_is_adapted(part) for part in module.modules()):
         return "the adapters in it"
     return None
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether any part of a module has adapters, or a ``forward`` that is not its class's: it is not tried out as a block."""
+    return any(_is_adapted(part) or "forward" in vars(part) for part in module.modules())
 
 
 def _adapter_names(module: nn.Module) -> tuple[str, ...]:

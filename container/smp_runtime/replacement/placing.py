@@ -13,6 +13,7 @@ from smp_config import Group
 from smp_runtime.job import session as sessions
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.replacement.same_batch import SameBatch
+from smp_runtime.tensor_parallel.block_entry import entry_of
 from smp_runtime.tensor_parallel.group import TensorGroup, gather_whole
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ def place(module: nn.Module, registry: ParameterRegistry) -> None:
     """Note axis, slice and whole shape of split parameters, and over which group each one's gradient is averaged."""
     _close_fast_paths(module)
     watch_batches(module)
+    for part in module.modules():
+        entry = entry_of(part)
+        if entry is not None and not entry.prescaled:  # ordinary layers in it see the batch of the whole group
+            for seen in part.parameters():
+                registry.record_of(seen).reduction = Group.RDP
     for part in distributed_modules(module):
         for name, parameter in part._parameters.items():
             if parameter is None:
@@ -34,7 +40,7 @@ def place(module: nn.Module, registry: ParameterRegistry) -> None:
             if where is not None:
                 record.shape = where.shape
                 record.placement = replace(
-                    record.placement, tensor_axis=where.dim, tensor_slice=(where.start, where.stop)
+                    record.placement, tensor_axis=where.dim, tensor_slice=where.bounds, tensor_longest=where.size
                 )
 
 

@@ -20,7 +20,10 @@ from smp_runtime.parameters.deferred_creation import Deferral, Deferrals
 from smp_runtime.parameters.registry import Successors
 from smp_runtime.pipeline.partition.manual_stages import hand_on_stage
 from smp_runtime.replacement import builtin
-from smp_runtime.replacement.candidates import Candidate, outermost, wanted
+from smp_runtime.replacement.candidates import Candidate, is_taken, outermost, wanted
+from smp_runtime.replacement.in_place.planning import parameter_uses, splits
+from smp_runtime.replacement.in_place.splitting import adapt, require_all
+from smp_runtime.replacement.in_place.vocabulary import vocabulary_ties
 from smp_runtime.replacement.inheriting import (
     Heritage,
     inherit,
@@ -49,11 +52,13 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
     """
     builtin.register_all()
     automatic = _automatic(group)
-    candidates = outermost(module, automatic, lambda title, why: _left_alone(title, why, group))
+    in_place = splits(module, group, lambda part: is_taken(part, automatic))
+    ties = vocabulary_ties(module, in_place, group)
+    candidates = outermost(module, automatic, in_place, ties, lambda title, why: _left_alone(title, why, group))
     if not candidates:
         _warn_if_useless(module, group)
         return module
-    uses, paths = _parameter_uses(module), _paths(module)
+    uses, paths = parameter_uses(module), _paths(module)
     made: dict[int, nn.Module] = {}
     seen: set[int] = set()
     # What is created late is replaced among what was recorded then: its distributed form gets values when it would.
@@ -66,15 +71,21 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
                     continue
                 seen.add(id(original))
                 # What all references to it lead to is replaced in all places; what others lead to as well would be torn apart.
-                inside, times = _parameter_uses(original), paths[id(original)]
-                if any(uses[key] > count * times for key, count in inside.items()):
+                inside, times = parameter_uses(original), paths[id(original)]
+                shares = not candidate.how.shares_weights
+                if shares and any(uses[key] > count * times for key, count in inside.items()):
                     why = "it shares a weight with another module; tie them inside one distributed module"
                     _left_alone(candidate.title, why, group)
                     continue
                 replacement = _try(candidate, automatic, group)
                 if replacement is not None:
                     made[id(original)] = replacement
+    blocks = [(part, in_place[id(part)]) for part in module.modules() if id(part) in in_place]
+    for block, split in blocks:
+        require_all(block, split, made)
     module = _put_in_place(module, made)
+    for block, split in blocks:
+        adapt(block, split, group)
     _warn_if_useless(module, group)
     return module
 
@@ -236,16 +247,6 @@ def _warn(group: TensorGroup, message: str, *args: object) -> None:
 
 def _left_alone(title: str, why: str, group: TensorGroup) -> None:
     _warn(group, "%s is not distributed: %s", title, why)
-
-
-def _parameter_uses(module: nn.Module) -> Counter[int]:
-    """In how many places each parameter is met, by its id; a module that has several names counts under each."""
-    return Counter(
-        id(parameter)
-        for _, part in module.named_modules(remove_duplicate=False)
-        for parameter in part._parameters.values()
-        if parameter is not None
-    )
 
 
 def _paths(module: nn.Module) -> Counter[int]:

@@ -14,6 +14,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.module_state.construction_marks import marking
 from smp_runtime.nn.settings import tell_without_effect
 from smp_runtime.replacement.builtin import known_arguments
+from smp_runtime.replacement.in_place.styles import checked_plan
 
 _MARK = "_smp_tensor_parallelism"
 
@@ -32,18 +33,22 @@ class Mark:
         enabled: whether it is to be distributed.
         overrides: arguments of the distributed module, by name.
         keeps_weights: whether its weights go into the distributed module.
+        plan: how the linear maps in the outermost module with this mark are split; None leaves it to the library.
     """
 
     enabled: bool = False
     overrides: Mapping[str, Any] = field(default_factory=dict)
     keeps_weights: bool = True
+    plan: Mapping[str, str] | None = None
 
 
 _NO_MARK = Mark()
 
 
 @contextlib.contextmanager
-def tensor_parallelism(enabled: bool = True, *, keep_weights: bool = True, **overrides: Any) -> Iterator[None]:
+def tensor_parallelism(
+    enabled: bool = True, *, keep_weights: bool = True, plan: Mapping[str, str] | None = None, **overrides: Any
+) -> Iterator[None]:
     """Distribute the supported modules created inside, when ``smp.DistributedModel`` wraps the model.
 
     Of modules inside each other the outermost is distributed. Of scopes inside each other the innermost counts. A
@@ -54,17 +59,25 @@ def tensor_parallelism(enabled: bool = True, *, keep_weights: bool = True, **ove
         enabled: False leaves the modules created inside as they are.
         keep_weights: False lets the distributed modules draw new weights, in place of those that a module has when it is
             wrapped: saves the time of handing them over where they do not matter.
+        plan: how linear maps in the outermost module created inside are split, where no distributed class stands for it: from
+            names, with ``*`` for any part of one, to the styles of Transformers. Default: the model's own plan, if it has one;
+            an empty one splits each linear map by itself.
         overrides: arguments of the distributed modules, in place of those that the original's would give.
 
     Raises:
-        SMPUserError: an unknown keyword, or a switch that is not true or false.
+        SMPUserError: an unknown keyword or style, or a switch that is not true or false.
     """
-    with marking(_MARK, _mark(enabled, keep_weights, overrides)):
+    with marking(_MARK, _mark(enabled, keep_weights, plan, overrides)):
         yield
 
 
 def set_tensor_parallelism(
-    module: nn.Module, enabled: bool = True, *, keep_weights: bool = True, **overrides: Any
+    module: nn.Module,
+    enabled: bool = True,
+    *,
+    keep_weights: bool = True,
+    plan: Mapping[str, str] | None = None,
+    **overrides: Any,
 ) -> None:
     """Distribute the outermost supported modules in ``module``, itself included, or leave all of them as they are.
 
@@ -74,11 +87,12 @@ def set_tensor_parallelism(
     Args:
         enabled: False takes the whole subtree out.
         keep_weights: as in :func:`tensor_parallelism`.
+        plan: likewise, for names in ``module``.
         overrides: as in :func:`tensor_parallelism`.
     """
     if not isinstance(module, nn.Module):
         raise SMPUserError(f"set_tensor_parallelism got a {type(module).__name__}; pass a module of the model")
-    mark = _mark(enabled, keep_weights, overrides)
+    mark = _mark(enabled, keep_weights, plan, overrides)
     for part in module.modules():
         part.__dict__[_MARK] = mark
 
@@ -93,8 +107,9 @@ def is_marked(module: nn.Module) -> bool:
     return any(_MARK in part.__dict__ for part in module.modules())
 
 
-def _mark(enabled: bool, keep_weights: bool, overrides: Mapping[str, Any]) -> Mark:
-    mark = Mark(_truth("enabled", enabled), _checked(overrides), _truth("keep_weights", keep_weights))
+def _mark(enabled: bool, keep_weights: bool, plan: object, overrides: Mapping[str, Any]) -> Mark:
+    checked = None if plan is None else checked_plan(plan)
+    mark = Mark(_truth("enabled", enabled), _checked(overrides), _truth("keep_weights", keep_weights), checked)
     if enabled:
         tell_without_effect(overrides)
     return mark

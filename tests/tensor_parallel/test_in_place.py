@@ -1,0 +1,182 @@
+"""How a block is split in place: by which plan, what is inferred, and what the proof finds; without ranks."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import own_blocks
+from support.logs import logged
+from support.own_blocks import PLAN, Net
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+from smp_runtime.replacement.in_place.inference import single
+from smp_runtime.replacement.in_place.planning import splits
+from smp_runtime.replacement.in_place.proof import Call, NotEqualError, Proof
+from smp_runtime.replacement.in_place.splitting import Split
+
+
+@pytest.fixture(autouse=True)
+def _session(solo, caplog):
+    """Its messages are heard."""
+    solo({})
+    caplog.set_level(logging.INFO, logger="smp")
+
+
+def _group(size=2, **settings):
+    """The first rank of a group, which decides for all."""
+    ranks = SimpleNamespace(rank=0)
+    settings = {"prescaled": True, "slices_activations": False, "spreads_experts": False, **settings}
+    return SimpleNamespace(size=size, rank=0, ranks=ranks, agree=lambda value: value, **settings)
+
+
+def _found(net, **settings):
+    """Of each block by its name the split, and the lines of the log."""
+    names = {id(part): name for name, part in net.named_modules()}
+    with logged(logging.INFO) as lines:
+        found = splits(net, _group(**settings), lambda part: isinstance(part, nn.Embedding))
+    return {names[key]: split for key, split in found.items()}, lines
+
+
+def _marked(kind="Attention", plan=None):
+    net = Net(attention=getattr(own_blocks, kind))
+    smp.set_tensor_parallelism(net, plan=plan)
+    return net
+
+
+def test_the_log_says_what_was_chosen_and_why():
+    (line,) = _found(_marked(plan=PLAN))[1]
+    assert line.startswith("2 × Block (layers.0 to layers.1): the script's plan, 7 of 7 linear maps, 9")
+    assert line.endswith("equal to the whole in float64")
+    (numbers,) = _found(_marked("Numbered"))[1]
+    assert "inferred, 5 of 5" in numbers
+    assert "numbers of a rank: attention.n_head, attention.width; equal" in numbers
+    (odd,) = _found(_marked("Turned"))[1]
+    assert "(attention.projection, attention.o are split one by one: " in odd
+
+
+def test_packed_maps_are_split_by_their_pieces():
+    how = _found(_marked("Packed"))[0]["layers.0"].leaves
+    assert how["attention.projection"].pieces == (16, 16, 16)
+    assert not how["attention.o"].columns
+    assert how["mlp.packed"].pieces == (24, 24)
+
+
+def test_keys_of_heads_that_do_not_divide_are_repeated():
+    split = _found(_marked("OneKey"))[0]["layers.0"]
+    assert split.leaves["attention.projection"].runs == ((0, 8, 16, 20, 20, 24), (8, 16, 16, 20, 20, 24))
+    assert set(split.summed) == {"attention.projection.weight", "attention.projection.bias"}
+    net = Net(attention=lambda: own_blocks.Grouped(6, 3))
+    smp.set_tensor_parallelism(net)
+    split = _found(net)[0]["layers.0"]
+    assert split.leaves["attention.k"].runs == ((0, 4, 0, 4, 4, 8), (4, 8, 8, 12, 8, 12))
+    assert ("attention", "groups", 1) in split.numbers
+
+
+def test_parameters_that_each_rank_uses_on_its_own_heads_are_summed():
+    split = _found(_marked())[0]["layers.0"]
+    assert set(split.summed) == {"attention.norm.weight", "attention.norm.bias"}
+    assert not _found(_marked("Numbered"))[0]["layers.0"].summed
+
+
+def test_heads_that_do_not_divide_are_not_torn_apart():
+    net = Net(attention=lambda: own_blocks.Attention(heads=3, key_heads=1))
+    smp.set_tensor_parallelism(net)
+    how = _found(net)[0]["layers.0"].leaves
+    assert how["attention.k"].joins
+    assert not how["mlp.up"].joins
+
+
+def test_an_empty_plan_splits_nothing_in_place():
+    assert _found(_marked(plan={})) == ({}, [])
+    assert _found(_marked(), size=1) == ({}, [])
+
+
+def test_blocks_that_are_not_marked_stay_as_they_are():
+    net = _marked()
+    smp.set_tensor_parallelism(net.layers[1], False)
+    assert list(_found(net)[0]) == ["layers.0"]
+
+
+def test_a_block_that_shares_a_weight_with_another_module_stays_whole():
+    net = _marked()
+    net.layers[1].mlp.up.weight = net.layers[0].mlp.up.weight
+    assert _found(net)[0] == {}
+
+
+class _Scored(own_blocks.Block):
+    """It returns a number too, which is no rank's own."""
+
+    def forward(self, x):
+        x = super().forward(x)[0]
+        return x, x.square().mean()
+
+
+def test_with_a_batch_per_rank_only_rows_can_be_returned():
+    net = nn.Sequential(_Scored())
+    smp.set_tensor_parallelism(net)
+    assert list(_found(net)[0]) == ["0"]
+    found, (line,) = _found(net, prescaled=False)
+    assert not found
+    assert "what it takes or returns cannot be told apart by its rows" in line
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (
+            {"layers.*.mlp.gate": "colwise", "layers.*.mlp.down": "rowwise"},
+            ["a Block (layers.0) over 2 ranks", "mlp.gate"],
+        ),
+        ({"layers.*.mlp.gates": "colwise"}, ["'layers.*.mlp.gates'", "its linear maps are layers.0.attention.q"]),
+        ({"layers.*.first": "colwise"}, ["'layers.0.first', a LayerNorm"]),
+    ],
+)
+def test_a_plan_that_cannot_be_had_is_an_error(plan, words):
+    with pytest.raises(ValueError, match="plan") as caught:
+        _found(_marked(plan=plan))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_styles_are_checked_where_they_are_written():
+    with pytest.raises(ValueError, match="'colwize' for 'a', did you mean 'colwise'"):
+        smp.set_tensor_parallelism(nn.Linear(2, 2), plan={"a": "colwize"})
+    with pytest.raises(ValueError, match="pass a dictionary"):
+        smp.set_tensor_parallelism(nn.Linear(2, 2), plan="auto")
+
+
+def test_the_proof_tells_right_from_wrong_and_leaves_block_and_random_numbers_alone():
+    torch.manual_seed(0)
+    block, before = own_blocks.Alone(), torch.get_rng_state()
+    state = {name: value.clone() for name, value in block.state_dict().items()}
+    x = torch.randn(3, 7, own_blocks.WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    proof = Proof(block, Call((x,), {}), 2)
+    (right, *_) = single(block, ["mlp.gate", "attention.q"])
+    assert proof.of(Split(right.leaves)).summed == ()
+    wrong = {path: type(how)(columns=True) for path, how in right.leaves.items()}
+    with pytest.raises(NotEqualError):
+        proof.of(Split(wrong))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(value, state[name]) for name, value in block.state_dict().items())
+
+
+class _Doubling(nn.Module):
+    """A wrong number of features would go unseen but for the values: it is used for nothing but a scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.features = nn.Linear(8, 16), nn.Linear(16, 8), 16
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x))) / self.features
+
+
+def test_numbers_that_must_stay_whole_do():
+    net = _Doubling()
+    smp.set_tensor_parallelism(net)
+    (split,) = _found(net)[0].values()
+    assert set(split.leaves) == {"up", "down"}
+    assert not split.numbers
