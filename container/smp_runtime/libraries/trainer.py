@@ -113,11 +113,11 @@ def _begin_arguments(former: Callable[..., Any], arguments: Any) -> None:
 
 def _device(arguments: Any) -> torch.device:
     """What ``_setup_devices`` does for this library, on any device."""
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, PartialState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     describe_processes(sessions.current())  # what libraries ask that do not know of this one
-    arguments.distributed_state = None
+    arguments.distributed_state = PartialState()
     device = sessions.current().ranks.device
     arguments._n_gpu = int(device.type != "cpu")
     return device
