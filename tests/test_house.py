@@ -52,7 +52,7 @@ FLOORS = [
     {"nn", "optim"},
     {"replacement"},
     {"model"},
-    {"checkpoint"},
+    {"checkpoint", "generation"},
     {"libraries"},
 ]
 #: They know nothing of one another: what one needs of another is a protocol, or is passed in by the model's recipe.
@@ -63,6 +63,7 @@ TOUCHED_BY_SCRIPTS = {
     "activations/marking.py",
     "activations/regions.py",
     "checkpoint/export.py",
+    "generation/generate.py",
     "job/older_names.py",
     "model/creation.py",
     "model/distributed_model.py",

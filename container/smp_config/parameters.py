@@ -54,7 +54,6 @@ _VERSION_2 = {
     "hybrid_shard_degree": '"ddp": True and "sharded_data_parallel_degree"',
     "sm_activation_offloading": '"offload_activations"',
     "random_seed": "torch.manual_seed(…) in the script",
-    "expert_parallel_degree": '"pipeline_parallel_degree" or "sharded_data_parallel_degree", which divide experts as other modules',
     "context_parallel_degree": '"tensor_parallel_degree" with "optimize": "memory", which divides activations along the sequence',
 }
 
@@ -85,6 +84,11 @@ class ModelParallelParameters(BaseModel):
     )
     tensor_parallel_degree: Whole = Field(
         1, ge=1, description="Processes that share each distributed layer; above 1 needs ddp."
+    )
+    expert_parallel_degree: Whole = Field(
+        1,
+        ge=1,
+        description="Processes that share whole experts of a mixture out: all of a tensor parallel group; 1 splits each expert.",
     )
     sharded_data_parallel_degree: Whole = Field(
         1, ge=1, description="Processes that share parameters, gradients and optimizer state; 1 turns sharding off."
@@ -224,6 +228,19 @@ class ModelParallelParameters(BaseModel):
             if needed and not self.ddp:
                 how = "is false" if "ddp" in self.model_fields_set else "was not given (its default is false)"
                 raise ValueError(f'{what}, which needs data parallelism, but ddp {how}; set "ddp": True')
+        return self
+
+    @model_validator(mode="after")
+    def _experts(self) -> ModelParallelParameters:
+        degree, tensor = self.expert_parallel_degree, self.tensor_parallel_degree
+        if degree not in (1, tensor):
+            raise ValueError(
+                f"expert_parallel_degree is {degree} and tensor_parallel_degree is {tensor}; experts are shared out over a whole "
+                f"tensor parallel group, or each is split over it: set expert_parallel_degree to {tensor} or to 1"
+                if tensor > 1
+                else f"expert_parallel_degree is {degree}, but tensor_parallel_degree is 1, and experts are shared out over a "
+                f"tensor parallel group: set tensor_parallel_degree to {degree} too, and ddp to true"
+            )
         return self
 
     @model_validator(mode="after")

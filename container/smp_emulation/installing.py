@@ -25,6 +25,7 @@ from smp_emulation import (
     refused,
     tensors,
 )
+from smp_emulation.bare_numbers import BareNumbers
 
 if TYPE_CHECKING:
     from smp_emulation.calls import Call
@@ -62,6 +63,7 @@ _ALSO_IN = {
 
 _ABSENT = object()
 _replaced: list[tuple[Any, str, Any]] = []
+_bare_numbers = BareNumbers()
 
 
 def install_where_asked() -> None:
@@ -90,6 +92,7 @@ def install() -> bool:
     importlib.import_module("torch.utils._device")._device_constructors()
     for call in CALLS:
         _put(call)
+    _bare_numbers.install()
     _read_cuda_storages()
     ordering.make_default_streams()
     smp_emulation._installed = True
@@ -98,6 +101,7 @@ def install() -> bool:
 
 def uninstall() -> None:
     """Give PyTorch back its calls."""
+    _bare_numbers.uninstall()
     while _replaced:
         owner, name, before = _replaced.pop()
         if before is _ABSENT:

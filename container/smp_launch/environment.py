@@ -184,6 +184,7 @@ class TrainingEnvironment:
         group = self.resources.get("current_group_name", "")
         groups = self.resources.get("instance_groups") or []
         log_level = self.hyperparameters.get("sagemaker_container_log_level", _DEFAULT_LOG_LEVEL)
+        given = {k: tree.place(v) if isinstance(v, str) else v for k, v in self.user_hyperparameters.items()}
         values: dict[str, Any] = {
             "hosts": self.hosts,
             "current_host": self.current_host,
@@ -203,14 +204,14 @@ class TrainingEnvironment:
             "module_dir": self.hyperparameters.get("sagemaker_submit_directory") or str(tree.code_dir),
             "module_name": str(Path(entry).with_suffix("")) if entry.endswith(".py") else entry,
             "user_entry_point": entry,
-            "user_args": self.user_arguments(),
+            "user_args": [tree.place(word) for word in self.user_arguments()],
             "input_dir": str(tree.input_dir),
             "input_config_dir": str(tree.config_dir),
             "output_dir": str(tree.output_dir),
             "output_data_dir": str(tree.output_data_dir),
             "output_intermediate_dir": str(tree.intermediate_dir),
             "channels": sorted(self.channels),
-            "hps": self.user_hyperparameters,
+            "hps": given,
             "framework_module": "",
             "framework_params": self.framework_parameters,
             # current_host is this host's even where the platform's file holds the leader's.
@@ -223,14 +224,14 @@ class TrainingEnvironment:
         values["training_env"] = {
             "additional_framework_parameters": self.framework_parameters,
             "channel_input_dirs": {name: str(tree.data_dir / name) for name in self.channels},
-            "hyperparameters": self.user_hyperparameters,
+            "hyperparameters": given,
             "input_dir": str(tree.input_dir),
             "is_master": self.current_host == self.hosts[0],
             "master_hostname": self.hosts[0],
             **{name: values[name] for name in _IN_TRAINING_ENV},
         }
         values.update({f"channel_{name}": str(tree.data_dir / name) for name in self.channels})
-        values.update({f"hp_{name}": value for name, value in self.user_hyperparameters.items()})
+        values.update({f"hp_{name}": value for name, value in given.items()})
         return {f"SM_{name.upper()}": _text(value) for name, value in values.items()}
 
 

@@ -25,6 +25,7 @@ from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
 from smp_launch.network import network_defaults, usable_interface
 from smp_launch.output import STARTED_PREFIX
 from smp_launch.processes import adopt_orphans
+from smp_launch.script_words import forgive_parameters
 from smp_launch.tree import BASE_VARIABLE, Tree
 
 #: Where the launchers that we know say which rank this is.
@@ -63,14 +64,16 @@ def main(arguments: Sequence[str]) -> int:
         host = layout.host_of(rank)
         tree = _prepare(layout, rank, os.environ)
         script = tree.code_dir / words[0]
+        words = [tree.place(word) for word in words[1:]]
         os.chdir(tree.code_dir)
         if script.suffix == ".sh":
-            _run_shell(rank, script, words[1:])
+            _run_shell(rank, script, words)
         else:
             _translate_stop_signal()
             _announce(rank)
             _whole_lines()
-            _run_python(script, words[1:], tree.code_dir)
+            forgive_parameters(words)
+            _run_python(script, words, tree.code_dir)
     except SystemExit as error:
         if error.code in (None, 0):
             return 0

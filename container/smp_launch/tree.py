@@ -43,6 +43,12 @@ class Tree:
             f"JOB/{host}/opt/ml"
         )
 
+    def place(self, value: str) -> str:
+        """Where a path of the platform, ``/opt/ml`` or below, lies in this tree; any other text as it is."""
+        if value != DEFAULT_BASE and not value.startswith(f"{DEFAULT_BASE}/"):
+            return value
+        return f"{self.base}{value.removeprefix(DEFAULT_BASE)}"
+
     @property
     def input_dir(self) -> Path:
         """``input``."""

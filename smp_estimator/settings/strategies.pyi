@@ -8,6 +8,7 @@ class ModelParallel(dict[str, Any]):
         *,
         pipeline_parallel_degree: int = 1,
         tensor_parallel_degree: int = 1,
+        expert_parallel_degree: int = 1,
         sharded_data_parallel_degree: int = 1,
         microbatches: int = 1,
         active_microbatches: int | None = None,
@@ -52,6 +53,8 @@ class ModelParallel(dict[str, Any]):
         Args:
             pipeline_parallel_degree: Stages a model replica is split into (old name: partitions).
             tensor_parallel_degree: Processes that share each distributed layer; above 1 needs ddp.
+            expert_parallel_degree: Processes that share whole experts of a mixture out: all of a tensor parallel group; 1
+                splits each expert.
             sharded_data_parallel_degree: Processes that share parameters, gradients and optimizer state; 1 turns sharding off.
             microbatches: Slices of a batch that run through the pipeline; 1 means none.
             active_microbatches: Most microbatches in flight at once; default: stages + 2.

@@ -18,20 +18,20 @@ from smp_runtime.errors import CheckpointError
 def _slice(chance, shape, axis):
     if axis is None or chance.random() < 0.3:
         return Region.of(shape)
-    start = chance.randrange(shape[axis])
-    return Region.of(shape, axis, (start, chance.randint(start + 1, shape[axis])))
+    count = chance.randint(1, max(1, (shape[axis] + 1) // 2))  # of runs, which are joined
+    return Region.of(shape, axis, tuple(sorted(chance.sample(range(shape[axis] + 1), 2 * count))))
 
 
 def _part(chance, region):
     first = chance.randrange(region.slice_elements)
     flat = (first, chance.randint(first, region.slice_elements))
-    bounds = (region.start, region.stop) if region.axis is not None else None
-    return Region.of(region.shape, region.axis, bounds, flat)
+    return Region.of(region.shape, region.axis, region.cuts, flat)
 
 
 def _values(whole, region):
-    part = whole if region.axis is None else whole.narrow(region.axis, region.start, region.stop - region.start)
-    return part.reshape(-1)[region.first : region.last].clone()
+    runs = [(0, None)] if region.axis is None else zip(region.cuts[::2], region.cuts[1::2], strict=True)
+    parts = [whole.movedim(region.axis or 0, 0)[start:stop].movedim(0, region.axis or 0) for start, stop in runs]
+    return torch.cat(parts, region.axis or 0).reshape(-1)[region.first : region.last].clone()
 
 
 def test_random_parts():
@@ -57,7 +57,8 @@ class _Files(CheckpointReader):
 
     def __init__(self, whole, axis, pieces):
         manifest = Manifest("t", parameters={"w": TensorRecord(tuple(whole.shape), "int64", tensor_axis=axis)})
-        manifest.pieces = {str(n): {"module": {"w": piece}} for n, piece in enumerate(pieces)}
+        written = [Piece.from_list(piece.to_list()) for piece in pieces]
+        manifest.pieces = {str(n): {"module": {"w": piece}} for n, piece in enumerate(written)}
         super().__init__(None, manifest)
         for n, piece in enumerate(pieces):
             value = _values(whole, Region.of_piece(manifest.parameters["w"], piece))
@@ -71,12 +72,13 @@ def test_any_part_of_any_division():
         shape = tuple(chance.randint(2, 6) for _ in range(chance.randint(1, 3)))
         whole = torch.arange(math.prod(shape)).view(shape)
         axis = chance.randrange(len(shape))
-        bounds = sorted({0, shape[axis], chance.randint(1, shape[axis])})
+        runs = list(itertools.pairwise(sorted({0, shape[axis], *(chance.randint(1, shape[axis]) for _ in range(3))})))
         pieces = []
-        for start, stop in itertools.pairwise(bounds):
-            elements = math.prod(shape) // shape[axis] * (stop - start)
+        for mine in (runs[::2], runs[1::2]) if chance.random() < 0.5 else ([run] for run in runs):
+            elements = math.prod(shape) // shape[axis] * sum(stop - start for start, stop in mine)
             cuts = sorted({0, elements, *(chance.randint(0, elements) for _ in range(2))})
-            pieces += [Piece((start, stop), flat) for flat in itertools.pairwise(cuts)]
+            bounds = tuple(itertools.chain.from_iterable(mine))
+            pieces += [Piece(bounds, flat) for flat in itertools.pairwise(cuts)]
         reader = _Files(whole, axis, pieces)
         wanted = _part(chance, _slice(chance, shape, chance.choice([None, *range(len(shape))])))
         target = torch.full((wanted.elements,), -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -49,10 +50,25 @@ def _script(folder, options, resume=None, more=None):
     return _train_and_more(folder, options, resume, **(more or {}))
 
 
-def _train_and_more(folder, options, resume=None, samples=32, dropout=0.0, do=("train",)):
-    """A user's script, without a line of this library."""
+def _train_and_more(
+    folder, options, resume=None, samples=32, dropout=0.0, do=("train",), predicted=14, patience=0, tokenizer=None
+):
+    """A user's script, without a line of this library.
+
+    Args:
+        patience: evaluations without a better result after which it stops early; 0: never.
+        tokenizer: the name of Trainer's argument for one; the data then has sequences of different lengths.
+    """
     import numpy as np
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+    from transformers import (
+        EarlyStoppingCallback,
+        GPT2Config,
+        GPT2LMHeadModel,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+        set_seed,
+    )
 
     set_seed(1)
     rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
@@ -89,10 +105,11 @@ def _train_and_more(folder, options, resume=None, samples=32, dropout=0.0, do=("
     trainer = Noting(
         model=model,
         args=TrainingArguments(**{**defaults, **options}),
-        train_dataset=_data(samples, 5),
+        train_dataset=_of_lengths(_data(samples, 5)) if tokenizer else _data(samples, 5),
         eval_dataset=_data(16, 6),
-        callbacks=[Keep()],
+        callbacks=[Keep(), *([EarlyStoppingCallback(patience)] if patience else [])],
         compute_metrics=accuracy,
+        **(_tokenizing(tokenizer) if tokenizer else {}),
     )
     if "train" in do:
         trainer.train(resume_from_checkpoint=resume)
@@ -103,11 +120,55 @@ def _train_and_more(folder, options, resume=None, samples=32, dropout=0.0, do=("
             k: v for k, v in trainer.evaluate().items() if k in ("eval_loss", "eval_accuracy", "eval_seen")
         }
     if "predict" in do:
-        output = trainer.predict(_data(14, 7))
+        output = trainer.predict(_data(predicted, 7))
         found["prediction"] = (output.predictions, output.metrics["test_loss"])
     if "save" in do:
         trainer.save_model(f"{folder}/final")
+    if "push" in do:
+        with _hub(f"{folder}/hub"):
+            trainer.push_to_hub()
     return found
+
+
+def _of_lengths(data):
+    """The same samples, without what is padded."""
+    lengths = [int((sample["labels"] != -100).sum()) for sample in data]
+    return [{name: row[:length] for name, row in sample.items()} for sample, length in zip(data, lengths, strict=True)]
+
+
+def _tokenizing(name):
+    """Arguments of Trainer: a tokenizer, and what pads by it."""
+    from tokenizers import Tokenizer, models
+    from transformers import DataCollatorForTokenClassification, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token="w1"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", unk_token="w1")
+    return {name: tokenizer, "data_collator": DataCollatorForTokenClassification(tokenizer)}
+
+
+@contextlib.contextmanager
+def _hub(folder):
+    """Inside, what is uploaded to the hub is put into a folder instead."""
+    import shutil
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from transformers import trainer
+
+    class Api:
+        def create_repo(self, name, **_):
+            return SimpleNamespace(repo_id=f"me/{name}", url="")
+
+        def upload_folder(self, folder_path, **_):
+            shutil.copytree(folder_path, folder, ignore=shutil.ignore_patterns("checkpoint-*", "smp"))
+
+    api = Api()
+    places = {"hf_api": lambda: api, "create_repo": api.create_repo, "upload_folder": api.upload_folder}
+    with contextlib.ExitStack() as stack:
+        for name, value in places.items():
+            if hasattr(trainer, name):
+                stack.enter_context(mock.patch.object(trainer, name, value))
+        yield
 
 
 def _alone(folder, factor, options, **more):
@@ -131,15 +192,16 @@ def _reloaded(folder):
 
 
 def _both(folder, factor, options, more):
-    """Under this library, and then alone, in the same process."""
+    """Under this library, and then alone, in the same process; that on rank 0, as elsewhere Transformers 5 writes no files."""
     import smdistributed.modelparallel.torch as smp
 
     here = _train_and_more(f"{folder}/here", options, **more)
     smp.barrier()
-    alone = _alone(f"{folder}/alone{smp.rank()}", factor, options, **more)
+    if smp.rank() > 0:
+        return here, None
+    alone = _alone(f"{folder}/alone", factor, options, **more)
     if "save" in more.get("do", ()):
-        smp.barrier()  # Transformers 5 writes on rank 0 of PyTorch's group only
-        here["saved"], alone["saved"] = _reloaded(f"{folder}/here/final"), _reloaded(f"{folder}/alone0/final")
+        here["saved"], alone["saved"] = _reloaded(f"{folder}/here/final"), _reloaded(f"{folder}/alone/final")
     return here, alone
 
 
@@ -162,9 +224,10 @@ def _strategies(*features, sample=SAMPLE, only=STRATEGIES):
 
 def _check(results, tolerance=1e-5):
     """Averages of all ranks are those of one process."""
+    alone = results[0][1]
     for step, values in enumerate(zip(*(here["losses"] for here, _ in results), strict=True)):
-        assert sum(values) / len(values) == pytest.approx(results[0][1]["losses"][step], abs=tolerance)
-    for here, alone in results:
+        assert sum(values) / len(values) == pytest.approx(alone["losses"][step], abs=tolerance)
+    for here, _ in results:
         assert len(here["losses"]) == len(alone["losses"])
         assert here["norms"] == pytest.approx(alone["norms"], abs=10 * tolerance)
         if "evaluation" in here:
@@ -181,12 +244,12 @@ def _check(results, tolerance=1e-5):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", _strategies("train", "gradient accumulation", "evaluate", "predict", "save_model"))
 def test_a_run_is_that_of_one_process(ranks, tmp_path, strategy):
-    # 30 samples: the last update of an epoch has fewer and shorter batches, and 14 predictions do not divide either.
-    samples = 30 if STRATEGIES[strategy][2] == 1 else 32
+    # 30 samples: the last update of an epoch has fewer and shorter batches, and 14 predictions do not divide either. Data
+    # parallel ranks would fill up their last batch from the beginning, as under DDP.
+    samples, predicted = (30, 14) if STRATEGIES[strategy][2] == 1 else (32, 16)
     options = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 2 if samples == 32 else 3}
-    _check(
-        _run(ranks, _both, strategy, str(tmp_path), STRATEGIES[strategy][2], options, {"do": ALL, "samples": samples})
-    )
+    more = {"do": ALL, "samples": samples, "predicted": predicted}
+    _check(_run(ranks, _both, strategy, str(tmp_path), STRATEGIES[strategy][2], options, more))
 
 
 def _resumed(ranks, strategy, folder, options, more, **parameters):
@@ -218,9 +281,7 @@ def test_a_resumed_run_goes_on_where_it_was(ranks, tmp_path, strategy):
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
 @pytest.mark.parametrize("strategy", _strategies("bf16 and fp16", only=("pp 2", "tp 2", "sdp 2", "dp 2")))
 def test_half_precision_trains_and_resumes(ranks, tmp_path, strategy, half):
-    results = _run(
-        ranks, _resumed, strategy, str(tmp_path), {half: True}, {"do": ("train", "evaluate")}, **{half: True}
-    )
+    results = _resumed(ranks, strategy, tmp_path, {half: True}, {"do": ("train", "evaluate")}, **{half: True})
     for whole, again in results:
         assert again["losses"] == whole["losses"][2:]
         assert again["evaluation"] == whole["evaluation"]
@@ -245,16 +306,16 @@ def test_the_best_model_is_loaded_at_the_end(ranks, tmp_path, strategy):
     more = {"do": ("train", "evaluate", "save")}
     results = _run(ranks, _both, strategy, str(tmp_path), STRATEGIES[strategy][2], options, more)
     _check(results, tolerance=1e-4)
-    for here, alone in results:
-        assert here["best"] == pytest.approx(alone["best"], abs=1e-4)
+    for here, _ in results:
+        assert here["best"] == pytest.approx(results[0][1]["best"], abs=1e-4)
         assert here["evaluation"]["eval_loss"] == pytest.approx(here["best"], abs=1e-6)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", _strategies("evaluate without training", only=("tp 2", "sdp 2", "dp 2")))
 def test_a_model_is_evaluated_as_it_is(ranks, tmp_path, strategy):
-    results = _run(ranks, _both, strategy, str(tmp_path), STRATEGIES[strategy][2], {}, {"do": ("evaluate", "predict")})
-    _check(results)
+    more = {"do": ("evaluate", "predict"), "predicted": 14 if STRATEGIES[strategy][2] == 1 else 16}
+    _check(_run(ranks, _both, strategy, str(tmp_path), STRATEGIES[strategy][2], {}, more))
 
 
 def _other_degrees(folder, resume):
@@ -268,3 +329,70 @@ def test_a_checkpoint_resumes_with_other_degrees(ranks, tmp_path):
     whole = _run(ranks, _other_degrees, "pp 2", str(tmp_path / "a"), None)
     again = _run(ranks, _other_degrees, "tp 2", str(tmp_path / "b"), str(tmp_path / "a" / "out" / "checkpoint-2"))
     assert again[0]["losses"] == pytest.approx(whole[0]["losses"][2:], abs=1e-5)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", _strategies("label smoothing", only=("pp 2", "sdp 2")))
+def test_labels_are_smoothed(ranks, tmp_path, strategy):
+    options = {"label_smoothing_factor": 0.1, "max_steps": 2}
+    results = _run(
+        ranks, _both, strategy, str(tmp_path), STRATEGIES[strategy][2], options, {"do": ("train", "evaluate")}
+    )
+    _check(results)
+    plain = _run(ranks, _script, strategy, str(tmp_path), {"max_steps": 1})
+    assert abs(plain[0]["losses"][0] - results[0][0]["losses"][0]) > 1e-4
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", _strategies("early stopping", only=("pp 2", "tp 2", "sdp 2")))
+def test_a_run_stops_early(ranks, tmp_path, strategy):
+    options = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "learning_rate": 0.1,
+        "max_steps": 12,
+    }
+    more = {"do": ("train", "evaluate"), "patience": 1}
+    results = _run(ranks, _both, strategy, str(tmp_path), STRATEGIES[strategy][2], options, more)
+    _check(results, tolerance=1e-4)
+    alone = results[0][1]
+    for here, _ in results:
+        assert here["steps"] == alone["steps"] < 12
+        assert here["best"] == pytest.approx(alone["best"], abs=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", _strategies("samples grouped by length", only=("pp 2", "tp 2")))
+def test_samples_are_grouped_by_length(ranks, tmp_path, strategy):
+    """As in one process, so with data parallelism only the batches are others."""
+    import transformers
+
+    is_old = int(transformers.__version__.partition(".")[0]) < 5
+    options = {"group_by_length": True} if is_old else {"train_sampling_strategy": "group_by_length"}
+    more = {"tokenizer": "tokenizer" if is_old else "processing_class"}
+    _check(_run(ranks, _both, strategy, str(tmp_path), 1, options, more))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", _strategies("push_to_hub", only=("pp 2", "tp 2", "sdp 2", "dp 2")))
+def test_the_whole_model_is_pushed(ranks, tmp_path, strategy):
+    """What would be uploaded loads in plain Transformers."""
+    options = {"save_strategy": "steps", "save_steps": 2}
+    _run(
+        ranks,
+        _script,
+        strategy,
+        str(tmp_path),
+        options,
+        None,
+        {"do": ("train", "save", "push"), "tokenizer": "processing_class"},
+    )
+    torch.testing.assert_close(_reloaded(tmp_path / "hub"), _reloaded(tmp_path / "final"), atol=0, rtol=0)
+    assert {"README.md", "tokenizer.json"} <= {file.name for file in (tmp_path / "hub").iterdir()}

@@ -8,6 +8,8 @@ import pytest
 import torch
 from support.huggingface import tiny_config
 
+pytestmark = pytest.mark.timeout(300)
+
 STEPS, BATCH = 4, 4
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(45))]
 SHARDS = {"sdp_param_persistence_threshold": 100, "sdp_gradient_clipping": 1e6}
@@ -45,15 +47,23 @@ def jobs():
     """``jobs(strategy, function, *args)``: what a rank of a job returns, or one process without this library."""
     from support.rank_pool import RankPool
 
-    with RankPool(4) as pool, RankPool(1) as plain:
+    pools = {}
 
-        def run(strategy, function, *args):
-            size, config = STRATEGIES[strategy]
-            if config is None:
-                return plain.run(function, 1, *args, init=False, timeout=110.0)
-            return pool.run(function, size, *args, env=_environment(config), timeout=110.0)
+    def run(strategy, function, *args):
+        size, config = STRATEGIES[strategy]
+        is_job = config is not None
+        pool = pools.get(is_job) or pools.setdefault(is_job, RankPool(4 if is_job else 1))
+        try:
+            return pool.run(
+                function, size, *args, init=is_job, env=_environment(config or {}) if is_job else None, timeout=200.0
+            )
+        except BaseException:  # processes keep the groups that Accelerate has made, and answers that nobody waits for
+            pools.pop(is_job).close()
+            raise
 
-        yield run
+    yield run
+    for pool in pools.values():
+        pool.close()
 
 
 def _tokenizer():
@@ -86,6 +96,13 @@ def _texts(count, seed, length):
 
     random = Random(seed)
     return [" ".join(random.choice(WORDS[3:]) for _ in range(random.randint(4, length))) for _ in range(count)]
+
+
+def _pairs(count, seed):
+    return {name: _texts(count, seed + number, 5) for number, name in enumerate(("prompt", "chosen", "rejected"))}
+
+
+PAIRS = {"train": _pairs(16, 10), "test": _pairs(8, 20)}
 
 
 def _settings(kind, folder, **more):
@@ -135,21 +152,24 @@ def _sft(family, adapted, folder, more):
 
 
 def _dpo(family, adapted, folder, more):
-    from datasets import Dataset
+    from datasets import Dataset, load_dataset
     from trl import DPOConfig, DPOTrainer
 
     torch.manual_seed(1)
 
-    def pairs(count, seed):
-        names = ("prompt", "chosen", "rejected")
-        return Dataset.from_dict({name: _texts(count, seed + number, 5) for number, name in enumerate(names)})
+    def pairs(name):
+        if more.get("precompute_ref_log_probs"):  # rank 0 writes it into the data set's cache, where the others read it
+            return load_dataset(
+                "json", data_files=str(folder.parent / f"{name}.json"), cache_dir=f"{folder}/cache", split="train"
+            )
+        return Dataset.from_dict(PAIRS[name])
 
     trainer = DPOTrainer(
         model=_model(family),
         ref_model=None if adapted else _model(family, seed=4),
         args=_settings(DPOConfig, folder, beta=0.5, **more),
-        train_dataset=pairs(16, 10),
-        eval_dataset=pairs(8, 20),
+        train_dataset=pairs("train"),
+        eval_dataset=pairs("test"),
         processing_class=_tokenizer(),
         peft_config=_lora() if adapted else None,
     )
@@ -195,6 +215,9 @@ def test_sft_with_gradient_checkpointing(jobs, tmp_path):
 @pytest.mark.full
 @pytest.mark.client("TRL", "DPO, reference computed before", "pp 2")
 def test_dpo_with_a_reference_that_was_computed_before(jobs, tmp_path):
+    for name, pairs in PAIRS.items():
+        rows = [dict(zip(pairs, row, strict=True)) for row in zip(*pairs.values(), strict=True)]
+        (tmp_path / f"{name}.json").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     _check(jobs, tmp_path, "pp 2", _dpo, "llama", adapted=False, precompute_ref_log_probs=True)
 
 

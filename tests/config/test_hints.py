@@ -39,7 +39,6 @@ def test_more_active_microbatches_than_there_are_is_told():
         ("hybrid_shard_degree", '"sharded_data_parallel_degree"'),
         ("sm_activation_offloading", '"offload_activations"'),
         ("random_seed", "torch.manual_seed"),
-        ("expert_parallel_degree", "divide experts as other modules"),
         ("context_parallel_degree", '"optimize": "memory"'),
     ],
 )

@@ -25,6 +25,7 @@ DOCUMENTED_DEFAULTS = {
     "pipeline_parallel_degree": 1,
     "partitions": 1,
     "tensor_parallel_degree": 1,
+    "expert_parallel_degree": 1,
     "sharded_data_parallel_degree": 1,
     "microbatches": 1,
     "active_microbatches": 3,
@@ -105,6 +106,8 @@ def test_right_configurations_are_accepted(parameters):
         ({"tensor_parallel_degree": 2}, '"ddp": True'),
         ({"tensor_parallel_degree": 2, "ddp": False}, "ddp is false"),
         ({"sharded_data_parallel_degree": 2}, "needs data parallelism"),
+        ({"expert_parallel_degree": 2}, "set tensor_parallel_degree to 2 too"),
+        ({"expert_parallel_degree": 2, "tensor_parallel_degree": 4, "ddp": True}, "to 4 or to 1"),
         (
             {"sharded_data_parallel_degree": 2, "ddp": True, "shard_optimizer_state": True},
             "remove shard_optimizer_state",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import multiprocessing
+import pickle
 import subprocess
 import sys
 import threading
@@ -60,6 +62,19 @@ def test_a_device_that_is_not_there(use):
         RuntimeError, match=r"invalid device ordinal: device \d .* sees 2 emulated CUDA devices .*local rank"
     ):
         use()
+
+
+def test_a_bare_number_is_a_device():
+    first = torch.device(0)
+    assert (type(first), first, torch.device(1)) == (torch.device, torch.device("cuda", 0), torch.device("cuda:1"))
+    assert pickle.loads(pickle.dumps(first)) == copy.deepcopy(first) == first
+    assert torch.device(type="cuda", index=1) == torch.device("cuda", 1)
+    assert torch.device(CPU) == torch.device("cpu") == CPU
+    with torch.device(0):
+        assert torch.zeros(1).device == CPU
+    for wrong in ((-1,), ("nowhere",), (None,), (), (True, False, True)):
+        with pytest.raises((RuntimeError, TypeError)):
+            torch.device(*wrong)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda"), torch.device("cuda", 1), 0, 1, -1])

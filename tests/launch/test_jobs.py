@@ -133,11 +133,19 @@ def test_local_rank_is_only_for_the_data_parallel_library(launcher, kind):
 
 
 def test_a_job_without_mpi_runs_once_on_every_host(launcher):
-    job = with_helper(launcher.job(REPORT, processes=None, hosts=2))
+    parameters = {"out": "/opt/ml/model/new", "of": "/opt/mlops"}
+    job = with_helper(launcher.job(REPORT, processes=None, hosts=2, hyperparameters=parameters))
     hosts = [launcher.start(job, host=host) for host in job.hosts]
     assert [host.wait() for host in hosts] == [0, 0]
     for host, name in zip(hosts, job.hosts, strict=True):
-        assert reports(host.log)[0]["SM_CURRENT_HOST"] == name
+        seen = reports(host.log)[0]
+        assert seen["SM_CURRENT_HOST"] == name
+        # What the platform calls /opt/ml is the tree of this host.
+        there = f"{job.tree(name)}/model/new"
+        assert (seen["SM_HP_OUT"], seen["SM_HP_OF"]) == (there, "/opt/mlops")
+        assert json.loads(seen["SM_HPS"])["out"] == there
+        assert json.loads(seen["SM_USER_ARGS"]) == ["--of", "/opt/mlops", "--out", there]
+        assert there in seen["argv"]
 
 
 def test_a_shell_script(launcher):

@@ -177,6 +177,11 @@ WRONG = [
         (r"set \"prescaled_batch\": True",),
     ),
     Probe(
+        "experts over a part of a group",
+        smp(expert_parallel_degree=2, tensor_parallel_degree=4, ddp=True),
+        (r"expert_parallel_degree is 2 and tensor_parallel_degree is 4", r"set expert_parallel_degree to 4 or to 1"),
+    ),
+    Probe(
         "both names, two values",
         smp(partitions=2, pipeline_parallel_degree=4),
         (r"partitions is 2 but pipeline_parallel_degree is 4", r"keep only"),

@@ -25,6 +25,15 @@ _T5 = {
     "decoder_start_token_id": 0,
 }
 
+_HALF = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+_BART = {
+    **{f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in _HALF.items()},
+    "d_model": 32,
+    "max_position_embeddings": 16,
+    "dropout": 0.0,
+    "decoder_start_token_id": 2,
+}
+
 #: By family: the class of its configuration, what is set there, and the class of Transformers that makes the model.
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt2": ("GPT2Config", _GPT, "CausalLM"),
@@ -53,9 +62,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "phi": ("PhiConfig", {**_SIZES, "resid_pdrop": 0.0}, "CausalLM"),
     "opt": ("OPTConfig", {**_DEPTH, "hidden_size": 32, "ffn_dim": 48, "max_position_embeddings": 16, "dropout": 0.0}, "CausalLM"),
     "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "CausalLM"),
+    "falcon": ("FalconConfig", {**_DEPTH, "hidden_size": 32, "hidden_dropout": 0.0, "attention_dropout": 0.0}, "CausalLM"),
     "bert": ("BertConfig", {**_SIZES, **_STILL}, "MaskedLM"),
     "roberta": ("RobertaConfig", {**_SIZES, **_STILL, "max_position_embeddings": 18}, "MaskedLM"),
     "t5": ("T5Config", _T5, "Seq2SeqLM"),
+    "bart": ("BartConfig", _BART, "Seq2SeqLM"),
     "vit": ("ViTConfig", {**_SIZES, **_STILL, "image_size": 8, "patch_size": 4, "num_labels": 5}, "ImageClassification"),
 }  # fmt: skip
 

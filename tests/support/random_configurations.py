@@ -93,6 +93,8 @@ def _right(source: random.Random, number: int) -> Drawn:
         given[source.choice(("partitions", "pipeline_parallel_degree"))] = pipeline
     if tensor > 1 or source.random() < 0.1:
         given["tensor_parallel_degree"] = tensor
+    if tensor > 1 and source.random() < 0.2:
+        given["expert_parallel_degree"] = tensor
     if shards > 1 or source.random() < 0.1:
         given["sharded_data_parallel_degree"] = shards
     if given.get("tensor_parallel_degree", 1) > 1 and (shards > 1 or source.random() < 0.5):
@@ -104,6 +106,7 @@ def _right(source: random.Random, number: int) -> Drawn:
         for name in (
             "shard_optimizer_state",
             "tensor_parallel_degree",
+            "expert_parallel_degree",
             "sharded_data_parallel_degree",
             "ddp_dist_backend",
         ):

@@ -29,7 +29,7 @@ def _session(solo, caplog):
 def _group(size=2, **settings):
     """The first rank of a group, which decides for all."""
     ranks = SimpleNamespace(rank=0)
-    settings = {"prescaled": True, "slices_activations": False, **settings}
+    settings = {"prescaled": True, "slices_activations": False, "spreads_experts": False, **settings}
     return SimpleNamespace(size=size, rank=0, ranks=ranks, agree=lambda value: value, **settings)
 
 
@@ -54,11 +54,26 @@ def test_the_log_says_what_was_chosen_and_why():
     (numbers,) = _found(_marked("Numbered"))[1]
     assert "inferred, 5 of 5" in numbers
     assert "numbers of a rank: attention.n_head, attention.width; equal" in numbers
-    found, (packed,) = _found(_marked("Packed"))
-    assert "(attention.projection, attention.o are split one by one: " in packed
-    how = found["layers.0"].leaves
-    assert how["attention.projection"].joins
-    assert not how["mlp.up"].joins
+    (odd,) = _found(_marked("Turned"))[1]
+    assert "(attention.projection, attention.o are split one by one: " in odd
+
+
+def test_packed_maps_are_split_by_their_pieces():
+    how = _found(_marked("Packed"))[0]["layers.0"].leaves
+    assert how["attention.projection"].pieces == (16, 16, 16)
+    assert not how["attention.o"].columns
+    assert how["mlp.packed"].pieces == (24, 24)
+
+
+def test_keys_of_heads_that_do_not_divide_are_repeated():
+    split = _found(_marked("OneKey"))[0]["layers.0"]
+    assert split.leaves["attention.projection"].runs == ((0, 8, 16, 20, 20, 24), (8, 16, 16, 20, 20, 24))
+    assert set(split.summed) == {"attention.projection.weight", "attention.projection.bias"}
+    net = Net(attention=lambda: own_blocks.Grouped(6, 3))
+    smp.set_tensor_parallelism(net)
+    split = _found(net)[0]["layers.0"]
+    assert split.leaves["attention.k"].runs == ((0, 4, 0, 4, 4, 8), (4, 8, 8, 12, 8, 12))
+    assert ("attention", "groups", 1) in split.numbers
 
 
 def test_parameters_that_each_rank_uses_on_its_own_heads_are_summed():
@@ -68,7 +83,7 @@ def test_parameters_that_each_rank_uses_on_its_own_heads_are_summed():
 
 
 def test_heads_that_do_not_divide_are_not_torn_apart():
-    net = Net(attention=lambda: own_blocks.Attention(heads=6, key_heads=3))  # 3 heads of 4 features are 12 features
+    net = Net(attention=lambda: own_blocks.Attention(heads=3, key_heads=1))
     smp.set_tensor_parallelism(net)
     how = _found(net)[0]["layers.0"].leaves
     assert how["attention.k"].joins
@@ -164,4 +179,4 @@ def test_numbers_that_must_stay_whole_do():
     smp.set_tensor_parallelism(net)
     (split,) = _found(net)[0].values()
     assert set(split.leaves) == {"up", "down"}
-    assert not split.scaled
+    assert not split.numbers

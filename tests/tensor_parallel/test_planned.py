@@ -69,7 +69,9 @@ def _check(results, alone, share):
         pytest.param("Attention", False, 0.6, marks=pytest.mark.full),
         ("Numbered", True, 0.6),  # numbers of heads are those of a rank
         pytest.param("Numbered", False, 0.6, marks=pytest.mark.full),
-        pytest.param("Packed", True, 0.6, marks=pytest.mark.full),  # its attention's maps are split one by one
+        pytest.param("Packed", True, 0.6, marks=pytest.mark.full),
+        ("OneKey", False, 0.7),  # every rank has its keys
+        pytest.param("Turned", True, 0.6, marks=pytest.mark.full),  # its attention's maps are split one by one
     ],
 )
 def test_what_nobody_planned_is_inferred(ranks, kind, prescaled, share):

@@ -42,6 +42,44 @@ def test_families(ranks, seed_by_rank):
     assert torch.equal(outside, other) is not seed_by_rank
 
 
+def _by_microbatch(orders):
+    import smp_runtime.job.session as sessions
+    from smp_runtime.nn.distributed_module import current_group
+    from smp_runtime.tensor_parallel.random_tracker import RandomTracker, tracker_state
+
+    torch.manual_seed(0)
+    tracker, ranks = RandomTracker.of(current_group()), sessions.current().ranks
+    begin = tracker_state(ranks)
+
+    def draw(microbatch):
+        ranks.step.microbatch = microbatch
+        with tracker.split(torch.device("cpu")):
+            return microbatch, torch.rand(8).tolist()
+
+    found = []
+    for order in orders:
+        tracker_state(ranks, begin)
+        found.append([draw(microbatch) for microbatch in order])
+    saved = tracker_state(ranks)
+    expected = draw(0), draw(1)
+    tracker_state(ranks, saved)
+    return found, expected, (draw(0), draw(1)), tracker_state(ranks, {**saved, "uses": 5})
+
+
+def test_numbers_belong_to_microbatches_in_whatever_order_these_run(ranks):
+    """As the steps of a pipeline change it."""
+    config = _config(2, "speed", True)
+    for (one, other), expected, resumed, _ in ranks(_by_microbatch, 2, [[0, 0, 1, 1], [0, 1, 1, 0]], config=config):
+        assert sorted(one) == sorted(other)
+        assert len({tuple(numbers) for _, numbers in (*one, *expected)}) == 6
+        assert resumed == expected
+
+
+def test_a_state_that_counted_all_microbatches_together_goes_on(ranks):
+    (*_, state), _ = ranks(_by_microbatch, 2, [[0]], config=_config(2, "speed", True))
+    assert state["uses"] == {}
+
+
 def _layer(recomputes):
     import smdistributed.modelparallel.torch as smp
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -148,3 +150,19 @@ def test_a_partial_checkpoint_of_a_model_inside_another_loads_into_the_original(
     loaded = ranks(_partial, 1, str(tmp_path), False, False, config={"ddp": True})[0]
     assert set(saved) == set(loaded)
     assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+
+
+def test_original_weights_load_where_only_the_model_inside_is_distributed(solo, tmp_path):
+    solo({"ddp": True})
+    original = _gpt2(tie_word_embeddings=False)
+    torch.save(original.state_dict(), tmp_path / "pytorch_model.bin")
+    with smp.tensor_parallelism():
+        module = _gpt2(tie_word_embeddings=False)
+        torch.nn.init.ones_(module.transformer.wpe.weight)
+    module.forward = functools.partial(type(module).forward, module)  # which a distributed form would not have
+    model = smp.DistributedModel(module)
+    assert "transformer.word_embedding.weight" in model.state_dict()
+    smp.resume_from_checkpoint(str(tmp_path), tag="pytorch_model.bin", partial=False, load_optimizer=False)
+    state = smp.state.module_manager.translated(model.state_dict(), model.get_module())
+    for name, value in original.state_dict().items():
+        assert torch.equal(state[name], value), name

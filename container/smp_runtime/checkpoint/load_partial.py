@@ -299,7 +299,7 @@ class Loading:
             if not all(self.reader.holds(key, source) for source in found.sources):
                 continue
             if self.reader.is_object(key, found.sources[0]):
-                bounds = (entry.region.start, entry.region.stop) if entry.region.axis is not None else None
+                bounds = entry.region.cuts if entry.region.axis is not None else None
                 state[key] = _own(self.reader.object(key, found.sources[0], bounds), entry.updated, on_device)
                 continue
             dtype = self.reader.dtype_of(key, found.sources[0])

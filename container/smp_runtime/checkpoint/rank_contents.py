@@ -188,7 +188,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 def _piece(region: Region) -> Piece:
     return Piece(
-        None if region.axis is None else (region.start, region.stop),
+        None if region.axis is None else region.cuts,
         None if region.is_slice else (region.first, region.last),
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from smp_config import Group
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ def describe_processes(session: Session) -> None:
     shared.update(
         backend=ranks.backend,
         device=ranks.device,
-        distributed_type=DistributedType.MULTI_CPU if ranks.device.type == "cpu" else DistributedType.MULTI_GPU,
+        # An emulated GPU counts as one: libraries choose by it where models are loaded to.
+        distributed_type=DistributedType.MULTI_GPU if torch.cuda.is_available() else DistributedType.MULTI_CPU,
         num_processes=ranks.size(group),
         process_index=ranks.rank_in(group),
         local_process_index=ranks.local_rank,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from smp_runtime.generation import generate as _generate  # noqa: F401 - it waits for models to be wrapped
 from smp_runtime.libraries.import_hook import when_imported
 
 
@@ -25,6 +26,12 @@ def _trainer(module: ModuleType) -> None:
     adapt_trainer(module)
 
 
+def _seq2seq(module: ModuleType) -> None:
+    from smp_runtime.libraries.trainer import adapt_seq2seq
+
+    adapt_seq2seq(module)
+
+
 def _sft(module: ModuleType) -> None:
     from smp_runtime.libraries.trl import adapt_sft
 
@@ -41,6 +48,7 @@ when_imported("accelerate", _accelerate)
 when_imported("transformers.training_args", _arguments)
 when_imported("transformers.sagemaker.training_args_sm", _arguments)
 when_imported("transformers.trainer", _trainer)
+when_imported("transformers.trainer_seq2seq", _seq2seq)
 when_imported("trl.trainer.sft_trainer", _sft)
 when_imported("trl.trainer.dpo_trainer", _dpo)
 

@@ -18,7 +18,7 @@ from smp_config import Group
 from smp_runtime.job import session as sessions
 from smp_runtime.libraries import trainer_checkpoints as checkpoints
 from smp_runtime.libraries.accelerate_state import describe_processes
-from smp_runtime.libraries.trainer_steps import prediction_step, takes, training_step
+from smp_runtime.libraries.trainer_steps import prediction_step, takes, training_step, whole_batch
 from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 from smp_runtime.optim.loss_scaling import make_loss_scaler
@@ -66,6 +66,11 @@ def adapt_trainer(module: ModuleType) -> None:
             replace_method(kind, name, method, module)
 
 
+def adapt_seq2seq(module: ModuleType) -> None:
+    """``Seq2SeqTrainer``: it generates with the wrapped model, and calls it as a step would."""
+    replace_method(module.Seq2SeqTrainer, "prediction_step", _generation_step, sys.modules["transformers.trainer"])
+
+
 def is_job(module: ModuleType) -> bool:
     """Whether Transformers takes this process for a rank of this library."""
     names = vars(module)
@@ -108,11 +113,11 @@ def _begin_arguments(former: Callable[..., Any], arguments: Any) -> None:
 
 def _device(arguments: Any) -> torch.device:
     """What ``_setup_devices`` does for this library, on any device."""
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, PartialState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     describe_processes(sessions.current())  # what libraries ask that do not know of this one
-    arguments.distributed_state = None
+    arguments.distributed_state = PartialState()
     device = sessions.current().ranks.device
     arguments._n_gpu = int(device.type != "cpu")
     return device
@@ -202,3 +207,21 @@ def _prediction_step(
     _: Callable[..., Any], trainer: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
 ) -> tuple[Any, Any, Any]:
     return prediction_step(trainer, model, inputs, prediction_loss_only, ignore_keys)
+
+
+def _generation_step(
+    former: Callable[..., Any],
+    trainer: Any,
+    model: DistributedModel,
+    inputs: Any,
+    prediction_loss_only: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Any, Any, Any]:
+    if not trainer.args.predict_with_generate or prediction_loss_only:
+        return former(model, inputs, prediction_loss_only, *args, **kwargs)
+    kept, trainer.model = trainer.model, model.module  # under tensor parallelism the former has other weights
+    try:
+        return former(whole_batch(trainer, model), inputs, prediction_loss_only, *args, **kwargs)
+    finally:
+        trainer.model = kept

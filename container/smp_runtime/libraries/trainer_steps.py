@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from smp_runtime.generation.whole_call import call_whole
 from smp_runtime.job import session as sessions
 from smp_runtime.step.microbatches import StepOutput
 from smp_runtime.step.step import step
@@ -204,6 +205,17 @@ def prediction_step(
     parts = batch.parts if isinstance(batch, ShortBatch) else 1
     joined = tuple(_joined(value, sizes, parts) for value in outputs)
     return mean, joined[0] if len(joined) == 1 else joined, labels
+
+
+def whole_batch(trainer: Any, model: DistributedModel) -> Callable[..., dict[str, Any]]:
+    """A model that is called outside steps, with whole batches: its loss, and logits if something is computed from them."""
+    wanted = ("loss", "logits") if trainer.label_smoother is not None else ("loss",)
+
+    def forward(**inputs: Any) -> dict[str, Any]:
+        outputs = model(**inputs)
+        return {name: outputs[name] for name in wanted if name in outputs}
+
+    return lambda **inputs: call_whole(model, sessions.current().ranks, "prediction", forward, (), inputs)
 
 
 def _items_of(trainer: Any, inputs: Mapping[str, Any]) -> Any:

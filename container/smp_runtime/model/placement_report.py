@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from smp_config import Group
 from smp_runtime.nn.distributed_module import DistributedModule
+from smp_runtime.parameters.registry import intervals
 from smp_runtime.pipeline.partition.report import table
 
 if TYPE_CHECKING:
@@ -106,8 +107,8 @@ def _local_elements(record: ParameterRecord) -> int:
     whole, place = _elements([record]), record.placement
     if place.tensor_axis is None or place.tensor_slice is None:
         return whole
-    start, stop = place.tensor_slice
-    return whole // max(1, record.shape[place.tensor_axis]) * (stop - start)
+    length = sum(stop - start for start, stop in intervals(place.tensor_slice))
+    return whole // max(1, record.shape[place.tensor_axis]) * length
 
 
 # -- sharding ----------------------------------------------------------------------------------------------------------

@@ -58,6 +58,11 @@ class WrappedModule(nn.Module):
         """The user's module."""
         return self.module
 
+    @property
+    def is_whole_copy(self) -> bool:
+        """Whether :meth:`cpu` has put a whole copy, which needs no other rank, in the place of this rank's part."""
+        return self._placed.is_copied
+
     def _alias_module(self) -> None:
         # Scripts unwrap one, two or three levels; the module answers for each of them. Written past
         # nn.Module.__setattr__, so it is no submodule and appears in no state_dict.

@@ -5,8 +5,9 @@ PyTorch's meta tensors alone would not do: ``real.add_(meta)`` silently does not
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +19,19 @@ from smp_runtime.tensors.handles import NEEDS_NO_ELEMENTS, OF_ITS_PLACE
 from smp_runtime.tensors.nested import argument_tensors, leaves_of
 from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass as _Plainly
 from smp_runtime.tensors.torch_private import make_subclass, rebuild_parameter
+
+#: Where absent tensors say that they are, the innermost last; nothing: on the meta device.
+_appearing_on: list[torch.device] = []
+
+
+@contextlib.contextmanager
+def appearing_on(device: torch.device) -> Iterator[None]:
+    """Absent tensors say that they are on ``device``: for functions that put their inputs where the model's parameters are."""
+    _appearing_on.append(device)
+    try:
+        yield
+    finally:
+        _appearing_on.pop()
 
 
 class AbsentTensor(torch.Tensor):
@@ -35,6 +49,14 @@ class AbsentTensor(torch.Tensor):
     absent_name: str
     absent_stage: int
     is_meta = True  # even those that C++ kept off the meta device have no elements
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The meta device, or what :func:`appearing_on` says."""
+        if _appearing_on:
+            return _appearing_on[-1]
+        with _Plainly():
+            return torch.Tensor.device.__get__(self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -95,9 +95,9 @@ class DistributedAttentionLayer(HalfBlock):
             states, cross, mask, *rest = inputs
         else:
             states, mask, *rest = inputs
-        positions = rest[0] if rest else None
+        positions, cache = (*rest, None, None)[:2]
         if not self.converts:
-            return self._inside(states, cross, mask, positions)
+            return self._inside(states, cross, mask, positions, cache)
         attended = states if cross is None else cross
         mask = self.flow.enter_mask(mask, attended, self._scoring.causal, positions)
         entered_cross = None if cross is None else self.flow.enter(cross)
@@ -111,10 +111,11 @@ class DistributedAttentionLayer(HalfBlock):
         cross: torch.Tensor | None,
         mask: torch.Tensor | None,
         positions: torch.Tensor | None,
+        cache: Any = None,
     ) -> torch.Tensor:
         ready = self.ready()
         normed = self.normed(states, ready)
-        return self._residual(states, self.change(normed, cross, mask, positions, ready), ready[2:4])
+        return self._residual(states, self.change(normed, cross, mask, positions, ready, cache), ready[2:4])
 
     def become_whole(self, alone: TensorGroup) -> None:
         """See :class:`DistributedModule`."""
@@ -134,14 +135,22 @@ class DistributedAttentionLayer(HalfBlock):
         mask: torch.Tensor | None,
         positions: torch.Tensor | None,
         ready: list[torch.Tensor | None],
+        cache: Any = None,
     ) -> torch.Tensor:
-        """What attention adds to the residual stream; activations lie as inside."""
+        """What attention adds to the residual stream; activations lie as inside.
+
+        Args:
+            cache: has keys and values of earlier tokens for this rank's heads, and gets those of these; or None.
+        """
         query, key, value = self._heads(normed, cross)
         settings = self.settings
         if settings.rotary_frequencies is not None:
             turn = (settings.rotary_frequencies, settings.rotary_interleaved, settings.rotary_scale, positions)
             query, key = rotate(query, *turn), rotate(key, *turn)
-        self._check_length(query.shape[2])
+        if cache is not None:
+            key, value = cache.update(key, value, settings.layer_idx)
+            mask = None if mask is None else mask[..., -key.shape[2] :]  # a window's has fewer than there were
+        self._check_length(key.shape[2])
         dropout = settings.attention_dropout_prob if self.training else 0.0
         with split_dropout(self.tensor_group, query.device, dropout > 0.0):
             context = self.flashmod.weigh(query, key, value, mask, self._scoring)

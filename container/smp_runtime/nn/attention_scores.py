@@ -69,7 +69,7 @@ def attend(
             value,
             attn_mask=bias,
             dropout_p=dropout,
-            is_causal=scoring.causal and bias is None,
+            is_causal=scoring.causal and bias is None and query.shape[2] > 1,
             scale=scoring.scale,
         )
     return context.to(dtype)
@@ -79,13 +79,15 @@ def _bias(query: torch.Tensor, keys: int, mask: torch.Tensor | None, scoring: Sc
     """Everything that is added to the scores; None when the kernel's own causal mask is all there is."""
     queries = query.shape[2]
     window = scoring.window if scoring.window is not None and scoring.window < keys else None
-    if mask is None and scoring.slopes is None and window is None:
+    before = keys - queries if scoring.causal else 0  # tokens that only a cache has
+    if mask is None and scoring.slopes is None and window is None and (not before or queries == 1):
         return None
     lowest = torch.finfo(query.dtype).min
     bias = additive(mask, query.dtype)
     if scoring.causal or scoring.slopes is not None:
         # How far back each key lies, [queries, keys].
-        distance = torch.arange(queries, device=query.device)[:, None] - torch.arange(keys, device=query.device)
+        places = torch.arange(before, before + queries, device=query.device)
+        distance = places[:, None] - torch.arange(keys, device=query.device)
     if scoring.slopes is not None:
         slopes = torch.tensor(scoring.slopes, dtype=query.dtype, device=query.device)
         linear = -slopes[:, None, None] * distance.abs()

@@ -6,7 +6,7 @@ import contextlib
 import copyreg
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -90,12 +90,32 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
         self.reductions: dict[str, Group] = {}
         self._dtype = torch.float16 if sessions.current().ranks.cfg.fp16_params else _creation.dtype
 
-    def add_split(self, name: str, shape: tuple[int, ...], dim: int, fill: Fill, *, exists: bool = True) -> None:
-        """A parameter of which each rank has a part along ``dim``, or None; ``shape`` is that of the whole."""
+    def add_split(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dim: int,
+        fill: Fill,
+        *,
+        pieces: Sequence[int] = (),
+        owner: int | None = None,
+        exists: bool = True,
+    ) -> None:
+        """A parameter of which each rank has a part along ``dim``, or None.
+
+        Args:
+            shape: of the whole.
+            pieces: lengths along ``dim`` that are shared out one by one, each of which the ranks divide; empty for one piece.
+            owner: a rank of the group that has all of it, if the others have nothing.
+        """
         if not exists:
             self.register_parameter(name, None)
             return
-        where = TensorSlice.of(shape, dim, self.tensor_group.rank, self.tensor_group.size)
+        group = self.tensor_group
+        if owner is None:
+            where = TensorSlice.of(shape, dim, group.rank, group.size, pieces)
+        else:
+            where = TensorSlice.owned(shape, dim, group.rank, owner)
         self.register_parameter(name, make_parameter(shape, fill, where, self.tensor_group.device, self._dtype))
         self.tensor_slices[name] = where
         self.reductions[name] = Group.RDP

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from smp_runtime.activations.functional import checkpoint
 from smp_runtime.activations.marking import is_marked
 from smp_runtime.nn.attention import DistributedAttentionLayer
@@ -13,8 +15,6 @@ from smp_runtime.nn.settings import LayerSettings
 from smp_runtime.tensor_parallel.activation_layout import Flow, choose_flow
 
 if TYPE_CHECKING:
-    import torch
-
     from smp_runtime.tensor_parallel.group import TensorGroup
 
 
@@ -86,7 +86,7 @@ class DistributedTransformerLayer(DistributedModule):
         Args:
             inputs: ``(hidden_states, attention_mask)``; with cross attention ``(hidden_states, cross_states,
                 attention_mask, cross_mask)``. States are ``[batch, seq, hidden]``; masks are added to the scores,
-                ``[batch, 1, 1, keys]``, or None. Positions ``[batch, seq]`` for rotary embedding may come last.
+                ``[batch, 1, 1, keys]``, or None. Positions ``[batch, seq]`` for rotary embedding may follow, and a cache.
         """
         if not self.converts:
             return (self._inside(inputs), *inputs[1:])
@@ -100,14 +100,14 @@ class DistributedTransformerLayer(DistributedModule):
         else:
             (states, mask, *rest), cross, cross_mask = inputs, None, None
         if self.settings.parallel_attn_output:
-            return self._parallel(states, mask, rest[0] if rest else None)
+            return self._parallel(states, mask, *rest)
         stream = self.attention((states, mask, *rest))
         if self.cross_attention is not None:
             stream = self.cross_attention((stream, cross, cross_mask))
         return self._narrowed(self.output(stream), states)
 
     def _parallel(
-        self, states: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
+        self, states: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None = None, cache: Any = None
     ) -> torch.Tensor:
         """Both halves read the same input."""
         ready = self.attention.ready()
@@ -116,7 +116,7 @@ class DistributedTransformerLayer(DistributedModule):
         if is_marked(self.attention):  # whose own call is not made here
             change = checkpoint(attend, normed, None, mask, positions, ready)
         else:
-            change = attend(normed, None, mask, positions, ready)
+            change = attend(normed, None, mask, positions, ready, cache)
         ready = self.output.ready()
         if not self.settings.single_pre_layernorm:
             normed = self.output.normed(states, ready)
@@ -141,4 +141,5 @@ def enter_all(flow: Flow, settings: LayerSettings, inputs: tuple[Any, ...]) -> t
     else:
         _, mask, *rest = inputs
         middle = (flow.enter_mask(mask, states, causal, rest[0] if rest else None),)  # type: ignore[assignment]
-    return (flow.enter(states), *middle, *(flow.enter_ids(ids, states) for ids in rest))
+    ids = (flow.enter_ids(each, states) if isinstance(each, torch.Tensor) else each for each in rest)
+    return (flow.enter(states), *middle, *ids)

@@ -165,25 +165,33 @@ class DistributedTransformerLMHead(DistributedModule):
         token_types: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
         cross: Sequence[torch.Tensor | None] = (),
+        cache: Any = None,
+        past: int = 0,
     ) -> torch.Tensor:
-        """The transformer's output, ``[batch, seq, hidden]``; masks are additive here."""
+        """The transformer's output, ``[batch, seq, hidden]``; masks are additive here.
+
+        Args:
+            cache: keys and values of ``past`` tokens before these, to which the layers add theirs; or None.
+        """
         hidden = self.word_embedding(ids)
         if self.position_embedding is not None:
             if positions is None:
-                longest = self.position_embedding.weight.shape[0]
-                if ids.shape[1] > longest:
+                longest, end = self.position_embedding.weight.shape[0], past + ids.shape[1]
+                if end > longest:
                     raise SMPUserError(
-                        f"the sequence has {ids.shape[1]} tokens, but num_positions is {longest}: shorten it, or make the model "
-                        f"with at least {ids.shape[1]} positions"
+                        f"the sequence has {end} tokens, but num_positions is {longest}: shorten it, or make the model "
+                        f"with at least {end} positions"
                     )
-                hidden = hidden + self.position_embedding(torch.arange(ids.shape[1], device=ids.device))
+                hidden = hidden + self.position_embedding(torch.arange(past, end, device=ids.device))
             else:
                 hidden = hidden + self.position_embedding(positions)
         if token_types is not None:
             table = self.token_type_embedding if self.token_type_embedding is not None else self.word_embedding
             hidden = hidden + table(token_types)
         hidden = self._drop(hidden)
-        rotary = () if positions is None or self.position_embedding is not None else (positions,)
+        rotary: tuple[Any, ...] = () if positions is None or self.position_embedding is not None else (positions,)
+        if cache is not None:
+            rotary = (*(rotary or (torch.arange(past, past + ids.shape[1], device=ids.device)[None],)), cache)
         if self.add_cross_attention:
             states, cross_mask = cross
             hidden = self.transformer((hidden, states, mask, cross_mask))[0]

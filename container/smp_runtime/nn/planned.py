@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from smp_runtime.nn.distributed_module import DistributedModule
+from smp_runtime.parameters.registry import TensorSlice, cut
 from smp_runtime.tensor_parallel import collectives
 from smp_runtime.tensor_parallel.initialisation import uniform_for
 from smp_runtime.tensor_parallel.split_functions import rows
@@ -29,11 +30,20 @@ class LinearSplit:
         columns: its outputs are shared out, else its inputs.
         joins: the other side is whole all the same: outputs are gathered, or inputs sliced.
         transposed: its weight is ``[in, out]``, as in GPT-2, not ``[out, in]``.
+        pieces: lengths of outputs that are shared out by themselves, such as queries, keys and values; empty for one piece.
+        runs: by rank the starts and stops of the outputs that it computes, where several ranks need the same: keys of heads that
+            the ranks do not divide. Every rank has the weight whole then.
+        local: without collectives, in a module whose results are summed.
+        owner: a rank that has all of it, if the others have nothing and make zeros; ``pieces`` has the number of outputs.
     """
 
     columns: bool
     joins: bool = False
     transposed: bool = False
+    pieces: tuple[int, ...] = ()
+    runs: tuple[tuple[int, ...], ...] = ()
+    local: bool = False
+    owner: int | None = None
 
     @property
     def dim(self) -> int:
@@ -45,11 +55,31 @@ class LinearSplit:
     ) -> torch.Tensor:
         """``[…, in]`` to ``[…, out]``; on replicated rows, one side of it this rank's features."""
         matrix = weight.t() if self.transposed else weight
+        if group.size > 1 and (self.local or self.owner is not None):
+            return self._alone(x, matrix, bias, group)
+        if self.runs and group.size > 1:
+            matrix = cut(matrix, 0, self.runs[group.rank])
+            bias = None if bias is None else cut(bias, 0, self.runs[group.rank])
         if self.columns:
             features = F.linear(shared.of(x, group), matrix, bias)
             return collectives.gathered(features, group, -1, partial=False) if self.joins else features
         shared.clear()
         return rows(collectives.sliced(x, group, -1) if self.joins else x, group, None, matrix, bias)
+
+    def slice(self, shape: tuple[int, ...], dim: int, rank: int, size: int) -> TensorSlice:
+        """What a rank has of a weight or bias."""
+        if self.owner is not None:
+            return TensorSlice.owned(shape, dim, rank, self.owner)
+        return TensorSlice.of(shape, dim, rank, size, self.pieces)
+
+    def _alone(
+        self, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, group: TensorGroup
+    ) -> torch.Tensor:
+        if self.owner is not None and self.owner != group.rank:
+            return x.new_zeros((*x.shape[:-1], *self.pieces))
+        if self.columns:
+            return F.linear(x, matrix, bias)
+        return F.linear(x, matrix, None if bias is None else bias / group.size)
 
 
 class PlannedLinear(DistributedModule):
@@ -75,19 +105,26 @@ class PlannedLinear(DistributedModule):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.split, self._shared = split, shared
-        self.share_of(*(("out_features", out_features) if split.columns else ("in_features", in_features)))
+        self.split, self.shared = split, shared
         shape = (in_features, out_features) if split.transposed else (out_features, in_features)
         fill = uniform_for(in_features)
-        self.add_split("weight", shape, split.dim, fill)
+        if split.runs:
+            self.add_whole("weight", shape, fill, reduction)
+            self.add_whole("bias", (out_features,), fill, reduction, exists=bias)
+            return
+        for piece in (
+            () if split.owner is not None else split.pieces or (out_features if split.columns else in_features,)
+        ):
+            self.share_of("out_features" if split.columns else "in_features", piece)
+        self.add_split("weight", shape, split.dim, fill, pieces=split.pieces, owner=split.owner)
         if split.columns:
-            self.add_split("bias", (out_features,), 0, fill, exists=bias)
+            self.add_split("bias", (out_features,), 0, fill, pieces=split.pieces, owner=split.owner, exists=bias)
         else:
             self.add_whole("bias", (out_features,), fill, reduction, exists=bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Features of replicated rows."""
-        return self.split.apply(input, self.weight, self.bias, self.tensor_group, self._shared)
+        return self.split.apply(input, self.weight, self.bias, self.tensor_group, self.shared)
 
     def extra_repr(self) -> str:
         """The sizes over all ranks, as PyTorch prints them."""

@@ -69,7 +69,15 @@ class DistributedTransformer(DistributedModule):
         """The last layer's output, in a tuple like ``inputs``; see :class:`DistributedTransformerLayer`."""
         if self._settings is None:
             return inputs
-        output = self.seq_layers(enter_all(self.flow, self._settings, inputs))
+        entered = enter_all(self.flow, self._settings, inputs)
+        if (
+            len(inputs) > 3 and not self._settings.add_cross_attention
+        ):  # the cache is changed: each layer gets that of the caller
+            output: tuple[Any, ...] = entered
+            for layer in self.seq_layers:
+                output = layer((output[0], *entered[1:]))
+        else:
+            output = self.seq_layers(entered)
         return (self.flow.leave(output[0], inputs[0]), *inputs[1:])
 
     @property

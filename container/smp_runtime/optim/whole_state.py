@@ -139,8 +139,8 @@ def whole_tensor(ranks: Ranks, record: ParameterRecord | None, value: Any) -> An
     axis, bounds = record.placement.tensor_axis, record.placement.tensor_slice
     if axis is None or bounds is None or value.shape != record.parameter.shape or value.dim() == 0:
         return value
-    longest = -(-record.shape[axis] // ranks.size(Group.TP))
-    return gather_whole(value, TensorSlice(record.shape, axis, *bounds, longest), TensorGroup.of(ranks))
+    where = TensorSlice(record.shape, axis, bounds, record.placement.tensor_longest)
+    return gather_whole(value, where, TensorGroup.of(ranks))
 
 
 def whole_values(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -23,14 +24,16 @@ class Placement:
 
     Attributes:
         tensor_axis: dimension that tensor parallelism splits, or None.
-        tensor_slice: start and stop of this rank's part along it, or None.
+        tensor_slice: start and stop of this rank's part along it, or None; of several runs one after the other.
+        tensor_longest: longest part along it that a rank has.
         shard: start and stop of the elements whose state this rank owns, counted in the flattened parameter; None
             when every replica owns all of it. Equal numbers mean that it owns nothing.
     """
 
     stage: int = 0
     tensor_axis: int | None = None
-    tensor_slice: tuple[int, int] | None = None
+    tensor_slice: tuple[int, ...] | None = None
+    tensor_longest: int = 0
     shard: tuple[int, int] | None = None
 
 
@@ -155,31 +158,70 @@ class TensorSlice:
     Attributes:
         shape: of the whole.
         dim: along which it is split.
-        start: first index of this rank's part.
-        stop: behind its last.
+        bounds: start and stop of this rank's part; where several pieces are shared out, such as queries and keys in one
+            tensor, of its part of each, one after the other.
         size: longest part along ``dim`` that a rank has.
     """
 
     shape: tuple[int, ...]
     dim: int
-    start: int
-    stop: int
+    bounds: tuple[int, ...]
     size: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], dim: int, rank: int, ranks: int) -> TensorSlice:
-        """Parts of equal size, but for the last when the number of ranks does not divide."""
+    def of(cls, shape: tuple[int, ...], dim: int, rank: int, ranks: int, pieces: Sequence[int] = ()) -> TensorSlice:
+        """Parts of equal size, but for the last when the number of ranks does not divide.
+
+        Args:
+            pieces: lengths of what is shared out by itself, which the number of ranks divides.
+        """
+        if len(pieces) > 1:
+            ends = itertools.accumulate(pieces)
+            firsts = [end - n + rank * (n // ranks) for n, end in zip(pieces, ends, strict=True)]
+            bounds = tuple(b for n, first in zip(pieces, firsts, strict=True) for b in (first, first + n // ranks))
+            return cls(shape, dim, bounds, sum(pieces) // ranks)
         size = -(-shape[dim] // ranks)
-        return cls(shape, dim, min(rank * size, shape[dim]), min((rank + 1) * size, shape[dim]), size)
+        return cls(shape, dim, (min(rank * size, shape[dim]), min((rank + 1) * size, shape[dim])), size)
+
+    @classmethod
+    def owned(cls, shape: tuple[int, ...], dim: int, rank: int, owner: int) -> TensorSlice:
+        """All of it on one rank, nothing on the others."""
+        return cls(shape, dim, (0, shape[dim] if rank == owner else 0), shape[dim])
+
+    @property
+    def start(self) -> int:
+        """First index of this rank's part."""
+        return self.bounds[0]
+
+    @property
+    def stop(self) -> int:
+        """Behind its last."""
+        return self.bounds[-1]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of this rank's part of each piece."""
+        return [stop - start for start, stop in intervals(self.bounds)]
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's part."""
-        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+        return (*self.shape[: self.dim], sum(self.lengths), *self.shape[self.dim + 1 :])
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor; a view."""
-        return whole.narrow(self.dim, self.start, self.stop - self.start)
+        """This rank's part of a whole tensor; a view, if it is one run."""
+        return cut(whole, self.dim, self.bounds)
+
+
+def intervals(bounds: Sequence[int]) -> list[tuple[int, int]]:
+    """Pairs of start and stop."""
+    return list(zip(bounds[::2], bounds[1::2], strict=True))
+
+
+def cut(whole: torch.Tensor, dim: int, bounds: Sequence[int]) -> torch.Tensor:
+    """Runs along a dim, joined; a view, if it is only one."""
+    runs = [whole.narrow(dim, start, stop - start) for start, stop in intervals(bounds)]
+    return runs[0] if len(runs) == 1 else torch.cat(runs, dim)
 
 
 def part_of(record: ParameterRecord, value: torch.Tensor) -> torch.Tensor:
@@ -187,4 +229,4 @@ def part_of(record: ParameterRecord, value: torch.Tensor) -> torch.Tensor:
     axis, bounds = record.placement.tensor_axis, record.placement.tensor_slice
     if axis is None or bounds is None or value.shape == record.parameter.shape or tuple(value.shape) != record.shape:
         return value
-    return value.narrow(axis, bounds[0], bounds[1] - bounds[0])
+    return cut(value, axis, bounds)

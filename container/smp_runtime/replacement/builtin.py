@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from smp_config import Group
 from smp_runtime.nn.embedding import DistributedEmbedding
+from smp_runtime.nn.experts import Tables, experts_like
 from smp_runtime.nn.linear import DistributedConv1D, DistributedLinear
 from smp_runtime.nn.lm_head import DistributedTransformerLMHead
 from smp_runtime.nn.planned import LinearSplit, PlannedLinear, features_of
 from smp_runtime.nn.transformer import DistributedTransformer
+from smp_runtime.nn.vocabulary import PlannedHead, Tie, embedding_like
 from smp_runtime.replacement.registration import (
     Arguments,
     Registration,
@@ -21,8 +25,6 @@ from smp_runtime.replacement.registration import (
 )
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from smp_runtime.tensor_parallel.block_entry import SharedInput
 
 _MODELS = "transformers.models"
@@ -102,6 +104,17 @@ def planned(split: LinearSplit, shared: SharedInput) -> Registration:
         return features_of(module), {"split": split, "bias": bias, "shared": shared, "reduction": Group.RDP}
 
     return Registration(PlannedLinear, arguments=arguments)
+
+
+def of_vocabulary(module: nn.Module, tie: Tie) -> Registration:
+    """How an embedding or a head of a model that is split in place is replaced, with all that have its weight."""
+    made = PlannedHead if isinstance(module, nn.Linear) else embedding_like(type(module))
+    return Registration(made, arguments=lambda original: ((original, tie), {}), shares_weights=True)
+
+
+def of_experts(module: nn.Module, tables: Tables) -> Registration:
+    """How a module with the parameters of many experts is replaced."""
+    return Registration(experts_like(type(module)), arguments=lambda original: ((original, tables), {}))
 
 
 def known_arguments() -> set[str]:

@@ -20,6 +20,7 @@ from smp_runtime.replacement.scopes import Mark, mark_of
 from smp_runtime.tensor_parallel.block_entry import SharedInput
 
 if TYPE_CHECKING:
+    from smp_runtime.nn.vocabulary import Tie
     from smp_runtime.replacement.in_place.splitting import Split
 
 #: PEFT's list of the modules of a layer that hold adapters, and where the adapted module is.
@@ -58,6 +59,7 @@ def outermost(
     module: nn.Module,
     automatic: Mapping[str, Any],
     in_place: Mapping[int, Split],
+    ties: Mapping[int, Tie],
     left_alone: Callable[[str, str], None],
 ) -> list[Candidate]:
     """The modules of ``module`` to distribute, in its order.
@@ -65,17 +67,22 @@ def outermost(
     Args:
         automatic: arguments of distributed modules that follow from the configuration.
         in_place: by the ``id`` of each block that is split in place, how.
+        ties: by the ``id`` of each embedding and head that is split over the vocabulary, with which it shares its weight.
         left_alone: hears of what is not distributed as it was marked: how it is called, and why.
     """
-    return list(_Search(automatic, in_place, left_alone).below(module, ""))
+    return list(_Search(automatic, in_place, ties, left_alone).below(module, ""))
 
 
 class _Search:
     def __init__(
-        self, automatic: Mapping[str, Any], in_place: Mapping[int, Split], left_alone: Callable[[str, str], None]
+        self,
+        automatic: Mapping[str, Any],
+        in_place: Mapping[int, Split],
+        ties: Mapping[int, Tie],
+        left_alone: Callable[[str, str], None],
     ) -> None:
         self._automatic = automatic
-        self._in_place = in_place
+        self._in_place, self._ties = in_place, ties
         self._left_alone = left_alone
         #: What stops models from being distributed as a whole is said of the outermost.
         self._said: set[str] = set()
@@ -84,13 +91,8 @@ class _Search:
         """Candidates in ``module``, itself included."""
         if isinstance(module, DistributedModule):
             return
-        split = self._in_place.get(id(module))
-        if split is not None:
-            shared = SharedInput()
-            for path, how_split in split.leaves.items():
-                leaf = module.get_submodule(path)
-                title = f"{name}.{path}".lstrip(".")
-                yield Candidate(title, leaf, builtin.planned(how_split, shared), mark_of(leaf))
+        if id(module) in self._ties or id(module) in self._in_place:
+            yield from self._planned(module, name)
             return
         mark = mark_of(module)
         how = wanted(module, mark, self._automatic) if mark.enabled else None
@@ -115,6 +117,19 @@ class _Search:
             reads_weights = "forward" in vars(module) and not any(True for _ in child.children())
             if child_name not in adapters and not reads_weights:
                 yield from self.below(child, f"{name}.{child_name}" if name else child_name)
+
+    def _planned(self, module: nn.Module, name: str) -> Iterator[Candidate]:
+        """An embedding or head by itself, the linear maps of a block."""
+        tie, split = self._ties.get(id(module)), self._in_place.get(id(module))
+        if tie is not None:
+            yield Candidate(name, module, builtin.of_vocabulary(module, tie), mark_of(module))
+        shared = SharedInput()
+        for path, how in split.leaves.items() if split is not None else ():
+            leaf = module.get_submodule(path)
+            yield Candidate(f"{name}.{path}".lstrip("."), leaf, builtin.planned(how, shared), mark_of(leaf))
+        for path, tables in split.tables.items() if split is not None else ():
+            leaf = module.get_submodule(path)
+            yield Candidate(f"{name}.{path}".lstrip("."), leaf, builtin.of_experts(leaf, tables), mark_of(leaf))
 
 
 def _title(name: str, module: nn.Module) -> str:

@@ -40,7 +40,7 @@ def place(module: nn.Module, registry: ParameterRegistry) -> None:
             if where is not None:
                 record.shape = where.shape
                 record.placement = replace(
-                    record.placement, tensor_axis=where.dim, tensor_slice=(where.start, where.stop)
+                    record.placement, tensor_axis=where.dim, tensor_slice=where.bounds, tensor_longest=where.size
                 )
 
 

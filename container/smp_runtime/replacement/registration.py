@@ -36,6 +36,8 @@ class Registration:
         only_if: name of a switch that the scope must turn on.
         translations: of a model's state to the original's names, and back.
         state_hook: from a state of the original to one of the distributed module.
+        shares_weights: whether others that have weights of an instance are replaced with it, and share those of the distributed
+            modules.
         was_initialised: whether anybody gave an instance its weights; default: somebody did.
     """
 
@@ -48,6 +50,7 @@ class Registration:
     only_if: str | None = None
     translations: tuple[Translate, Translate] | None = None
     state_hook: Translate | None = None
+    shares_weights: bool = False
     was_initialised: Callable[[nn.Module], bool] = lambda original: True
 
     @property

@@ -23,6 +23,7 @@ from smp_runtime.replacement import builtin
 from smp_runtime.replacement.candidates import Candidate, is_taken, outermost, wanted
 from smp_runtime.replacement.in_place.planning import parameter_uses, splits
 from smp_runtime.replacement.in_place.splitting import adapt, require_all
+from smp_runtime.replacement.in_place.vocabulary import vocabulary_ties
 from smp_runtime.replacement.inheriting import (
     Heritage,
     inherit,
@@ -52,7 +53,8 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
     builtin.register_all()
     automatic = _automatic(group)
     in_place = splits(module, group, lambda part: is_taken(part, automatic))
-    candidates = outermost(module, automatic, in_place, lambda title, why: _left_alone(title, why, group))
+    ties = vocabulary_ties(module, in_place, group)
+    candidates = outermost(module, automatic, in_place, ties, lambda title, why: _left_alone(title, why, group))
     if not candidates:
         _warn_if_useless(module, group)
         return module
@@ -70,7 +72,8 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
                 seen.add(id(original))
                 # What all references to it lead to is replaced in all places; what others lead to as well would be torn apart.
                 inside, times = parameter_uses(original), paths[id(original)]
-                if any(uses[key] > count * times for key, count in inside.items()):
+                shares = not candidate.how.shares_weights
+                if shares and any(uses[key] > count * times for key, count in inside.items()):
                     why = "it shares a weight with another module; tie them inside one distributed module"
                     _left_alone(candidate.title, why, group)
                     continue

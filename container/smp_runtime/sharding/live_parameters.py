@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import zlib
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.sharding.all_gather import Gathering
     from smp_runtime.sharding.flat_unit import ShardedUnit
+    from smp_runtime.sharding.requests import Requests
 
 
 logger = logging.getLogger("smp")
@@ -27,7 +29,8 @@ LOOKAHEAD = 2
 class LiveParameters:
     """Decides which units are gathered.
 
-    All ranks of a sharding group need the same units in the same order, so they gather in the same order.
+    All ranks of a sharding group need the same units in the same order, so they gather in the same order; except inside
+    :meth:`on_request`.
 
     Args:
         units: all of this rank's.
@@ -53,11 +56,16 @@ class LiveParameters:
         self.gathers = 0
         self.trace = GatherTrace()
         self._gathered: dict[int, ShardedUnit] = {}  # by number, in the order of gathering
+        self._requests: Requests | None = None
 
     # -- use -------------------------------------------------------------------------------------------------------
 
     def need(self, unit: ShardedUnit) -> None:
         """The unit's parameters hold their values when this returns."""
+        if self._requests is not None:
+            while not unit.ready:
+                self._answer(self._requests.round(self._numbers[id(unit)]), unit)
+            return
         self.order.note(self._numbers[id(unit)])
         self.fetch(unit)
         self._fetch_ahead()
@@ -95,7 +103,38 @@ class LiveParameters:
             unit.forget_uses()
             unit.calls = unit.called = 0
 
+    @contextlib.contextmanager
+    def on_request(self, requests: Requests) -> Iterator[None]:
+        """Inside, ranks may need other units than each other, and stop earlier; every rank of the group enters and leaves it.
+
+        Nothing is fetched ahead meanwhile. A rank that leaves it waits, and gives its parts, until all have left.
+        """
+        self.free_all()
+        self.order.end()
+        self._requests = requests
+        try:
+            yield
+        finally:
+            try:
+                self.free_all()
+                while asked := requests.round(None):
+                    self._answer(asked, None)
+            finally:
+                self._requests = None
+                self.trace.forget()  # in which ranks may differ here
+
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _answer(self, asked: Sequence[int], wanted: ShardedUnit | None) -> None:
+        """Gather what somebody has asked for; only ``wanted`` stays."""
+        for unit in (self._units[number] for number in asked):
+            if unit is wanted:
+                self.fetch(unit)
+            elif unit.ready:
+                self._gathering.start(torch.empty_like(unit.full), unit.shard).wait()
+            else:
+                self._gathering.start(unit.allocate(), unit.shard).wait()
+                unit.detach()
 
     @torch.no_grad()
     def _start(self, unit: ShardedUnit) -> None:

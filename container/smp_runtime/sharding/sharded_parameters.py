@@ -24,6 +24,7 @@ from smp_runtime.sharding.flat_shards import FlatShards
 from smp_runtime.sharding.flat_unit import ShardedUnit, mark_parameter
 from smp_runtime.sharding.live_parameters import LiveParameters, warn_of_large_units
 from smp_runtime.sharding.module_hooks import ModuleUses
+from smp_runtime.sharding.requests import Requests
 from smp_runtime.sharding.sharded_gradients import ShardedGradients
 from smp_runtime.sharding.unit_plan import ShardingOptions, is_sharded, plan_units
 from smp_runtime.tensors.torch_private import before_loading
@@ -157,6 +158,13 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         self._autocast.check()
         with self.uses.watch_saved():
             yield
+
+    @contextlib.contextmanager
+    def on_request(self) -> Iterator[None]:
+        """Around an evaluation that takes another course on each rank; every rank of the sharding group enters it."""
+        with self.live.on_request(Requests(self._ranks)):
+            yield
+        self.uses.reset()
 
     def begin_window(self, kind: str) -> None:
         """A training step, an evaluation, or whatever repeats begins; anything left over is let go."""

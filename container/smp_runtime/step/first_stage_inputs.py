@@ -90,7 +90,7 @@ class FirstStageInputs:
             self.travel = any(other != everyone[0] for other in everyone)
         if not self.travel or reader == self._members[0]:
             return arguments
-        message = (spec, [_sent(leaf) for leaf in leaves]) if is_first else None
+        message = _message(leaves, spec) if is_first else None
         if reader is None:
             message = self._ranks.control.broadcast(message, self._members)
         elif is_first:
@@ -99,26 +99,48 @@ class FirstStageInputs:
             message = self._ranks.control.receive(self._members[0], RUNTIME_CHANNEL)
         if is_first or message is None:
             return arguments
-        return self._merged(message, leaves, spec, name)
+        return _merged(self._ranks, message, self._members[0], (leaves, spec), f"the step {name}")
 
-    def _merged(self, message: tuple[TreeSpec, list[Any]], own: Sequence[Any], spec: TreeSpec, name: str) -> Arguments:
-        """The first rank's arguments, with this rank's own objects where they did not travel."""
-        theirs, leaves = message
-        if theirs != spec and (kinds := [leaf.kind for leaf in leaves if isinstance(leaf, _Kept)]):
-            raise SMPUserError(
-                f"rank {self._ranks.rank} called the step {name} with other arguments than rank {self._members[0]}, the first of "
-                f"its pipeline, whose arguments are used; they hold a {kinds[0]}, which is not sent between ranks, and it is not "
-                "clear what stands for it here: pass arguments of the same structure on every rank of a pipeline"
-            )
-        received = [own[n] if isinstance(leaf, _Kept) else self._received(leaf) for n, leaf in enumerate(leaves)]
-        args, kwargs = tree_unflatten(received, theirs)
-        return tuple(args), dict(kwargs)
 
-    def _received(self, leaf: _Sent) -> Any:
-        if not leaf.on_device:
-            return leaf.value
-        moved = leaf.value.detach().to(self._ranks.device)
-        return moved.requires_grad_() if leaf.value.requires_grad else moved
+def arguments_of_all(ranks: Ranks, members: Sequence[int], arguments: Arguments, name: str) -> list[Arguments]:
+    """The arguments with which each of ``members`` has called the same; every one of them calls this, with its own.
+
+    Raises:
+        SMPUserError: those of another rank hold something that cannot travel, and this rank has nothing in its place.
+    """
+    leaves, spec = tree_flatten(arguments)
+    every = ranks.control.allgather(_message(leaves, spec), members)
+    return [
+        arguments if rank == ranks.rank else _merged(ranks, message, rank, (leaves, spec), name)
+        for rank, message in zip(members, every, strict=True)
+    ]
+
+
+def _message(leaves: Sequence[Any], spec: TreeSpec) -> Any:
+    """Arguments as they travel."""
+    return tree_unflatten([_sent(leaf) for leaf in leaves], spec)
+
+
+def _merged(ranks: Ranks, message: Any, source: int, own: tuple[Sequence[Any], TreeSpec], name: str) -> Arguments:
+    """The arguments of rank ``source``, with this rank's own objects where they did not travel."""
+    leaves, theirs = tree_flatten(message)
+    mine, spec = own
+    if theirs != spec and (kinds := [leaf.kind for leaf in leaves if isinstance(leaf, _Kept)]):
+        raise SMPUserError(
+            f"rank {ranks.rank} called {name} with other arguments than rank {source}, whose arguments are used here; they hold "
+            f"a {kinds[0]}, which is not sent between ranks, and it is not clear what stands for it here: pass arguments of the "
+            "same structure on every rank of a model parallel group"
+        )
+    received = [mine[n] if isinstance(leaf, _Kept) else _received(leaf, ranks) for n, leaf in enumerate(leaves)]
+    args, kwargs = tree_unflatten(received, theirs)
+    return tuple(args), dict(kwargs)
+
+
+def _received(leaf: _Sent, ranks: Ranks) -> Any:
+    if not leaf.on_device:
+        return leaf.value
+    moved = leaf.value.detach().to(ranks.device)
+    return moved.requires_grad_() if leaf.value.requires_grad else moved
 
 
 def probe(tensor: torch.Tensor) -> float | None:

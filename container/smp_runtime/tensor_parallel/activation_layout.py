@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +22,8 @@ from smp_runtime.tensor_parallel.random_tracker import RandomTracker
 from smp_runtime.tensor_parallel.split_functions import columns, rows
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from smp_runtime.tensor_parallel.group import TensorGroup
 
 
@@ -210,3 +212,21 @@ def split_dropout(group: TensorGroup, device: torch.device, active: bool) -> con
 def choose_flow(group: TensorGroup) -> Flow:
     """The way that ``optimize`` asks for."""
     return SlicedFlow(group) if group.slices_activations and group.size > 1 else ReplicatedFlow(group)
+
+
+@contextlib.contextmanager
+def replicated_rows(module: nn.Module, group: TensorGroup) -> Iterator[None]:
+    """Inside, all ranks have one batch, and activations of ``module`` lie replicated, as ``optimize: speed`` has them.
+
+    So each rank has the keys and values of all tokens for its heads, as a cache needs them, and a single token is not padded.
+    """
+    layers = [part for part in module.modules() if isinstance(getattr(part, "flow", None), SlicedFlow)]
+    flows = [part.flow for part in layers]
+    with group.one_batch():
+        for part in layers:
+            part.flow = ReplicatedFlow(group)
+        try:
+            yield
+        finally:
+            for part, flow in zip(layers, flows, strict=True):
+                part.flow = flow

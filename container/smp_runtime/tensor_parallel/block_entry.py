@@ -49,6 +49,10 @@ class SharedInput:
         """Forget the last input, which is not kept alive for nothing."""
         self._last = None
 
+    def clear_behind(self, block: nn.Module, args: Any, result: Any) -> None:
+        """Likewise; PyTorch's hook of the block."""
+        self.clear()
+
     def __deepcopy__(self, memo: Any) -> SharedInput:
         made = memo[id(self)] = SharedInput()
         return made

@@ -40,6 +40,19 @@ class _Sum(torch.autograd.Function):
         return gradient, None
 
 
+class _Once(torch.autograd.Function):
+    """Forward nothing; backward this rank's share of a replicated gradient, which others sum to the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.size = group.size
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient / ctx.size, None
+
+
 class _Gather(torch.autograd.Function):
     """Forward all ranks' slices; backward this rank's slice of a replicated gradient, or of the sum of partial ones."""
 
@@ -112,6 +125,11 @@ def replicated(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
 def summed(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """The sum of partial tensors, replicated."""
     return tensor if group.size == 1 else _Sum.apply(tensor, group)
+
+
+def once(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """A replicated tensor that comes from where all gradients are partial: the ranks' add up to one."""
+    return tensor if group.size == 1 else _Once.apply(tensor, group)
 
 
 def gathered(tensor: torch.Tensor, group: TensorGroup, dim: int, *, partial: bool) -> torch.Tensor:

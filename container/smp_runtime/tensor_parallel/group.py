@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,6 +78,7 @@ class TensorGroup:
 
     Attributes:
         prescaled: whether all of them get the same batch; else each has its own.
+        spreads_experts: whether each of them has whole experts of a mixture.
         slices_activations: whether activations between layers are sliced (``optimize="memory"``).
     """
 
@@ -88,6 +90,7 @@ class TensorGroup:
         self.rank = ranks.rank_in(Group.TP)
         self.prescaled = ranks.cfg.prescaled_batch
         self.slices_activations = ranks.cfg.optimize == "memory"
+        self.spreads_experts = ranks.cfg.expert_parallel_degree > 1
         self.device = ranks.device
 
     @classmethod
@@ -103,6 +106,15 @@ class TensorGroup:
         made = object.__new__(type(self))
         made.__dict__ |= self.__dict__ | {"size": 1, "rank": 0, "prescaled": False}
         return made
+
+    @contextlib.contextmanager
+    def one_batch(self) -> Iterator[None]:
+        """Inside, all ranks of the group get the same batch, whatever is configured; all of them enter it together."""
+        before, self.prescaled = self.prescaled, True
+        try:
+            yield
+        finally:
+            self.prescaled = before
 
     @property
     def is_tracing(self) -> bool:
@@ -204,5 +216,10 @@ def gather_whole(mine: torch.Tensor, where: TensorSlice, group: TensorGroup) -> 
     on_device = F.pad(mine.detach(), padding).to(group.device)
     full, work = group.start_gather(on_device)
     work.wait()
+    if len(where.bounds) > 2:  # several pieces, each of which the ranks divide
+        runs = (join(run, where.dim) for run in full.split(where.lengths, where.dim + 1))
+        return torch.cat(list(runs), where.dim).to(mine.device)
+    if where.size == where.shape[where.dim]:  # one rank has all of it
+        return full.sum(0, dtype=full.dtype).to(mine.device)
     # The padding of the ranks' parts comes last, behind the whole.
     return join(full, where.dim).narrow(where.dim, 0, where.shape[where.dim]).contiguous().to(mine.device)

@@ -6,15 +6,15 @@ default generator: the tracker derives both from a number that the group's first
 
 Recomputation in backward (activation checkpointing) must repeat the forward pass. PyTorch restores the default
 generator for it, so the tracker draws a *mark* from there: a mark that it has seen before asks for the same numbers
-again.
+again. Uses are counted for each microbatch by itself, since a pipeline may run microbatches in another order in each step.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,11 +22,13 @@ from smp_config import Group
 from smp_runtime.parameters.deferred_creation import Deferral
 
 if TYPE_CHECKING:
-    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.job.ranks import Ranks, StepState
     from smp_runtime.tensor_parallel.group import TensorGroup
 
 #: Marks kept for recomputation; one per dropout of a training step.
 _REMEMBERED = 2**16
+#: In place of a microbatch, outside a step.
+_OUTSIDE = -1
 
 
 class RandomTracker:
@@ -34,28 +36,28 @@ class RandomTracker:
 
     Args:
         base: the number both derive from, the same on every rank of the group.
-        is_alone: whether the other ranks do not do the same now; such uses are not counted.
+        step: says which microbatch runs, and whether the other ranks do not do the same now; such uses are not counted.
     """
 
-    def __init__(self, base: int, rank: int, is_alone: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, base: int, rank: int, step: StepState) -> None:
         self._base = base
-        self._is_alone = is_alone
+        self._step = step
         self._rank = rank
-        self._uses = 0
-        self._marks: OrderedDict[int, int] = OrderedDict()
+        self._uses: Counter[int] = Counter()
+        self._marks: OrderedDict[int, tuple[int, int]] = OrderedDict()
 
     @classmethod
     def of(cls, group: TensorGroup) -> RandomTracker:
         """The tracker of a group; all ranks call it together the first time, which distributed modules do."""
         found = group.ranks.kept(cls)
         if found is None and group.is_tracing:  # alone, before parameters that are created later have values
-            return cls(0, group.rank, lambda: True)
+            return cls(0, group.rank, group.ranks.step)
         if found is None:
             state = torch.get_rng_state()
             # Replicas that draw the same weights, or are seeded alike, drop out different elements all the same.
             base = mixed(group.agree(draw_seed()), group.ranks.rank_in(Group.RDP))
             torch.set_rng_state(state)  # a script's own numbers do not depend on which module was the first
-            found = group.ranks.keep(cls, lambda: cls(base, group.rank, lambda: group.is_tracing))
+            found = group.ranks.keep(cls, lambda: cls(base, group.rank, group.ranks.step))
         return found
 
     @classmethod
@@ -80,7 +82,7 @@ class RandomTracker:
         if device.type == "meta":  # no values, no random numbers
             yield
             return
-        seed = mixed(self._base, self._use(), stream)
+        seed = mixed(self._base, *self._use(), stream)
         generator = (
             torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
         )
@@ -91,29 +93,31 @@ class RandomTracker:
         finally:
             generator.set_state(before)
 
-    def _use(self) -> int:
-        """The number of this use, or of the forward pass that it repeats."""
+    def _use(self) -> tuple[int, int]:
+        """The microbatch and the number of this use, or of the forward pass that it repeats."""
         mark = draw_seed()
-        if self._is_alone():
-            return 0
+        if self._step.is_tracing:
+            return 0, 0
         if mark not in self._marks:
-            self._uses += 1
-            self._marks[mark] = self._uses
+            microbatch = _OUTSIDE if self._step.microbatch is None else self._step.microbatch
+            self._uses[microbatch] += 1
+            self._marks[mark] = microbatch, self._uses[microbatch]
             if len(self._marks) > _REMEMBERED:
                 self._marks.popitem(last=False)
         return self._marks[mark]
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """What :meth:`load_state_dict` goes on from."""
-        return {"base": self._base, "uses": self._uses}
+        return {"base": self._base, "uses": dict(self._uses)}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a state of :meth:`state_dict`."""
-        self._base, self._uses = state["base"], state["uses"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state of :meth:`state_dict`; older ones counted all microbatches together, and go on with other numbers."""
+        base, uses = state["base"], state["uses"]
+        self._base, self._uses = (base, Counter(uses)) if isinstance(uses, dict) else (mixed(base, uses), Counter())
         self._marks.clear()
 
 
-def tracker_state(ranks: Ranks, state: dict[str, int] | None = None) -> dict[str, int] | None:
+def tracker_state(ranks: Ranks, state: dict[str, Any] | None = None) -> dict[str, Any] | None:
     """What a job's tracker goes on from, for a checkpoint; with ``state``, it goes on from there."""
     found = ranks.kept(RandomTracker)
     if found is None:

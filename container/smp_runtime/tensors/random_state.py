@@ -40,6 +40,17 @@ class RandomState:
         if self._gpu is not None and self._gpu_state is not None:
             torch.cuda.set_rng_state(self._gpu_state, self._gpu)
 
+    def is_as(self, other: RandomState) -> bool:
+        """Whether a script goes on with the same numbers from either."""
+        pairs = ((self._cpu_state, other._cpu_state), (self._gpu_state, other._gpu_state))
+        return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+
+    def on(self, device: torch.device) -> RandomState:
+        """The same state, maybe of another rank, for the generators of ``device``."""
+        made = RandomState(0, device)
+        made._seed, made._cpu_state, made._gpu_state = self._seed, self._cpu_state, self._gpu_state
+        return made
+
     def capture(self) -> None:
         """Take the state of the generators."""
         self._cpu_state = torch.default_generator.get_state()

@@ -82,31 +82,36 @@ class Piece:
     The part is the elements ``flat`` of the flattened slice ``tensor`` of the whole tensor.
 
     Attributes:
-        tensor: start and stop along the record's ``tensor_axis``; None for all of it.
+        tensor: start and stop along the record's ``tensor_axis``, of several runs one after the other; None for all of it.
         flat: start and stop in the flattened slice; None for all of it.
         place: index of the flat buffer in ``fp32_flat_groups`` and first element there; None when the part is a
             tensor of its own, ``file[key][name]`` (for optimizer states ``file["state"][name][key]``).
         whole_object: no part of the tensor, but an object that belongs to all of it, such as a step counter.
     """
 
-    tensor: tuple[int, int] | None = None
+    tensor: tuple[int, ...] | None = None
     flat: tuple[int, int] | None = None
     place: tuple[int, int] | None = None
     whole_object: bool = False
 
     def to_list(self) -> list[Any]:
         """As in the manifest."""
+        if self.tensor is not None and len(self.tensor) > 2:
+            cuts: tuple[Any, ...] | None = ([*self.tensor], None)
+        else:
+            cuts = self.tensor
         if self.whole_object:
-            return [] if self.tensor is None else [*self.tensor]
-        return [*(self.tensor or (None, None)), *(self.flat or (None, None)), *(self.place or ())]
+            return [] if cuts is None else [*cuts]
+        return [*(cuts or (None, None)), *(self.flat or (None, None)), *(self.place or ())]
 
     @classmethod
     def from_list(cls, values: list[Any]) -> Piece:
         """From the manifest."""
+        cuts = tuple(values[0]) if values and isinstance(values[0], list) else None
         if len(values) in (0, 2):
-            return cls(tensor=(values[0], values[1]) if values else None, whole_object=True)
+            return cls(tensor=cuts or (tuple(values) if values else None), whole_object=True)
         pairs = [None if values[i] is None else (values[i], values[i + 1]) for i in range(0, len(values), 2)]
-        return cls(pairs[0], pairs[1], pairs[2] if len(pairs) > 2 else None)
+        return cls(cuts or pairs[0], pairs[1], pairs[2] if len(pairs) > 2 else None)
 
 
 @dataclass

@@ -104,8 +104,9 @@ class Names:
             # The names do not tell a model with a tied head from the one inside it: what is wanted does.
             starts = [*(_under_their_names(plain, manifest, has_heads) for has_heads in (True, False)), plain]
         ours = list(to_ours)
+        headless = [getattr(getattr(f, "__self__", None), "headless_to_ours", f) for f in ours]
         for start in starts:
-            for last in ((), ours):
+            for last in ((), ours, headless):
                 state = start
                 for translate in last:
                     state = dict(translate(state))
@@ -148,7 +149,7 @@ def read_into(
     whole = traced.value(lambda name: reader.whole(key(name), name))
     if tuple(whole.shape) != wanted.shape:
         raise CheckpointError(f"a translated tensor has shape {list(whole.shape)} instead of {list(wanted.shape)}")
-    part = whole if wanted.axis is None else whole.narrow(wanted.axis, wanted.start, wanted.stop - wanted.start)
+    part = wanted.cut(whole)
     if wanted.is_slice:
         target.copy_(part.reshape(target.shape) if target.shape != part.shape else part)
     else:

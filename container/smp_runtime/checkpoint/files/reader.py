@@ -86,14 +86,13 @@ class CheckpointReader:
         if crossed:  # saved in slices along another axis: through the whole tensor
             whole = torch.empty(record.shape, dtype=target.dtype, device="cpu")
             self.fill(whole, Region.of(record.shape), key, name)
-            slice_ = whole.narrow(wanted.axis or 0, wanted.start, wanted.stop - wanted.start)
-            target.view(-1).copy_(slice_.reshape(-1)[wanted.first : wanted.last])
+            target.view(-1).copy_(wanted.cut(whole).reshape(-1)[wanted.first : wanted.last])
             return
         flat = target.view(-1)
         if not wanted.is_slice and not all(wanted.same_slice(r) or not wanted.overlaps(r) for _, _, r in given):
             # A part of a slice, from other slices: through the slice.
             slice_ = torch.empty(wanted.slice_shape, dtype=target.dtype, device="cpu")
-            region = Region.of(wanted.shape, wanted.axis, (wanted.start, wanted.stop))
+            region = Region.of(wanted.shape, wanted.axis, wanted.cuts)
             self.fill(slice_, region, key, name)
             flat.copy_(slice_.view(-1)[wanted.first : wanted.last])
             return
@@ -130,11 +129,11 @@ class CheckpointReader:
         """Whether the key is an object that belongs to the whole parameter, such as a step counter."""
         return self._pieces[key, name][0][1].whole_object
 
-    def object(self, key: str, name: str, bounds: tuple[int, int] | None = None) -> Any:
+    def object(self, key: str, name: str, bounds: tuple[int, ...] | None = None) -> Any:
         """An object that belongs to the whole of a parameter.
 
         Args:
-            bounds: slice along the tensor parallel axis that the object should belong to.
+            bounds: starts and stops along the tensor parallel axis that the object should belong to.
 
         Raises:
             CheckpointError: there are different ones for parts that were split otherwise.

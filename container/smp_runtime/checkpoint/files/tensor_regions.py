@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
+from smp_runtime.parameters.registry import cut, intervals
 
 if TYPE_CHECKING:
     from smp_runtime.checkpoint.files.manifest import Piece, TensorRecord
@@ -15,18 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Region:
-    """Elements ``first`` to ``last`` of the flattened slice ``start`` to ``stop`` along ``axis`` of a tensor.
+    """Elements ``first`` to ``last`` of a flattened slice along ``axis`` of a tensor.
 
     Attributes:
         shape: of the whole tensor.
         axis: along which the slice is cut; None when the slice is the whole.
-        stop: exclusive, as ``last`` is.
+        cuts: start and stop of the slice, or of each of the runs that it joins, one after the other.
+        last: exclusive, as every stop is.
     """
 
     shape: tuple[int, ...]
     axis: int | None
-    start: int
-    stop: int
+    cuts: tuple[int, ...]
     first: int
     last: int
 
@@ -35,15 +37,15 @@ class Region:
         cls,
         shape: tuple[int, ...],
         axis: int | None = None,
-        bounds: tuple[int, int] | None = None,
+        bounds: tuple[int, ...] | None = None,
         flat: tuple[int, int] | None = None,
     ) -> Region:
         """A region; ``bounds`` None means all along the axis, ``flat`` None all of the slice."""
         if axis is None or bounds is None:
             axis, bounds = None, (0, 0)
-        region = cls(tuple(shape), axis, *bounds, 0, 0)
+        region = cls(tuple(shape), axis, bounds, 0, 0)
         first, last = (0, region.slice_elements) if flat is None else flat
-        return cls(tuple(shape), axis, *bounds, first, last)
+        return cls(tuple(shape), axis, bounds, first, last)
 
     @classmethod
     def of_piece(cls, record: TensorRecord, piece: Piece) -> Region:
@@ -55,7 +57,8 @@ class Region:
         """Shape of the slice."""
         if self.axis is None:
             return self.shape
-        return (*self.shape[: self.axis], self.stop - self.start, *self.shape[self.axis + 1 :])
+        length = sum(stop - start for start, stop in intervals(self.cuts))
+        return (*self.shape[: self.axis], length, *self.shape[self.axis + 1 :])
 
     @property
     def slice_elements(self) -> int:
@@ -83,13 +86,16 @@ class Region:
         axis = self.axis if self.axis is not None else other.axis
         if self.axis not in (None, axis) or other.axis not in (None, axis) or axis is None:
             return True
-        mine, theirs = self.bounds(axis), other.bounds(axis)
-        return max(mine[0], theirs[0]) < min(mine[1], theirs[1])
+        return any(True for _ in _common(self.bounds(axis), other.bounds(axis)))
 
-    def bounds(self, axis: int | None) -> tuple[int, int]:
-        """Start and stop along an axis, which is this region's own or one that it is not cut along."""
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """The slice of a whole tensor."""
+        return whole if self.axis is None else cut(whole, self.axis, self.cuts)
+
+    def bounds(self, axis: int | None) -> tuple[int, ...]:
+        """Starts and stops along an axis, which is this region's own or one that it is not cut along."""
         if self.axis is not None:
-            return self.start, self.stop
+            return self.cuts
         return (0, 0) if axis is None else (0, self.shape[axis])
 
 
@@ -116,27 +122,40 @@ def copy_common(target: torch.Tensor, wanted: Region, source: torch.Tensor, give
     if axis is None or given.axis not in (None, axis):
         raise AssertionError("regions that are cut along different axes go through the whole tensor")
     outer, inner = math.prod(wanted.shape[:axis]), math.prod(wanted.shape[axis + 1 :])
-    (t0, t1), (s0, s1) = wanted.bounds(axis), given.bounds(axis)
-    low, high = max(t0, s0), min(t1, s1)
-    if low >= high:
+    common = list(_common(wanted.bounds(axis), given.bounds(axis)))
+    if not common:
         return 0
-    rows = target.view(outer, t1 - t0, inner)
-    copied, width = 0, (s1 - s0) * inner
+    long = sum(stop - start for start, stop in intervals(given.bounds(axis)))
+    rows = target.view(outer, -1, inner)
+    copied, width = 0, long * inner
     for row, count, begin, end in _rows(given.first, given.last, width):
         at = row * width + begin - given.first
-        if count:  # whole rows
-            block = source[at : at + count * width].view(count, s1 - s0, inner)
-            rows[row : row + count, low - t0 : high - t0].copy_(block[:, low - s0 : high - s0])
-            copied += count * (high - low) * inner
-            continue
-        # A part of one row, whose elements follow each other in the whole tensor.
-        first, last = max(s0 * inner + begin, t0 * inner), min(s0 * inner + end, t1 * inner)
-        if first < last:
-            flat = rows[row].view(-1)
-            offset = at + first - (s0 * inner + begin)
-            flat[first - t0 * inner : last - t0 * inner].copy_(source[offset : offset + last - first])
-            copied += last - first
+        for there, here, length in common:
+            if count:  # whole rows
+                block = source[at : at + count * width].view(count, long, inner)
+                rows[row : row + count, there : there + length].copy_(block[:, here : here + length])
+                copied += count * length * inner
+                continue
+            # A part of one row, whose elements follow each other.
+            first, last = max(here * inner, begin), min((here + length) * inner, end)
+            if first < last:
+                flat, to = rows[row].view(-1), first + (there - here) * inner
+                flat[to : to + last - first].copy_(source[at + first - begin : at + last - begin])
+                copied += last - first
     return copied
+
+
+def _common(wanted: Sequence[int], given: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """What two slices along one axis share: where it begins in each of them, and how long it is."""
+    there = 0
+    for t0, t1 in intervals(wanted):
+        here = 0
+        for s0, s1 in intervals(given):
+            low, high = max(t0, s0), min(t1, s1)
+            if low < high:
+                yield there + low - t0, here + low - s0, high - low
+            here += s1 - s0
+        there += t1 - t0
 
 
 def _rows(first: int, last: int, width: int) -> Iterator[tuple[int, int, int, int]]:

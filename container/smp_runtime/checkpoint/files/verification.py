@@ -8,6 +8,7 @@ from smp_runtime.checkpoint.files.manifest import MASTER, MODULE, FoundCheckpoin
 from smp_runtime.checkpoint.files.reader import CheckpointReader
 from smp_runtime.checkpoint.files.tensor_regions import Region
 from smp_runtime.errors import CheckpointError
+from smp_runtime.parameters.registry import intervals
 
 Range = tuple[int, int]
 
@@ -70,7 +71,7 @@ def uncovered(manifest: Manifest) -> list[str]:
 
 
 def _of_one(record: TensorRecord, pieces: Sequence[Piece]) -> Iterator[str]:
-    slices: dict[Range | None, list[Piece]] = {}
+    slices: dict[tuple[int, ...] | None, list[Piece]] = {}
     for piece in pieces:
         slices.setdefault(piece.tensor, []).append(piece)
     if set(slices) != {None}:
@@ -78,13 +79,14 @@ def _of_one(record: TensorRecord, pieces: Sequence[Piece]) -> Iterator[str]:
             yield "is there both whole and in slices"
             return
         yield from _tiles(
-            (part for part in slices if part is not None),
+            (run for part in slices if part is not None for run in intervals(part)),
             record.shape[record.tensor_axis],
             f"rows of dim {record.tensor_axis}",
         )
     for part, found in slices.items():
         size = Region.of(record.shape, record.tensor_axis, part).slice_elements
-        where = "elements" if part is None else f"elements of slice {part[0]}–{part[1]}"
+        runs = " and ".join(f"{start}–{stop}" for start, stop in intervals(part or ()))
+        where = f"elements of slice {runs}" if runs else "elements"
         if not size and all(piece.flat in (None, (0, 0)) for piece in found):
             continue
         yield from _tiles((piece.flat or (0, size) for piece in found), size, where)

@@ -69,8 +69,10 @@ class PlanStore:
         self._orders: dict[Hashable, tuple[Action, ...]] = {}
         self._changes_buffers: dict[Hashable, bool] = {}
 
-    def of(self, kind: Hashable) -> KindPlan:
-        """On the root stage: what is known of a kind."""
+    def of(self, kind: StepKind | None) -> KindPlan:
+        """On the root stage: what is known of a kind; None is one whose steps differ, and are never planned."""
+        if kind is None:
+            return KindPlan(divergences=MOST_DIVERGENCES)
         if kind not in self._plans and len(self._plans) >= MOST_KINDS:
             self._plans.clear()
         return self._plans.setdefault(kind, KindPlan())
@@ -83,12 +85,12 @@ class PlanStore:
             self._orders[begin.kind] = begin.order
         return self._orders.get(begin.kind) if begin.replays else None
 
-    def order_counts(self, kind: StepKind) -> bool:
+    def order_counts(self, kind: StepKind | None) -> bool:
         """On the root stage: whether modules change buffers or attributes in such a step, as running statistics do.
 
         Then the order of the microbatches counts, which only a planned order guarantees. Assumed before one was seen.
         """
-        return self._changes_buffers.get(kind.course, True)
+        return kind is None or self._changes_buffers.get(kind.course, True)
 
     def wants_record(self, kind: Hashable, diverged: bool) -> bool:
         """On the root stage, at the end of a step: whether to plan from what the stages recorded in it."""

@@ -194,11 +194,12 @@ class Pipeline:
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def run_step(self, kind: StepKind, microbatches: Sequence[Callable[[], Any]], call: StepCall) -> list[Any]:
+    def run_step(self, kind: StepKind | None, microbatches: Sequence[Callable[[], Any]], call: StepCall) -> list[Any]:
         """Run one step; every rank of the pipeline calls it, with microbatches of its own that only the root runs.
 
         Args:
-            kind: what steps have in common that take an equal course; the planned order belongs to it.
+            kind: what steps have in common that take an equal course; the planned order belongs to it. None: nothing, and
+                other pipelines need not take the step together with this one.
             microbatches: the step function with its arguments, one for each microbatch.
             call: how this rank's script has called the step.
 

@@ -51,7 +51,7 @@ class RootStage:
         self._share = share
         self._has_warned = False
 
-    def run(self, kind: StepKind, functions: Sequence[Callable[[], Any]], call: StepCall) -> list[Any]:
+    def run(self, kind: StepKind | None, functions: Sequence[Callable[[], Any]], call: StepCall) -> list[Any]:
         """Run one step; returns what each microbatch's function returned."""
         context, running_step = self._context, self._running_step
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
@@ -91,16 +91,19 @@ class RootStage:
         running_step.check_children()
         results = [self._microbatches.results[number] for number in range(len(functions))]
         packed = pack(results, modules=context.paths)
-        diverged = running_step.diverged if self._share is None else any(self._share(running_step.diverged))
-        wants = self._plans.wants_record(kind, diverged)
+        wants = kind is not None and self._wants_record(kind)
         training = context.switches.settle()
         for stage in self._others:
             context.send(stage, End(packed.head, wants, training), [tensor.detach() for tensor in packed.tensors])
-        if wants:
+        if wants and kind is not None:
             silent = self._others_without_record
             running_step.wait(lambda: not silent(), "the other stages' records", silent)
             self._plans.learn(kind, [running_step.own_record(), *running_step.records.values()])
         return results
+
+    def _wants_record(self, kind: StepKind) -> bool:
+        diverged = self._running_step.diverged
+        return self._plans.wants_record(kind, diverged if self._share is None else any(self._share(diverged)))
 
     def _work(self, task: Task, function: Callable[[], Any], modes: Any) -> None:
         """One microbatch, on a worker's thread."""

@@ -134,7 +134,7 @@ class Begin(NamedTuple):
     """The root stage has begun the step."""
 
     seed: int  # from which every task's random numbers follow
-    kind: StepKind  # of step: recorded order belongs to one kind
+    kind: StepKind | None  # of step: recorded order belongs to one kind; None: it has no order
     replays: bool  # whether the planned order of this kind is replayed
     order: Any  # this stage's planned order, if it was planned since the last step of this kind
     is_recorded: bool  # whether the stages record what they do

@@ -14,6 +14,7 @@ from smp_runtime.activations.marking import say_offloading_is_ours
 from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.distributed_module import NotDistributableError
 from smp_runtime.nn.lm_head import DistributedTransformerLMHead, additive_mask
+from smp_runtime.replacement.huggingface.generating import generate_as, past_length
 from smp_runtime.replacement.registration import Arguments, Registration, register
 from smp_runtime.tensor_parallel.masks import additive
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from smp_runtime.replacement.huggingface.translation import CausalNames
 
 #: Arguments of ``forward`` that ask for what a distributed model does not have.
-_REFUSED = ("past_key_values", "layer_past", "inputs_embeds", "head_mask", "output_attentions", "output_hidden_states")
+_REFUSED = ("layer_past", "inputs_embeds", "head_mask", "output_attentions", "output_hidden_states")
 #: Rotary embeddings whose frequencies do not change with the sequence.
 _STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
 
@@ -32,13 +33,19 @@ class CausalModel(DistributedTransformerLMHead):
     Args:
         with_cross_outputs: whether the original's output objects have fields of cross attention.
         state_names: what the original calls its parameters.
+        original: its class.
         settings: of :class:`DistributedTransformerLMHead`.
     """
 
     def __init__(
-        self, with_cross_outputs: bool = False, state_names: CausalNames | None = None, **options: Any
+        self,
+        with_cross_outputs: bool = False,
+        state_names: CausalNames | None = None,
+        original: type | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
+        self.original = original
         self.with_cross_outputs = with_cross_outputs
         self.state_names = state_names
 
@@ -48,14 +55,21 @@ class CausalModel(DistributedTransformerLMHead):
         return_dict: bool = True,
         logits_to_keep: int | torch.Tensor = 0,
         num_items_in_batch: Any = None,
+        past_key_values: Any = None,
     ) -> Any:
-        """See :class:`DistributedTransformerLMHead`; masks are Hugging Face's, with 1 for a position that counts."""
+        """See :class:`DistributedTransformerLMHead`; masks are Hugging Face's, with 1 for a position that counts.
+
+        ``past_key_values`` is its cache, which gets keys and values of this rank's heads.
+        """
         from transformers import modeling_outputs as outputs
 
         ids, mask, token_types, positions, labels = inputs
         self._agree_on_inputs(ids, token_types, labels)
         cross = "AndCrossAttentions" if self.with_cross_outputs else ""
-        hidden = self.hidden_states(ids, _additive(mask, self.hidden_dtype), token_types, positions)
+        past = past_length(past_key_values)
+        hidden = self.hidden_states(
+            ids, _additive(mask, self.hidden_dtype), token_types, positions, cache=past_key_values, past=past
+        )
         if not self.add_lm_head:
             made = getattr(outputs, f"BaseModelOutputWithPast{cross}")(last_hidden_state=hidden)
         elif labels is None:
@@ -64,7 +78,17 @@ class CausalModel(DistributedTransformerLMHead):
         else:
             loss, logits = self.loss_and_logits(hidden, labels, num_items_in_batch)
             made = _causal_output(outputs, self.with_cross_outputs)(loss=loss, logits=logits)
+        if past_key_values is not None:
+            made["past_key_values"] = past_key_values
         return made if return_dict else made.to_tuple()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original's returns; see Transformers."""
+        if self.original is None or not hasattr(self.original, "generate"):
+            raise AttributeError(
+                f"a distributed {getattr(self, 'replaced_class', 'model')} has no head to generate with"
+            )
+        return generate_as(self.original, self, *args, **kwargs)
 
     def get_input_embeddings(self) -> torch.nn.Module:
         """The word embedding."""
@@ -138,6 +162,7 @@ def register_causal(
             "add_lm_head": with_head,
             "with_cross_outputs": has_cross,
             "state_names": names,
+            "original": kind,
         }
         if not with_head:
             made["lm_head_bias"] = False
@@ -230,9 +255,8 @@ def _forward_hook(kind: type) -> Callable[..., Arguments]:
         )
         if inputs[0] is None:
             raise SMPUserError(f"{kind.__name__} got no input_ids; pass them")
-        options = {
-            name: given[name] for name in ("logits_to_keep", "num_items_in_batch") if given.get(name) is not None
-        }
+        kept = ("logits_to_keep", "num_items_in_batch", "past_key_values")
+        options = {name: given[name] for name in kept if given.get(name) is not None}
         if given.get("return_dict") is False:
             options["return_dict"] = False
         return (inputs,), options

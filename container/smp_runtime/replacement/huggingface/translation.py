@@ -111,6 +111,10 @@ class CausalNames:
             result = _replaced(result, kept, self._one_to_ours(_below(result, kept), root))
         return result
 
+    def headless_to_ours(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The same where the models inside are distributed, and those with a head around them are not."""
+        return self.to_ours(state, dict.fromkeys(self._places_of_theirs(state), False))
+
     def _places_of_theirs(self, state: Mapping[str, Any]) -> list[str]:
         """What stands in front of each list of layers; that the layers are of this kind shows in their names."""
         pattern = re.compile(rf"(|.*\.){self.layers}\.\d+\.(.+)")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from smp_runtime.replacement.in_place.proof import Call
 from smp_runtime.tensors.torch_private import without_modes
@@ -46,6 +47,66 @@ def calls_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Cal
             if path not in found and (call := _guessed_call(block)) is not None:
                 found[path] = call
     return found
+
+
+class _OtherUses(TorchFunctionMode):
+    """Notes which weights are used by another than the module that is running.
+
+    Args:
+        owners: by a weight's ``id``, the paths of the modules that it belongs to.
+    """
+
+    def __init__(self, owners: Mapping[int, tuple[str, ...]]) -> None:
+        self._owners = owners
+        self.running: list[str] = []
+        self.found: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "__get__":  # types and devices may be read
+            for leaf in (*args, *(kwargs or {}).values()):
+                for given in leaf if isinstance(leaf, list | tuple) else (leaf,):
+                    owners = self._owners.get(id(given), ())
+                    if owners and not (self.running and self.running[-1] in owners):
+                        self.found.update(owners)
+        return func(*args, **(kwargs or {}))
+
+
+def calls_by_themselves(model: nn.Module, paths: Sequence[str]) -> dict[str, list[torch.Size]]:
+    """Shapes that embeddings and heads are called with, without those whose weight is used by others too, or that nobody calls."""
+    shapes: dict[str, list[torch.Size]] = {}
+    with without_modes(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        copied = _without_memory(model)
+        if copied is None:
+            return {}
+        owners: dict[int, tuple[str, ...]] = {}
+        for path in paths:
+            for weight in (copied.get_submodule(path).weight, model.get_submodule(path).weight):
+                owners[id(weight)] = (*owners.get(id(weight), ()), path)
+        uses = _OtherUses(owners)
+
+        def before(path: str) -> Any:
+            def hook(_: nn.Module, args: Any) -> None:
+                uses.running.append(path)
+                if args and isinstance(args[0], torch.Tensor):
+                    shapes.setdefault(path, []).append(args[0].shape)
+
+            return hook
+
+        for path in paths:
+            part = copied.get_submodule(path)
+            part.register_forward_pre_hook(before(path))
+            part.register_forward_hook(lambda *_: uses.running.pop() and None, always_call=True)
+        for arguments in _guesses(model):
+            shapes.clear()
+            try:
+                with uses:
+                    copied(**arguments) if isinstance(arguments, dict) else copied(*arguments)
+            except Exception:
+                uses.running.clear()
+                continue
+            return {path: found for path, found in shapes.items() if path not in uses.found}
+    return {}
 
 
 def _watch(parts: Mapping[str, nn.Module], found: dict[str, Call]) -> None:

@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-#: Numbers of heads on a module, but not their sizes, nor how many share something.
-_HEADS = re.compile(r"(^|_)(n_?)?heads?($|_)|^h$")
-_NO_HEADS = re.compile(r"dim|size|groups|per|idx|mask")
-
 
 @dataclass(frozen=True)
 class Unit:
@@ -98,26 +94,3 @@ def single(block: nn.Module, paths: Sequence[str]) -> Iterator[Unit]:
     for _, found in itertools.groupby(paths, lambda path: path.rpartition(".")[0]):
         yield Unit({path: how[path] for path in found})
     yield from (Unit({path: how[path]}) for path in paths)
-
-
-def scalings(block: nn.Module, unit: Unit) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Numbers on the modules around a unit that may be those of one rank: none, heads, heads and features, features."""
-    owners = {""}
-    for path in unit.leaves:
-        parts = path.split(".")[:-1]
-        owners |= {".".join(parts[: n + 1]) for n in range(len(parts))}
-    widths = {features_of(block.get_submodule(path))[how.columns] for path, how in unit.leaves.items()}
-    heads, features = [], []
-    for owner in sorted(owners):
-        for name, value in vars(block.get_submodule(owner)).items():
-            if type(value) is not int or name.startswith("_") or value < 2:
-                continue
-            if _HEADS.search(name) and not _NO_HEADS.search(name):
-                heads.append((owner, name))
-            elif value in widths:
-                features.append((owner, name))
-    tried: set[tuple[tuple[str, str], ...]] = set()
-    for found in ((), (*heads,), (*heads, *features), (*features,)):
-        if found not in tried:
-            tried.add(found)
-            yield found

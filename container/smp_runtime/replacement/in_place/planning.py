@@ -7,20 +7,22 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.distributed_module import DistributedModule
-from smp_runtime.nn.planned import LinearSplit, features_of, is_linear
+from smp_runtime.nn.planned import LinearSplit, is_linear
 from smp_runtime.replacement.candidates import is_patched
 from smp_runtime.replacement.in_place.capture import BATCH, calls_of
-from smp_runtime.replacement.in_place.inference import Unit, inferred_units, scalings, single
+from smp_runtime.replacement.in_place.experts import expert_splits, is_list_of_experts
+from smp_runtime.replacement.in_place.inference import Unit, inferred_units, single
 from smp_runtime.replacement.in_place.proof import Call, NotEqualError, Proof
-from smp_runtime.replacement.in_place.splitting import Split
+from smp_runtime.replacement.in_place.splitting import Number, Split
 from smp_runtime.replacement.in_place.styles import leaves_of_plan
+from smp_runtime.replacement.in_place.variants import is_divisible, variants
 from smp_runtime.replacement.scopes import Mark, mark_of
 
 if TYPE_CHECKING:
@@ -97,7 +99,7 @@ def splits(model: nn.Module, group: TensorGroup, is_taken: Callable[[nn.Module],
     for blocks, choice in zip(kinds.values(), chosen, strict=True):
         if choice.error is not None:
             raise SMPUserError(choice.error)
-        if choice.split.leaves:
+        if choice.split.leaves or choice.split.tables:
             found |= {id(block.module): choice.split for block in blocks}
     if group.ranks.rank == 0:
         _say(kinds.values(), chosen, group)
@@ -107,8 +109,9 @@ def splits(model: nn.Module, group: TensorGroup, is_taken: Callable[[nn.Module],
 def _say(kinds: Iterable[list[Block]], chosen: Iterable[_Choice], group: TensorGroup) -> None:
     is_any = False
     for blocks, choice in zip(kinds, chosen, strict=True):
-        is_any = is_any or bool(choice.split.leaves)
-        is_lost = blocks[0].leaves is not None and not choice.split.leaves
+        is_split = bool(choice.split.leaves or choice.split.tables)
+        is_any = is_any or is_split
+        is_lost = blocks[0].leaves is not None and not is_split
         logger.log(logging.WARNING if is_lost else logging.INFO, "%s", choice.line)
     if is_any and group.slices_activations:
         logger.info(
@@ -141,38 +144,62 @@ def _choice(blocks: list[Block], call: Call | None, group: TensorGroup) -> _Choi
     if proof is not None and not group.prescaled and not proof.is_by_rows(BATCH):
         proof, why = None, ["with a batch per rank: what it takes or returns cannot be told apart by its rows"]
     units = _planned_units(first) if first.leaves is not None else []
-    if proof is not None and first.leaves is None:
-        units = [u for u in inferred_units(first.module, proof.seen) if all(map(first.is_marked, u.leaves))]
-    units, odd = _divisible(first, units, group.size)
+    if proof is not None and not first.is_scripts:  # a plan that gathers may be improved
+        inferred = [u for u in inferred_units(first.module, proof.seen) if all(map(first.is_marked, u.leaves))]
+        joined = [u for u in units if any(how.joins for how in u.leaves.values())]
+        units = [*(u for u in units if u not in joined), *inferred, *joined]
     split = Split({})
+    if proof is not None and not first.is_scripts:
+        split = _with_experts(proof, first, group)
     if proof is not None:
-        split, failed = _grown(proof, first.module, split, units)
+        split, failed = _grown(proof, first.module, split, units, group.size)
         if failed and first.is_scripts:
             return _Choice(split, "", _wrong_plan(first, failed, group.size))
         if not first.is_scripts:
             left = [path for path in dict(proof.seen) if path not in split.leaves and first.is_marked(path)]
-            singles, _ = _divisible(first, list(single(first.module, left)), group.size)
-            split, _ = _grown(proof, first.module, split, singles)
-        why += [f"{_listed(unit)} {_fate(unit, split)}: {reason}" for unit, reason in (*odd, *failed)]
+            split, _ = _grown(proof, first.module, split, list(single(first.module, left)), group.size)
+        why += [f"{_listed(unit)} {_fate(unit, split)}: {reason}" for unit, reason in failed]
     elif first.is_scripts and group.prescaled:
-        split = _together(units)
+        split = _together(unit for unit in units if is_divisible(first.module, unit, group.size) is None)
     return _Choice(split, _line(blocks, split, proof is not None, why, group.size))
 
 
-def _grown(proof: Proof, block: nn.Module, split: Split, units: Sequence[Unit]) -> tuple[Split, list[tuple[Unit, str]]]:
+def _with_experts(proof: Proof, block: Block, group: TensorGroup) -> Split:
+    """Of each mixture of experts the first split that is right."""
+    split = Split({})
+    for _, found in expert_splits(block.module, proof.seen, group.size, is_spread=group.spreads_experts):
+        for candidate in found:
+            if not all(map(block.is_marked, (*candidate.leaves, *candidate.tables))):
+                continue
+            together = replace(
+                candidate,
+                leaves={**split.leaves, **candidate.leaves},
+                numbers=(*split.numbers, *candidate.numbers),
+                regions=(*split.regions, *candidate.regions),
+                tables={**split.tables, **candidate.tables},
+            )
+            with contextlib.suppress(NotEqualError):
+                split = proof.of(together)
+                break
+    return split
+
+
+def _grown(
+    proof: Proof, block: nn.Module, split: Split, units: Sequence[Unit], size: int
+) -> tuple[Split, list[tuple[Unit, str]]]:
     """A split with all units, else with those that are right beside what it has; and why the others are not."""
     paths = [path for unit in units for path in unit.leaves]
-    if len(set(paths)) == len(paths):
+    if len(set(paths)) == len(paths) and all(is_divisible(block, unit, size) is None for unit in units):
         with contextlib.suppress(NotEqualError):
             return proof.of(_together(units, split)), []
     failed: list[tuple[Unit, str]] = []
     for unit in units:
-        if unit.leaves.keys() & split.leaves.keys():
+        if not unit.leaves or unit.leaves.keys() & split.leaves.keys():
             continue
-        why = ""
-        for numbers in scalings(block, unit):
+        why = is_divisible(block, unit, size) or ""
+        for variant, numbers in variants(block, unit, size):
             try:
-                split = proof.of(_together([unit], split, numbers))
+                split = proof.of(_together([variant], split, numbers))
                 break
             except NotEqualError as error:
                 why = why or str(error)[:160]
@@ -181,11 +208,12 @@ def _grown(proof: Proof, block: nn.Module, split: Split, units: Sequence[Unit]) 
     return split, [(unit, why) for unit, why in failed if not unit.leaves.keys() & split.leaves.keys()]
 
 
-def _together(units: Iterable[Unit], beside: Split | None = None, numbers: Iterable[tuple[str, str]] = ()) -> Split:
+def _together(units: Iterable[Unit], beside: Split | None = None, numbers: Iterable[Number] = ()) -> Split:
     leaves = dict(beside.leaves) if beside is not None else {}
     for unit in units:
         leaves |= unit.leaves
-    return Split(leaves, tuple(sorted({*(beside.scaled if beside is not None else ()), *numbers})))
+    before = Split({}) if beside is None else beside
+    return replace(before, leaves=leaves, numbers=tuple(sorted({*before.numbers, *numbers})))
 
 
 def _fate(unit: Unit, split: Split) -> str:
@@ -198,21 +226,6 @@ def _planned_units(block: Block) -> list[Unit]:
     for path, how in (block.leaves or {}).items():
         units.setdefault(path.rpartition(".")[0], {})[path] = how
     return [Unit(leaves) for leaves in units.values()]
-
-
-def _divisible(block: Block, units: Sequence[Unit], size: int) -> tuple[list[Unit], list[tuple[Unit, str]]]:
-    """Units whose features the ranks divide; and why the others are left."""
-    good, why = [], []
-    for unit in units:
-        sizes = {path: features_of(block.module.get_submodule(path))[how.columns] for path, how in unit.leaves.items()}
-        odd = next((path for path, features in sizes.items() if features % size), None)
-        if not unit.leaves:
-            continue
-        if odd is None:
-            good.append(unit)
-        else:
-            why.append((unit, f"{size} ranks do not divide the {sizes[odd]} features of {odd}"))
-    return good, why
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
@@ -246,13 +259,10 @@ def _may_be_inferred(module: nn.Module, is_taken: Callable[[nn.Module], bool]) -
 
 
 def _is_around_blocks(module: nn.Module) -> bool:
-    """Whether lists of blocks lie in it; experts do not count, whose lists lie in a block of a list."""
-    return any(
-        sum(map(is_linear, element.modules())) > 1
-        for part in module.modules()
-        if isinstance(part, nn.ModuleList | nn.Sequential)
-        for element in part.children()
-    )
+    """Whether lists of blocks lie in it; lists of experts do not count."""
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
+    blocks = [part for part in lists if not is_list_of_experts(part)]
+    return any(sum(map(is_linear, element.modules())) > 1 for part in blocks for element in part.children())
 
 
 def _blocks_of_plan(path: str, module: nn.Module, mark: Mark) -> Iterator[Block]:
@@ -311,14 +321,16 @@ def parameter_uses(module: nn.Module) -> Counter[int]:
 
 def _line(blocks: list[Block], split: Split, is_proven: bool, why: list[str], size: int) -> str:
     first = blocks[0]
-    if not split.leaves:
+    if not split.leaves and not split.tables:
         said = f"{_title(blocks)}: {first.source}, but not split in place; each linear map is split by itself"
     else:
         said = f"{_title(blocks)}: {first.source}, {len(split.leaves)} of {_linears(first.module)} linear maps"
         said += f", {_share(first.module, split):.0%} of its parameters are split over {size} ranks"
+        for path in split.regions:
+            said += f"; {path or 'it'} {'has whole experts on each rank' if _is_spread(split) else 'has a part of each expert'}"
         said += (
-            f"; numbers of a rank: {', '.join('.'.join(pair).lstrip('.') for pair in split.scaled)}"
-            if split.scaled
+            f"; numbers of a rank: {', '.join('.'.join(number[:2]).lstrip('.') for number in split.numbers)}"
+            if split.numbers
             else ""
         )
         said += "; equal to the whole in float64" if is_proven else "; not tried out"
@@ -332,6 +344,12 @@ def _wrong_plan(block: Block, failed: list[tuple[Unit, str]], size: int) -> str:
         f"else than the whole one: {'; '.join(reasons)}. It was tried with all parts in one process, on random numbers in float64: "
         "colwise maps must be followed by rowwise ones, with only what works on single heads or features between them, and the "
         "ranks must divide the heads; change the plan, or leave it out"
+    )
+
+
+def _is_spread(split: Split) -> bool:
+    return any(how.owner is not None for how in split.leaves.values()) or any(
+        t.is_spread for t in split.tables.values()
     )
 
 
@@ -358,7 +376,11 @@ def _share(block: nn.Module, split: Split) -> float:
     halved = 0
     for path, how in split.leaves.items():
         linear: Any = block.get_submodule(path)
+        if how.runs:
+            continue
         halved += linear.weight.numel()
         if how.columns and linear.bias is not None:
             halved += linear.bias.numel()
+    for path, tables in split.tables.items():
+        halved += sum(block.get_submodule(path).get_parameter(name).numel() for name, _, _ in tables.cuts)
     return halved / max(1, total)

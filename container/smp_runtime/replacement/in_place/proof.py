@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from smp_runtime.nn.planned import is_linear
-from smp_runtime.parameters.registry import TensorSlice
 from smp_runtime.replacement.in_place.splitting import Split, prepare
 from smp_runtime.tensor_parallel.block_entry import SharedInput
 from smp_runtime.tensor_parallel.group import TensorGroup, Throttle
@@ -22,6 +21,7 @@ from smp_runtime.tensors.torch_private import without_modes
 if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Work
     from smp_runtime.nn.planned import LinearSplit
+    from smp_runtime.parameters.registry import TensorSlice
 
 #: Relative to the greatest element: what the order of additions changes, also where a block computes a part in float32.
 _TOLERANCE = 1e-5
@@ -109,9 +109,11 @@ class _SimulatedLinear(nn.Module):
     def __init__(self, whole: Any, split: LinearSplit, group: TensorGroup, shared: SharedInput) -> None:
         super().__init__()
         self._how, self._group, self._shared = split, group, shared
-        self.where = {"weight": TensorSlice.of(tuple(whole.weight.shape), split.dim, group.rank, group.size)}
-        if split.columns and whole.bias is not None:
-            self.where["bias"] = TensorSlice.of(tuple(whole.bias.shape), 0, group.rank, group.size)
+        self.where: dict[str, TensorSlice] = {}
+        for name, dim in () if split.runs else (("weight", split.dim), *((("bias", 0),) if split.columns else ())):
+            if getattr(whole, name) is not None:
+                shape = tuple(getattr(whole, name).shape)
+                self.where[name] = split.slice(shape, dim, group.rank, group.size)
         for name in ("weight", "bias"):
             value = getattr(whole, name)
             if value is not None:
@@ -178,6 +180,7 @@ class Proof:
         Raises:
             NotEqualError: it does not compute what the whole does.
         """
+        split = replace(split, summed=())  # which they are is found out here
         runs = self._all_parts(split)
         for run in runs:
             if len(run.outputs) != len(self._whole.outputs):
@@ -251,8 +254,7 @@ class Proof:
         slices = {
             f"{path}.{name}" if path else name: where
             for path, part in block.named_modules()
-            if isinstance(part, _SimulatedLinear)
-            for name, where in part.where.items()
+            for name, where in part.__dict__.get("where", {}).items()
         }
         gradients = {name: parameter.grad for name, parameter in block.named_parameters()}
         return _Run([(t.detach(), t.requires_grad) for t in outputs], [t.grad for t in inputs], gradients, slices)
@@ -279,6 +281,11 @@ def _part(block: nn.Module, split: Split, group: TensorGroup) -> nn.Module:
         whole = block.get_submodule(path)
         memo[id(whole)] = _SimulatedLinear(whole, how, group, shared)
     made = copy.deepcopy(block, memo)
+    for path, tables in split.tables.items():
+        part = made.get_submodule(path)
+        part.__dict__["where"] = where = tables.slices(part, group.rank, group.size)
+        for name, slice_ in where.items():
+            part._parameters[name] = nn.Parameter(slice_.cut(part._parameters[name].detach()).clone())
     prepare(made, split, group)
     return made
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from smp_runtime.errors import SMPUserError
+from smp_runtime.nn.planned import PlannedLinear
 from smp_runtime.tensor_parallel import collectives
 from smp_runtime.tensor_parallel.block_entry import BlockEntry
+from smp_runtime.tensor_parallel.partial_region import OwnExperts, PartialRegion
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from smp_runtime.nn.experts import Tables
     from smp_runtime.nn.planned import LinearSplit
     from smp_runtime.tensor_parallel.group import TensorGroup
 
 _WHOLE_NUMBERS = "_smp_whole_numbers"
+
+#: Path of a module, attribute, and its value on one rank.
+Number = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
@@ -26,13 +33,18 @@ class Split:
 
     Attributes:
         leaves: of its linear maps, by path.
-        scaled: numbers of heads and features that each rank has a part of, as (path of the module, attribute).
+        numbers: heads and features of one rank, as (path of the module, attribute, value); of a configuration that the module
+            has, the attribute is ``config.num_heads``.
+        regions: modules in which all gradients are partial: their first result is summed, by path.
+        tables: modules whose own parameters are those of many experts, by path.
         summed: parameters that each rank has whole and uses on its own features, by name, so that their gradients are summed.
     """
 
     leaves: Mapping[str, LinearSplit]
-    scaled: tuple[tuple[str, str], ...] = ()
-    summed: tuple[str, ...] = field(default=())
+    numbers: tuple[Number, ...] = ()
+    summed: tuple[str, ...] = ()
+    regions: tuple[str, ...] = ()
+    tables: Mapping[str, Tables] = field(default_factory=dict)
 
 
 def require_all(block: nn.Module, split: Split, made: Container[int]) -> None:
@@ -41,7 +53,7 @@ def require_all(block: nn.Module, split: Split, made: Container[int]) -> None:
     Raises:
         SMPUserError: one was not, and the rest of the block counts on it.
     """
-    for path in split.leaves:
+    for path in (*split.leaves, *split.tables):
         if id(block.get_submodule(path)) not in made:
             raise SMPUserError(
                 f"{path} of a {type(block).__name__} that is split in place cannot be replaced (see the warning before this), and "
@@ -54,18 +66,38 @@ def adapt(block: nn.Module, split: Split, group: TensorGroup) -> None:
     """Scale the numbers of a block whose linear maps were replaced, let shared parameters be summed, and watch its calls."""
     prepare(block, split, group)
     BlockEntry(group).watch(block)
+    for shared in {
+        id(part.shared): part.shared for part in block.modules() if isinstance(part, PlannedLinear)
+    }.values():
+        block.register_forward_hook(shared.clear_behind, always_call=True)
 
 
 def prepare(block: nn.Module, split: Split, group: TensorGroup) -> None:
     """The same but for the calls: they have the group's batch already."""
-    for path, attribute in split.scaled:
+    for path, attribute, value in split.numbers:
         part = block.get_submodule(path)
-        whole = getattr(part, attribute)
-        part.__dict__.setdefault(_WHOLE_NUMBERS, {})[attribute] = whole
-        setattr(part, attribute, whole // group.size)
-    for name in split.summed:
+        holder, _, name = attribute.rpartition(".")
+        whole = part.__dict__.setdefault(_WHOLE_NUMBERS, {})
+        if not holder:
+            whole.setdefault(name, getattr(part, name))
+            setattr(part, name, value)
+        else:  # others have this configuration too
+            if holder not in whole:
+                whole[holder] = getattr(part, holder)
+                setattr(part, holder, copy.copy(whole[holder]))
+            setattr(getattr(part, holder), name, value)
+    divided = {f"{path}.{name}".lstrip(".") for path, tables in split.tables.items() for name in tables.divided}
+    for name in sorted({*split.summed, *divided}):
         path, _, parameter = name.rpartition(".")
-        _SummedGradient(parameter, group).watch(block.get_submodule(path))
+        hooks = _OnOwnFeatures(parameter, group, is_summed=name in split.summed, is_divided=name in divided)
+        hooks.watch(block.get_submodule(path))
+    for path, tables in split.tables.items():
+        if tables.is_spread:
+            block.get_submodule(path).register_forward_pre_hook(
+                OwnExperts(group, tables.experts).enter, with_kwargs=True
+            )
+    for path in split.regions:
+        PartialRegion(group).watch(block.get_submodule(path))
 
 
 def become_whole(module: nn.Module) -> None:
@@ -74,15 +106,17 @@ def become_whole(module: nn.Module) -> None:
         setattr(module, attribute, whole)
 
 
-class _SummedGradient:
+class _OnOwnFeatures:
     """Hooks that hand a module's parameter to its forward pass so that its gradients are summed over the group.
+
+    Where results are summed, what is added to them by every rank is a share of it.
 
     The module's own dictionary goes before its parameters: while the pass runs, the name there is that of what autograd
     sums behind.
     """
 
-    def __init__(self, name: str, group: TensorGroup) -> None:
-        self._name, self._group = name, group
+    def __init__(self, name: str, group: TensorGroup, *, is_summed: bool, is_divided: bool) -> None:
+        self._name, self._group, self._is_summed, self._is_divided = name, group, is_summed, is_divided
 
     def watch(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self.before)
@@ -90,7 +124,8 @@ class _SummedGradient:
 
     def before(self, module: nn.Module, args: Any) -> None:
         parameter = module._parameters[self._name]
-        module.__dict__[self._name] = collectives.shared(self._group, parameter)[0]
+        value = collectives.shared(self._group, parameter)[0] if self._is_summed else parameter
+        module.__dict__[self._name] = value / self._group.size if self._is_divided and value is not None else value
 
     def behind(self, module: nn.Module, args: Any, result: Any) -> None:
         with contextlib.suppress(KeyError):

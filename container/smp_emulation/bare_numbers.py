@@ -1,0 +1,96 @@
+"""``torch.device(0)``: a bare number is a CUDA device, as on a GPU machine, where PyTorch asks for the accelerator that it has.
+
+Transformers and Accelerate write devices so wherever they place a model (``device_map``). ``torch.device`` is a type of C,
+whose attributes cannot be set, and no other may stand in its place: PyTorch compares with it. So the type is told of a
+``__new__`` as Python tells a class of one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from typing import Any
+
+import torch
+
+_Make = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.py_object, ctypes.py_object)
+#: Where a type has the address of what makes its instances (``tp_new``), in bytes.
+_PLACE = 39 * ctypes.sizeof(ctypes.c_void_p)
+
+
+class _Plain:
+    pass
+
+
+class _Sample:
+    def __new__(cls) -> _Sample:
+        return object.__new__(cls)
+
+
+class _Another:
+    def __new__(cls) -> _Another:
+        return object.__new__(cls)
+
+
+class BareNumbers:
+    """Takes numbers as devices, between :meth:`install` and :meth:`uninstall`."""
+
+    def __init__(self) -> None:
+        self._before: tuple[int, Any] | None = None
+
+    def install(self) -> bool:
+        """Begin.
+
+        Returns:
+            Whether this Python's types are laid out as is known here; nothing has been changed where they are not.
+        """
+        if self._before is not None or not _is_known():
+            return self._before is not None
+        address = _slot(torch.device).value or 0
+        make = _Make(address)
+
+        def new(kind: type, *args: Any, **kwargs: Any) -> torch.device:
+            if len(args) == 1 and type(args[0]) is int and args[0] >= 0 and not kwargs:
+                args = ("cuda", args[0])
+            made: torch.device = make(kind, args, kwargs)
+            return made
+
+        attributes = _attributes()
+        self._before = address, attributes["__new__"]
+        attributes["__new__"] = staticmethod(new)
+        self._point_to(_slot(_Sample).value or 0)
+        return True
+
+    def uninstall(self) -> None:
+        """End."""
+        if self._before is None:
+            return
+        address, _attributes()["__new__"] = self._before
+        self._point_to(address)
+        self._before = None
+
+    @staticmethod
+    def _point_to(address: int) -> None:
+        _slot(torch.device).value = address
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(torch.device))
+
+
+def _slot(kind: type) -> ctypes.c_void_p:
+    return ctypes.c_void_p.from_address(id(kind) + _PLACE)
+
+
+def _is_known() -> bool:
+    """Whether classes with a ``__new__`` have one address in that place, others that of ``object``, and this type its own."""
+    ours, plain = _slot(_Sample).value, _slot(_Plain).value
+    own = _slot(torch.device).value
+    return (
+        ours == _slot(_Another).value
+        and plain == _slot(object).value
+        and len({ours, plain, own, None}) == 4
+        and type(_attributes()) is dict
+    )
+
+
+def _attributes() -> Any:
+    """The dictionary behind the read-only view of the type's attributes."""
+    return gc.get_referents(torch.device.__dict__)[0]

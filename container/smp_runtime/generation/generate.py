@@ -1,0 +1,67 @@
+"""``generate`` of wrapped modules: Transformers' own, or whatever method of that name a module has."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from smp_runtime.generation.whole_call import call_whole
+from smp_runtime.job import session as sessions
+from smp_runtime.model import distributed_model
+from smp_runtime.model.distributed_model import DistributedModel
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(eq=False)
+class Generate:
+    """``generate`` of a module that is wrapped, or inside one that is, in place of its class's.
+
+    Copies of the module have their class's again.
+    """
+
+    module: nn.Module
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, type(self.module).generate)  # type: ignore[arg-type]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What one process would return; every rank calls it, outside a step with a batch as one process has it."""
+        own = functools.partial(type(self.module).generate, self.module)  # type: ignore[arg-type]
+        model = _model_around(self.module)
+        if model is None:
+            return own(*args, **kwargs)
+        # Ranks wait for each other by themselves; among all processes, those of other stages would never answer.
+        if kwargs.get("synced_gpus") is not None:
+            kwargs["synced_gpus"] = False
+        ranks = sessions.current().ranks
+        if ranks.step.microbatch is not None:
+            return own(*args, **kwargs)
+        return call_whole(model, ranks, "generate", own, args, kwargs)
+
+
+def _model_around(module: nn.Module) -> DistributedModel | None:
+    """The wrapped model that a module is part of; None for copies, and in a model that computes by itself after ``cpu()``."""
+    models = sessions.current().models if sessions.is_initialized() else []
+    return next(
+        (
+            model
+            for model in models
+            if isinstance(model, DistributedModel)
+            and not model.is_whole_copy
+            and any(part is module for part in model.module.modules())
+        ),
+        None,
+    )
+
+
+def give_generate(model: DistributedModel) -> None:
+    """Let all modules of a wrapped model that can generate do so on all ranks together."""
+    for part in model.module.modules():
+        if callable(getattr(type(part), "generate", None)):
+            part.__dict__["generate"] = Generate(part)
+
+
+distributed_model.when_wrapped.append(give_generate)

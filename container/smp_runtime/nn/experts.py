@@ -1,0 +1,81 @@
+"""Modules whose own parameters are those of many experts, such as ``[experts, out, in]``: a part of them on each rank."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from smp_runtime.nn.distributed_module import DistributedModule
+from smp_runtime.parameters.registry import TensorSlice
+from smp_runtime.tensor_parallel.initialisation import uniform_for
+
+
+@dataclass(frozen=True)
+class Tables:
+    """How the parameters of a module with many experts are split.
+
+    Attributes:
+        experts: how many there are.
+        cuts: of each parameter that is split, its name, dim, and the lengths along it that are shared out by themselves.
+        divided: parameters that every rank has whole and adds a share of.
+    """
+
+    experts: int
+    cuts: tuple[tuple[str, int, tuple[int, ...]], ...]
+    divided: tuple[str, ...] = ()
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether each rank has whole experts."""
+        return all(dim == 0 for _, dim, _ in self.cuts)
+
+    def slices(self, module: nn.Module, rank: int, size: int) -> dict[str, TensorSlice]:
+        """What a rank has of each parameter that is split."""
+        shapes = {name: tuple(module.get_parameter(name).shape) for name, _, _ in self.cuts}
+        return {name: TensorSlice.of(shapes[name], dim, rank, size, pieces) for name, dim, pieces in self.cuts}
+
+
+class PlannedExperts(DistributedModule):
+    """A module with a part of the experts, or of each; :func:`experts_like` puts its own class in front.
+
+    Args:
+        original: that it stands for.
+        tables: how it is split.
+    """
+
+    def __init__(self, original: nn.Module, tables: Tables) -> None:
+        DistributedModule.__init__(self)
+        inherit_attributes(original, self)
+        for name, child in original._modules.items():
+            self.add_module(name, child)
+        cuts = {name: (dim, pieces) for name, dim, pieces in tables.cuts}
+        for name, parameter in original._parameters.items():
+            if parameter is None:
+                self.register_parameter(name, None)
+                continue
+            shape, fill = tuple(parameter.shape), uniform_for(parameter.shape[-1])
+            if name not in cuts:
+                self.add_whole(name, shape, fill)
+                continue
+            dim, pieces = cuts[name]
+            for piece in pieces or (shape[dim],):
+                self.share_of(f"dim {dim} of {name}", piece)
+            self.add_split(name, shape, dim, fill, pieces=pieces)
+
+
+@functools.cache
+def experts_like(kind: type[nn.Module]) -> Any:
+    """:class:`PlannedExperts` with the ``forward`` of another class."""
+    return type(kind.__name__, (kind, PlannedExperts), {"__init__": PlannedExperts.__init__})
+
+
+def inherit_attributes(original: nn.Module, made: nn.Module) -> None:
+    """Give a module the attributes and the buffers of one that it stands for, but not what PyTorch keeps on it."""
+    internal = vars(nn.Module()).keys()
+    made.__dict__.update({k: v for k, v in vars(original).items() if k not in internal})
+    saved = original.state_dict()
+    for name, buffer in original._buffers.items():
+        made.register_buffer(name, buffer, persistent=name in saved)

@@ -1,0 +1,67 @@
+"""``generate`` of a distributed language model: Transformers' code for the class that it stands for, around its own forward."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from smp_runtime.errors import SMPUserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def generate_as(original: type, made: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``original.generate(*args, **kwargs)``, of a model without weights whose calls ``made`` answers."""
+    return _shell(original)(made).generate(*args, **kwargs)
+
+
+@functools.cache
+def _shell(original: Any) -> Callable[[nn.Module], Any]:
+    """A class that generates like ``original``; its instances have a distributed model in the place of layers."""
+
+    class Shell(original):  # type: ignore[misc]
+        """Called like the original; what is asked of its configuration is that of the distributed model."""
+
+        def __init__(self, made: nn.Module) -> None:
+            nn.Module.__init__(self)
+            # Past nn.Module.__setattr__: it is no part of the shell.
+            self.__dict__ |= {"answers": made, "training": made.training, "name_or_path": ""}
+            self.__dict__ |= {name: getattr(made, name) for name in ("config", "generation_config")}
+
+        @functools.wraps(original.forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.answers(*args, **kwargs)
+
+        @property
+        def device(self) -> torch.device:
+            """Where inputs go."""
+            return next(self.answers.parameters()).device
+
+        @property
+        def dtype(self) -> torch.dtype:
+            """Of the parameters."""
+            return next(p.dtype for p in self.answers.parameters() if p.is_floating_point())
+
+    Shell.__name__, Shell.__qualname__ = original.__name__, original.__qualname__
+    return Shell
+
+
+def past_length(cache: Any) -> int:
+    """How many tokens a cache of Transformers has; 0 for None.
+
+    Raises:
+        SMPUserError: it is not one that grows with the sequence.
+    """
+    if cache is None:
+        return 0
+    if not hasattr(cache, "update") or getattr(cache, "is_compileable", False):
+        raise SMPUserError(
+            f"a distributed model got past_key_values of type {type(cache).__name__}, but takes Transformers' DynamicCache, which "
+            "generate() makes: leave out cache_implementation and past_key_values, or create the model outside of "
+            "smp.tensor_parallelism()"
+        )
+    return int(cache.get_seq_length())

@@ -1,0 +1,107 @@
+"""Modules of which each rank computes a summand: one collective around all of it, in place of one for each part.
+
+A mixture of experts is one: the ranks have a part of each expert, or whole ones of their own. Inside, every gradient is
+partial. What enters gets the sum of them; what leaves is summed, or, if all ranks have it alike, such as what the
+router found, hands a share of its gradient back, so that the shares add up to it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp_runtime.tensor_parallel import collectives
+from smp_runtime.tensors.nested import leaves_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from smp_runtime.tensor_parallel.group import TensorGroup
+
+
+class PartialRegion:
+    """Hooks around the calls of such a module."""
+
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+
+    def watch(self, module: nn.Module) -> None:
+        """Begin with the next call of ``module``."""
+        module.register_forward_pre_hook(self.enter, with_kwargs=True)
+        module.register_forward_hook(self.leave, with_kwargs=True)
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """PyTorch's hook."""
+
+        def replicated(value: Any) -> Any:
+            has_gradient = isinstance(value, torch.Tensor) and value.requires_grad
+            return collectives.replicated(value, self._group) if has_gradient else value
+
+        return tuple(map(replicated, args)), {name: replicated(value) for name, value in kwargs.items()}
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
+        """PyTorch's hook; the first result of the input's size is the one that is summed."""
+        given = next(leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        is_summed = False
+
+        def whole(value: Any) -> Any:
+            nonlocal is_summed
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                return value
+            if not is_summed and value.numel() == given.numel() and value.shape[-1] == given.shape[-1]:
+                is_summed = True
+                return collectives.summed(value, self._group)
+            return collectives.once(value, self._group) if value.requires_grad else value
+
+        return _mapped(whole, result)
+
+    def __deepcopy__(self, memo: Any) -> PartialRegion:
+        return self
+
+
+class OwnExperts:
+    """A hook in front of a module that has some of the experts: choices of others lead nowhere.
+
+    Args:
+        group: the ranks that share the experts out.
+        experts: how many there are on all ranks.
+    """
+
+    def __init__(self, group: TensorGroup, experts: int) -> None:
+        self._group, self._experts = group, experts
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Choices ``[tokens, k]`` become those among this rank's experts, others the number behind the last; PyTorch's hook."""
+        here = self._experts // self._group.size
+        first = self._group.rank * here
+        tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        choices = next((t for t in tensors if not t.is_floating_point() and t.dim() == 2), None)
+        if choices is None or self._group.size == 1:
+            return None
+        elsewhere = (choices < first) | (choices >= first + here)
+
+        def mine(value: Any) -> Any:
+            if value is choices:
+                return (choices - first).masked_fill(elsewhere, here)
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                if value.shape == choices.shape:
+                    return value.masked_fill(elsewhere, 0.0)
+                if value.shape == (choices.shape[0], self._experts):
+                    return value.narrow(1, first, here)
+            return value
+
+        return tuple(map(mine, args)), {name: mine(value) for name, value in kwargs.items()}
+
+    def __deepcopy__(self, memo: Any) -> OwnExperts:
+        return self
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(change, item) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(change, item) for item in value)
+    return change(value)
