@@ -5,5 +5,10 @@ from setuptools import find_packages, setup
 setup(
     packages=find_packages(include=["smp_estimator", "smp_estimator.*"]) + find_packages("container"),
     package_dir={"": "container", "smp_estimator": "smp_estimator"},
-    package_data={"": ["py.typed", "*.pyi"], "smp_config": ["data/*.json"], "smp_launch": ["discovery*/*/*"]},
+    package_data={
+        "": ["py.typed", "*.pyi"],
+        "smp_config": ["data/*.json"],
+        "smp_launch": ["discovery*/*/*"],
+        "smp_estimator": ["models/*.json"],
+    },
 )

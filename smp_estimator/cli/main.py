@@ -15,6 +15,7 @@ from smp_config.instances import instance
 from smp_config.parameters import KEYS
 from smp_estimator.cli.checkpoint import checkpoint
 from smp_estimator.cli.console import console
+from smp_estimator.cli.models import models
 from smp_estimator.cli.planning import plan, suggest
 from smp_estimator.cli.run import run
 from smp_estimator.cli.values import literal as _literal
@@ -44,6 +45,7 @@ def main() -> None:
 
 
 main.add_command(checkpoint)
+main.add_command(models)
 main.add_command(plan)
 main.add_command(suggest)
 main.add_command(run)

@@ -219,16 +219,14 @@ def test_a_generate_of_a_script_s_own(ranks, strategy):
             return model.generate(torch.ones(2, 3, dtype=torch.int64), 2 + 3 * rank)
 
     def script():
-        from smp_runtime.errors import StageError
-
         model = _wrapped(_Around)
         step = smp.step(lambda ids: model.backward(model(ids).square().mean()))
         step(torch.ones(2, 3, dtype=torch.int64))
         found = made(model.eval().module.inner, _replica())
-        if _replica() == 1:
-            with pytest.raises((IndexError, StageError), match=r"index out of range|list index"):
+        if _replica() == 1 and smp.tp_size() == 1:
+            with pytest.raises(Exception, match="index out of range"):
                 model.module.inner.generate(torch.full((2, 3), VOCABULARY), 1)
-        elif smp.dp_size() > 1 and smp.tp_size() == 1:
+        elif smp.tp_size() == 1:
             made(model.module.inner, 0)
         step(torch.ones(2, 3, dtype=torch.int64))
         return _replica(), found["ids"].tolist(), found["length"]

@@ -40,7 +40,7 @@ def flat(result: Result) -> str:
 
 def test_every_command_explains_itself() -> None:
     listed = call("--help").output
-    for command in ("validate", "plan", "suggest", "topology", "run", "doctor"):
+    for command in ("validate", "plan", "suggest", "topology", "run", "doctor", "models"):
         assert command in listed
         assert "Usage" in call(command, "--help").output
 

@@ -25,11 +25,13 @@ class Generate:
     module: nn.Module
 
     def __post_init__(self) -> None:
-        functools.update_wrapper(self, type(self.module).generate)  # type: ignore[arg-type]
+        kind: Any = type(self.module)
+        functools.update_wrapper(self, kind.generate)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What one process would return; every rank calls it, outside a step with a batch as one process has it."""
-        own = functools.partial(type(self.module).generate, self.module)  # type: ignore[arg-type]
+        kind: Any = type(self.module)
+        own = functools.partial(kind.generate, self.module)
         model = _model_around(self.module)
         if model is None:
             return own(*args, **kwargs)

@@ -27,6 +27,7 @@ class Snapshot:
         self._owners: dict[int, tuple[nn.Module, str]] = {id(vars(module)): (module, "attribute") for module in modules}
         self._owners |= {id(module._buffers): (module, "buffer") for module in modules}
         self._entries = Entries(modules, buffers=True, apart=REGISTRIES)
+        self._children = [(module, dict(module._modules)) for module in modules]
         #: All buffers, and what modules keep like them without registering it, with a copy of each.
         kept = (taken.value for _, taken in self._entries.slots() if type(taken.value) is torch.Tensor)
         like_buffers = (tensor for tensor in kept if tensor.is_leaf and not tensor.requires_grad)
@@ -63,9 +64,26 @@ class Snapshot:
             return False
         return former.shape != value.shape or not bool((former == value).all())
 
-    def put_back(self) -> None:
-        """The model becomes what it was; a warning says so if parameters have other values."""
-        self._entries.put_back()
+    def replaced(self) -> list[nn.Module]:
+        """Modules that have other modules in them than they had."""
+        return [module for module, children in self._children if dict(module._modules) != children]
+
+    def put_back(self, *, keeps_tree: bool = False) -> None:
+        """The model becomes what it was; a warning says so if parameters have other values.
+
+        Args:
+            keeps_tree: modules that were put in others' places stay, with the attributes that go with them: all but tensors.
+        """
+        if keeps_tree:
+            for slot, before in self._entries.slots():
+                if tensors_in(slot.take().value) or tensors_in(before.value):
+                    slot.put(before)
+        else:
+            for module, children in self._children:
+                if dict(module._modules) != children:
+                    module._modules.clear()
+                    module._modules.update(children)
+            self._entries.put_back()
         with torch.no_grad():
             for tensor, _, former in self._values.values():
                 if former is not None:
@@ -81,11 +99,14 @@ class Snapshot:
 
 
 @contextlib.contextmanager
-def restored(model: nn.Module) -> Iterator[Snapshot]:
-    """Put back, at the end: buffers, attributes and flags of all modules, gradients, and all random generators.
+def restored(model: nn.Module, *, keeps_tree: bool = False) -> Iterator[Snapshot]:
+    """Put back, at the end: modules, buffers, attributes and flags of all of them, gradients, and all random generators.
 
     Parameters are expected to stay as they are; if a forward pass writes into them, a warning says so. Yields the
     model as it was, which tells what has changed since.
+
+    Args:
+        keeps_tree: as for :meth:`Snapshot.put_back`.
     """
     snapshot, generators = Snapshot(model), OtherGenerators()
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
@@ -95,7 +116,7 @@ def restored(model: nn.Module) -> Iterator[Snapshot]:
     finally:
         generators.restore(draws=False)
         torch.clear_autocast_cache()
-        snapshot.put_back()
+        snapshot.put_back(keeps_tree=keeps_tree)
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -9,12 +9,12 @@ from torch import nn
 
 from smp_config import Group
 from smp_runtime.nn.embedding import DistributedEmbedding
-from smp_runtime.nn.experts import Tables, experts_like
 from smp_runtime.nn.linear import DistributedConv1D, DistributedLinear
 from smp_runtime.nn.lm_head import DistributedTransformerLMHead
-from smp_runtime.nn.planned import LinearSplit, PlannedLinear, features_of
+from smp_runtime.nn.planned.experts import Tables, experts_like
+from smp_runtime.nn.planned.linear import LinearSplit, PlannedLinear, features_of
+from smp_runtime.nn.planned.vocabulary import PlannedHead, Tie, embedding_like
 from smp_runtime.nn.transformer import DistributedTransformer
-from smp_runtime.nn.vocabulary import PlannedHead, Tie, embedding_like
 from smp_runtime.replacement.registration import (
     Arguments,
     Registration,
@@ -108,13 +108,15 @@ def planned(split: LinearSplit, shared: SharedInput) -> Registration:
 
 def of_vocabulary(module: nn.Module, tie: Tie) -> Registration:
     """How an embedding or a head of a model that is split in place is replaced, with all that have its weight."""
-    made = PlannedHead if isinstance(module, nn.Linear) else embedding_like(type(module))
+    kind: Any = type(module)
+    made = PlannedHead if isinstance(module, nn.Linear) else embedding_like(kind)
     return Registration(made, arguments=lambda original: ((original, tie), {}), shares_weights=True)
 
 
 def of_experts(module: nn.Module, tables: Tables) -> Registration:
     """How a module with the parameters of many experts is replaced."""
-    return Registration(experts_like(type(module)), arguments=lambda original: ((original, tables), {}))
+    kind: Any = type(module)
+    return Registration(experts_like(kind), arguments=lambda original: ((original, tables), {}))
 
 
 def known_arguments() -> set[str]:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from smp_runtime.nn.distributed_module import DistributedModule
-from smp_runtime.nn.planned import is_linear
+from smp_runtime.nn.planned.linear import is_linear
 from smp_runtime.replacement import builtin
 from smp_runtime.replacement.registration import Registration, registration_of
 from smp_runtime.replacement.scopes import Mark, mark_of
 from smp_runtime.tensor_parallel.block_entry import SharedInput
 
 if TYPE_CHECKING:
-    from smp_runtime.nn.vocabulary import Tie
+    from smp_runtime.nn.planned.vocabulary import Tie
     from smp_runtime.replacement.in_place.splitting import Split
 
 #: PEFT's list of the modules of a layer that hold adapters, and where the adapted module is.

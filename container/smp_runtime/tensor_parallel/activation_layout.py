@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -220,7 +220,7 @@ def replicated_rows(module: nn.Module, group: TensorGroup) -> Iterator[None]:
 
     So each rank has the keys and values of all tokens for its heads, as a cache needs them, and a single token is not padded.
     """
-    layers = [part for part in module.modules() if isinstance(getattr(part, "flow", None), SlicedFlow)]
+    layers: list[Any] = [part for part in module.modules() if isinstance(getattr(part, "flow", None), SlicedFlow)]
     flows = [part.flow for part in layers]
     with group.one_batch():
         for part in layers:

@@ -235,6 +235,7 @@ class Pipeline:
         step.enter(call)
         self._messenger.pass_early()
         step.wait(lambda: step.end is not None, "the root stage to finish the step", lambda: (root,))
+        step.check_children()
         end, tensors = cast("tuple[End, list[torch.Tensor]]", step.end)
         context.switches.final = end.training
         if end.wants_record:

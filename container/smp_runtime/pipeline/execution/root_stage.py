@@ -88,6 +88,7 @@ class RootStage:
         for stage in self._others:
             context.send(stage, begin._replace(order=plan.order_of(stage)), [])
         running_step.wait(lambda: self._microbatches.are_finished, "the microbatches to finish", lambda: self._others)
+        running_step.check_children()
         results = [self._microbatches.results[number] for number in range(len(functions))]
         packed = pack(results, modules=context.paths)
         wants = kind is not None and self._wants_record(kind)

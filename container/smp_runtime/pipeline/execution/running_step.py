@@ -112,6 +112,9 @@ class RunningStep:
         self._has_warned = self._has_warned_of_batches = False
         self._call: StepCall | None = None
         self._buffers: list[tuple[int, int]] = []
+        self._children: dict[
+            str, dict[str, Any]
+        ] = {}  # of modules at the beginning; empty where the step was seen before
         self.begun: Begin | None = None
         self.end: tuple[End, list[torch.Tensor]] | None = None
         self.records: dict[int, Record] = {}
@@ -146,6 +149,7 @@ class RunningStep:
             context.conductor.reset(order, records=begin.is_recorded)
             self.microbatches.active = 1 if begin.is_serial else self._active
             self._buffers = context.buffer_versions()
+            self._children = {} if begin.replays else context.children()
             context.attributes.begin(looks=begin.is_recorded, alone=begin.is_serial)
             if context.watch is not None:
                 context.watch.begin_step(self._messenger.step)
@@ -167,6 +171,14 @@ class RunningStep:
         if warning and not self._has_warned_of_batches:
             self._has_warned_of_batches = True
             logger.warning(warning)
+
+    def check_children(self) -> None:
+        """Refuse, where this rank's work is done, that it has replaced modules that other stages have too.
+
+        Raises:
+            SMPUserError: it did.
+        """
+        self._context.check_children(self._children)
 
     def own_record(self) -> Record:
         """What this rank did in the step."""

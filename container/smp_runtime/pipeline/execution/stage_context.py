@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from smp_runtime.errors import SMPUserError
 from smp_runtime.module_state.flags import ModuleFlags, TaskState
 from smp_runtime.pipeline.execution.value_store import ValueStore
 from smp_runtime.pipeline.transport.messages import GroupCall, Modes, Reply
@@ -102,6 +103,31 @@ class StageContext:
         """Another list when a module of this stage has changed a buffer, in place or by putting another in its place."""
         own = (module for path, module in self.modules.items() if self.stage_of(path) == self.stage)
         return [(id(buffer), buffer._version) for module in own for buffer in module.buffers(recurse=False)]
+
+    def children(self) -> dict[str, dict[str, nn.Module | None]]:
+        """What every module holds, by path."""
+        return {path: dict(module._modules) for path, module in self.modules.items()}
+
+    def check_children(self, before: Mapping[str, dict[str, nn.Module | None]]) -> None:
+        """Refuse that a step has put modules in the place of others where another stage does not see it.
+
+        Raises:
+            SMPUserError: it did.
+        """
+        replaced = [path for path, children in before.items() if dict(self.modules[path]._modules) != children]
+        unseen = [
+            path
+            for path in replaced
+            for module in (self.modules[path], *before[path].values())
+            if id(module) in self.paths and self.stage_of(self.paths[id(module)]) != self.stage
+        ]
+        if unseen:
+            shown = ", ".join(map(repr, [*dict.fromkeys(unseen)][:3]))
+            raise SMPUserError(
+                f"the step replaced modules in {shown} on stage {self.stage}, but other stages run them, or what they hold, and do "
+                "not see it: some models switch to other modules for batches of other shapes; let them switch before "
+                "smp.DistributedModel, on every rank, or give all batches the shape of the first"
+            )
 
     def opens(self, task: Task, kind: str, path: Path) -> None:
         """A task posts a request; it is not done before the request is."""

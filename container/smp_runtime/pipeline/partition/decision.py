@@ -13,12 +13,12 @@ from torch import nn
 
 from smp_config.in_flight import in_flight_counts
 from smp_runtime.errors import SMPError, SMPRuntimeError, SMPUserError
-from smp_runtime.pipeline.partition.assignment import Assignment, idle_stages
+from smp_runtime.pipeline.partition.assignment import Assignment, idle_stages, some
 from smp_runtime.pipeline.partition.costs import CostSettings
 from smp_runtime.pipeline.partition.module_tree import Trace, note_recomputed, untraced
 from smp_runtime.pipeline.partition.partitioner import partition
 from smp_runtime.pipeline.partition.report import describe
-from smp_runtime.pipeline.partition.tracing import module_that_raised, trace
+from smp_runtime.pipeline.partition.tracing import module_that_raised, settle, trace
 
 if TYPE_CHECKING:
     from smp_config import ModelParallelParameters
@@ -72,6 +72,11 @@ class _Decision:
     text: str = ""  # for the log; or why there is no answer, where this library says so
     told: Any = None  # of an error
     is_users: bool = False  # whether that is the script's fault
+    is_unsettled: bool = False  # whether the first call changes the model's tree, which all ranks must do alike first
+
+
+class _Unsettled(Exception):
+    """The first call of the model has put modules in the place of others."""
 
 
 def decide(
@@ -84,6 +89,7 @@ def decide(
     *,
     tracing_rank: int = 0,
     optimizer_bytes: float = 8.0,
+    is_settled: bool = False,
 ) -> Assignment:
     """Which stage gets which module; every rank of the job calls it and gets the same answer.
 
@@ -93,6 +99,7 @@ def decide(
         failures: how an error of the script in the tracing step is told on all ranks.
         tracing_rank: global rank that decides.
         optimizer_bytes: state per element of a trained parameter.
+        is_settled: whether the model's tree is what its calls have made of it.
 
     Raises:
         SMPUserError: a partition that does not fit, on every rank with the same message.
@@ -101,8 +108,10 @@ def decide(
     failure: Exception | None = None
     if control.rank == tracing_rank:
         try:
-            assignment, text = _decided(module, tracing, parameters, manual, optimizer_bytes)
+            assignment, text = _decided(module, tracing, parameters, manual, optimizer_bytes, is_settled)
             decision = _Decision(assignment.to_dict(), text)
+        except _Unsettled:
+            decision = _Decision(is_unsettled=True)
         except Exception as error:  # the others wait for the decision
             path = module_that_raised(error)
             told = failures.told(error, path)
@@ -114,6 +123,14 @@ def decide(
     decision = control.broadcast(decision, everyone)
     if failure is not None:
         raise failure
+    if decision.is_unsettled:
+        _settle(module, tracing, control)
+        return decide(
+            *(module, tracing, parameters, manual, control, failures),
+            tracing_rank=tracing_rank,
+            optimizer_bytes=optimizer_bytes,
+            is_settled=True,
+        )
     if decision.answer is None and not decision.text:
         raise failures.heard(decision.told)
     if decision.answer is None:
@@ -126,12 +143,46 @@ def decide(
     return Assignment.from_dict(answer)
 
 
+def _settle(module: nn.Module, tracing: Tracing, control: ControlPlane) -> None:
+    """Have every rank's model do what its first call does to its tree.
+
+    Raises:
+        SMPUserError: the models are not alike afterwards, or have other parameters, on every rank with the same message.
+    """
+    before = {name: id(parameter) for name, parameter in module.named_parameters()}
+    failure, others = "", False
+    try:
+        with tracing.placed():
+            settle(module, tracing.run)
+        others = {name: id(parameter) for name, parameter in module.named_parameters()} != before
+    except Exception as error:  # the others wait for what has become of it
+        failure = f"{type(error).__name__}: {error}"
+    tree = [(path, type(part).__name__) for path, part in module.named_modules()]
+    found = control.allgather((failure, others, tree), range(control.size))
+    what = "the first call of the model puts modules in the place of others"
+    way_out = "call it once with such a batch before smp.DistributedModel, on every rank"
+    for rank, (failed, has_others, theirs) in enumerate(found):
+        if failed:
+            raise SMPUserError(f"{what}, and rank {rank} could not do so: {failed}; {way_out}")
+        if has_others:
+            raise SMPUserError(
+                f"{what}, and its parameters are others then, which the optimizer does not have; {way_out}"
+            )
+        if theirs != found[0][2]:
+            differing = sorted({path for path, _ in set(theirs) ^ set(found[0][2])})
+            raise SMPUserError(
+                f"{what}, and ranks 0 and {rank} have other modules then ({some(map(repr, differing))}), since their batches "
+                f"differ; {way_out}"
+            )
+
+
 def _decided(
     module: nn.Module,
     tracing: Tracing,
     parameters: ModelParallelParameters,
     manual: ManualAssignment,
     optimizer_bytes: float,
+    is_settled: bool,
 ) -> tuple[Assignment, str]:
     stages = parameters.pipeline_parallel_degree
     active = min(parameters.active_microbatches or stages + 2, parameters.microbatches)
@@ -149,6 +200,13 @@ def _decided(
         )
         return assignment, describe(untraced(module), assignment, settings)
     seen = _traced(module, tracing, parameters)
+    if seen.replaced and not is_settled:
+        raise _Unsettled
+    if seen.replaced:
+        raise SMPUserError(
+            f"modules in {some(map(repr, seen.replaced))} are replaced whenever the model is called, so that no stage can keep "
+            "theirs; create them once, in the model's __init__, or wrap the model without pipeline parallelism"
+        )
     manual.review(module)
     if parameters.auto_partition:
         if manual.used_contexts:

@@ -105,6 +105,8 @@ class Trace:
     attributes: list[tuple[str, str]] = field(default_factory=list)
     traced: bool = False  # whether the model ran; otherwise the figures are guessed from parameters
     timed: bool = False  # whether ``seconds`` were measured
+    #: Paths of modules in which the first call has put others in the place of their modules.
+    replaced: tuple[str, ...] = ()
 
     def nodes(self) -> dict[str, ModuleNode]:
         """All nodes by path."""

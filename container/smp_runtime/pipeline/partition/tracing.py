@@ -79,6 +79,7 @@ def trace(
             with recorder.running():
                 run()
             recorder.note_changes(before)
+            replaced = [node.path for module in before.replaced() if (node := tree.node_of(module)) is not None]
         if times:
             if on_meta:
                 raise SMPUserError(
@@ -96,7 +97,14 @@ def trace(
         raise
     order_by_call(tree.root)
     recorder.finish()
-    return Trace(tree.root, recorder.flows(), list(recorder.foreign), recorder.attributes, traced=True, timed=times)
+    flows, foreign = recorder.flows(), list(recorder.foreign)
+    return Trace(tree.root, flows, foreign, recorder.attributes, traced=True, timed=times, replaced=tuple(replaced))
+
+
+def settle(model: nn.Module, run: Callable[[], object]) -> None:
+    """Run a step function once for what its first call makes of the model's tree; the rest is afterwards as before."""
+    with restored(model, keeps_tree=True), _NoBackward():
+        run()
 
 
 def module_that_raised(error: BaseException) -> str:

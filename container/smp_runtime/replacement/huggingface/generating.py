@@ -23,7 +23,7 @@ def generate_as(original: type, made: nn.Module, *args: Any, **kwargs: Any) -> A
 def _shell(original: Any) -> Callable[[nn.Module], Any]:
     """A class that generates like ``original``; its instances have a distributed model in the place of layers."""
 
-    class Shell(original):  # type: ignore[misc]
+    class Shell(original):
         """Called like the original; what is asked of its configuration is that of the distributed model."""
 
         def __init__(self, made: nn.Module) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from smp_runtime.nn.experts import Tables
-from smp_runtime.nn.planned import LinearSplit, features_of, is_linear, is_transposed
+from smp_runtime.nn.planned.experts import Tables
+from smp_runtime.nn.planned.linear import LinearSplit, features_of, is_linear, is_transposed
 from smp_runtime.replacement.in_place.splitting import Split
 
 if TYPE_CHECKING:

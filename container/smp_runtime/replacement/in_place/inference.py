@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from smp_runtime.nn.planned import LinearSplit, features_of, is_linear, is_transposed
+from smp_runtime.nn.planned.linear import LinearSplit, features_of, is_linear, is_transposed
 
 if TYPE_CHECKING:
     import torch

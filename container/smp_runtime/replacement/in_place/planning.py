@@ -14,7 +14,7 @@ from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.distributed_module import DistributedModule
-from smp_runtime.nn.planned import LinearSplit, is_linear
+from smp_runtime.nn.planned.linear import LinearSplit, is_linear
 from smp_runtime.replacement.candidates import is_patched
 from smp_runtime.replacement.in_place.capture import BATCH, calls_of
 from smp_runtime.replacement.in_place.experts import expert_splits, is_list_of_experts

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from smp_runtime.nn.planned import is_linear
+from smp_runtime.nn.planned.linear import is_linear
 from smp_runtime.replacement.in_place.splitting import Split, prepare
 from smp_runtime.tensor_parallel.block_entry import SharedInput
 from smp_runtime.tensor_parallel.group import TensorGroup, Throttle
@@ -20,7 +20,7 @@ from smp_runtime.tensors.torch_private import without_modes
 
 if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Work
-    from smp_runtime.nn.planned import LinearSplit
+    from smp_runtime.nn.planned.linear import LinearSplit
     from smp_runtime.parameters.registry import TensorSlice
 
 #: Relative to the greatest element: what the order of additions changes, also where a block computes a part in float32.
@@ -285,7 +285,7 @@ def _part(block: nn.Module, split: Split, group: TensorGroup) -> nn.Module:
         part = made.get_submodule(path)
         part.__dict__["where"] = where = tables.slices(part, group.rank, group.size)
         for name, slice_ in where.items():
-            part._parameters[name] = nn.Parameter(slice_.cut(part._parameters[name].detach()).clone())
+            part._parameters[name] = nn.Parameter(slice_.cut(part.get_parameter(name).detach()).clone())
     prepare(made, split, group)
     return made
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.nn.planned import PlannedLinear
+from smp_runtime.nn.planned.linear import PlannedLinear
 from smp_runtime.tensor_parallel import collectives
 from smp_runtime.tensor_parallel.block_entry import BlockEntry
 from smp_runtime.tensor_parallel.partial_region import OwnExperts, PartialRegion
@@ -17,8 +17,8 @@ from smp_runtime.tensor_parallel.partial_region import OwnExperts, PartialRegion
 if TYPE_CHECKING:
     from torch import nn
 
-    from smp_runtime.nn.experts import Tables
-    from smp_runtime.nn.planned import LinearSplit
+    from smp_runtime.nn.planned.experts import Tables
+    from smp_runtime.nn.planned.linear import LinearSplit
     from smp_runtime.tensor_parallel.group import TensorGroup
 
 _WHOLE_NUMBERS = "_smp_whole_numbers"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from smp_config.errors import suggest
 from smp_runtime.errors import SMPUserError
-from smp_runtime.nn.planned import LinearSplit, is_linear, is_transposed
+from smp_runtime.nn.planned.linear import LinearSplit, is_linear, is_transposed
 
 if TYPE_CHECKING:
     from torch import nn

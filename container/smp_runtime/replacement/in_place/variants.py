@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from smp_runtime.nn.planned import LinearSplit, features_of
+from smp_runtime.nn.planned.linear import LinearSplit, features_of
 from smp_runtime.parameters.registry import intervals
 from smp_runtime.replacement.in_place.inference import Unit
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from smp_runtime.nn.embedding import DistributedEmbedding
 from smp_runtime.nn.linear import DistributedLinear
-from smp_runtime.nn.vocabulary import Tie, is_vocabulary
+from smp_runtime.nn.planned.vocabulary import Tie, is_vocabulary
 from smp_runtime.replacement.candidates import is_patched
 from smp_runtime.replacement.in_place.capture import BATCH, calls_by_themselves
 from smp_runtime.replacement.in_place.planning import parameter_uses
@@ -75,8 +75,8 @@ def _groups(model: nn.Module, blocks: Mapping[int, Split]) -> Iterator[list[str]
         if id(part) in inputs or rows in embedded & returned:
             by_weight.setdefault(id(part.weight), []).append(path)
     for weight, paths in by_weight.items():
-        found = {id(parts[path]) for path in paths}
-        named = sum(id(part) in found for _, part in model.named_modules(remove_duplicate=False))
+        same = {id(parts[path]) for path in paths}
+        named = sum(id(part) in same for _, part in model.named_modules(remove_duplicate=False))
         if uses[weight] == named:
             yield paths
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from smp_config import Group
 from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError
-from smp_runtime.nn.experts import inherit_attributes
+from smp_runtime.nn.planned.experts import inherit_attributes
 from smp_runtime.parameters.registry import TensorSlice
 from smp_runtime.tensor_parallel.collectives import exchanged, gathered, replicated, scatter_summed, summed
 from smp_runtime.tensor_parallel.initialisation import normal, uniform_for
@@ -42,7 +42,7 @@ class Tie:
             )
         if self._made is None:
             module.add_split("weight", (rows, width), 0, fill)
-            self._made = module.weight
+            self._made = module._parameters["weight"]
         else:
             module.register_parameter("weight", self._made)
             module.tensor_slices["weight"], module.reductions["weight"] = where, Group.RDP
