@@ -124,7 +124,8 @@ def _smoothing(trainer: Any, inputs: Mapping[str, Any], microbatches: int) -> It
         Whether that is done here, so that the loss takes no number of tokens: the trainer would multiply by the number
         of processes for it.
     """
-    smoother, labels = getattr(trainer, "label_smoother", None), inputs.get("labels")
+    smoother: Any = getattr(trainer, "label_smoother", None)
+    labels = inputs.get("labels")
     is_own = smoother is not None and not takes(smoother, "num_items_in_batch") and trainer.compute_loss_func is None
     if not (is_own and isinstance(labels, torch.Tensor)):
         yield False
