@@ -66,6 +66,20 @@ class Restless(Switching):
         return super().forward(x)
 
 
+class Renovated(Layer):
+    """With a module that it makes anew in every call."""
+
+    def forward(self, x):
+        self.inner = Long(self.inner.linear)
+        return super().forward(x)
+
+
+class Renovating(Switching):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Renovated() for _ in range(4))
+
+
 class Renewing(Switching):
     """With new parameters."""
 
@@ -76,7 +90,7 @@ class Renewing(Switching):
         return super().forward(x)
 
 
-KINDS = {kind.__name__: kind for kind in (Switching, Restless, Renewing)}
+KINDS = {kind.__name__: kind for kind in (Switching, Restless, Renovating, Renewing)}
 
 
 def _model(kind):
@@ -126,14 +140,15 @@ def _train(kind, lengths):
 CONFIG = {"pipeline_parallel_degree": 2, "microbatches": 2}
 
 
-def test_the_partition_survives_what_the_first_call_changes(ranks):
-    trained = train_alone(_model("Switching"), _optimizer, [])
+@pytest.mark.parametrize(("kind", "length", "inner"), [("Switching", 3, "Short"), ("Renovating", 5, "Long")])
+def test_the_partition_survives_what_calls_change(ranks, kind, length, inner):
+    trained = train_alone(_model(kind), _optimizer, [])
     for number in range(STEPS):
-        trained.step(divided(_batch(3, number), 2), _loss)
-    for losses, state, stages, inner in ranks(_train, 2, "Switching", [3] * STEPS, config=CONFIG):
+        trained.step(divided(_batch(length, number), 2), _loss)
+    for losses, state, stages, found in ranks(_train, 2, kind, [length] * STEPS, config=CONFIG):
         assert losses == pytest.approx(trained.losses, abs=1e-6)
         assert stages == {0, 1}
-        assert inner == "Short"
+        assert found == inner
         for name, value in trained.model.state_dict().items():
             close(state[name], value, name)
 
@@ -141,7 +156,7 @@ def test_the_partition_survives_what_the_first_call_changes(ranks):
 @pytest.mark.parametrize(
     ("kind", "lengths", "said"),
     [
-        ("Restless", [5], "are replaced whenever the model is called"),
+        ("Restless", [5], "replaced modules in 'layers."),
         ("Renewing", [5], "its parameters are others then"),
         ("Switching", [5, 3], "replaced modules in 'layers."),
     ],

@@ -38,7 +38,7 @@ def _cases():
                 yield pytest.param(family.kind, family.model_type, mode, marks=[] if always else pytest.mark.full)
 
 
-@pytest.mark.parametrize(("kind", "model_type", "mode"), _cases())
+@pytest.mark.parametrize(("kind", "model_type", "mode"), list(_cases()))
 def test_it_trains_as_in_one_process(ranks, tmp_path, kind, model_type, mode):
     family, file = Family(kind, model_type), tmp_path / "alone.pt"
     ranks(note_alone, 1, family, file, init=False)

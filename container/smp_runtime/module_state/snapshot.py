@@ -64,9 +64,14 @@ class Snapshot:
             return False
         return former.shape != value.shape or not bool((former == value).all())
 
-    def replaced(self) -> list[nn.Module]:
-        """Modules that have other modules in them than they had."""
-        return [module for module, children in self._children if dict(module._modules) != children]
+    def replaced(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Modules that are not where they were, each behind the one that had it; with itself, one that has got more."""
+        found = []
+        for module, children in self._children:
+            if dict(module._modules) != children:
+                gone = [child for name, child in children.items() if child is not module._modules.get(name)]
+                found += [(module, child) for child in gone or [module] if child is not None]
+        return found
 
     def put_back(self, *, keeps_tree: bool = False) -> None:
         """The model becomes what it was; a warning says so if parameters have other values.

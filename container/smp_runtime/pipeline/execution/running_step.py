@@ -112,9 +112,8 @@ class RunningStep:
         self._has_warned = self._has_warned_of_batches = False
         self._call: StepCall | None = None
         self._buffers: list[tuple[int, int]] = []
-        self._children: dict[
-            str, dict[str, Any]
-        ] = {}  # of modules at the beginning; empty where the step was seen before
+        #: What modules held at the beginning; empty where the step was seen before.
+        self._children: dict[str, dict[str, Any]] = {}
         self.begun: Begin | None = None
         self.end: tuple[End, list[torch.Tensor]] | None = None
         self.records: dict[int, Record] = {}

@@ -114,19 +114,17 @@ class StageContext:
         Raises:
             SMPUserError: it did.
         """
-        replaced = [path for path, children in before.items() if dict(self.modules[path]._modules) != children]
         unseen = [
             path
-            for path in replaced
-            for module in (self.modules[path], *before[path].values())
-            if id(module) in self.paths and self.stage_of(self.paths[id(module)]) != self.stage
+            for path, children in before.items()
+            if self.stage_of(path) != self.stage and dict(self.modules[path]._modules) != children
         ]
         if unseen:
-            shown = ", ".join(map(repr, [*dict.fromkeys(unseen)][:3]))
+            shown = ", ".join(map(repr, unseen[:3]))
             raise SMPUserError(
-                f"the step replaced modules in {shown} on stage {self.stage}, but other stages run them, or what they hold, and do "
-                "not see it: some models switch to other modules for batches of other shapes; let them switch before "
-                "smp.DistributedModel, on every rank, or give all batches the shape of the first"
+                f"the step replaced modules in {shown} on stage {self.stage}, but other stages run these and do not see it: some "
+                "models switch to other modules for batches of other shapes, or make some anew in every call; let them switch "
+                "before smp.DistributedModel, on every rank, or replace modules only in the forward of the module that has them"
             )
 
     def opens(self, task: Task, kind: str, path: Path) -> None:

@@ -15,7 +15,7 @@ from smp_config.in_flight import in_flight_counts
 from smp_runtime.errors import SMPError, SMPRuntimeError, SMPUserError
 from smp_runtime.pipeline.partition.assignment import Assignment, idle_stages, some
 from smp_runtime.pipeline.partition.costs import CostSettings
-from smp_runtime.pipeline.partition.module_tree import Trace, note_recomputed, untraced
+from smp_runtime.pipeline.partition.module_tree import Trace, note_recomputed, note_replaced, untraced
 from smp_runtime.pipeline.partition.partitioner import partition
 from smp_runtime.pipeline.partition.report import describe
 from smp_runtime.pipeline.partition.tracing import module_that_raised, settle, trace
@@ -202,11 +202,7 @@ def _decided(
     seen = _traced(module, tracing, parameters)
     if seen.replaced and not is_settled:
         raise _Unsettled
-    if seen.replaced:
-        raise SMPUserError(
-            f"modules in {some(map(repr, seen.replaced))} are replaced whenever the model is called, so that no stage can keep "
-            "theirs; create them once, in the model's __init__, or wrap the model without pipeline parallelism"
-        )
+    note_replaced(seen)
     manual.review(module)
     if parameters.auto_partition:
         if manual.used_contexts:

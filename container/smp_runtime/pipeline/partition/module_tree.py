@@ -90,7 +90,9 @@ class ForeignUse:
     user: str  # its path
     holder: str  # the other one's
     parameter: str  # its full name; of a buffer or attribute, too
-    kind: str = "parameter"  # ``parameter``, ``buffer`` or ``attribute``
+    kind: str = (
+        "parameter"  # ``parameter``, ``buffer``, ``attribute``, or ``module`` where that is put there by every call
+    )
 
 
 @dataclass
@@ -105,8 +107,8 @@ class Trace:
     attributes: list[tuple[str, str]] = field(default_factory=list)
     traced: bool = False  # whether the model ran; otherwise the figures are guessed from parameters
     timed: bool = False  # whether ``seconds`` were measured
-    #: Paths of modules in which the first call has put others in the place of their modules.
-    replaced: tuple[str, ...] = ()
+    #: Paths of modules in whose place the calls have put others, each behind that of the module that had it.
+    replaced: tuple[tuple[str, str], ...] = ()
 
     def nodes(self) -> dict[str, ModuleNode]:
         """All nodes by path."""
@@ -141,6 +143,17 @@ def note_recomputed(trace: Trace, regions: Mapping[str, bool]) -> None:
             node.flops *= 4 / 3
             node.seconds *= 4 / 3
         nodes[path].activation_bytes = nodes[path].input_bytes if keeps_inputs else 0
+
+
+def note_replaced(trace: Trace) -> None:
+    """Modules that every call puts others in the place of are on the stage of the one that has them, where the others run.
+
+    Args:
+        trace: changed in place.
+    """
+    nodes = trace.nodes()
+    for owner, path in trace.replaced:
+        trace.foreign_uses += [ForeignUse(owner, node.path, path, "module") for node in nodes[path].walk()]
 
 
 class ModuleTree:

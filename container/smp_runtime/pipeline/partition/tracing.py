@@ -79,7 +79,10 @@ def trace(
             with recorder.running():
                 run()
             recorder.note_changes(before)
-            replaced = [node.path for module in before.replaced() if (node := tree.node_of(module)) is not None]
+            nodes = [tuple(map(tree.node_of, pair)) for pair in before.replaced()]
+            replaced = tuple(
+                (owner.path, child.path) for owner, child in nodes if owner is not None and child is not None
+            )
         if times:
             if on_meta:
                 raise SMPUserError(
@@ -98,7 +101,7 @@ def trace(
     order_by_call(tree.root)
     recorder.finish()
     flows, foreign = recorder.flows(), list(recorder.foreign)
-    return Trace(tree.root, flows, foreign, recorder.attributes, traced=True, timed=times, replaced=tuple(replaced))
+    return Trace(tree.root, flows, foreign, recorder.attributes, traced=True, timed=times, replaced=replaced)
 
 
 def settle(model: nn.Module, run: Callable[[], object]) -> None:
