@@ -174,6 +174,22 @@ class _Doubling(nn.Module):
         return x + self.down(torch.relu(self.up(x))) / self.features
 
 
+class _Mixing(own_blocks.Alone):
+    """It adds to float32, which a block in float64 cannot."""
+
+    def forward(self, x):
+        return torch.zeros(x.shape, dtype=torch.float32).index_add_(0, torch.arange(len(x)), super().forward(x))
+
+
+def test_a_block_that_computes_in_float32_is_tried_in_that():
+    net = nn.Sequential(_Mixing())
+    smp.set_tensor_parallelism(net)
+    found, (line,) = _found(net)
+    assert "7 of 7 linear maps" in line
+    assert line.endswith("equal to the whole in float32")
+    assert not any(how.joins for how in found["0"].leaves.values())
+
+
 def test_numbers_that_must_stay_whole_do():
     net = _Doubling()
     smp.set_tensor_parallelism(net)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
@@ -128,21 +129,13 @@ def _chosen(model: nn.Module, kinds: Mapping[tuple[object, ...], list[Block]], g
         return [_choice(blocks, calls.get(blocks[0].path), group) for blocks in kinds.values()]
     except Exception as error:  # the other ranks wait for a decision, and splitting maps one by one is always one
         why = [f"trying it out failed: {type(error).__name__}: {str(error)[:160]}"]
-        return [_Choice(Split({}), _line(blocks, Split({}), False, why, group.size)) for blocks in kinds.values()]
+        return [_Choice(Split({}), _line(blocks, Split({}), None, why, group.size)) for blocks in kinds.values()]
 
 
 def _choice(blocks: list[Block], call: Call | None, group: TensorGroup) -> _Choice:
     """How blocks of one kind are split, and the line of the log that says so."""
-    first, proof, why = blocks[0], None, []
-    if call is None:
-        why.append("nothing is known of how it is called")
-    else:
-        try:
-            proof = Proof(first.module, call, group.size)
-        except Exception as error:  # whatever it raises, it was not called as was thought
-            why.append(f"it does not run by itself ({type(error).__name__}: {str(error)[:120]})")
-    if proof is not None and not group.prescaled and not proof.is_by_rows(BATCH):
-        proof, why = None, ["with a batch per rank: what it takes or returns cannot be told apart by its rows"]
+    first = blocks[0]
+    proof, why = _proof_of(first, call, group)
     units = _planned_units(first) if first.leaves is not None else []
     if proof is not None and not first.is_scripts:  # a plan that gathers may be improved
         inferred = [u for u in inferred_units(first.module, proof.seen) if all(map(first.is_marked, u.leaves))]
@@ -161,7 +154,26 @@ def _choice(blocks: list[Block], call: Call | None, group: TensorGroup) -> _Choi
         why += [f"{_listed(unit)} {_fate(unit, split)}: {reason}" for unit, reason in failed]
     elif first.is_scripts and group.prescaled:
         split = _together(unit for unit in units if is_divisible(first.module, unit, group.size) is None)
-    return _Choice(split, _line(blocks, split, proof is not None, why, group.size))
+    proven = None if proof is None else proof.dtype
+    return _Choice(split, _line(blocks, split, proven, why, group.size))
+
+
+def _proof_of(block: Block, call: Call | None, group: TensorGroup) -> tuple[Proof | None, list[str]]:
+    """What tries splits of a block out, or None and why there is nothing."""
+    if call is None:
+        return None, ["nothing is known of how it is called"]
+    proof, why = None, ""
+    for dtype in (torch.float64, torch.float32):
+        try:
+            proof = Proof(block.module, call, group.size, dtype)
+            break
+        except Exception as error:  # whatever it raises, it was not called as was thought
+            why = why or f"it does not run by itself ({type(error).__name__}: {str(error)[:120]})"
+    if proof is None:
+        return None, [why]
+    if not group.prescaled and not proof.is_by_rows(BATCH):
+        return None, ["with a batch per rank: what it takes or returns cannot be told apart by its rows"]
+    return proof, []
 
 
 def _with_experts(proof: Proof, block: Block, group: TensorGroup) -> Split:
@@ -319,7 +331,7 @@ def parameter_uses(module: nn.Module) -> Counter[int]:
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
-def _line(blocks: list[Block], split: Split, is_proven: bool, why: list[str], size: int) -> str:
+def _line(blocks: list[Block], split: Split, proven: torch.dtype | None, why: list[str], size: int) -> str:
     first = blocks[0]
     if not split.leaves and not split.tables:
         said = f"{_title(blocks)}: {first.source}, but not split in place; each linear map is split by itself"
@@ -333,7 +345,7 @@ def _line(blocks: list[Block], split: Split, is_proven: bool, why: list[str], si
             if split.numbers
             else ""
         )
-        said += "; equal to the whole in float64" if is_proven else "; not tried out"
+        said += f"; equal to the whole in {str(proven).removeprefix('torch.')}" if proven else "; not tried out"
     return said + (f" ({'; '.join(why)})" if why else "")
 
 

@@ -1,4 +1,4 @@
-"""The proof of a split: all parts of a block in one process, against the whole one, in float64 and on random numbers."""
+"""The proof of a split: all parts of a block in one process, against the whole one, in float64 or float32, on random numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from smp_runtime.parameters.registry import TensorSlice
 
 #: Relative to the greatest element: what the order of additions changes, also where a block computes a part in float32.
-_TOLERANCE = 1e-5
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4}
 #: A part waits for the others so long, in seconds; one that fails sets them free at once.
 _PATIENCE = 60.0
 
@@ -146,17 +146,18 @@ class Proof:
         block: of the model; it stays as it is.
         call: what it is called with.
         size: into how many parts it is split.
+        dtype: to compute in; float32 for blocks that mix float32 in by themselves.
 
     Raises:
         Exception: whatever the block raises when it is called so by itself.
     """
 
-    def __init__(self, block: nn.Module, call: Call, size: int) -> None:
-        self._size = size
+    def __init__(self, block: nn.Module, call: Call, size: int, dtype: torch.dtype = torch.float64) -> None:
+        self._size, self.dtype = size, dtype
         with without_modes(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self._block = with_values(block).double().eval()
-            self._call = _in_float64(call)
+            self._block = with_values(block).to(dtype).eval()
+            self._call = _in_type(call, dtype)
             #: Linear maps by path with what each was called with, in the order of the calls.
             self.seen: list[tuple[str, torch.Tensor]] = []
             with _noting(self._block, self.seen):
@@ -315,9 +316,9 @@ def _random(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return values / tensor.shape[-1] ** 0.5 if tensor.dim() > 1 else values * 0.3 + (name != "bias")
 
 
-def _in_float64(call: Call) -> Call:
+def _in_type(call: Call, dtype: torch.dtype) -> Call:
     def made(tensor: torch.Tensor) -> torch.Tensor:
-        made = tensor.detach().double() if tensor.is_floating_point() else tensor.detach()
+        made = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
         return made.requires_grad_(tensor.requires_grad)
 
     args, kwargs = _with_tensors((tuple(call.args), dict(call.kwargs)), made)
@@ -350,8 +351,9 @@ def _equal(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
         return False
     if not found.is_floating_point():
         return bool(torch.equal(found, expected))
+    tolerance = _TOLERANCES[expected.dtype] if expected.dtype in _TOLERANCES else _TOLERANCES[torch.float32]
     scale = max(1e-3, float(expected.abs().max())) if expected.numel() else 1.0
-    return bool(torch.allclose(found, expected, rtol=0.0, atol=_TOLERANCE * scale, equal_nan=True))
+    return bool(torch.allclose(found, expected, rtol=0.0, atol=tolerance * scale, equal_nan=True))
 
 
 def _distance(found: torch.Tensor | None, expected: torch.Tensor | None) -> str:
