@@ -44,7 +44,13 @@ def _script(folder, factor=1):
         "label_smoothing_factor": 0.1,
     }
     model = tiny_model("t5", WORDS)
-    trainer = Seq2SeqTrainer(model=model, args=Seq2SeqTrainingArguments(**options), train_dataset=_data(16, 1))
+
+    def collate(samples):  # as DataCollatorForSeq2Seq does, which needs a tokenizer: a loss that is smoothed takes the labels away
+        batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+        return {**batch, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(batch["labels"])}
+
+    arguments = Seq2SeqTrainingArguments(**options)
+    trainer = Seq2SeqTrainer(model=model, args=arguments, data_collator=collate, train_dataset=_data(16, 1))
     trainer.train()
     found = trainer.predict(_data(7, 2))
     return found.predictions.tolist(), found.metrics["test_loss"]
@@ -73,6 +79,7 @@ def test_predictions_are_those_of_one_process(ranks, tmp_path, strategy):
     env = dict(zip(VARIABLES, (json.dumps(parameters), json.dumps({"sagemaker_mpi_enabled": True})), strict=True))
     replicas = size // parameters["partitions"] // parameters.get("tensor_parallel_degree", 1)
     for here, alone in ranks(_both, size, str(tmp_path), replicas, config=parameters, env=env, timeout=200):
-        assert here[0] == alone[0]
+        # The trainer keeps the samples that fill up the last batch of replicas, on any number of processes.
+        assert here[0][: len(alone[0])] == alone[0]
         if replicas == 1:  # else a mean of means over unequal numbers of labels
             assert here[1] == pytest.approx(alone[1], abs=1e-5)

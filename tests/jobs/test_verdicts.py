@@ -179,8 +179,8 @@ def test_both_sides_say_the_same(places: dict[str, Any], one_mpirun: None, monke
             different.append((case, f"client: {refused}", f"ranks: {theirs}"))
     assert not different, "\n".join(map(str, different))
     assert sum(verdicts.values()) == 500
-    assert 200 <= verdicts["accepted"] <= 300
-    assert verdicts["refused"] >= 150
+    assert 200 <= verdicts["accepted"] <= 340
+    assert verdicts["refused"] >= 120
 
 
 def _started(folder: str) -> tuple[float, list[int]]:

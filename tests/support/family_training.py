@@ -93,13 +93,10 @@ def train_alone_in_parts(model: torch.nn.Module) -> Any:
 
 def distance(family: Family, file: str | Path) -> Distance:
     """Train under the strategy of this rank's session, and compare; runs on every rank."""
-    import logging
-
     import torch
 
     import smdistributed.modelparallel.torch as smp
 
-    logging.getLogger("smp").setLevel(logging.ERROR)
     alone = torch.load(file, weights_only=False)
     net = tiny_model(family, alone["settings"])
     if smp.tp_size() > 1:

@@ -161,9 +161,10 @@ def channel_backend(device: torch.device, backend: str) -> str | None:
 
 @contextlib.contextmanager
 def in_order_with_script(device: torch.device) -> Iterator[None]:
-    """Put work that other threads queue on the default stream of ``device`` in its place among the script's own.
+    """Put work that is queued on the default stream of ``device`` in its place among the script's own.
 
-    It comes behind what the script has queued on its stream, and before what it queues there afterwards.
+    It comes behind what the script has queued on its stream, and before what it queues there afterwards. Other threads
+    compute on the default stream anyway; inside, this one does so too, since it sends what they have computed.
     """
     if device.type != "cuda":
         yield
@@ -173,7 +174,8 @@ def in_order_with_script(device: torch.device) -> Iterator[None]:
         yield
         return
     compute.wait_stream(script)
-    yield
+    with torch.cuda.stream(compute):
+        yield
     script.wait_stream(compute)
 
 
