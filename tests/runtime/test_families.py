@@ -72,6 +72,7 @@ def test_what_a_default_configuration_lacks_is_found_by_the_error():
     assert tiny_settings(Family("masked", "esm"))["vocab_size"] == 64
 
 
+@pytest.mark.full
 def test_what_does_not_train_in_one_process_gives_its_reason():
     with pytest.raises(NotBuilt, match="wav2vec2|input_ids"):
         tiny_settings(Family("masked", "wav2vec2"))
