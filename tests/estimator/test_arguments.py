@@ -67,6 +67,7 @@ def test_what_is_wrong_with_the_script_is_said_at_once_and_refused_later(
         made.fit()
 
 
+@pytest.mark.full
 def test_a_partition_that_is_not_there(make: Any, script: Path, tmp_path: Path) -> None:
     """Where the ranks would look: the checkpoints of an earlier job, then the code."""
     import json

@@ -131,6 +131,7 @@ def test_ctrl_c_leaves_nothing(script: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "jobs").rglob("model.tar.gz")), "packing would delay the notebook"
 
 
+@pytest.mark.full
 def test_second_ctrl_c_kills_at_once(script: Path, tmp_path: Path) -> None:
     with notebook("hang", script, tmp_path / "jobs") as (process, mark):
         read_until(process, "hanging")
@@ -152,6 +153,7 @@ def test_killed_notebook_ends_the_job(script: Path, tmp_path: Path) -> None:
         assert saved, "the end of the lifeline is a request to stop, not a kill"
 
 
+@pytest.mark.full
 def test_the_interpreter_waits_for_background_jobs(script: Path, tmp_path: Path) -> None:
     with notebook("train", script, tmp_path / "jobs", wait=False) as (process, _mark):
         output = process.stdout.read()

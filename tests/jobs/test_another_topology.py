@@ -22,7 +22,7 @@ SHARDED = {"sharded_data_parallel_degree": 2}
     ("before", "after"),
     [
         pytest.param((2, STAGES), (2, SHARDED), id="stages to shards", marks=pytest.mark.full),
-        pytest.param((2, SHARDED), (1, {}), id="shards to one process"),
+        pytest.param((2, SHARDED), (1, {}), id="shards to one process", marks=pytest.mark.full),
         pytest.param((1, {}), (2, STAGES), id="one process to stages", marks=pytest.mark.full),
         pytest.param(
             (2, {"shard_optimizer_state": True}), (2, STAGES), id="sharded state to stages", marks=pytest.mark.full
