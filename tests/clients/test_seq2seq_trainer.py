@@ -45,7 +45,9 @@ def _script(folder, factor=1):
     }
     model = tiny_model("t5", WORDS)
 
-    def collate(samples):  # as DataCollatorForSeq2Seq does, which needs a tokenizer: a loss that is smoothed takes the labels away
+    def collate(
+        samples,
+    ):  # as DataCollatorForSeq2Seq does, which needs a tokenizer: a loss that is smoothed takes the labels away
         batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
         return {**batch, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(batch["labels"])}
 
