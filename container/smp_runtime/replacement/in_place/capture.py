@@ -38,7 +38,8 @@ def calls_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Cal
             _watch({path: parts[path] for path in blocks}, found)
             for arguments in _guesses(model):
                 try:
-                    copied(**arguments) if isinstance(arguments, dict) else copied(*arguments)
+                    with _WithoutMemory():
+                        copied(**arguments) if isinstance(arguments, dict) else copied(*arguments)
                 except Exception:
                     continue
                 if len(found) == len(blocks):
@@ -47,6 +48,16 @@ def calls_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Cal
             if path not in found and (call := _guessed_call(block)) is not None:
                 found[path] = call
     return found
+
+
+class _WithoutMemory(TorchFunctionMode):
+    """Answers operations that refuse weights of :func:`_without_memory` with a result of the right shape."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "_grouped_mm" and 0 in args[1].stride():
+            tokens, weights = args[:2]  # [tokens, in] and [experts, in, out], whose strides it wants to be usual ones
+            return (tokens[:, :1] * 0.0).expand(-1, weights.shape[-1])
+        return func(*args, **(kwargs or {}))
 
 
 class _OtherUses(TorchFunctionMode):
@@ -100,7 +111,7 @@ def calls_by_themselves(model: nn.Module, paths: Sequence[str]) -> dict[str, lis
         for arguments in _guesses(model):
             shapes.clear()
             try:
-                with uses:
+                with uses, _WithoutMemory():
                     copied(**arguments) if isinstance(arguments, dict) else copied(*arguments)
             except Exception:
                 uses.running.clear()
