@@ -131,7 +131,7 @@ def run_rank(family: str, args: argparse.Namespace) -> None:
     ours = _ours(loaded(), smp)
     theirs = _plain(loaded(tp_plan="auto"))
     sides: dict[str, Callable[[torch.Tensor], float]] = {"ours": ours, "transformers": theirs}
-    off = {name: 0.0 for name in sides}
+    off = dict.fromkeys(sides, 0.0)
     sent, calls = {}, {}
     for name, step in sides.items():
         for number, batch in enumerate(batches):
