@@ -5,6 +5,8 @@ Another implementation (the hierarchical all-gather, a counter of bytes) stands 
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -15,6 +17,9 @@ import torch.distributed as dist
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+
+#: Host tensors of at least this size are compared before they are sent.
+_COMPARED_BYTES = 2**20
 
 #: Apart from the messages of scripts that use the same groups.
 _GATHER_TAG = 2**20
@@ -141,23 +146,44 @@ def broadcast_tensors(
     """Overwrite ``tensors`` on every rank of ``group`` with those of global rank ``source``.
 
     Tensors of one type travel together in buffers of up to ``chunk_bytes``; a larger tensor travels alone, without
-    a copy when it is contiguous.
+    a copy when it is contiguous. Large ones in host memory that are equal on all ranks stay as they are: where they are a
+    mapped file, as Transformers loads it, writing would take memory for all of it.
     """
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for tensor in _differing([tensor for tensor in tensors if tensor.numel()], source, group, collectives):
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for members in by_kind.values():
         chunk: list[torch.Tensor] = []
         size = 0
         for tensor in members:
-            nbytes = tensor.numel() * tensor.element_size()
-            if chunk and size + nbytes > chunk_bytes:
+            if chunk and size + tensor.nbytes > chunk_bytes:
                 _broadcast_together(chunk, source, group, collectives)
                 chunk, size = [], 0
             chunk.append(tensor)
-            size += nbytes
+            size += tensor.nbytes
         _broadcast_together(chunk, source, group, collectives)
+
+
+def _differing(
+    tensors: list[torch.Tensor], source: int, group: dist.ProcessGroup, collectives: Collectives
+) -> list[torch.Tensor]:
+    """Those that are small, on an accelerator, or not on all ranks as on ``source``."""
+    compared = [t for t in tensors if t.device.type == "cpu" and t.is_contiguous() and t.nbytes >= _COMPARED_BYTES]
+    if not compared:
+        return tensors
+    digests = torch.tensor([_digest(tensor) for tensor in compared], dtype=torch.float64)  # [tensors, 8]
+    wanted = digests.clone()
+    collectives.broadcast(wanted, source, group).wait()
+    differ = (digests != wanted).any(1).float()  # [tensors]
+    collectives.all_reduce(differ, group).wait()
+    equal = {id(tensor) for tensor, count in zip(compared, differ.tolist(), strict=True) if not count}
+    return [tensor for tensor in tensors if id(tensor) not in equal]
+
+
+def _digest(tensor: torch.Tensor) -> list[float]:
+    """Numbers that floats hold exactly."""
+    content = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return [float(number) for (number,) in struct.iter_unpack("<I", hashlib.sha256(content).digest())]
 
 
 def _broadcast_together(
