@@ -151,6 +151,7 @@ class ShardedUnit(FlatUnit):
         parameters: see :class:`FlatUnit`, as for the rest.
 
     Attributes:
+        by_tokens: whether a call may need it on some ranks only; what is gathered when then follows from the calls alone.
         full: the buffer of the whole; only to be read and written while its storage is there.
         work: the gather under way, or None.
         ready: whether the parameters hold their values.
@@ -185,6 +186,7 @@ class ShardedUnit(FlatUnit):
         self.full.untyped_storage().resize_(0)
         nothing = torch.full((), float("nan"), dtype=dtype, device=self.device)
         self._placeholders = [nothing.expand(shape) for shape in self.shapes]
+        self.by_tokens = False
         self.work: Work | None = None
         self.ready = False
         self.calls = 0

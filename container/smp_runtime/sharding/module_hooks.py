@@ -89,7 +89,7 @@ class ModuleUses:
         for part in module.modules():
             own = whole.get(id(part), [])
             if not any(True for _ in part.children()):
-                own = own + [u for u in self.units_held_by(part) if u not in own]
+                own = own + [u for u in self.units_held_by(part) if u not in own and not u.by_tokens]
             self._registered[id(part)] = own
             part.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
             # Also after an error: checkpointing ends a recomputation with one, as soon as it has what it wants.
@@ -155,7 +155,7 @@ class ModuleUses:
         for unit, use in zip(call.units, call.uses, strict=False):
             use.end = self._clock
             if use.saved is not None:
-                use.saved = unit.saves != use.saves_before
+                use.saved = None if unit.by_tokens else unit.saves != use.saves_before
         if call.units and torch.is_grad_enabled():
             self._watch_inputs(call.units, call.uses, call.inputs)
             self._watch_outputs(call.units, call.uses, output)
@@ -185,7 +185,8 @@ class ModuleUses:
             def gradient_added(parameter: torch.Tensor) -> None:
                 me, unit = weak(), weak_unit()
                 if me is not None and unit is not None and me.gradients.arrived(unit, index, parameter):
-                    me.gradients_complete(unit)
+                    if not unit.by_tokens:
+                        me.gradients_complete(unit)
 
             return gradient_added
 
@@ -248,7 +249,7 @@ class ModuleUses:
         """The gradients of all inputs have come."""
         if use not in unit.open_uses:
             return
-        if unit.trained and unit.forward_uses <= 1:
+        if unit.trained and unit.forward_uses <= 1 and not unit.by_tokens:
             # Its gradients tell exactly when all that reads the weights has run.
             unit.quiet = True
             return

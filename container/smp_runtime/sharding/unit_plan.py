@@ -54,11 +54,13 @@ class UnitPlan:
         name: of the module they belong to, for messages.
         module: whose call uses them all; None if they only belong to single modules below it.
         parameters: of one type, all trained or all frozen.
+        by_tokens: whether the call uses them only if one of its tokens wants that.
     """
 
     name: str
     module: nn.Module | None
     parameters: list[nn.Parameter]
+    by_tokens: bool = False
 
     @property
     def elements(self) -> int:
@@ -77,7 +79,8 @@ def plan_units(module: nn.Module, parameters: Iterable[nn.Parameter], options: S
     Repeated blocks (the children of a ``ModuleList`` or of an ``nn.Sequential`` of blocks) are units; so is any other
     module that holds no such list. A unit has at most half of ``max_live`` elements, so that the next one can be
     fetched while it is used; a module above that is divided into its children. What one module holds itself is never
-    divided, even if it is more than ``max_live``.
+    divided, even if it is more than ``max_live``. The experts of a mixture are fetched together, where its module is called: which
+    of them are used depends on the tokens, and each rank has others.
     """
     planner = _Planner({id(parameter): parameter for parameter in parameters}, options)
     planner.visit(module, "", is_root=True)
@@ -103,7 +106,14 @@ class _Planner:
         if own:
             self._take(module, name, own, together=False)
         for child_name, child in module.named_children():
-            self.visit(child, f"{name}.{child_name}" if name else child_name)
+            path = f"{name}.{child_name}" if name else child_name
+            if _is_experts(child_name, child) and not is_root:
+                begin = len(self.units)
+                for expert_name, expert in child.named_children():
+                    self._take(module, f"{path}.{expert_name}", self._of(expert.parameters()), together=True)
+                for unit in self.units[begin:]:
+                    unit.by_tokens = True
+            self.visit(child, path)
 
     def _of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         return [parameter for parameter in parameters if id(parameter) in self._left]
@@ -127,6 +137,12 @@ def _is_stack(module: nn.Module) -> bool:
         return sum(any(True for _ in child.parameters()) for child in module.children()) > 1
     blocks = [child for child in module.children() if any(True for _ in child.children())]
     return isinstance(module, nn.Sequential) and sum(any(True for _ in b.parameters()) for b in blocks) > 1
+
+
+def _is_experts(name: str, module: nn.Module) -> bool:
+    """Whether a list, by its name and contents, has the experts of a mixture."""
+    shapes = {tuple(p.shape for p in expert.parameters()) for expert in module.children()}
+    return "experts" in name and isinstance(module, nn.ModuleList | nn.ModuleDict) and len(shapes - {()}) == 1
 
 
 def _holds_stack(module: nn.Module) -> bool:
