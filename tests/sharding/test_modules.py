@@ -35,6 +35,7 @@ class Odd(nn.Module):
         self.scale = nn.Parameter(torch.ones(HIDDEN))
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(HIDDEN, HIDDEN))
         self.inner = Inner()
+        self.latents = Latents()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [batch, seq, 8] -> [batch, seq, 8]
         x = self.first(x) * self.scale
@@ -44,6 +45,7 @@ class Odd(nn.Module):
         x = self.frozen(torch.tanh(x))
         x = self.normed(self.normed(x))
         x = self.inner(inputs={"x": [x]}).hidden
+        x = x + self.latents(x.shape[0])["all"][0]
         return x @ self.first.weight  # of a module that has long been left
 
 
@@ -56,6 +58,17 @@ class Inner(nn.Module):
 
     def forward(self, inputs: dict) -> Answer:
         return Answer(torch.tanh(self.layer(inputs["x"][0])), "done")
+
+
+class Latents(nn.Module):
+    """Returns a view of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.full((3, HIDDEN), 0.1))
+
+    def forward(self, batch: int) -> dict:
+        return {"all": [self.values.expand(batch, -1, -1)], "sparse": torch.eye(2).to_sparse()}
 
 
 class Recomputing(Blocks):

@@ -148,3 +148,79 @@ def test_a_loss_that_depends_on_all_outputs_is_accepted(ranks):
     for state in ranks(run, WORLD, config=settings(TwoHeads(), WORLD)):
         for name, value in alone.weights.items():
             torch.testing.assert_close(state[name], value, atol=1e-5, rtol=1e-5)
+
+
+class Mixture(nn.Module):
+    """Each token goes to one expert; experts without tokens are not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [tokens, width]
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        result = x * 0.5
+        for number in chosen.unique().tolist():
+            rows = (chosen == number).nonzero().flatten()
+            result = result.index_add(0, rows, self.experts[number](x[rows]) * weights[rows, None])
+        return result
+
+
+class Mixtures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"mixture": Mixture()}) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer["mixture"](x)
+        return x
+
+
+def _routed(index, rank):
+    """Tokens alike on a rank, so that they go to few experts, and others on each rank and in each step."""
+    first = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(10 * index + rank))
+    return 3 * first + 0.01 * torch.arange(4.0)[:, None]
+
+
+@pytest.mark.parametrize("bucket", [5e8, 1])
+def test_experts_that_only_some_ranks_have_tokens_for(ranks, bucket):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+
+        torch.manual_seed(0)
+        model = smp.DistributedModel(Mixtures())
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+        @smp.step
+        def step(x):
+            model.backward(model(x).square().mean())
+
+        for index in range(8):
+            optimizer.zero_grad()
+            step(_routed(index, smp.rank()))
+            optimizer.step()
+        return model.state_dict()
+
+    torch.manual_seed(0)
+    alone = Alone(Mixtures(), _sgd)
+    called = set()
+    for part in range(2):
+        for number, expert in enumerate(alone.model.layers[part]["mixture"].experts):
+            expert.register_forward_hook(lambda *_, which=(part, number): called.add(which))
+    seen = []
+    for index in range(8):
+        pieces = [(rows,) for rank in range(WORLD) for rows in _routed(index, rank).chunk(2)]
+        alone.step(pieces, lambda model, x: model(x).square().mean())
+        for rank in range(WORLD):
+            called.clear()
+            alone.model(_routed(index, rank))
+            seen.append(frozenset(called))
+    assert any(one != other for one, other in zip(seen[::2], seen[1::2], strict=True)), "all ranks call the same experts"
+    config = settings(Mixtures(), WORLD, microbatches=2, sdp_reduce_bucket_size=int(bucket))
+    for state in ranks(run, WORLD, config=config):
+        for name, value in alone.weights.items():
+            torch.testing.assert_close(state[name], value, atol=1e-5, rtol=1e-5)

@@ -14,7 +14,7 @@ from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.sharding.flat_unit import ShardedUnit, Use
-from smp_runtime.tensors.torch_private import at_end_of_backward, backward_pass, saved_tensor_hooks, storage_key
+from smp_runtime.tensors.torch_private import at_end_of_backward, backward_pass, saved_tensor_hooks, storage_key, tree_map
 
 if TYPE_CHECKING:
     from smp_runtime.sharding.live_parameters import LiveParameters
@@ -145,9 +145,9 @@ class ModuleUses:
         hooks = saved_tensor_hooks()
         return hooks is not None and hooks[0] is self._calls.pack
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._calls.running:
-            return
+            return output
         call = self._calls.running.pop()
         if call.module is not module:
             raise AssertionError("module calls ended in another order than they began")
@@ -156,6 +156,8 @@ class ModuleUses:
             use.end = self._clock
             if use.saved is not None:
                 use.saved = None if unit.by_tokens else unit.saves != use.saves_before
+        if call.units:
+            output = _lasting(output, call.units)
         if call.units and torch.is_grad_enabled():
             self._watch_inputs(call.units, call.uses, call.inputs)
             self._watch_outputs(call.units, call.uses, output)
@@ -163,6 +165,7 @@ class ModuleUses:
         for unit in call.units[: len(call.uses)]:
             unit.calls -= 1
             self.live.done(unit)
+        return output
 
     def read(self, parameter: torch.Tensor) -> None:
         """A parameter is read as a module's attribute."""
@@ -367,6 +370,19 @@ class _WatchedParameters(dict):
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return dict, (dict(self.items()),)
+
+
+def _lasting(output: Any, units: Sequence[ShardedUnit]) -> Any:
+    """What a call returns, with copies of what is a view of its parameters: their memory goes when the call has ended."""
+    keys = {unit.storage_key for unit in units}
+
+    def is_view(tensor: torch.Tensor) -> bool:
+        return tensor.layout == torch.strided and storage_key(tensor) in keys
+
+    def lasting(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, torch.Tensor) and is_view(leaf) else leaf
+
+    return tree_map(lasting, output) if any(map(is_view, _tensors(output))) else output
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
