@@ -219,7 +219,9 @@ def test_experts_that_only_some_ranks_have_tokens_for(ranks, bucket):
             called.clear()
             alone.model(_routed(index, rank))
             seen.append(frozenset(called))
-    assert any(one != other for one, other in zip(seen[::2], seen[1::2], strict=True)), "all ranks call the same experts"
+    assert any(one != other for one, other in zip(seen[::2], seen[1::2], strict=True)), (
+        "all ranks call the same experts"
+    )
     config = settings(Mixtures(), WORLD, microbatches=2, sdp_reduce_bucket_size=int(bucket))
     for state in ranks(run, WORLD, config=config):
         for name, value in alone.weights.items():

@@ -12,6 +12,7 @@ from support.client_strategies import SHARDED, STAGES, TENSOR
 from support.models import part
 from support.reference import divided, train_alone
 from support.tiny_families import (
+    VOCABULARY,
     LENGTH,
     WIDTH,
     Family,
@@ -156,10 +157,14 @@ def _gradient_distance(
 
 
 def _split(model: Any) -> float:
-    """Of the elements of matrices, the part that this rank has not."""
+    """Of the elements of matrices, the part that this rank has not; tables of positions, which nothing splits, are not counted."""
+    import torch
+
+    tables = {id(part.weight) for part in model.module.modules() if isinstance(part, torch.nn.Embedding)}
     whole = own = 0
     for record in model.registry:
-        if len(record.shape) > 1:
+        is_positions = id(record.parameter) in tables and record.shape[0] != VOCABULARY
+        if len(record.shape) > 1 and not is_positions:
             whole += math.prod(record.shape)
             axis, bounds = record.placement.tensor_axis, record.placement.tensor_slice
             share = (bounds[1] - bounds[0]) / record.shape[axis] if axis is not None and bounds is not None else 1.0
@@ -174,15 +179,17 @@ _COUNTED = 16
 def _traffic(family: Family, settings: dict[str, Any], ranks: int) -> float | None:
     """From what twice the layers send more, so that what stands before and behind them does not count."""
     deep = deeper(settings)
-    alone, pairs = (more - few for few, more in zip(layers_of(family, settings), layers_of(family, deep), strict=True))
-    # Two sums forward and two backward; where a decoder looks at an encoder's results a third forward, and backward one for its own
-    # input and one for the results.
-    sums = 4 * alone + 7 * pairs
-    if not sums:
-        return None
     try:
+        alone, pairs = (
+            more - few for few, more in zip(layers_of(family, settings), layers_of(family, deep), strict=True)
+        )
+        # Two sums forward and two backward; where a decoder looks at an encoder's results a third forward, and backward one for its
+        # own input and one for the results.
+        sums = 4 * alone + 7 * pairs
+        if not sums:
+            return None
         few, many = _bytes_sent(family, settings), _bytes_sent(family, deep)
-    except (ValueError, RuntimeError, IndexError, KeyError, TypeError):  # on every rank, since all make the same model
+    except Exception:  # no model of twice the layers; on every rank, since all make the same one
         return None
     return (many - few) / (sums * 2 * (ranks - 1) / ranks * _COUNTED * LENGTH * WIDTH * 4)
 

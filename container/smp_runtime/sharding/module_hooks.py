@@ -14,7 +14,13 @@ from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.sharding.flat_unit import ShardedUnit, Use
-from smp_runtime.tensors.torch_private import at_end_of_backward, backward_pass, saved_tensor_hooks, storage_key, tree_map
+from smp_runtime.tensors.torch_private import (
+    at_end_of_backward,
+    backward_pass,
+    saved_tensor_hooks,
+    storage_key,
+    tree_map,
+)
 
 if TYPE_CHECKING:
     from smp_runtime.sharding.live_parameters import LiveParameters
