@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 import pytest
 import torch
 from support.huggingface import tiny_model

@@ -12,8 +12,8 @@ from support.client_strategies import SHARDED, STAGES, TENSOR
 from support.models import part
 from support.reference import divided, train_alone
 from support.tiny_families import (
-    VOCABULARY,
     LENGTH,
+    VOCABULARY,
     WIDTH,
     Family,
     batch_of,

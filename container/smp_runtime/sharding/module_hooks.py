@@ -193,9 +193,10 @@ class ModuleUses:
         def hook(index: int) -> Callable[[torch.Tensor], None]:
             def gradient_added(parameter: torch.Tensor) -> None:
                 me, unit = weak(), weak_unit()
-                if me is not None and unit is not None and me.gradients.arrived(unit, index, parameter):
-                    if not unit.by_tokens:
-                        me.gradients_complete(unit)
+                if me is None or unit is None:
+                    return
+                if me.gradients.arrived(unit, index, parameter) and not unit.by_tokens:
+                    me.gradients_complete(unit)
 
             return gradient_added
 
