@@ -183,7 +183,7 @@ def _differing(
 def _digest(tensor: torch.Tensor) -> list[float]:
     """Numbers that floats hold exactly."""
     content = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return [float(number) for (number,) in struct.iter_unpack("<I", hashlib.sha256(content).digest())]
+    return [float(number) for (number,) in struct.iter_unpack("<I", hashlib.sha256(content.data).digest())]
 
 
 def _broadcast_together(
