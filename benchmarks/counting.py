@@ -2,6 +2,75 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: By the collective's name, bytes sent for each byte of its first argument; by the number of ranks.
+_SENT = {
+    "allreduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "broadcast": lambda ranks: (ranks - 1) / ranks,
+    "alltoall_base": lambda ranks: (ranks - 1) / ranks,  # its first argument is the result, of the same size
+    "all_to_all_single": lambda ranks: (ranks - 1) / ranks,
+    "allgather": lambda ranks: (ranks - 1) / ranks,  # the result
+    "allgather_base": lambda ranks: (ranks - 1) / ranks,  # the result
+    "all_gather_into_tensor": lambda ranks: ranks - 1,
+    "reduce_scatter": lambda ranks: ranks - 1,  # the result
+    "reduce_scatter_base": lambda ranks: ranks - 1,  # the result
+    "reduce_scatter_tensor": lambda ranks: (ranks - 1) / ranks,
+    "send": lambda ranks: 1,
+    "recv": lambda ranks: 0,
+    "barrier": lambda ranks: 0,
+    "wait_tensor": lambda ranks: 0,
+}
+
+
+class BytesSent(TorchDispatchMode):
+    """Adds up what a rank sends while it is active, whoever sends it: PyTorch's functional collectives and those in place.
+
+    Attributes:
+        sent: bytes (bandwidth-optimal algorithms).
+        calls: collectives and messages.
+
+    Raises:
+        KeyError: in a collective that is not known here.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = 0.0
+        self.calls = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if function.namespace in ("c10d", "_c10d_functional"):
+            ranks = max(map(_size, args))
+            factor = _SENT[function.__name__.partition(".")[0].strip("_")](max(ranks, 1))
+            if ranks > 1 and factor:
+                self.calls += 1
+                self.sent += factor * sum(tensor.nbytes for tensor in _tensors(args[0]))
+        return function(*args, **(kwargs or {}))
+
+
+def _size(value: Any) -> int:
+    """Ranks of what may be a group, or the name of one; 0 otherwise."""
+    if isinstance(value, torch.ScriptObject):
+        with contextlib.suppress(RuntimeError):  # the operation of a reduction is one too
+            return dist.ProcessGroup.unbox(value).size()
+    if isinstance(value, str):
+        with contextlib.suppress(RuntimeError, KeyError):  # so is its name
+            return dist.distributed_c10d._resolve_process_group(value).size()
+    return 0
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for one in value for tensor in _tensors(one)] if isinstance(value, list | tuple) else []
+
 
 class CountingCollectives:
     """The library's collectives, with the bytes that this rank sends added up (bandwidth-optimal algorithms)."""

@@ -12,7 +12,6 @@ experts are those that Transformers takes by default. A result on CPU with gloo 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
 import tempfile
@@ -22,62 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from counting import BytesSent
 from launching import print_machine, run_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 RANKS = 2
 FAMILIES = ("llama", "qwen3", "gemma2", "mixtral")
 #: Steps whose losses are compared, and their learning rate.
 STEPS, RATE = 5, 0.1
-
-
-class BytesSent(TorchDispatchMode):
-    """Adds up what a rank sends in collectives, PyTorch's functional ones and those in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent = 0.0
-        self.calls = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        space, name = function.namespace, function.__name__.partition(".")[0]
-        if space in ("c10d", "_c10d_functional"):
-            ranks = max(map(_size, args))
-            if (factor := _factor(name, ranks)) > 0:
-                self.calls += 1
-                self.sent += factor * sum(tensor.nbytes for tensor in _tensors(args[0]))
-        return function(*args, **(kwargs or {}))
-
-
-def _size(value: Any) -> int:
-    """Ranks of what may be a group, or the name of one; 0 otherwise."""
-    if isinstance(value, torch.ScriptObject):
-        with contextlib.suppress(RuntimeError):  # the operation of a reduction is one too
-            return dist.ProcessGroup.unbox(value).size()
-    if isinstance(value, str):
-        with contextlib.suppress(RuntimeError, KeyError):
-            return dist.distributed_c10d._resolve_process_group(value).size()
-    return 0
-
-
-def _factor(name: str, ranks: int) -> float:
-    """Bytes sent for each byte of a collective's first argument."""
-    if ranks < 2:
-        return 0.0
-    rest = (ranks - 1) / ranks
-    if name.startswith(("allreduce", "all_reduce")):
-        return 2 * rest
-    if name.startswith(("reduce_scatter", "alltoall", "all_to_all", "broadcast")):
-        return rest
-    if name.startswith(("_allgather_base", "allgather_into", "_reduce_scatter")):  # the first argument is the result
-        return rest if "gather" in name else float(ranks - 1)
-    return float(ranks - 1) if name.startswith(("all_gather_into", "allgather")) else 0.0
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [tensor for one in value for tensor in _tensors(one)] if isinstance(value, list | tuple) else []
 
 
 def settings(family: str, args: argparse.Namespace) -> dict[str, Any]:

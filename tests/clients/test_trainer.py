@@ -206,6 +206,14 @@ def _both(folder, factor, options, more):
 
 
 ALL = ("train", "evaluate", "predict", "save")
+BEST_OF_EACH_STEP = {
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_loss",
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+}
 SAMPLE = ("pp 2",)
 
 
@@ -295,12 +303,7 @@ def test_half_precision_trains_and_resumes(ranks, tmp_path, strategy, half):
 @pytest.mark.parametrize("strategy", _strategies("load_best_model_at_end", "gradient checkpointing"))
 def test_the_best_model_is_loaded_at_the_end(ranks, tmp_path, strategy):
     options = {
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "eval_loss",
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 1,
+        **BEST_OF_EACH_STEP,
         "learning_rate": 0.1,  # grows worse, so that the best is not the last
         "gradient_checkpointing": True,
     }
@@ -349,12 +352,7 @@ def test_labels_are_smoothed(ranks, tmp_path, strategy):
 @pytest.mark.parametrize("strategy", _strategies("early stopping", only=("pp 2", "tp 2", "sdp 2")))
 def test_a_run_stops_early(ranks, tmp_path, strategy):
     options = {
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "eval_loss",
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 1,
+        **BEST_OF_EACH_STEP,
         "learning_rate": 0.1,
         "max_steps": 12,
     }

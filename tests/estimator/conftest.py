@@ -54,3 +54,11 @@ def make(script: Path, session: Any) -> Callable[..., Any]:
         return SMPEstimator(hyperparameters={"play": play, **(hyperparameters or {})}, **given)
 
     return build
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that travels."""
+    from smp_estimator.cloud import source
+
+    return source.build_wheel(tmp_path_factory.mktemp("wheel"))

@@ -46,7 +46,9 @@ def _agree(path, dtype):
     last = torch.zeros(count, dtype=dtype)
     last[-1] = smp.rank()  # one number is another
     small, whole = torch.full((3,), smp.rank()), torch.full((count,), smp.rank() == 1)
-    turned = torch.full((64, count // 64), smp.rank(), dtype=dtype).t()
+    turned = torch.full((64, count // 64), smp.rank(), dtype=dtype)
+    if smp.rank():  # as weights are that only one rank has loaded from elsewhere
+        turned = turned.t().contiguous().t()
     counter = Counting()
     broadcast_tensors([mapped, own, last, small, whole, turned], 1, ranks.groups.group(Group.WORLD), counter)
     alike = all(bool((tensor == 1).all()) for tensor in (own, small, whole, turned)) and float(last.sum()) == 1

@@ -71,6 +71,17 @@ class Latents(nn.Module):
         return {"all": [self.values.expand(batch, -1, -1)], "sparse": torch.eye(2).to_sparse()}
 
 
+class Held(nn.Module):
+    """Returns a view in an object of its own kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.ones(3, HIDDEN))
+
+    def forward(self) -> Answer:
+        return Answer(self.values.t(), "a view")
+
+
 class Recomputing(Blocks):
     """Blocks that are computed again in backward: one by one, or all together."""
 
@@ -125,6 +136,20 @@ def _gradients(make, inputs, steps=3, **config):
 
 def test_parameters_used_in_every_odd_way(ranks):
     ranks(_gradients, 2, Odd, (2, 3, 8), config=settings(Odd(), 2, sdp_max_live_parameters=10**6))
+
+
+def test_a_view_that_cannot_be_copied_is_refused(ranks):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+        from smp_runtime.errors import SMPUserError
+
+        model = smp.DistributedModel(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Held()))
+        with pytest.raises(
+            SMPUserError, match=r"^1 returns a Answer with a view of its parameter.*return view.clone\(\)"
+        ):
+            model.module[1]()
+
+    ranks(run, 2, config=settings(Odd(), 2, sdp_max_live_parameters=10**6))
 
 
 @pytest.mark.parametrize("together", [False, True])

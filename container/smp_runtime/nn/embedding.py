@@ -94,6 +94,28 @@ class DistributedEmbedding(DistributedModule):
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
+def rows_of_all(
+    input: torch.Tensor, weight: torch.Tensor, here: range, padding: int | None, group: TensorGroup
+) -> torch.Tensor:
+    """What an embedding gives of ids, when each rank has some rows of it: those of other ranks are zeros, until all are summed.
+
+    Args:
+        input: ids ``[batch, …]``; with a batch per rank, this rank's.
+        weight: ``[rows, hidden]`` of this rank.
+        here: the ids that they are for.
+        padding: an id whose row gets no gradient.
+
+    Returns:
+        ``[batch, …, hidden]``.
+    """
+    ids = input if group.prescaled else group.gather(input, 0)
+    elsewhere = (ids < here.start) | (ids >= here.stop)
+    local = padding - here.start if padding is not None and padding in here else None
+    rows = F.embedding((ids - here.start).masked_fill(elsewhere, 0), weight, local)
+    rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+    return summed(rows, group) if group.prescaled else scatter_summed(rows, group, 0)
+
+
 class VocabularyEmbedding(DistributedModule):
     """An embedding with some rows of the vocabulary on each rank; its weight can serve as a language model's head.
 
@@ -132,13 +154,7 @@ class VocabularyEmbedding(DistributedModule):
         group = self.tensor_group
         if group.size == 1:
             return F.embedding(input, self.weight, self.padding_idx)
-        ids = input if group.prescaled else group.gather(input, 0)
-        elsewhere = (ids < self.start) | (ids >= self.stop)
-        padding = self.padding_idx
-        local = padding - self.start if padding is not None and self.start <= padding < self.stop else None
-        rows = F.embedding((ids - self.start).masked_fill(elsewhere, 0), self.weight, local)
-        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return summed(rows, group) if group.prescaled else scatter_summed(rows, group, 0)
+        return rows_of_all(input, self.weight, range(self.start, self.stop), self.padding_idx, group)
 
 
 class WholeEmbedding(DistributedModule):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from smp_runtime.tensors.nested import mapped
 
 if TYPE_CHECKING:
     from smp_config import ModelParallelParameters
@@ -103,25 +104,7 @@ class Precision:
 
 
 def _cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
-    return _each(value, lambda tensor: tensor.to(target) if tensor.dtype is source else tensor)
+    def cast(leaf: Any) -> Any:
+        return leaf.to(target) if isinstance(leaf, torch.Tensor) and leaf.dtype is source else leaf
 
-
-def _each(value: Any, call: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with every tensor inside replaced by ``call`` of it."""
-    if isinstance(value, torch.Tensor):
-        return call(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_each(child, call) for child in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_each(child, call) for child in value)
-    if isinstance(value, dict):
-        changed = {key: _each(child, call) for key, child in value.items()}
-        if type(value) is dict:
-            return changed
-        value = copy.copy(value)  # the caller keeps its own
-        for key, child in changed.items():  # Transformers' outputs are dictionaries with fields of the same names
-            value[key] = child
-        return value
-    if isinstance(value, Mapping):
-        return {key: _each(child, call) for key, child in value.items()}
-    return value
+    return mapped(cast, value)

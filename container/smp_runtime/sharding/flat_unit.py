@@ -149,9 +149,9 @@ class ShardedUnit(FlatUnit):
         name: of the module, for messages.
         module: whose call uses all parameters, or None.
         parameters: see :class:`FlatUnit`, as for the rest.
+        by_tokens: whether a call may need it on some ranks only; what is gathered when then follows from the calls alone.
 
     Attributes:
-        by_tokens: whether a call may need it on some ranks only; what is gathered when then follows from the calls alone.
         full: the buffer of the whole; only to be read and written while its storage is there.
         work: the gather under way, or None.
         ready: whether the parameters hold their values.
@@ -174,6 +174,8 @@ class ShardedUnit(FlatUnit):
         shards: int,
         position: int,
         device: torch.device,
+        *,
+        by_tokens: bool = False,
     ) -> None:
         super().__init__(parameters, dtype, shards, position, device)
         self.name = name
@@ -186,7 +188,7 @@ class ShardedUnit(FlatUnit):
         self.full.untyped_storage().resize_(0)
         nothing = torch.full((), float("nan"), dtype=dtype, device=self.device)
         self._placeholders = [nothing.expand(shape) for shape in self.shapes]
-        self.by_tokens = False
+        self.by_tokens = by_tokens
         self.work: Work | None = None
         self.ready = False
         self.calls = 0

@@ -14,12 +14,12 @@ from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.sharding.flat_unit import ShardedUnit, Use
+from smp_runtime.tensors.nested import mapped, storage_of
 from smp_runtime.tensors.torch_private import (
     at_end_of_backward,
     backward_pass,
     saved_tensor_hooks,
     storage_key,
-    tree_map,
 )
 
 if TYPE_CHECKING:
@@ -143,7 +143,8 @@ class ModuleUses:
         unit.called = unit.called or call.start
         use = Use(start=call.start)
         # Inside somebody else's saved tensor hooks (checkpointing has some) nobody tells what is saved.
-        use.saved = False if self._watches() else None
+        # Of what only some ranks use, it would not be the same on all.
+        use.saved = False if self._watches() and not unit.by_tokens else None
         use.saves_before = unit.saves
         return use
 
@@ -161,7 +162,7 @@ class ModuleUses:
         for unit, use in zip(call.units, call.uses, strict=False):
             use.end = self._clock
             if use.saved is not None:
-                use.saved = None if unit.by_tokens else unit.saves != use.saves_before
+                use.saved = unit.saves != use.saves_before
         if call.units:
             output = _lasting(output, call.units)
         if call.units and torch.is_grad_enabled():
@@ -380,16 +381,25 @@ class _WatchedParameters(dict):
 
 
 def _lasting(output: Any, units: Sequence[ShardedUnit]) -> Any:
-    """What a call returns, with copies of what is a view of its parameters: their memory goes when the call has ended."""
+    """What a call returns, with copies of what is a view of its parameters: their memory goes when the call has ended.
+
+    Raises:
+        SMPUserError: an object that cannot be copied has such a view.
+    """
     keys = {unit.storage_key for unit in units}
 
-    def is_view(tensor: torch.Tensor) -> bool:
-        return tensor.layout == torch.strided and storage_key(tensor) in keys
+    def is_view(leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and storage_of(leaf) in keys
 
-    def lasting(leaf: Any) -> Any:
-        return leaf.clone() if isinstance(leaf, torch.Tensor) and is_view(leaf) else leaf
-
-    return tree_map(lasting, output) if any(map(is_view, _tensors(output))) else output
+    if not any(map(is_view, _tensors(output))):
+        return output
+    output = mapped(lambda leaf: leaf.clone() if is_view(leaf) else leaf, output)
+    if any(is_view(left) and not isinstance(left, nn.Parameter) for left in _tensors(output)):
+        raise SMPUserError(
+            f"{units[0].name or 'the model'} returns a {type(output).__name__} with a view of its parameter, whose memory is freed "
+            "when the call has ended: return view.clone()"
+        )
+    return output
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

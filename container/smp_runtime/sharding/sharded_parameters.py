@@ -64,7 +64,6 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         gathering = make_gathering(ranks, hierarchical=self.options.hierarchical)
         degree = ranks.size(Group.SHARD)
         chosen = [p for p in parameters if is_sharded(p, self.options)]
-        plans = plan_units(module, chosen, self.options)
         units = [
             ShardedUnit(
                 plan.name,
@@ -74,11 +73,10 @@ class ShardedParameters(FlatShards[ShardedUnit]):
                 degree,
                 gathering.position,
                 ranks.device,
+                by_tokens=plan.by_tokens,
             )
-            for plan in plans
+            for plan in plan_units(module, chosen, self.options)
         ]
-        for unit, plan in zip(units, plans, strict=True):
-            unit.by_tokens = plan.by_tokens
         super().__init__(ranks, Group.SHARD, parameters, units, precision, gathering.shard_of)
         speaks = ranks.rank_in(Group.DP) == 0  # of each stage
         if speaks:

@@ -108,23 +108,23 @@ class _Planner:
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
             if _is_experts(child_name, child) and not is_root:
-                begin = len(self.units)
                 for expert_name, expert in child.named_children():
-                    self._take(module, f"{path}.{expert_name}", self._of(expert.parameters()), together=True)
-                for unit in self.units[begin:]:
-                    unit.by_tokens = True
+                    own = self._of(expert.parameters())
+                    self._take(module, f"{path}.{expert_name}", own, together=True, by_tokens=True)
             self.visit(child, path)
 
     def _of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         return [parameter for parameter in parameters if id(parameter) in self._left]
 
-    def _take(self, module: nn.Module, name: str, parameters: list[nn.Parameter], *, together: bool) -> None:
+    def _take(
+        self, module: nn.Module, name: str, parameters: list[nn.Parameter], *, together: bool, by_tokens: bool = False
+    ) -> None:
         kinds: dict[tuple[torch.dtype, torch.device, bool], list[nn.Parameter]] = {}
         for parameter in parameters:
             kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append(parameter)
             del self._left[id(parameter)]
         # What a module with children holds itself is fetched when it is read, not while all the children run.
-        self.units += [UnitPlan(name, module if together else None, kind) for kind in kinds.values()]
+        self.units += [UnitPlan(name, module if together else None, kind, by_tokens) for kind in kinds.values()]
 
 
 def _elements(parameters: Sequence[torch.Tensor]) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensor_parallel import collectives
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
-from smp_runtime.tensors.nested import leaves_of
+from smp_runtime.tensors.nested import leaves_of, mapped
 
 if TYPE_CHECKING:
     from torch import nn
@@ -149,7 +148,7 @@ class BlockEntry:
         batch = call.batch
         if batch is None or result is None:
             return None
-        return _mapped(lambda leaf: self._mine(block, leaf, batch), result)
+        return mapped(lambda leaf: self._mine(block, leaf, batch), result)
 
     def _gathered(self, block: nn.Module, batch: int, args: Any, kwargs: Any) -> Any:
         wholes = self._group.ranks.keep(_Wholes, _Wholes)
@@ -169,7 +168,7 @@ class BlockEntry:
                 wholes.note(leaf, found)
             return found
 
-        return _mapped(whole, args), _mapped(whole, kwargs)
+        return mapped(whole, args), mapped(whole, kwargs)
 
     def _gather(self, mine: torch.Tensor) -> torch.Tensor:
         if mine.requires_grad:
@@ -233,17 +232,6 @@ def _refuse_gradient(block: nn.Module, leaf: Any, rows: int, what: str) -> None:
             f"through, whose first dim is not the batch of {rows} rows, so with a batch per rank it belongs to none of them: set "
             "prescaled_batch to true, or take the block out by smp.set_tensor_parallelism(module, plan={})"
         )
-
-
-def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """A structure of plain containers with other leaves; objects, such as caches, stay the objects that they are."""
-    if isinstance(value, Mapping):
-        return type(value)(**{k: _mapped(change, v) for k, v in value.items()})  # those of Transformers take keywords
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(change, item) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(change, item) for item in value)
-    return change(value)
 
 
 def _shapes(found: list[tuple[int, ...] | None]) -> str:

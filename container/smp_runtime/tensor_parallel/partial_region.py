@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_runtime.tensor_parallel import collectives
-from smp_runtime.tensors.nested import leaves_of
+from smp_runtime.tensors.nested import leaves_of, mapped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
 
     from smp_runtime.tensor_parallel.group import TensorGroup
@@ -56,7 +54,7 @@ class PartialRegion:
                 return collectives.summed(value, self._group)
             return collectives.once(value, self._group) if value.requires_grad else value
 
-        return _mapped(whole, result)
+        return mapped(whole, result)
 
     def __deepcopy__(self, memo: Any) -> PartialRegion:
         return self
@@ -97,11 +95,3 @@ class OwnExperts:
 
     def __deepcopy__(self, memo: Any) -> OwnExperts:
         return self
-
-
-def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(change, item) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(change, item) for item in value)
-    return change(value)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -80,6 +81,23 @@ def leaves_of(value: Any) -> list[Any]:
     if isinstance(value, list | tuple | set | frozenset):
         return [leaf for v in value for leaf in leaves_of(v)]
     return [value]
+
+
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """A structure of containers with other leaves; objects, such as caches, stay the objects that they are."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(change, item) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(change, item) for item in value)
+    if isinstance(value, Mapping):
+        changed = {key: mapped(change, item) for key, item in value.items()}
+        if type(value) is dict or not isinstance(value, dict):
+            return changed
+        value = copy.copy(value)  # the caller keeps its own
+        for key, item in changed.items():  # Transformers' outputs are dictionaries with fields of the same names
+            value[key] = item
+        return value
+    return change(value)
 
 
 def unshared(value: Any) -> Any:

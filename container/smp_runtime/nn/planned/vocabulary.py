@@ -10,9 +10,10 @@ from torch import nn
 
 from smp_config import Group
 from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError
+from smp_runtime.nn.embedding import rows_of_all
 from smp_runtime.nn.planned.experts import inherit_attributes
 from smp_runtime.parameters.registry import TensorSlice
-from smp_runtime.tensor_parallel.collectives import exchanged, gathered, replicated, scatter_summed, summed
+from smp_runtime.tensor_parallel.collectives import exchanged, gathered, replicated
 from smp_runtime.tensor_parallel.initialisation import normal, uniform_for
 from smp_runtime.tensor_parallel.masks import agree_on_shape
 
@@ -80,13 +81,7 @@ class PlannedEmbedding(DistributedModule, _WithoutWeight):
             return F.embedding(input, self.weight, self.padding_idx)
         if not group.prescaled:
             agree_on_shape(group, input)
-        ids = input if group.prescaled else group.gather(input, 0)
-        elsewhere = (ids < where.start) | (ids >= where.stop)
-        padding = self.padding_idx
-        mine = padding - where.start if padding is not None and where.start <= padding < where.stop else None
-        rows = F.embedding((ids - where.start).masked_fill(elsewhere, 0), self.weight, mine)
-        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return summed(rows, group) if group.prescaled else scatter_summed(rows, group, 0)
+        return rows_of_all(input, self.weight, range(where.start, where.stop), self.padding_idx, group)
 
 
 class PlannedHead(DistributedModule):
