@@ -68,8 +68,9 @@ CALLS = (
     instead("torch.accelerator.reset_peak_memory_stats", "the peak of the process counts anew", memory.reset_peak),
     *(
         instead(f"torch.accelerator.{name}", "nothing to do", nothing)
-        for name in ("empty_cache", "empty_host_cache", "reset_accumulated_memory_stats")
+        for name in ("empty_host_cache", "reset_accumulated_memory_stats")
     ),
+    instead("torch.accelerator.empty_cache", "freed memory of the process goes back to the system", memory.empty_cache),
     instead("torch.Stream", "a name, as torch.cuda.Stream", ordering.Stream),
     instead("torch.Event", "remembers the time, as torch.cuda.Event", Event),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import resource
 from collections import OrderedDict
@@ -47,6 +49,12 @@ def reset_peak(device: Any = None) -> None:
             file.write("5")  # the kernel's word for: the peak is what is used now
     except OSError:
         pass  # not Linux, or not allowed: the peak stays that of the whole process
+
+
+def empty_cache() -> None:
+    """Give the system back what the process has freed and its allocator keeps, so that `allocated` is what is in use."""
+    with contextlib.suppress(OSError, AttributeError):  # a C library without it keeps what it keeps
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
 
 def free_and_total(device: Any = None) -> tuple[int, int]:
@@ -139,11 +147,11 @@ CALLS: tuple[Call, ...] = (
             "reset_accumulated_memory_stats",
             "reset_accumulated_host_memory_stats",
             "reset_peak_host_memory_stats",
-            "empty_cache",
             "ipc_collect",
             "caching_allocator_enable",
         )
     ),
+    instead("torch.cuda.empty_cache", "freed memory of the process goes back to the system", empty_cache),
     instead("torch.cuda.mem_get_info", "this machine's main memory", free_and_total),
     instead("torch.cuda.memory_stats", f"{PROCESS}, under the allocator's names", statistics),
     instead("torch.cuda.memory_stats_as_nested_dict", f"{PROCESS}, under the allocator's names", _nested_stats),

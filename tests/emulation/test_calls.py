@@ -244,7 +244,13 @@ def test_random_numbers():
 
 
 def test_memory_is_that_of_the_process():
+    parts = [torch.ones(2**16, dtype=torch.uint8) for _ in range(2048)]  # small: the allocator keeps what is freed of them
+    last = torch.ones(2**16, dtype=torch.uint8)
+    used = torch.cuda.memory_allocated()
+    parts.clear()
     torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() < used - 64 * 2**20
+    del last
     before = torch.cuda.memory_allocated()
     block = torch.ones(64 * 2**20, dtype=torch.uint8, device="cuda")
     assert torch.cuda.memory_allocated() - before > 32 * 2**20
