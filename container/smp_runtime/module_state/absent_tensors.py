@@ -15,7 +15,7 @@ from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.module_state.entries import Slot, Taken
-from smp_runtime.tensors.handles import NEEDS_NO_ELEMENTS, OF_ITS_PLACE
+from smp_runtime.tensors.later import NEEDS_NO_ELEMENTS, OF_ITS_PLACE
 from smp_runtime.tensors.nested import argument_tensors, leaves_of
 from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass as _Plainly
 from smp_runtime.tensors.torch_private import make_subclass, rebuild_parameter

@@ -21,7 +21,8 @@ from smp_runtime.parameters.registry import Successors
 from smp_runtime.pipeline.partition.manual_stages import hand_on_stage
 from smp_runtime.replacement import builtin
 from smp_runtime.replacement.candidates import Candidate, is_taken, outermost, wanted
-from smp_runtime.replacement.in_place.planning import parameter_uses, splits
+from smp_runtime.replacement.in_place.blocks import parameter_uses
+from smp_runtime.replacement.in_place.planning import splits
 from smp_runtime.replacement.in_place.splitting import adapt, require_all
 from smp_runtime.replacement.in_place.vocabulary import vocabulary_ties
 from smp_runtime.replacement.inheriting import (

@@ -10,7 +10,7 @@ from torch import nn
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
-from smp_runtime.tensors.handles import Handle
+from smp_runtime.tensors.later import LaterTensor
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -69,7 +69,7 @@ class SameBatch:
 
 def _tensors(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
-        if not isinstance(value, Handle) and value.layout is torch.strided and not value.is_meta:
+        if not isinstance(value, LaterTensor) and value.layout is torch.strided and not value.is_meta:
             yield path, value
         return
     children: Any = ()

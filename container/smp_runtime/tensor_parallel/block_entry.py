@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensor_parallel import collectives
+from smp_runtime.tensor_parallel.deferred import of_all_rows, of_own_rows
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
 from smp_runtime.tensors.nested import leaves_of, mapped
 
@@ -119,7 +120,8 @@ class BlockEntry:
     def watch(self, block: nn.Module) -> None:
         """Begin with the next call of ``block``."""
         block.__dict__[_MARK] = self
-        block.register_forward_pre_hook(self.enter, with_kwargs=True)
+        # First of all: what slices arguments finds those of the group's batch.
+        block.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
         block.register_forward_hook(self.leave, always_call=True)
 
     def enter(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -164,6 +166,8 @@ class BlockEntry:
                 return leaf
             found = wholes.find(leaf)
             if found is None:
+                found = of_all_rows(leaf)
+            if found is None:
                 found = self._gather(leaf)
                 wholes.note(leaf, found)
             return found
@@ -182,6 +186,8 @@ class BlockEntry:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or not leaf.shape[0] or leaf.shape[0] % rows:
             _refuse_gradient(block, leaf, rows, "returned")
             return leaf
+        if (own := of_own_rows(leaf)) is not None:
+            return own
         mine = collectives.sliced(leaf, self._group, 0)
         self._group.ranks.keep(_Wholes, _Wholes).note(mine, leaf)
         return mine

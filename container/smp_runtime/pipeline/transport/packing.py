@@ -8,13 +8,15 @@ import pickle
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
+from smp_runtime.tensors.handles import Handle
+from smp_runtime.tensors.later import LaterTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +42,28 @@ def pack(tree: Any, *, modules: Mapping[int, str] | None = None) -> Packed:
     Raises:
         SMPUserError: something in the tree cannot be pickled; the message says where it is.
     """
+    return _gathered(_pack(tree, modules or {}))
+
+
+def _gathered(packed: Packed) -> Packed:
+    """What other ranks have parts of is gathered here, where all of them come in the same order."""
+    if not any(isinstance(tensor, LaterTensor) and not isinstance(tensor, Handle) for tensor in packed.tensors):
+        return packed
+    tensors = [t.plain() if isinstance(t, LaterTensor) and not isinstance(t, Handle) else t for t in packed.tensors]
+    return replace(packed, tensors=tensors)
+
+
+def _pack(tree: Any, modules: Mapping[int, str]) -> Packed:
     if (common := _common(tree)) is not None:
         return common
     arguments = tree[1] if _is_call(tree) else None
     try:
         try:
-            return _packed(tree, modules or {}, arguments, shared=False)
+            return _packed(tree, modules, arguments, shared=False)
         except _Shared:
-            return _packed(tree, modules or {}, arguments, shared=True)
+            return _packed(tree, modules, arguments, shared=True)
     except Exception as error:
-        where, culprit, cause = _find_culprit(tree, modules or {}) or ("the value", tree, error)
+        where, culprit, cause = _find_culprit(tree, modules) or ("the value", tree, error)
         raise SMPUserError(
             f"{where} is a {_type_name(culprit)}, which cannot travel to another stage ({_first_line(cause)}); what a module "
             "on another stage gets and returns is pickled: pass data instead (tensors, numbers, strings, containers, "

@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from smp_runtime.nn.planned.linear import LinearSplit, features_of, is_linear, is_transposed
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+#: Of a block, one part in so many may stay whole where splitting it would cost a collective of its own.
+_WHOLE_SHARE = 8
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,11 @@ class Unit:
 
     Attributes:
         leaves: how each is split, by its path.
+        replicated: maps before these that stay whole, and whose results each rank uses in its own way.
     """
 
     leaves: Mapping[str, LinearSplit]
+    replicated: tuple[str, ...] = ()
 
 
 def inferred_units(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]]) -> list[Unit]:
@@ -32,18 +37,34 @@ def inferred_units(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]]) -
     Args:
         seen: the linear maps of a block with what each was called with, in the order of the calls.
     """
-    units: dict[tuple[str, ...], Unit] = {}
-    for runs in (_by_input(seen), _by_parent(seen)):
+    units: dict[tuple[object, ...], Unit] = {}
+    sources = _sources(block, seen)
+    narrow = set().union(*sources.values())
+    for runs in (_by_parent(seen, narrow), _by_input(seen), _by_parent(seen, set())):
         index = 0
         while index + 1 < len(runs):
             first, second = runs[index], runs[index + 1]
-            inside = {features_of(block.get_submodule(path))[0] for path in first}
+            before = set().union(*(sources.get(path, set()) for path in first)) - set(first)
+            inside = {features_of(block.get_submodule(path))[0] for path in (*first, *before)}
             if len(second) == 1 and features_of(block.get_submodule(second[0]))[1] in inside:
-                for leaves in _alike(block, {**dict.fromkeys(first, True), second[0]: False}):
-                    units.setdefault(tuple(leaves), Unit(leaves))
+                for renamed in _alike(block, {**dict.fromkeys(first, True), second[0]: False}):
+                    for unit in (Unit(renamed), *_behind_whole(renamed, sources)):
+                        units.setdefault((*unit.leaves, unit.replicated), unit)
                 index += 1
             index += 1
     return list(units.values())
+
+
+def _behind_whole(leaves: Mapping[str, LinearSplit], sources: Mapping[str, set[str]]) -> Iterator[Unit]:
+    """The same where some maps before these give a rank more than what it computes with the columns: keys of all heads."""
+    before = sorted(set().union(*(sources.get(path, set()) for path in leaves)) - leaves.keys())
+    for count in range(1, len(before) + 1):
+        for replicated in itertools.combinations(before, count):
+            # Gradients are summed behind those maps, so not at what follows them.
+            local = {path for path in leaves if sources.get(path, set()) & set(replicated)}
+            yield Unit(
+                {path: replace(how, local=True) if path in local else how for path, how in leaves.items()}, replicated
+            )
 
 
 def _by_input(seen: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:
@@ -58,13 +79,44 @@ def _by_input(seen: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:
     return runs
 
 
-def _by_parent(seen: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:
-    """Maps of one module together, but for the last one: queries, and keys and values of something else."""
+def _by_parent(seen: Sequence[tuple[str, torch.Tensor]], within: set[str]) -> list[list[str]]:
+    """Maps of one module together, but for the last one: queries, and keys and values of something else.
+
+    Args:
+        within: maps that others of the same module come behind: these stay alone.
+    """
     runs: list[list[str]] = []
     for parent, found in itertools.groupby((path for path, _ in seen), lambda path: path.rpartition(".")[0]):
         *before, last = found
+        alone, before = [path for path in before if path in within], [path for path in before if path not in within]
+        runs += [[path] for path in alone]
         runs += [before, [last]] if before and parent else [[path] for path in (*before, last)]
     return runs
+
+
+def _sources(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]]) -> dict[str, set[str]]:
+    """By a map, but for the last of its module, the maps of the module that it gets something of, as in latent attention."""
+    weights = {id(block.get_submodule(path).weight): path for path, _ in seen}
+    found: dict[str, set[str]] = {}
+    for parent, calls in itertools.groupby(seen, lambda call: call[0].rpartition(".")[0]):
+        for path, x in [*calls][:-1]:
+            before = {weights[id(leaf)] for leaf in _leaves_before(x) if id(leaf) in weights}
+            found[path] = {source for source in before if source.rpartition(".")[0] == parent}
+    return found
+
+
+def _leaves_before(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What autograd knows that a tensor was computed from."""
+    waiting: list[Any] = [x.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [before for before, _ in node.next_functions]
 
 
 def _alike(block: nn.Module, columns: Mapping[str, bool]) -> Iterator[dict[str, LinearSplit]]:
@@ -88,9 +140,18 @@ def _alike(block: nn.Module, columns: Mapping[str, bool]) -> Iterator[dict[str, 
 
 
 def single(block: nn.Module, paths: Sequence[str]) -> Iterator[Unit]:
-    """Linear maps that are in no unit, each split by itself with its output gathered: all, those of each module, or each."""
-    how = {path: LinearSplit(True, joins=True, transposed=is_transposed(block.get_submodule(path))) for path in paths}
+    """Linear maps that are in no unit, each split by itself with its output gathered: all, those of each module, or each.
+
+    Small ones are not worth it: together at most an eighth of the block stays whole.
+    """
+    sizes = {path: block.get_submodule(path).weight.numel() for path in paths}
+    spare = sum(parameter.numel() for parameter in block.parameters()) // _WHOLE_SHARE
+    for path in sorted(paths, key=sizes.__getitem__):
+        spare -= sizes[path]
+        if spare >= 0:
+            del sizes[path]
+    how = {path: LinearSplit(True, joins=True, transposed=is_transposed(block.get_submodule(path))) for path in sizes}
     yield Unit(how)
-    for _, found in itertools.groupby(paths, lambda path: path.rpartition(".")[0]):
+    for _, found in itertools.groupby(sizes, lambda path: path.rpartition(".")[0]):
         yield Unit({path: how[path] for path in found})
-    yield from (Unit({path: how[path]}) for path in paths)
+    yield from (Unit({path: how[path]}) for path in sizes)

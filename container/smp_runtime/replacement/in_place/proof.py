@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from smp_runtime.nn.planned.linear import is_linear
-from smp_runtime.replacement.in_place.splitting import Split, prepare
+from smp_runtime.replacement.in_place.splitting import Number, Split, number_of, prepare
 from smp_runtime.tensor_parallel.block_entry import SharedInput
+from smp_runtime.tensor_parallel.deferred import Part
 from smp_runtime.tensor_parallel.group import TensorGroup, Throttle
 from smp_runtime.tensors.torch_private import without_modes
 
@@ -35,6 +36,12 @@ class Call:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+
+    @property
+    def signature(self) -> object:
+        """Equal for calls with tensors of the same shapes in the same places."""
+        given = {**dict(enumerate(self.args)), **self.kwargs}
+        return tuple((place, getattr(value, "shape", type(value))) for place, value in given.items())
 
 
 class _Meeting:
@@ -126,7 +133,15 @@ class _SimulatedLinear(nn.Module):
 
 
 class NotEqualError(Exception):
-    """A split block does not compute what the whole one does; the message says where."""
+    """A split block does not compute what the whole one does; the message says where.
+
+    Attributes:
+        progress: how far it came: -1 if it was not tried, 0 if it did not run, 1 if its results differ, 2 if only gradients do.
+    """
+
+    def __init__(self, message: str, progress: int = 0) -> None:
+        super().__init__(message)
+        self.progress = progress
 
 
 @dataclass(frozen=True)
@@ -156,12 +171,12 @@ class Proof:
         self._size, self.dtype = size, dtype
         with without_modes(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self._block = with_values(block).to(dtype).eval()
+            self.block = with_values(block).to(dtype).eval()
             self._call = _in_type(call, dtype)
             #: Linear maps by path with what each was called with, in the order of the calls.
             self.seen: list[tuple[str, torch.Tensor]] = []
-            with _noting(self._block, self.seen):
-                self._whole = self._run(self._block)
+            with _noting(self.block, self.seen):
+                self._whole = self._run(self.block)
 
     def is_by_rows(self, batch: int) -> bool:
         """Whether all that gradients flow through carries the batch in its first dim, and of nothing it is doubtful.
@@ -183,16 +198,44 @@ class Proof:
         """
         split = replace(split, summed=())  # which they are is found out here
         runs = self._all_parts(split)
+        if results := self._sliced_results(runs):
+            split = replace(split, results=tuple(sorted((*split.results, *results))))
+            runs = self._all_parts(split)
         for run in runs:
             if len(run.outputs) != len(self._whole.outputs):
-                raise NotEqualError("another number of results")
+                raise NotEqualError("another number of results", 1)
             for (found, _), (expected, _) in zip(run.outputs, self._whole.outputs, strict=True):
                 if not _equal(found, expected):
-                    raise NotEqualError(f"results differ by {_distance(found, expected)}")
+                    raise NotEqualError(f"results differ by {_distance(found, expected)}", 1)
             for mine, theirs in zip(run.inputs, self._whole.inputs, strict=True):
                 if not _equal(mine, theirs):
-                    raise NotEqualError(f"gradients of the inputs differ by {_distance(mine, theirs)}")
+                    raise NotEqualError(f"gradients of the inputs differ by {_distance(mine, theirs)}", 2)
         return replace(split, summed=tuple(self._summed(runs)))
+
+    def _sliced_results(self, runs: Sequence[_Run]) -> list[Part]:
+        """Results of which every part returned its slice: attention weights of its heads."""
+        found = []
+        for place, (expected, _) in enumerate(self._whole.outputs):
+            mine = [run.outputs[place][0] for run in runs if place < len(run.outputs)]
+            dims = [
+                dim
+                for dim, length in enumerate(expected.shape)
+                if dim and all(part.shape == _cut(expected.shape, dim, length // self._size) for part in mine)
+            ]
+            if expected.dim() > 2 and dims and not expected.shape[dims[0]] % self._size:
+                found.append(Part(place, dims[0], expected.shape[dims[0]]))
+        return found
+
+    def slices_of_arguments(self, numbers: Iterable[Number]) -> tuple[Part, ...]:
+        """Arguments that have a slice for each of the heads that ``numbers`` reduce: a bias of attention scores."""
+        heads = {number_of(self.block, path, name) for path, name, _ in numbers}
+        given = {**dict(enumerate(self._call.args)), **self._call.kwargs}
+        found = []
+        for place, value in given.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 2:
+                dims = [dim for dim in (1, 0) if value.shape[dim] in heads]
+                found += [Part(place, dims[0], value.shape[dims[0]])] if dims else []
+        return tuple(found)
 
     def _summed(self, runs: Sequence[_Run]) -> list[str]:
         """Names of whole parameters of which each part has a summand of the gradient."""
@@ -203,12 +246,12 @@ class Proof:
             if slices[0] is not None:
                 cuts = [None if expected is None else where.cut(expected) for where in slices if where is not None]
                 if not all(map(_equal, parts, cuts)):
-                    raise NotEqualError(f"the gradient of {name} differs")
+                    raise NotEqualError(f"the gradient of {name} differs", 2)
             elif not all(_equal(mine, expected) for mine in parts):
                 present = [mine for mine in parts if mine is not None]
                 total = torch.stack(present).sum(0) if present else None
                 if not _equal(total, expected):
-                    raise NotEqualError(f"the gradient of {name} differs, and so does its sum")
+                    raise NotEqualError(f"the gradient of {name} differs, and so does its sum", 2)
                 found.append(name)
         return found
 
@@ -219,7 +262,7 @@ class Proof:
         def run(rank: int) -> None:
             try:
                 group = _SimulatedGroup(meeting, rank, self._size)
-                found[rank] = self._run(_part(self._block, split, group))
+                found[rank] = self._run(_part(self.block, split, group))
             except BaseException as error:
                 errors.append(error)
                 meeting.abort()
@@ -259,6 +302,10 @@ class Proof:
         }
         gradients = {name: parameter.grad for name, parameter in block.named_parameters()}
         return _Run([(t.detach(), t.requires_grad) for t in outputs], [t.grad for t in inputs], gradients, slices)
+
+
+def _cut(shape: torch.Size, dim: int, length: int) -> torch.Size:
+    return torch.Size((*shape[:dim], length, *shape[dim + 1 :]))
 
 
 @contextlib.contextmanager

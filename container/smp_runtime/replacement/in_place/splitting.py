@@ -12,6 +12,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.planned.linear import PlannedLinear
 from smp_runtime.tensor_parallel import collectives
 from smp_runtime.tensor_parallel.block_entry import BlockEntry
+from smp_runtime.tensor_parallel.deferred import SlicedCalls
 from smp_runtime.tensor_parallel.partial_region import OwnExperts, PartialRegion
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from smp_runtime.nn.planned.experts import Tables
     from smp_runtime.nn.planned.linear import LinearSplit
+    from smp_runtime.tensor_parallel.deferred import Part
     from smp_runtime.tensor_parallel.group import TensorGroup
 
 _WHOLE_NUMBERS = "_smp_whole_numbers"
@@ -38,6 +40,9 @@ class Split:
         regions: modules in which all gradients are partial: their first result is summed, by path.
         tables: modules whose own parameters are those of many experts, by path.
         summed: parameters that each rank has whole and uses on its own features, by name, so that their gradients are summed.
+        replicated: linear maps that stay whole, and whose results each rank uses in its own way.
+        arguments: tensors of which the block takes this rank's slice.
+        results: tensors of which it returns this rank's slice: they are gathered when somebody uses them.
     """
 
     leaves: Mapping[str, LinearSplit]
@@ -45,6 +50,9 @@ class Split:
     summed: tuple[str, ...] = ()
     regions: tuple[str, ...] = ()
     tables: Mapping[str, Tables] = field(default_factory=dict)
+    replicated: tuple[str, ...] = ()
+    arguments: tuple[Part, ...] = ()
+    results: tuple[Part, ...] = ()
 
 
 def require_all(block: nn.Module, split: Split, made: Container[int]) -> None:
@@ -98,6 +106,18 @@ def prepare(block: nn.Module, split: Split, group: TensorGroup) -> None:
             )
     for path in split.regions:
         PartialRegion(group).watch(block.get_submodule(path))
+    for path in split.replicated:
+        block.get_submodule(path).register_forward_hook(lambda _, args, y: collectives.replicated(y, group))
+    if split.arguments or split.results:
+        SlicedCalls(group, split.arguments, split.results).watch(block)
+
+
+def number_of(block: nn.Module, path: str, attribute: str) -> Any:
+    """What a :data:`Number` is on a module that is not split."""
+    found: Any = block.get_submodule(path)
+    for name in attribute.split("."):
+        found = getattr(found, name)
+    return found
 
 
 def become_whole(module: nn.Module) -> None:

@@ -8,26 +8,45 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from torch import nn
+
+from smp_runtime.nn.planned.experts import Tables
 from smp_runtime.nn.planned.linear import LinearSplit, features_of
 from smp_runtime.parameters.registry import intervals
-from smp_runtime.replacement.in_place.inference import Unit
+from smp_runtime.replacement.in_place.splitting import number_of
 
 if TYPE_CHECKING:
-    from torch import nn
-
+    from smp_runtime.replacement.in_place.inference import Unit
     from smp_runtime.replacement.in_place.splitting import Number
 
 #: Numbers of heads on a module, but not their sizes, nor how many share something.
 _HEADS = re.compile(r"(^|_)(n_?)?heads?($|_)|^h$")
 _NO_HEADS = re.compile(r"dim|size|groups|per|idx|mask")
+#: Numbers that are no features, though they may be as many.
+_NO_FEATURES = re.compile(r"bucket|num_|max|vocab|position|length|kernel|window|layer|idx|_id")
 _HEAD_SIZE = re.compile(r"head_?(dim|size)|d_kv$|dim_head|size_per_head")
 
 
-def variants(block: nn.Module, unit: Unit, size: int) -> Iterator[tuple[Unit, tuple[Number, ...]]]:
-    """What a unit may be over ``size`` ranks, the likelier first: as it is, by pieces, with keys repeated; each with numbers."""
+def variants(block: nn.Module, unit: Unit, size: int) -> Iterator[tuple[Unit, tuple[Number, ...], dict[str, Tables]]]:
+    """What a unit may be over ``size`` ranks, the likelier first: as it is, by pieces, with keys repeated; each with numbers.
+
+    With numbers of heads also with the embeddings beside it that have a channel for each head, such as a relative bias.
+    """
     for found, heads in _layouts(block, unit, size):
         for numbers in _numbers(block, found, size, heads):
-            yield found, numbers
+            yield found, numbers, {}
+            if tables := _tables_of_heads(block, unit, numbers, size):
+                yield found, numbers, tables
+
+
+def _tables_of_heads(block: nn.Module, unit: Unit, numbers: tuple[Number, ...], size: int) -> dict[str, Tables]:
+    heads = {number_of(block, path, name) for path, name, _ in numbers if _is_heads(name)}
+    found = {}
+    for owner in sorted({path.rpartition(".")[0] for path in unit.leaves}):
+        for name, child in block.get_submodule(owner).named_children():
+            if isinstance(child, nn.Embedding) and child.embedding_dim in heads and not child.embedding_dim % size:
+                found[f"{owner}.{name}".lstrip(".")] = Tables(child.num_embeddings, (("weight", 1, ()),))
+    return found
 
 
 @dataclass(frozen=True)
@@ -76,14 +95,15 @@ def _layouts(block: nn.Module, unit: Unit, size: int) -> Iterator[tuple[Unit, _H
     outputs = {path: features_of(block.get_submodule(path))[1] for path in columns}
     pieces = _pieces(outputs, width)
     if any(len(found) > 1 for found in pieces.values()):
-        found = Unit({**unit.leaves, **{path: replace(columns[path], pieces=pieces[path]) for path in columns}})
+        how = {path: replace(columns[path], pieces=pieces[path]) for path in columns}
+        found = replace(unit, leaves={**unit.leaves, **how})
         if is_divisible(block, found, size) is None:
             yield found, None
     keys = {n for found in pieces.values() for n in found if n < width}
     if len(keys) == 1 and all(n in (width, *keys) for found in pieces.values() for n in found):
         for heads in _grouped(block, unit, width, min(keys), size):
             how = {path: _repeated(columns[path], pieces[path], width, heads, size) for path in columns}
-            yield Unit({**unit.leaves, **how}), heads
+            yield replace(unit, leaves={**unit.leaves, **how}), heads
 
 
 def _pieces(outputs: Mapping[str, int], width: int) -> dict[str, tuple[int, ...]]:
@@ -142,7 +162,7 @@ def _numbers(block: nn.Module, unit: Unit, size: int, grouped: _Heads | None) ->
                 found[kind].append((owner, name, many.get(value, value // size)))
         elif grouped is not None and "groups" in name and value == grouped.queries // grouped.keys:
             found[kind].append((owner, name, grouped.shared))
-        elif value in local and kind == "heads":
+        elif value in local and kind == "heads" and not _NO_FEATURES.search(name):
             found["features"].append((owner, name, local[value]))
     tried: set[tuple[Number, ...]] = set()
     for kinds in ("", "heads", "heads features", "features", "heads config", "heads features config"):

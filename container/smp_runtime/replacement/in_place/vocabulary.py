@@ -13,8 +13,8 @@ from smp_runtime.nn.embedding import DistributedEmbedding
 from smp_runtime.nn.linear import DistributedLinear
 from smp_runtime.nn.planned.vocabulary import Tie, is_vocabulary
 from smp_runtime.replacement.candidates import is_patched
+from smp_runtime.replacement.in_place.blocks import parameter_uses
 from smp_runtime.replacement.in_place.capture import BATCH, calls_by_themselves
-from smp_runtime.replacement.in_place.planning import parameter_uses
 from smp_runtime.replacement.registration import registration_of
 from smp_runtime.replacement.scopes import mark_of
 

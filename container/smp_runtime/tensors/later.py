@@ -1,0 +1,159 @@
+"""Tensors whose elements come when somebody needs them: until then they have a shape, a type and a place in the graph.
+
+The first operation that needs the elements gets them, and from then on works with a plain tensor.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Self
+
+import torch
+
+from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass, make_without_elements, tree_map
+
+
+class LaterTensor(torch.Tensor):
+    """A tensor whose :meth:`elements` a subclass knows how to get."""
+
+    _plain: torch.Tensor | None
+    _plain_version: int
+    _retains: bool
+
+    @classmethod
+    def like(cls, shape: Any, dtype: torch.dtype, device: torch.device) -> Self:
+        """One of the class without anything known of its elements."""
+        made: Self = make_without_elements(cls, shape, dtype=dtype, device=device)
+        made._plain = None
+        made._plain_version = 0
+        made._retains = False
+        return made
+
+    def elements(self) -> torch.Tensor:
+        """The elements, without a place in the graph."""
+        raise NotImplementedError
+
+    def plain(self) -> torch.Tensor:
+        """The tensor itself, its elements got if need be, with this tensor's place in the graph."""
+        if self._plain is None or (self.requires_grad and torch.is_grad_enabled() and not self._plain.requires_grad):
+            is_changed = self._is_changed
+            self._plain = _Elements.apply(self) if self.requires_grad and torch.is_grad_enabled() else self.elements()
+            self._plain_version = -1 if is_changed else self._plain._version
+            if self._retains and self._plain.requires_grad:
+                self._plain.retain_grad()
+        return self._plain
+
+    def unchanged(self) -> torch.Tensor:
+        """This tensor, or the plain one if that was changed in place since it was made."""
+        return self.plain() if self._is_changed else self
+
+    @property
+    def _is_changed(self) -> bool:
+        return self._plain is not None and self._plain._version != self._plain_version
+
+    def in_graph(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Hooks, gradients and flags belong to this tensor, where gradients of all its uses come together.
+
+        Once its plain tensor was changed in place, they belong to that, as in one process.
+        """
+        target = self.unchanged()
+        with DisableTorchFunctionSubclass():
+            result = func(target, *args, **kwargs)
+            if target is self and func is torch.Tensor.retain_grad:
+                self._retains = True  # the gradient of the newest version, should it be changed in place
+                if self._plain is not None and self._plain.requires_grad:
+                    self._plain.retain_grad()
+            elif target is self and func is torch.Tensor.detach_ and self._plain is not None:
+                self._plain.detach_()
+        return self if result is target else result
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in NEEDS_NO_ELEMENTS:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in OF_ITS_PLACE and isinstance(args[0], LaterTensor):
+            return args[0].in_graph(func, args[1:], kwargs)
+        if func in _GRADIENTS_OF:
+            return _gradients(func, args, kwargs)
+        if func in _LIKE and isinstance(args[0], LaterTensor):
+            like = args[0]
+            return _LIKE[func](tuple(like.shape), **{"dtype": like.dtype, "device": like.device, **kwargs})
+        args, kwargs = tree_map(_plain_of, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # Reached past __torch_function__, for example when autograd adds up gradients.
+        args, kwargs = tree_map(_elements_of, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _Elements(torch.autograd.Function):
+    """From a tensor to its elements; gradients pass."""
+
+    @staticmethod
+    def forward(ctx: Any, later: LaterTensor) -> torch.Tensor:
+        return later.elements()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
+    """Gradients of such tensors are those of all their uses, also where they were handed on without elements."""
+    asked = _GRADIENTS_OF[func]
+    args = [tree_map(_newest_of if place == asked else _plain_of, each) for place, each in enumerate(args)]
+    kwargs = {key: tree_map(_newest_of if key == "inputs" else _plain_of, each) for key, each in kwargs.items()}
+    with DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _newest_of(leaf: Any) -> Any:
+    return leaf.unchanged() if isinstance(leaf, LaterTensor) else leaf
+
+
+def _plain_of(leaf: Any) -> Any:
+    return leaf.plain() if isinstance(leaf, LaterTensor) else leaf
+
+
+def _elements_of(leaf: Any) -> Any:
+    return leaf.elements() if isinstance(leaf, LaterTensor) else leaf
+
+
+def _methods(names: str) -> list[Any]:
+    return [getattr(torch.Tensor, name) for name in names.split()]
+
+
+def _getters(names: str) -> list[Any]:
+    return [attribute.__get__ for attribute in _methods(names)]
+
+
+#: What can be answered from shape, type and place in the graph; of a stand-in for a tensor of another stage, too.
+NEEDS_NO_ELEMENTS = {
+    *_getters("shape dtype device requires_grad grad_fn ndim is_leaf layout itemsize nbytes output_nr"),
+    *_getters("is_cuda is_meta is_sparse is_quantized is_nested is_cpu is_mps is_xla"),
+    *_getters("_version"),  # of the tensor without elements; what a module changes in place is the plain tensor
+    *_methods("size dim ndimension numel nelement element_size is_floating_point is_complex"),
+    *_methods("__len__ __hash__ get_device"),
+    *(torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel),
+}
+
+#: What concerns a tensor's place in the graph: done to the tensor without its elements.
+OF_ITS_PLACE = {
+    *_methods("register_hook register_post_accumulate_grad_hook retain_grad detach_ requires_grad_"),
+    *_getters("retains_grad grad"),
+    *(attribute.__set__ for attribute in _methods("requires_grad grad")),
+    torch.Tensor.grad.__delete__,  # type: ignore[union-attr]
+}
+
+#: With the place of the tensors among the arguments whose gradients are asked for.
+_GRADIENTS_OF = {torch.autograd.grad: 1, torch.Tensor.backward: 4}
+
+#: Made from shape and type alone. PyTorch names its own functions, whoever has wrapped them.
+_LIKE: dict[Any, Any] = {
+    inspect.unwrap(like): make
+    for like, make in ((torch.ones_like, torch.ones), (torch.zeros_like, torch.zeros), (torch.empty_like, torch.empty))
+}
