@@ -115,7 +115,7 @@ def part_of(value: Any, group: TensorGroup, dim: int) -> torch.Tensor | None:
     return parts.mine if parts is not None and fits else None
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Part:
     """A tensor that a block takes or returns of which each rank has a slice.
 
@@ -123,11 +123,13 @@ class Part:
         place: of an argument its position or keyword; of a result its number among the tensors in what is returned.
         dim: along which.
         length: of the whole.
+        module: that takes or returns it, by its path in the block.
     """
 
     place: int | str
     dim: int
     length: int
+    module: str = ""
 
     def here(self, tensor: Any, size: int) -> bool:
         """Whether a value is one rank's slice."""

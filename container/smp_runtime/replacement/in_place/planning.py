@@ -18,6 +18,7 @@ from smp_runtime.replacement.in_place.experts import expert_splits
 from smp_runtime.replacement.in_place.inference import Unit, inferred_units, single
 from smp_runtime.replacement.in_place.proof import Call, NotEqualError, Proof
 from smp_runtime.replacement.in_place.splitting import Number, Split
+from smp_runtime.replacement.in_place.twins import with_twins
 from smp_runtime.replacement.in_place.variants import is_divisible, variants
 from smp_runtime.replacement.in_place.words import line_of, listed, title, wrong_plan
 
@@ -158,6 +159,8 @@ def _choice(blocks: list[Block], call: Call | None, group: TensorGroup) -> _Choi
         if not first.is_scripts:
             left = [path for path in dict(proof.seen) if path not in split.leaves and first.is_marked(path)]
             split, _ = _grown(proof, first.module, split, list(single(first.module, left)), group.size)
+        if not first.is_scripts:
+            split = with_twins(proof, split, group.size)
         why += [f"{listed(unit)} {_fate(unit, split)}: {reason}" for unit, reason in failed]
     elif first.is_scripts and group.prescaled:
         split = _together(unit for unit in units if is_divisible(first.module, unit, group.size) is None)
@@ -233,7 +236,7 @@ def _candidates(proof: Proof, block: nn.Module, unit: Unit, beside: Split, size:
         split = _together([variant], beside, numbers)
         yield replace(split, tables={**split.tables, **tables})
         if arguments := proof.slices_of_arguments(numbers):
-            arguments = tuple(sorted({*split.arguments, *arguments}))
+            arguments = tuple(dict.fromkeys((*split.arguments, *arguments)))
             yield replace(split, tables={**split.tables, **tables}, arguments=arguments)
 
 

@@ -178,6 +178,22 @@ class Proof:
             with _noting(self.block, self.seen):
                 self._whole = self._run(self.block)
 
+    def call_of(self, path: str) -> Call:
+        """What a module inside is called with.
+
+        Raises:
+            KeyError: nobody calls it.
+        """
+        found: dict[str, Call] = {}
+
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            found.setdefault(path, _in_type(Call(args, kwargs), self.dtype))
+
+        with _hooked(self.block.get_submodule(path), hook), without_modes(), torch.enable_grad():
+            args, kwargs = _with_tensors((tuple(self._call.args), dict(self._call.kwargs)), lambda tensor: tensor)
+            self.block(*args, **kwargs)
+        return found[path]
+
     def is_by_rows(self, batch: int) -> bool:
         """Whether all that gradients flow through carries the batch in its first dim, and of nothing it is doubtful.
 
@@ -199,7 +215,7 @@ class Proof:
         split = replace(split, summed=())  # which they are is found out here
         runs = self._all_parts(split)
         if results := self._sliced_results(runs):
-            split = replace(split, results=tuple(sorted((*split.results, *results))))
+            split = replace(split, results=(*split.results, *results))
             runs = self._all_parts(split)
         for run in runs:
             if len(run.outputs) != len(self._whole.outputs):
@@ -306,6 +322,15 @@ class Proof:
 
 def _cut(shape: torch.Size, dim: int, length: int) -> torch.Size:
     return torch.Size((*shape[:dim], length, *shape[dim + 1 :]))
+
+
+@contextlib.contextmanager
+def _hooked(module: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextlib.contextmanager

@@ -108,8 +108,10 @@ def prepare(block: nn.Module, split: Split, group: TensorGroup) -> None:
         PartialRegion(group).watch(block.get_submodule(path))
     for path in split.replicated:
         block.get_submodule(path).register_forward_hook(lambda _, args, y: collectives.replicated(y, group))
-    if split.arguments or split.results:
-        SlicedCalls(group, split.arguments, split.results).watch(block)
+    for path in {part.module for part in (*split.arguments, *split.results)}:
+        arguments = [part for part in split.arguments if part.module == path]
+        results = [part for part in split.results if part.module == path]
+        SlicedCalls(group, arguments, results).watch(block.get_submodule(path))
 
 
 def number_of(block: nn.Module, path: str, attribute: str) -> Any:
