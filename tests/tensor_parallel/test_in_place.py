@@ -55,7 +55,7 @@ def test_the_log_says_what_was_chosen_and_why():
     assert "inferred, 5 of 5" in numbers
     assert "numbers of a rank: attention.n_head, attention.width; equal" in numbers
     (odd,) = _found(_marked("Turned"))[1]
-    assert "(attention.projection, attention.o are split one by one, but for attention.o: " in odd
+    assert "(attention.projection, attention.o are split one by one: " in odd
 
 
 def test_packed_maps_are_split_by_their_pieces():
@@ -87,7 +87,7 @@ def test_heads_that_do_not_divide_are_not_torn_apart():
     smp.set_tensor_parallelism(net)
     how = _found(net)[0]["layers.0"].leaves
     assert how["attention.q"].joins
-    assert "attention.k" not in how  # too small for a collective of its own
+    assert "attention.k" not in how  # not worth a collective of its own
     assert not how["mlp.up"].joins
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 #: Of a block, one part in so many may stay whole where splitting it would cost a collective of its own.
-_WHOLE_SHARE = 8
+_WHOLE_SHARE = 12
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _alike(block: nn.Module, columns: Mapping[str, bool]) -> Iterator[dict[str, 
 def single(block: nn.Module, paths: Sequence[str]) -> Iterator[Unit]:
     """Linear maps that are in no unit, each split by itself with its output gathered: all, those of each module, or each.
 
-    Small ones are not worth it: together at most an eighth of the block stays whole.
+    Small ones are not worth it: together at most one part in twelve of the block stays whole.
     """
     sizes = {path: block.get_submodule(path).weight.numel() for path in paths}
     spare = sum(parameter.numel() for parameter in block.parameters()) // _WHOLE_SHARE

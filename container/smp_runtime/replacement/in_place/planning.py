@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,10 +19,11 @@ from smp_runtime.replacement.in_place.inference import Unit, inferred_units, sin
 from smp_runtime.replacement.in_place.proof import Call, NotEqualError, Proof
 from smp_runtime.replacement.in_place.splitting import Number, Split
 from smp_runtime.replacement.in_place.twins import with_twins
-from smp_runtime.replacement.in_place.variants import is_divisible, variants
+from smp_runtime.replacement.in_place.variants import is_divisible, joint_numbers, variants
 from smp_runtime.replacement.in_place.words import line_of, listed, title, wrong_plan
 
 if TYPE_CHECKING:
+    from smp_runtime.nn.planned.experts import Tables
     from smp_runtime.nn.planned.linear import LinearSplit
     from smp_runtime.tensor_parallel.group import TensorGroup
 
@@ -210,10 +211,9 @@ def _grown(
     proof: Proof, block: nn.Module, split: Split, units: Sequence[Unit], size: int
 ) -> tuple[Split, list[tuple[Unit, str]]]:
     """A split with all units, else with those that are right beside what it has; and why the others are not."""
-    paths = [path for unit in units for path in unit.leaves]
-    if len(set(paths)) == len(paths) and all(is_divisible(block, unit, size) is None for unit in units):
+    for candidate in _joint_candidates(proof, block, units, split, size):
         with contextlib.suppress(NotEqualError):
-            return proof.of(_together(units, split)), []
+            return proof.of(candidate), []
     failed: list[tuple[Unit, str]] = []
     for unit in units:
         if not unit.leaves or unit.leaves.keys() & split.leaves.keys():
@@ -230,14 +230,34 @@ def _grown(
     return split, [(unit, why) for unit, why in failed if not unit.leaves.keys() & split.leaves.keys()]
 
 
+def _joint_candidates(
+    proof: Proof, block: nn.Module, units: Sequence[Unit], beside: Split, size: int
+) -> Iterator[Split]:
+    """All units at once, the likelier of those that overlap."""
+    chosen: list[Unit] = []
+    for unit in units:
+        if not any(unit.leaves.keys() & other.leaves.keys() for other in (beside, *chosen)):
+            chosen.append(unit)
+    if any(is_divisible(block, unit, size) is not None for unit in chosen):
+        return
+    for numbers, tables in joint_numbers(block, chosen, size) if len(chosen) > 1 else [((), {})]:
+        yield from _with_arguments(proof, _together(chosen, beside, numbers), numbers, tables)
+
+
 def _candidates(proof: Proof, block: nn.Module, unit: Unit, beside: Split, size: int) -> Iterator[Split]:
     """What a unit may be beside what is split already, the likelier first."""
     for variant, numbers, tables in variants(block, unit, size):
-        split = _together([variant], beside, numbers)
-        yield replace(split, tables={**split.tables, **tables})
-        if arguments := proof.slices_of_arguments(numbers):
-            arguments = tuple(dict.fromkeys((*split.arguments, *arguments)))
-            yield replace(split, tables={**split.tables, **tables}, arguments=arguments)
+        yield from _with_arguments(proof, _together([variant], beside, numbers), numbers, tables)
+
+
+def _with_arguments(
+    proof: Proof, split: Split, numbers: Sequence[Number], tables: Mapping[str, Tables]
+) -> Iterator[Split]:
+    """A split with tables, and with slices of the arguments that have something for each head."""
+    split = replace(split, tables={**split.tables, **tables})
+    yield split
+    if arguments := proof.slices_of_arguments(numbers):
+        yield replace(split, arguments=tuple(dict.fromkeys((*split.arguments, *arguments))))
 
 
 def _together(units: Iterable[Unit], beside: Split | None = None, numbers: Iterable[Number] = ()) -> Split:

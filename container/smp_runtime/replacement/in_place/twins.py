@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from smp_runtime.nn.planned.linear import is_linear
-from smp_runtime.replacement.in_place.proof import Proof
+from smp_runtime.replacement.in_place.proof import NotEqualError, Proof
 from smp_runtime.replacement.in_place.splitting import Split
 
 if TYPE_CHECKING:
@@ -23,8 +23,16 @@ def with_twins(proof: Proof, split: Split, size: int) -> Split:
             continue
         with contextlib.suppress(Exception):  # whatever a module raises that is called as another was
             own = Proof(proof.block.get_submodule(path), proof.call_of(like), size, proof.dtype)
-            split = _beside(split, own.of(mine), path)
+            split = _beside(split, _right(own, mine), path)
     return split
+
+
+def _right(proof: Proof, split: Split) -> Split:
+    """A split that is right; where the block has slices of a bias already, the module by itself gets the whole."""
+    try:
+        return proof.of(split)
+    except NotEqualError:
+        return proof.of(replace(split, arguments=proof.slices_of_arguments(split.numbers)))
 
 
 def _twins(proof: Proof) -> Iterator[tuple[str, str]]:
@@ -34,9 +42,9 @@ def _twins(proof: Proof) -> Iterator[tuple[str, str]]:
     for path, names in maps.items():
         if not names or called & {f"{path}.{name}" for name in names}:
             continue
-        kind = _kind(proof.block.get_submodule(path))
         alike = [other for other in maps if maps[other] == names and {f"{other}.{name}" for name in names} <= called]
-        yield from ((path, other) for other in alike[:1] if _kind(proof.block.get_submodule(other)) == kind)
+        kind = _kind(proof.block.get_submodule(path))
+        yield from [(path, other) for other in alike if _kind(proof.block.get_submodule(other)) == kind][:1]
 
 
 def _maps_of(module: nn.Module) -> Iterator[str]:
@@ -77,5 +85,6 @@ def _beside(split: Split, other: Split, path: str) -> Split:
         tables={**split.tables, **{full(name): how for name, how in other.tables.items()}},
         summed=tuple(sorted({*split.summed, *map(full, other.summed)})),
         replicated=tuple(sorted({*split.replicated, *map(full, other.replicated)})),
+        arguments=(*split.arguments, *(replace(part, module=full(part.module)) for part in other.arguments)),
         results=(*split.results, *(replace(part, module=full(part.module)) for part in other.results)),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -148,8 +148,39 @@ def _repeated(how: LinearSplit, pieces: tuple[int, ...], width: int, heads: _Hea
     return replace(how, runs=tuple(runs))
 
 
+#: Which numbers may be those of one rank, the likelier first.
+_LEVELS = ("", "heads", "heads features", "features", "heads config", "heads features config")
+
+
+def joint_numbers(
+    block: nn.Module, units: Sequence[Unit], size: int
+) -> Iterator[tuple[tuple[Number, ...], dict[str, Tables]]]:
+    """Numbers and embeddings of several units at once, where one of them alone computes with what the others share."""
+    found = [_found_numbers(block, unit, size, None) for unit in units]
+    tried: set[tuple[Number, ...]] = set()
+    for level in _LEVELS:
+        numbers = tuple(sorted({number for kinds in found for kind in level.split() for number in kinds[kind]}))
+        if numbers not in tried:
+            tried.add(numbers)
+            yield (
+                numbers,
+                {path: how for unit in units for path, how in _tables_of_heads(block, unit, numbers, size).items()},
+            )
+
+
 def _numbers(block: nn.Module, unit: Unit, size: int, grouped: _Heads | None) -> Iterator[tuple[Number, ...]]:
     """Numbers on the modules around a unit that may be those of one rank: none, heads, heads and features, features."""
+    found = _found_numbers(block, unit, size, grouped)
+    tried: set[tuple[Number, ...]] = set()
+    for level in _LEVELS:
+        numbers = tuple(number for kind in level.split() for number in found[kind])
+        if numbers not in tried:
+            tried.add(numbers)
+            yield numbers
+
+
+def _found_numbers(block: nn.Module, unit: Unit, size: int, grouped: _Heads | None) -> dict[str, list[Number]]:
+    """By what they count."""
     local, many = _local_features(block, unit, size), {}
     if grouped is not None:
         local[grouped.keys * grouped.size] = grouped.here(size) * grouped.size
@@ -164,12 +195,7 @@ def _numbers(block: nn.Module, unit: Unit, size: int, grouped: _Heads | None) ->
             found[kind].append((owner, name, grouped.shared))
         elif value in local and kind == "heads" and not _NO_FEATURES.search(name):
             found["features"].append((owner, name, local[value]))
-    tried: set[tuple[Number, ...]] = set()
-    for kinds in ("", "heads", "heads features", "features", "heads config", "heads features config"):
-        numbers = tuple(number for kind in kinds.split() for number in found[kind])
-        if numbers not in tried:
-            tried.add(numbers)
-            yield numbers
+    return found
 
 
 def _local_features(block: nn.Module, unit: Unit, size: int) -> dict[int, int]:
