@@ -56,7 +56,7 @@ class _WithoutMemory(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "_grouped_mm" and 0 in args[1].stride():
             tokens, weights = args[:2]  # [tokens, in] and [experts, in, out], whose strides it wants to be usual ones
-            return (tokens[:, :1] * 0.0).expand(-1, weights.shape[-1])
+            return (tokens[:, :1] * 0.0).repeat(1, weights.shape[-1])
         return func(*args, **(kwargs or {}))
 
 
@@ -172,10 +172,19 @@ def _without_memory(model: nn.Module) -> nn.Module | None:
         for name, value in vars(part).items():
             if name.endswith("_hooks") and isinstance(value, dict):
                 memo[id(value)] = type(value)()
+    return _copied(model, memo)
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module | None:
+    """A copy of a model in evaluation, with what is given for some of its parts by their ``id``."""
     try:
-        return copy.deepcopy(model, memo).eval()
+        copied = copy.deepcopy(model, memo).eval()
     except Exception:
         return None
+    for config in (vars(part).get("config") for part in copied.modules()):
+        if getattr(config, "use_cache", None) is True:  # nobody trains with one, and it has what a block computes
+            config.use_cache = False
+    return copied
 
 
 def _row(parameter: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,9 @@ def is_list_of_experts(part: nn.Module) -> bool:
 
 def _tables(part: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters of many experts, ``[experts, …, …]``, that a module has itself."""
-    return {n: p for n, p in part._parameters.items() if p is not None and p.dim() == 3 and p.shape[0] > 1}
+    found = {n: p for n, p in part._parameters.items() if p is not None and p.dim() == 3}
+    alone = sum(p.shape[0] == 1 for p in found.values()) == 1  # a row of one, such as a token of a class
+    return {n: p for n, p in found.items() if p.shape[0] > 1 or not alone}
 
 
 def _placed(path: str, split: Split) -> Split:
@@ -91,8 +94,9 @@ def _of_mixture(mixture: nn.Module, width: int, size: int, *, is_spread: bool) -
         f"{path}.".lstrip(".") for path, part in mixture.named_modules() if is_spread and is_list_of_experts(part)
     )
     pairs = {path: how for path, how in _pairs(mixture, width).items() if not path.startswith(listed)}
-    if any(features_of(mixture.get_submodule(path))[how.columns] % size for path, how in pairs.items()):
-        return
+    for path, how in pairs.items():
+        if any(piece % size for piece in how.pieces or (features_of(mixture.get_submodule(path))[how.columns],)):
+            return
     leaves = {**spread, **pairs}
     tables = {path: part for path, part in mixture.named_modules() if _tables(part)}
     if not tables:
@@ -100,12 +104,11 @@ def _of_mixture(mixture: nn.Module, width: int, size: int, *, is_spread: bool) -
             yield Split(leaves)
         return
     for packed in (False,) if is_spread else (True, False):
-        how = {path: _cuts(part, width, size, is_spread=is_spread, is_packed=packed) for path, part in tables.items()}
-        if any(cut is None for cut in how.values()):
-            continue
-        found = {path: cut for path, cut in how.items() if cut is not None}
-        for numbers in _numbers(mixture, found, size):
-            yield Split(leaves, numbers, tables=found)
+        cuts = (_cuts(part, width, size, is_spread=is_spread, is_packed=packed) for part in tables.values())
+        for chosen in itertools.product(*cuts):
+            found = dict(zip(tables, chosen, strict=True))
+            for numbers in _numbers(mixture, found, size):
+                yield Split(leaves, numbers, tables=found)
 
 
 def _spread(mixture: nn.Module, size: int) -> dict[str, LinearSplit] | None:
@@ -138,41 +141,58 @@ def _pairs(mixture: nn.Module, width: int) -> dict[str, LinearSplit]:
             columns = linears[:-1]
         inside = {features_of(child)[0] for _, child in rows}
         for name, child in (*columns, *rows):
-            if rows and (features_of(child)[1] in inside or (name, child) in rows):
-                is_column = (name, child) not in rows
+            features, is_column = features_of(child)[1], (name, child) not in rows
+            pieces = (features // 2,) * 2 if is_column and features not in inside and features / 2 in inside else ()
+            if rows and (features in inside or pieces or not is_column):
                 found[f"{path}.{name}".lstrip(".")] = LinearSplit(
-                    is_column, transposed=is_transposed(child), local=True
+                    is_column, transposed=is_transposed(child), local=True, pieces=pieces
                 )
     return found
 
 
-def _cuts(part: nn.Module, width: int, size: int, *, is_spread: bool, is_packed: bool) -> Tables | None:
-    """How the parameters of a module are cut; None if they cannot be."""
+def _cuts(part: nn.Module, width: int, size: int, *, is_spread: bool, is_packed: bool) -> Iterator[Tables]:
+    """How the parameters of a module may be cut; several ways where experts are as wide inside as outside."""
     tables = _tables(part)
     experts = {parameter.shape[0] for parameter in tables.values()}
     given = {n: p for n, p in part._parameters.items() if p is not None and p.dim() > 1 and p.shape[0] in experts}
     if len(experts) != 1:
-        return None
+        return
     (count,) = experts
     if is_spread:
-        return None if count % size else Tables(count, tuple((name, 0, ()) for name in given))
-    inside = [n for p in tables.values() for n in p.shape[1:] if n != width] or [width]
-    features = min(inside)
-    cuts, divided = [], []
-    for name, parameter in given.items():
-        dims = [dim for dim in range(1, parameter.dim()) if parameter.shape[dim] in (features, 2 * features)]
-        if parameter.dim() == 2 and parameter.shape[1] == width and features != width:
-            divided.append(name)
-        elif not dims:
-            return None
-        else:
-            other = [dim for dim in dims if parameter.shape[dim] != width or parameter.dim() == 2]
-            dim = (other or dims)[0]
-            pieces = (features, features) if is_packed and parameter.shape[dim] == 2 * features else ()
-            if any(piece % size for piece in pieces or (parameter.shape[dim],)):
-                return None
-            cuts.append((name, dim, pieces))
-    return Tables(count, tuple(cuts), tuple(divided))
+        if not count % size:
+            yield Tables(count, tuple((name, 0, ()) for name in given))
+        return
+    inside = min((n for p in tables.values() for n in p.shape[1:] if n != width), default=width)
+    for features in (inside, width) if inside == 2 * width else (inside,):
+        divided = {
+            n for n, p in given.items() if p.dim() == 2 and p.shape[1] == width and (features != width or n in _late(given))
+        }
+        ways = [
+            list(_cuts_of(name, parameter, width, features, size, is_packed=is_packed))
+            for name, parameter in given.items()
+            if name not in divided
+        ]
+        yield from (Tables(count, cuts, tuple(divided)) for cuts in itertools.product(*ways))
+
+
+def _late(given: Mapping[str, nn.Parameter]) -> set[str]:
+    """What stands behind the last of the matrices: what is added to the results."""
+    names = list(given)
+    last = max(names.index(name) for name, parameter in given.items() if parameter.dim() == 3)
+    return set(names[last:])
+
+
+def _cuts_of(
+    name: str, parameter: nn.Parameter, width: int, features: int, size: int, *, is_packed: bool
+) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """Where one parameter may be cut, the likelier first."""
+    dims = [dim for dim in range(1, parameter.dim()) if parameter.shape[dim] in (features, 2 * features)]
+    if features != width:
+        dims = ([dim for dim in dims if parameter.shape[dim] != width or parameter.dim() == 2] or dims)[:1]
+    for dim in dims:
+        pieces = (features, features) if is_packed and parameter.shape[dim] == 2 * features else ()
+        if not any(piece % size for piece in pieces or (parameter.shape[dim],)):
+            yield name, dim, pieces
 
 
 def _numbers(mixture: nn.Module, tables: dict[str, Tables], size: int) -> Iterator[tuple[Number, ...]]:
