@@ -91,6 +91,46 @@ class Latent(nn.Module):
         return self.o(attended.transpose(1, 2).flatten(2))
 
 
+class RootMeanSquare(nn.Module):
+    """A norm as scripts write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class Centred(nn.Module):
+    """Another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spread = x.var(-1, keepdim=True).sqrt() + torch.mean(x, dim=-1, keepdim=True).abs()
+        return (x - x.mean(-1, keepdim=True)) / (spread + 0.1) * self.weight + self.bias
+
+
+class NormedHeads(nn.Module):
+    """Attention with norms over the features of all heads, as OLMo 2's; each of another kind."""
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.size = size
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.q_norm, self.k_norm, self.v_norm = nn.LayerNorm(WIDTH), RootMeanSquare(), Centred()
+        self.inner = nn.RMSNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        pairs = ((self.q, self.q_norm), (self.k, self.k_norm), (self.v, self.v_norm))
+        q, k, v = (norm(part(x)).unflatten(-1, (-1, self.size)).transpose(1, 2) for part, norm in pairs)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.o(self.inner(attended.transpose(1, 2).flatten(2)))
+
+
 def biased_loss(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Of a batch, with what the attention weights add to it."""
     predictions, spread = model(ids)

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from support import own_blocks
-from support.biased_blocks import BiasedNet, Latent, biased_loss
+from support.biased_blocks import BiasedNet, Latent, NormedHeads, biased_loss
 from support.closeness import close
 from support.own_blocks import Net, batches
 from support.rank_training import training_step, updates
@@ -25,7 +25,7 @@ def _optimizer(parameters):
 
 def _net(kind):
     torch.manual_seed(0)
-    return BiasedNet() if kind == "biased" else Net(attention=Latent)
+    return BiasedNet() if kind == "biased" else Net(attention={"latent": Latent, "normed": NormedHeads}[kind])
 
 
 def _loss(kind):
@@ -55,6 +55,8 @@ def _train(kind):
         ("biased", 4, {"prescaled_batch": True, "pipeline_parallel_degree": 2, "microbatches": 2}),
         pytest.param("latent", 2, {"prescaled_batch": True}, marks=pytest.mark.full),
         ("latent", 2, {"prescaled_batch": False}),
+        ("normed", 2, {"prescaled_batch": True}),
+        pytest.param("normed", 2, {"prescaled_batch": False}, marks=pytest.mark.full),
     ],
 )
 def test_training_is_that_of_one_process(ranks, kind, world, config):
@@ -70,6 +72,9 @@ def test_training_is_that_of_one_process(ranks, kind, world, config):
         wanted = {
             "biased": {f"{attention}.{name}.weight" for name in ("q", "k", "v", "o", "distance")},
             "latent": {f"{attention}.{name}.weight" for name in ("q_up", "kv_up", "o")},
+            "normed": {
+                f"{attention}.{name}.weight" for name in ("q", "k", "v", "o", "q_norm", "k_norm", "v_norm", "inner")
+            },
         }[kind]
         assert wanted <= split | (whole.keys() - here.keys())
         if kind == "biased" and "layers.0.other.q.weight" in here:

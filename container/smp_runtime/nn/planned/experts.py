@@ -21,16 +21,18 @@ class Tables:
         experts: how many there are.
         cuts: of each parameter that is split, its name, dim, and the lengths along it that are shared out by themselves.
         divided: parameters that every rank has whole and adds a share of.
+        is_norm: it is a norm over features that are shared out.
     """
 
     experts: int
     cuts: tuple[tuple[str, int, tuple[int, ...]], ...]
     divided: tuple[str, ...] = ()
+    is_norm: bool = False
 
     @property
     def is_spread(self) -> bool:
         """Whether each rank has whole experts."""
-        return all(dim == 0 for _, dim, _ in self.cuts)
+        return not self.is_norm and all(dim == 0 for _, dim, _ in self.cuts)
 
     def slices(self, module: nn.Module, rank: int, size: int) -> dict[str, TensorSlice]:
         """What a rank has of each parameter that is split."""

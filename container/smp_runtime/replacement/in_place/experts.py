@@ -165,7 +165,9 @@ def _cuts(part: nn.Module, width: int, size: int, *, is_spread: bool, is_packed:
     inside = min((n for p in tables.values() for n in p.shape[1:] if n != width), default=width)
     for features in (inside, width) if inside == 2 * width else (inside,):
         divided = {
-            n for n, p in given.items() if p.dim() == 2 and p.shape[1] == width and (features != width or n in _late(given))
+            n
+            for n, p in given.items()
+            if p.dim() == 2 and p.shape[1] == width and (features != width or n in _late(given))
         }
         ways = [
             list(_cuts_of(name, parameter, width, features, size, is_packed=is_packed))

@@ -13,6 +13,7 @@ from smp_runtime.nn.planned.linear import PlannedLinear
 from smp_runtime.tensor_parallel import collectives
 from smp_runtime.tensor_parallel.block_entry import BlockEntry
 from smp_runtime.tensor_parallel.deferred import SlicedCalls
+from smp_runtime.tensor_parallel.norm_statistics import SharedStatistics
 from smp_runtime.tensor_parallel.partial_region import OwnExperts, PartialRegion
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Split:
         numbers: heads and features of one rank, as (path of the module, attribute, value); of a configuration that the module
             has, the attribute is ``config.num_heads``.
         regions: modules in which all gradients are partial: their first result is summed, by path.
-        tables: modules whose own parameters are those of many experts, by path.
+        tables: modules with parameters of which a rank has a part, by path: those of many experts, of heads, of norms.
         summed: parameters that each rank has whole and uses on its own features, by name, so that their gradients are summed.
         replicated: linear maps that stay whole, and whose results each rank uses in its own way.
         arguments: tensors of which the block takes this rank's slice.
@@ -100,10 +101,7 @@ def prepare(block: nn.Module, split: Split, group: TensorGroup) -> None:
         hooks = _OnOwnFeatures(parameter, group, is_summed=name in split.summed, is_divided=name in divided)
         hooks.watch(block.get_submodule(path))
     for path, tables in split.tables.items():
-        if tables.is_spread:
-            block.get_submodule(path).register_forward_pre_hook(
-                OwnExperts(group, tables.experts).enter, with_kwargs=True
-            )
+        _watch_tables(block.get_submodule(path), tables, group)
     for path in split.regions:
         PartialRegion(group).watch(block.get_submodule(path))
     for path in split.replicated:
@@ -112,6 +110,13 @@ def prepare(block: nn.Module, split: Split, group: TensorGroup) -> None:
         arguments = [part for part in split.arguments if part.module == path]
         results = [part for part in split.results if part.module == path]
         SlicedCalls(group, arguments, results).watch(block.get_submodule(path))
+
+
+def _watch_tables(part: nn.Module, tables: Tables, group: TensorGroup) -> None:
+    if tables.is_norm:
+        SharedStatistics(group).watch(part)
+    if tables.is_spread:
+        part.register_forward_pre_hook(OwnExperts(group, tables.experts).enter, with_kwargs=True)
 
 
 def number_of(block: nn.Module, path: str, attribute: str) -> Any:

@@ -30,13 +30,42 @@ _HEAD_SIZE = re.compile(r"head_?(dim|size)|d_kv$|dim_head|size_per_head")
 def variants(block: nn.Module, unit: Unit, size: int) -> Iterator[tuple[Unit, tuple[Number, ...], dict[str, Tables]]]:
     """What a unit may be over ``size`` ranks, the likelier first: as it is, by pieces, with keys repeated; each with numbers.
 
-    With numbers of heads also with the embeddings beside it that have a channel for each head, such as a relative bias.
+    With numbers of heads also with the embeddings beside it that have a channel for each head, such as a relative bias, and
+    with norms over the features of all heads.
     """
     for found, heads in _layouts(block, unit, size):
         for numbers in _numbers(block, found, size, heads):
-            yield found, numbers, {}
-            if tables := _tables_of_heads(block, unit, numbers, size):
+            for tables in _tables(block, [unit], numbers, size):
                 yield found, numbers, tables
+
+
+def _tables(
+    block: nn.Module, units: Sequence[Unit], numbers: tuple[Number, ...], size: int
+) -> Iterator[dict[str, Tables]]:
+    """Which modules beside some units may have parameters of which a rank has a part: none, embeddings, norms, both."""
+    heads, norms = {}, {}
+    for unit in units:
+        heads.update(_tables_of_heads(block, unit, numbers, size))
+        norms.update(_norms_of_features(block, unit, size))
+    yield {}
+    if heads:
+        yield heads
+    if norms:
+        yield {**heads, **norms}
+
+
+def _norms_of_features(block: nn.Module, unit: Unit, size: int) -> dict[str, Tables]:
+    """Norms over all features that are shared out, such as of queries of all heads."""
+    columns = {features_of(block.get_submodule(path))[how.columns] for path, how in unit.leaves.items()}
+    found = {}
+    for owner in sorted({path.rpartition(".")[0] for path in unit.leaves}):
+        for name, child in block.get_submodule(owner).named_children():
+            shapes = {tuple(parameter.shape) for parameter in child.parameters()}
+            if any(child.children()) or not any(shapes == {(features,)} for features in columns if not features % size):
+                continue
+            cuts = tuple((own, 0, ()) for own, _ in child.named_parameters())
+            found[f"{owner}.{name}".lstrip(".")] = Tables(1, cuts, is_norm=True)
+    return found
 
 
 def _tables_of_heads(block: nn.Module, unit: Unit, numbers: tuple[Number, ...], size: int) -> dict[str, Tables]:

@@ -1,0 +1,84 @@
+"""Norms over features that are shared out: what they compute over the last dim is over that of all ranks.
+
+A norm keeps its own forward pass. While it runs, means and variances over the last dim, and PyTorch's own norms, are those
+of all ranks' features: one number for each row and statistic crosses the ranks, forward and backward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from smp_runtime.tensor_parallel import collectives
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from smp_runtime.tensor_parallel.group import TensorGroup
+
+_MEANS = (torch.mean, torch.Tensor.mean)
+_VARIANCES = (torch.var, torch.Tensor.var)
+
+
+class SharedStatistics(TorchFunctionMode):
+    """Means and variances over the last dim are those of the features of all ranks."""
+
+    def __init__(self, group: TensorGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def watch(self, norm: nn.Module) -> None:
+        """Begin with the next call of ``norm``."""
+        norm.register_forward_pre_hook(lambda *_: self.__enter__() and None)
+        norm.register_forward_hook(lambda *_: self.__exit__(None, None, None), always_call=True)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.layer_norm, F.rms_norm):
+            return self._normed(func is F.layer_norm, *args, **kwargs)
+        if func in _MEANS and _is_over_last(*args, **kwargs):
+            return self._of_all(func(*args, **kwargs))
+        if func in _VARIANCES and _is_over_last(*args, **kwargs):
+            return self._variance(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _of_all(self, mean: torch.Tensor) -> torch.Tensor:
+        """The mean of the ranks' means, which each rank uses on its own features."""
+        return collectives.replicated(collectives.summed(mean / self._group.size, self._group), self._group)
+
+    def _variance(
+        self, x: torch.Tensor, dim: Any = -1, unbiased: bool = True, keepdim: bool = False, correction: Any = None
+    ) -> torch.Tensor:
+        mean = self._of_all(x.mean(-1, keepdim=True))
+        found = self._of_all((x - mean).square().mean(-1, keepdim=keepdim))
+        features = x.shape[-1] * self._group.size
+        return found * (features / (features - (int(unbiased) if correction is None else correction)))
+
+    def _normed(
+        self,
+        is_centred: bool,
+        x: torch.Tensor,
+        shape: Any,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        eps: float | None = None,
+    ) -> torch.Tensor:
+        # PyTorch's kernels compute in float32 at least.
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if is_centred:
+            wide = wide - self._of_all(wide.mean(-1, keepdim=True))
+        eps = (1e-5 if is_centred else torch.finfo(x.dtype).eps) if eps is None else eps
+        wide = wide * torch.rsqrt(self._of_all(wide.square().mean(-1, keepdim=True)) + eps)
+        wide = wide if weight is None else wide * weight
+        return (wide if bias is None else wide + bias).to(x.dtype)
+
+    def __deepcopy__(self, memo: Any) -> SharedStatistics:
+        return self
+
+
+def _is_over_last(x: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
+    dims = dim if isinstance(dim, tuple | list) else (dim,)
+    return len(dims) == 1 and dims[0] in (-1, x.dim() - 1)
