@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from smp_runtime.replacement.in_place.proof import Call
+from smp_runtime.tensors.nested import argument_tensors
 from smp_runtime.tensors.torch_private import without_modes
 
 #: What has as many rows as either, or as a multiple of the first, is told apart by it.
@@ -126,7 +127,9 @@ def _watch(parts: Mapping[str, nn.Module], found: dict[str, Call]) -> None:
 
     def before(path: str) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            begun[path] = Call(*_drawn((args, kwargs)))
+            # Where weights are frozen nothing requires gradients here, but blocks behind others may have to hand them on.
+            is_frozen = not any(tensor.requires_grad for tensor in argument_tensors((args, kwargs)))
+            begun[path] = Call(*_drawn((args, kwargs), is_frozen=is_frozen))
 
         return hook
 
@@ -143,19 +146,19 @@ def _watch(parts: Mapping[str, nn.Module], found: dict[str, Call]) -> None:
         part.register_forward_hook(behind(path))
 
 
-def _drawn(value: Any) -> Any:
+def _drawn(value: Any, *, is_frozen: bool) -> Any:
     """A structure of arguments with random activations; what is no activation stays."""
     if isinstance(value, torch.Tensor):
         # Activations of a model without memory are alike for all tokens; masks and positions are what they are.
         if value.is_floating_point() and value.dim() == 3 and value.shape[:2] == (BATCH, LENGTH):
-            return torch.randn(value.shape, dtype=torch.float64, requires_grad=True)
+            return torch.randn(value.shape, dtype=torch.float64, requires_grad=value.requires_grad or is_frozen)
         return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, dict):
-        return {key: _drawn(item) for key, item in value.items()}
+        return {key: _drawn(item, is_frozen=is_frozen) for key, item in value.items()}
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return tuple(_drawn(item) for item in value)
+        return tuple(_drawn(item, is_frozen=is_frozen) for item in value)
     if isinstance(value, list):
-        return [_drawn(item) for item in value]
+        return [_drawn(item, is_frozen=is_frozen) for item in value]
     return value
 
 
