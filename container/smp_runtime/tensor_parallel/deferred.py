@@ -160,7 +160,8 @@ class SlicedCalls:
         """PyTorch's hook."""
         given = {**dict(enumerate(args)), **kwargs}
         for part in self._arguments:
-            if part.is_whole(value := given.get(part.place)):
+            value = given.get(part.place)
+            if isinstance(value, torch.Tensor) and part.is_whole(value):
                 mine = part_of(value, self._group, part.dim)
                 given[part.place] = collectives.sliced(value, self._group, part.dim) if mine is None else mine
         return tuple(given[n] for n in range(len(args))), {name: given[name] for name in kwargs}

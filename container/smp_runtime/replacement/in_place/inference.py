@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -144,7 +145,7 @@ def single(block: nn.Module, paths: Sequence[str]) -> Iterator[Unit]:
 
     Small ones are not worth it: together at most one part in twelve of the block stays whole.
     """
-    sizes = {path: block.get_submodule(path).weight.numel() for path in paths}
+    sizes = {path: math.prod(features_of(block.get_submodule(path))) for path in paths}
     spare = sum(parameter.numel() for parameter in block.parameters()) // _WHOLE_SHARE
     for path in sorted(paths, key=sizes.__getitem__):
         spare -= sizes[path]

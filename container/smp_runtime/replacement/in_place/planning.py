@@ -236,7 +236,10 @@ def _joint_candidates(
     """All units at once, the likelier of those that overlap."""
     chosen: list[Unit] = []
     for unit in units:
-        if not any(unit.leaves.keys() & other.leaves.keys() for other in (beside, *chosen)):
+        if (
+            not any(unit.leaves.keys() & other.leaves.keys() for other in chosen)
+            and not unit.leaves.keys() & beside.leaves.keys()
+        ):
             chosen.append(unit)
     if any(is_divisible(block, unit, size) is not None for unit in chosen):
         return

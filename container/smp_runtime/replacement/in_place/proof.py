@@ -40,8 +40,11 @@ class Call:
     @property
     def signature(self) -> object:
         """Equal for calls with tensors of the same shapes in the same places."""
-        given = {**dict(enumerate(self.args)), **self.kwargs}
-        return tuple((place, getattr(value, "shape", type(value))) for place, value in given.items())
+        return tuple((place, getattr(value, "shape", type(value))) for place, value in self.given().items())
+
+    def given(self) -> dict[int | str, Any]:
+        """Arguments by position and keyword."""
+        return dict([*enumerate(self.args), *self.kwargs.items()])
 
 
 class _Meeting:
@@ -245,9 +248,8 @@ class Proof:
     def slices_of_arguments(self, numbers: Iterable[Number]) -> tuple[Part, ...]:
         """Arguments that have a slice for each of the heads that ``numbers`` reduce: a bias of attention scores."""
         heads = {number_of(self.block, path, name) for path, name, _ in numbers}
-        given = {**dict(enumerate(self._call.args)), **self._call.kwargs}
         found = []
-        for place, value in given.items():
+        for place, value in self._call.given().items():
             if isinstance(value, torch.Tensor) and value.dim() > 2:
                 dims = [dim for dim in (1, 0) if value.shape[dim] in heads]
                 found += [Part(place, dims[0], value.shape[dims[0]])] if dims else []
