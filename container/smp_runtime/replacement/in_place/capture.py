@@ -185,9 +185,8 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module | None:
     except Exception:
         return None
     for config in (vars(part).get("config") for part in copied.modules()):
-        if (
-            config is not None and getattr(config, "use_cache", None) is True
-        ):  # nobody trains with one, and it has what a block computes
+        # Nobody trains with a cache, and it has what a block computes.
+        if config is not None and getattr(config, "use_cache", None) is True:
             config.use_cache = False
     return copied
 
