@@ -244,9 +244,8 @@ def test_random_numbers():
 
 
 def test_memory_is_that_of_the_process():
-    parts = [
-        torch.ones(2**16, dtype=torch.uint8) for _ in range(2048)
-    ]  # small: the allocator keeps what is freed of them
+    # Small ones: the allocator keeps what is freed of them.
+    parts = [torch.ones(2**16, dtype=torch.uint8) for _ in range(2048)]
     last = torch.ones(2**16, dtype=torch.uint8)
     used = torch.cuda.memory_allocated()
     parts.clear()

@@ -250,6 +250,54 @@ def test_weights_that_hang_on_the_graph_of_parameters(ranks):
     assert {"student.weight_g", "student.weight_v"} <= set(state)
 
 
+def _placing(batches):
+    """Train a model whose forward puts tensors where its parameters are, wherever those lie; returns the losses."""
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            for part in (self.first, self.last):
+                x = part(x.to(part.weight.device, part.weight.dtype))
+                x = x + torch.arange(4, device=part.weight.device)
+            return x
+
+    torch.manual_seed(0)
+    net = Net()
+    if smp.pp_size() > 1:
+        for path, stage in {"first": 0, "last": 1, "": 1}.items():
+            smp.set_partition(net.get_submodule(path), stage)
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step
+    def train(x):
+        loss = model(x).pow(2).mean()
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        losses.append(float(train(batch).reduce_mean()))
+        optimizer.step()
+    assert smp.pp_size() == 1 or any(parameter.device.type == "meta" for parameter in model.module.parameters())
+    return losses
+
+
+def test_inputs_go_where_a_parameter_of_another_stage_is(ranks):
+    batches = list(torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(1)))
+    (expected,) = ranks(_placing, 1, batches, config={"microbatches": 2})
+    for losses in ranks(_placing, 2, batches, config={"partitions": 2, "microbatches": 2}):
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
 def _scripted(path):
     """A scripted layer on stage 0, in a pipeline or alone; its state is loaded later."""
     import torch

@@ -64,3 +64,31 @@ def test_what_a_recorded_segment_lasts_counts_the_work_of_the_gpu(records):
     settled = ["the GPU has done it"] if records else []
     assert done == [*settled, "second segment", *settled]
     assert [segment.action.part for segment in conductor.record] == ([0, 1] if records else [])
+
+
+def test_a_wait_that_planned_steps_do_not_have_leaves_the_segment_whole():
+    lock, ended, made = threading.RLock(), threading.Event(), threading.Event()
+    conductor = _conductor(lock, "cpu", ended)
+
+    def work(task: Task) -> None:
+        conductor.give(task, ("asked",))
+        conductor.wait(task, (("value",),), lambda event: made.is_set(), goes_on=True)
+        conductor.give(task, ("made",))
+
+    with lock:
+        conductor.reset(None)
+        conductor.add(Task(TaskKind.FORWARD, 0, (), "module", work), (("argument",),), lambda event: True)
+        conductor.poke()
+    while not conductor.waiting_tasks() or conductor.is_running:
+        assert not ended.wait(0.01)
+    made.set()
+    with lock:
+        conductor.arrived(("value",))
+        conductor.poke()
+    assert ended.wait(PATIENCE)
+    conductor.close()
+    (segment,) = conductor.record
+    assert segment.action.part == 0
+    assert segment.needs == (("argument",),)
+    (_, asked), (_, gave) = segment.gives
+    assert 0 <= asked <= gave <= segment.seconds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from support import own_blocks
@@ -9,6 +11,7 @@ from support.closeness import close
 from support.own_blocks import PLAN, Net, batches, loss
 from support.rank_training import training_step, updates
 from support.reference import train_alone
+from torch import nn
 
 SEQ, STEPS = 6, 4
 
@@ -77,6 +80,46 @@ def _check(results, alone, share):
 def test_what_nobody_planned_is_inferred(ranks, kind, prescaled, share):
     alone = train_alone(_net(kind), _optimizer, batches(0, STEPS), loss)
     _check(ranks(_train, 2, kind, config=_config(prescaled)), alone, share)
+
+
+class _Inside(Net):
+    """A model that a class is registered for, to be called in its own way."""
+
+
+class _Around(nn.Module):
+    """A model around it, with a plan for the blocks in it."""
+
+    _tp_plan: ClassVar[dict[str, str]] = {f"inside.{name}": style for name, style in PLAN.items()}
+
+    def __init__(self):
+        super().__init__()
+        self.inside = _Inside()
+
+    def forward(self, ids):
+        return self.inside(ids)
+
+
+def _around():
+    torch.manual_seed(0)
+    return _Around()
+
+
+def _train_around():
+    import smdistributed.modelparallel.torch as smp
+
+    smp.tp_register_with_module(_Inside, smp.nn.DistributedLinear, lambda: ((4, 4), {}))
+    net = _around()
+    smp.set_tensor_parallelism(net)
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(_optimizer(model.parameters()))
+    losses = list(updates(training_step(model, loss), optimizer, batches(0, STEPS)))
+    here = sum(parameter.numel() for parameter in model.parameters())
+    return losses, model.state_dict(), here, type(model.module.inside.layers[0]).__name__
+
+
+def test_a_plan_goes_before_a_class_for_a_model_inside(ranks):
+    alone = train_alone(_around(), _optimizer, batches(0, STEPS), loss)
+    _check(ranks(_train_around, 2, config=_config(True)), alone, share=0.6)
 
 
 def _wrong(plan):

@@ -266,3 +266,40 @@ def test_signatures_are_those_of_the_public_page():
         ours = inspect.signature(getattr(smp.nn, name)).parameters.values()
         found = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in ours]
         assert found[: len(documented)] == documented, name
+
+
+class Reading(nn.Module):
+    """A head that puts its table together from the embeddings and what lies beside them, as MobileBERT's does."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder, self.beside = nn.Linear(16, 11), nn.Linear(11, 8, bias=False)
+
+    def forward(self, x):
+        return x @ torch.cat([self.decoder.weight.t(), self.beside.weight]) + self.decoder.bias
+
+
+def _tables():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(11, 16), nn.Linear(16, 24), Reading())
+    net[2].decoder.weight = net[0].weight
+    return net
+
+
+def _with_tables():
+    from support.closeness import close
+
+    alone, net = _tables(), _tables()
+    smp.set_tensor_parallelism(net)
+    model, warnings = heard(lambda: smp.DistributedModel(net))
+    ids = torch.arange(10).view(2, 5)
+    close(model(ids), alone(ids))
+    return type(net[1]).__name__, type(net[2].beside).__name__, warnings
+
+
+def test_a_linear_map_whose_weight_others_use_stays_whole(ranks):
+    for number, (called, read, warnings) in enumerate(ranks(_with_tables, 2, config=CONFIG)):
+        assert (called, read) == ("DistributedLinear", "Linear")
+        assert sum("2.beside (Linear) is not distributed: its weight is used by the code" in w for w in warnings) == (
+            number == 0
+        )

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,12 +16,15 @@ from smp_runtime.comm.collectives import broadcast_tensors
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job.module_manager import ModuleManager
 from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError, parameters_in
+from smp_runtime.nn.embedding import DistributedEmbedding
+from smp_runtime.nn.linear import DistributedConv1D, DistributedLinear
 from smp_runtime.parameters.deferred_creation import Deferral, Deferrals
 from smp_runtime.parameters.registry import Successors
 from smp_runtime.pipeline.partition.manual_stages import hand_on_stage
 from smp_runtime.replacement import builtin
 from smp_runtime.replacement.candidates import Candidate, is_taken, outermost, wanted
 from smp_runtime.replacement.in_place.blocks import parameter_uses
+from smp_runtime.replacement.in_place.capture import used_by_others
 from smp_runtime.replacement.in_place.planning import splits
 from smp_runtime.replacement.in_place.splitting import adapt, require_all
 from smp_runtime.replacement.in_place.vocabulary import vocabulary_ties
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp")
 
+_BY_THEMSELVES = (DistributedLinear, DistributedConv1D, DistributedEmbedding)
+
 
 def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
     """``module`` with the outermost supported modules that scripts marked replaced; all ranks of the group call it.
@@ -59,7 +64,7 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
     if not candidates:
         _warn_if_useless(module, group)
         return module
-    uses, paths = parameter_uses(module), _paths(module)
+    uses, paths, read = parameter_uses(module), _paths(module), _read_by_others(module, candidates, group)
     made: dict[int, nn.Module] = {}
     seen: set[int] = set()
     # What is created late is replaced among what was recorded then: its distributed form gets values when it would.
@@ -78,6 +83,11 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
                     why = "it shares a weight with another module; tie them inside one distributed module"
                     _left_alone(candidate.title, why, group)
                     continue
+                if candidate.name in read:
+                    _left_alone(
+                        candidate.title, "its weight is used by the code around it too, not only by its own", group
+                    )
+                    continue
                 replacement = _try(candidate, automatic, group)
                 if replacement is not None:
                     made[id(original)] = replacement
@@ -89,6 +99,18 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
         adapt(block, split, group)
     _warn_if_useless(module, group)
     return module
+
+
+def _read_by_others(model: nn.Module, candidates: Iterable[Candidate], group: TensorGroup) -> set[str]:
+    """Of linear maps and embeddings that are distributed by themselves, those whose whole weight something else needs."""
+    names = [candidate.name for candidate in candidates if candidate.how.dist_module in _BY_THEMSELVES]
+    if group.size == 1 or not names:
+        return set()
+    found: set[str] = set()
+    if group.rank == 0:
+        with contextlib.suppress(Exception):  # the other ranks wait for a decision
+            found = used_by_others(model, names)
+    return group.agree(found)
 
 
 def _warn_if_useless(module: nn.Module, group: TensorGroup) -> None:

@@ -56,11 +56,12 @@ class Completion:
         """A stage tells that a request of this one is done."""
         context = self._context
         with context.lock:
-            task = context.opened.pop((done.kind, done.microbatch, done.path), None)
+            task = context.done(done.kind, done.microbatch, done.path)
             if task is None:
                 return
             task.open -= 1
             self._complete(task)
+            context.conductor.poke()
             if task.kind is TaskKind.BACKWARD or not context.conductor.is_running:
                 self._messenger.tell_now()
 

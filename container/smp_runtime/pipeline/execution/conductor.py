@@ -112,8 +112,13 @@ class Conductor:
         """The task that runs on the calling thread."""
         return getattr(self._local, "task", None)
 
-    def wait(self, task: Task, events: Iterable[Event], is_there: Callable[[Event], bool]) -> None:
+    def wait(
+        self, task: Task, events: Iterable[Event], is_there: Callable[[Event], bool], *, goes_on: bool = False
+    ) -> None:
         """End the running segment of ``task``; returns when ``events`` have come and it has the baton again.
+
+        Args:
+            goes_on: its segment goes on afterwards, as if it had not waited: planned steps do not wait here.
 
         Raises:
             Abandoned: the step has failed meanwhile.
@@ -123,11 +128,18 @@ class Conductor:
         with self._lock:
             if self.is_aborted:
                 raise Abandoned
-            self._end_segment(task)
+            if goes_on:
+                self._pause_segment(task)
+            else:
+                self._end_segment(task)
             if task.random is not None:
                 task.random.capture()
-            task.part += 1
+            needs = task.needs
             self._enqueue(task, events, is_there)
+            if goes_on:
+                task.needs = needs
+            else:
+                task.part += 1
             if (order := self.order) is not None and task.part >= order.parts.get(task.key, 0):
                 self._diverged(f"{task} waits once more than it did")
             self._running = None
@@ -165,7 +177,7 @@ class Conductor:
     def give(self, task: Task, event: Event) -> None:
         """Note that the running segment has made ``event`` available."""
         if self.records:
-            task.gives.append((event, time.perf_counter() - task.began))
+            task.gives.append((event, task.spent + time.perf_counter() - task.began))
 
     def reset(self, order: Sequence[Action] | None, *, records: bool = True) -> None:
         """Begin a step, in a planned order if there is one."""
@@ -222,13 +234,22 @@ class Conductor:
         self.last_progress = now
         if self.records:
             self.record.append(
-                Segment(task.action, self._stage, now - task.began, task.phase, task.needs, tuple(task.gives))
+                Segment(
+                    task.action, self._stage, task.spent + now - task.began, task.phase, task.needs, tuple(task.gives)
+                )
             )
             task.gives = []
+        task.spent = 0.0
         if self._watch is not None:
             self._watch.segment_ended(task, task.began, now)
         if self._attributes is not None:
             self._attributes.segment_ended()
+
+    def _pause_segment(self, task: Task) -> None:
+        self.last_progress = now = time.perf_counter()
+        task.spent += now - task.began
+        if self._watch is not None:
+            self._watch.segment_ended(task, task.began, now)
 
     def _choose(self) -> Task | None:
         if self.order is not None:
@@ -252,7 +273,7 @@ class Conductor:
         return *self._policy.urgency(task.phase, task.microbatch), task.kind is not TaskKind.STEP, task.path
 
     def _may_begin(self, task: Task) -> bool:
-        return task.kind is not TaskKind.STEP or task.part > 0 or self._is_admitted(task)
+        return task.kind is not TaskKind.STEP or task.has_thread or self._is_admitted(task)
 
     def _hand_over(self) -> None:
         """Choose who runs next and wake it; on return ``_running`` is that task or None."""

@@ -69,6 +69,11 @@ class PlanStore:
         self._orders: dict[Hashable, tuple[Action, ...]] = {}
         self._changes_buffers: dict[Hashable, bool] = {}
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other pipelines must run their work in the same order."""
+        return self._share is not None
+
     def of(self, kind: StepKind | None) -> KindPlan:
         """On the root stage: what is known of a kind; None is one whose steps differ, and are never planned."""
         if kind is None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from smp_runtime.module_state.absent_tensors import appearing_on
 from smp_runtime.module_state.attributes import Attributes
 from smp_runtime.pipeline.execution.completion import Completion
 from smp_runtime.pipeline.execution.conductor import Conductor
@@ -213,7 +214,9 @@ class Pipeline:
         """
         script_state, other_generators = RandomState.of_now(self.context.device), OtherGenerators()
         try:
-            results = self._root.run(kind, microbatches, call) if self.is_root else self._serve(call)
+            # Forward passes put their inputs where a parameter is, which may be one of another stage.
+            with appearing_on(self.context.device):
+                results = self._root.run(kind, microbatches, call) if self.is_root else self._serve(call)
             self._running_step.went_well()
             self.transport.prune()
         except BaseException as error:

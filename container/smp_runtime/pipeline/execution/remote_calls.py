@@ -164,6 +164,8 @@ class RemoteCall:
             return outcome, list(reply.slots), reply
         if learned.outcome is None:
             raise AssertionError("a known result without its outcome")
+        if context.in_turn:
+            context.wait_until_done(task, kind, self._path)
         return learned.outcome, self._slots_of(learned.outcome, arguments), None
 
     def _argument_slots(self) -> tuple[list[Slot], dict[Name, torch.Tensor]]:

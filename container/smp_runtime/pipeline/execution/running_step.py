@@ -147,6 +147,7 @@ class RunningStep:
             order = self._plans.order(begin)
             context.conductor.reset(order, records=begin.is_recorded)
             self.microbatches.active = 1 if begin.is_serial else self._active
+            context.in_turn = begin.is_serial and self._plans.is_shared
             self._buffers = context.buffer_versions()
             self._children = {} if begin.replays else context.children()
             context.attributes.begin(looks=begin.is_recorded, alone=begin.is_serial)

@@ -40,6 +40,9 @@ class StageContext:
     attributes: Attributes  # of this stage's modules
     replica: int = 0  # data parallel rank, part of every task's seed
     predicts: bool = True  # whether calls whose result is known in advance return without waiting for it
+    #: Whether in this step a request is done before its caller goes on. While no order is planned, pipelines that must agree on one
+    #: agree only if there is never a choice: what runs next would depend on what has arrived, on each of them.
+    in_turn: bool = False
     watch: Watch | None = None
     make_group: Callable[[GroupCall], nn.Module] | None = None  # makes a module of those that a :class:`GroupCall` runs
     seed: int = 0  # of the step
@@ -148,6 +151,21 @@ class StageContext:
         self.conductor.wait(task, (event,), self.is_there)
         with self.lock:
             return self.replies.pop(event)
+
+    def wait_until_done(self, task: Task, kind: str, path: Path) -> None:
+        """Let a request run that was posted, and all that it asks for, although its result is known."""
+        self.conductor.wait(
+            task,
+            (("d", kind, task.microbatch, path),),
+            lambda event: event[1:] not in self.opened,
+            goes_on=True,
+        )
+
+    def done(self, kind: str, microbatch: int, path: Path) -> Task | None:
+        """With the lock held: a request is done; returns the task that has posted it."""
+        task = self.opened.pop((kind, microbatch, path), None)
+        self.conductor.arrived(("d", kind, microbatch, path))
+        return task
 
 
 def current_modes() -> Modes:

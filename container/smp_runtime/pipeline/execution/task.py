@@ -65,6 +65,8 @@ class Task:
         self.needs: tuple[Event, ...] = ()
         self.gives: list[tuple[Event, float]] = []
         self.began = 0.0
+        #: Seconds of the running segment before its last pause.
+        self.spent = 0.0
         self.has_thread = False
         #: Held while it is not the task's turn: a bare lock wakes a thread much faster than an event.
         self.turn = threading.Lock()

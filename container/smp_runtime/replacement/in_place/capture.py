@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.replacement.in_place.proof import Call
 from smp_runtime.tensors.nested import argument_tensors
 from smp_runtime.tensors.torch_private import without_modes
@@ -85,12 +86,23 @@ class _OtherUses(TorchFunctionMode):
 
 def calls_by_themselves(model: nn.Module, paths: Sequence[str]) -> dict[str, list[torch.Size]]:
     """Shapes that embeddings and heads are called with, without those whose weight is used by others too, or that nobody calls."""
+    shapes, used = _shapes_and_uses(model, paths)
+    return {path: found for path, found in shapes.items() if path not in used}
+
+
+def used_by_others(model: nn.Module, paths: Sequence[str]) -> set[str]:
+    """Those of the modules at ``paths`` whose weight is used by others than themselves, as far as the model runs."""
+    return _shapes_and_uses(model, paths)[1]
+
+
+def _shapes_and_uses(model: nn.Module, paths: Sequence[str]) -> tuple[dict[str, list[torch.Size]], set[str]]:
+    """What modules are called with, nothing if the model cannot be run; and which of their weights others use."""
     shapes: dict[str, list[torch.Size]] = {}
     with without_modes(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         copied = _without_memory(model)
         if copied is None:
-            return {}
+            return {}, set()
         owners: dict[int, tuple[str, ...]] = {}
         for path in paths:
             for weight in (copied.get_submodule(path).weight, model.get_submodule(path).weight):
@@ -117,8 +129,8 @@ def calls_by_themselves(model: nn.Module, paths: Sequence[str]) -> dict[str, lis
             except Exception:
                 uses.running.clear()
                 continue
-            return {path: found for path, found in shapes.items() if path not in uses.found}
-    return {}
+            return shapes, uses.found
+    return {}, uses.found
 
 
 def _watch(parts: Mapping[str, nn.Module], found: dict[str, Call]) -> None:
@@ -163,7 +175,9 @@ def _drawn(value: Any, *, is_frozen: bool) -> Any:
 
 
 def _without_memory(model: nn.Module) -> nn.Module | None:
-    """A copy whose parameters are one random row each, expanded."""
+    """A copy whose parameters are one random row each, expanded; None if it cannot be had, or cannot run on one rank alone."""
+    if any(isinstance(part, DistributedModule) for part in model.modules()):
+        return None
     memo: dict[int, Any] = {}
     for part in model.modules():
         for parameter in part._parameters.values():
