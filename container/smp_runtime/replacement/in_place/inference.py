@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: Of a block, one part in so many may stay whole where splitting it would cost a collective of its own.
 _WHOLE_SHARE = 12
+#: A map before others is narrow where these have as many times its elements.
+_NARROW = 4
 
 
 @dataclass(frozen=True)
@@ -140,12 +142,28 @@ def _alike(block: nn.Module, columns: Mapping[str, bool]) -> Iterator[dict[str, 
                 }
 
 
+def narrow(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]], split: Container[str]) -> set[str]:
+    """Maps that those which are split get something of, and that are small beside them: they had better stay whole."""
+    sources = _sources(block, seen)
+    found: set[str] = set()
+    for _, calls in itertools.groupby((path for path, _ in seen), lambda path: path.rpartition(".")[0]):
+        names = set(calls)
+        inside = sum(_size(block, path) for path in names if path in split)
+        before = set().union(*(sources.get(path, set()) for path in names if path in split))
+        found |= {path for path in before if path not in split and _size(block, path) * _NARROW <= inside}
+    return found
+
+
+def _size(block: nn.Module, path: str) -> int:
+    return math.prod(features_of(block.get_submodule(path)))
+
+
 def single(block: nn.Module, paths: Sequence[str]) -> Iterator[Unit]:
     """Linear maps that are in no unit, each split by itself with its output gathered: all, those of each module, or each.
 
     Small ones are not worth it: together at most one part in twelve of the block stays whole.
     """
-    sizes = {path: math.prod(features_of(block.get_submodule(path))) for path in paths}
+    sizes = {path: _size(block, path) for path in paths}
     spare = sum(parameter.numel() for parameter in block.parameters()) // _WHOLE_SHARE
     for path in sorted(paths, key=sizes.__getitem__):
         spare -= sizes[path]

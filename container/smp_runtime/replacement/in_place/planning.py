@@ -15,7 +15,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.replacement.in_place.blocks import Block, blocks_of, shared_with_others
 from smp_runtime.replacement.in_place.capture import BATCH, calls_of
 from smp_runtime.replacement.in_place.experts import expert_splits
-from smp_runtime.replacement.in_place.inference import Unit, inferred_units, single
+from smp_runtime.replacement.in_place.inference import Unit, inferred_units, narrow, single
 from smp_runtime.replacement.in_place.proof import Call, NotEqualError, Proof
 from smp_runtime.replacement.in_place.splitting import Number, Split
 from smp_runtime.replacement.in_place.twins import with_twins
@@ -158,7 +158,8 @@ def _choice(blocks: list[Block], call: Call | None, group: TensorGroup) -> _Choi
         if failed and first.is_scripts:
             return replace(_Choice.of(blocks, split, None, [], group.size), error=wrong_plan(first, failed, group.size))
         if not first.is_scripts:
-            left = [path for path in dict(proof.seen) if path not in split.leaves and first.is_marked(path)]
+            whole = {*split.leaves, *narrow(proof.block, proof.seen, split.leaves)}
+            left = [path for path in dict(proof.seen) if path not in whole and first.is_marked(path)]
             split, _ = _grown(proof, first.module, split, list(single(first.module, left)), group.size)
         if not first.is_scripts:
             split = with_twins(proof, split, group.size)
