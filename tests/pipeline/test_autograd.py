@@ -247,3 +247,76 @@ def _error(case):
     except Exception as error:
         return str(error)
     return "none"
+
+
+def _reversible(batches):
+    """Train a model whose layers run in an autograd function, and once more in its backward; returns the losses."""
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, layers):
+            ctx.layers, ctx.x = layers, x.detach()
+            for layer in layers:
+                x = layer(x)
+            return x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            with torch.enable_grad():
+                x = y = ctx.x.requires_grad_()
+                for layer in ctx.layers:
+                    y = layer.again(y)
+            y.backward(gradient)
+            return x.grad, None
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.scale = nn.Linear(8, 8), None
+
+        def forward(self, x):
+            self.scale = float(x.abs().mean())  # its backward looks at what its forward has left
+            return self.again(x)
+
+        def again(self, x):
+            return torch.tanh(self.linear(x)) * self.scale
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+        def forward(self, x):
+            return Again.apply(x, self.layers)
+
+    torch.manual_seed(0)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(8, 8), Chain(), nn.Linear(8, 8)))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step
+    def train(x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        losses.append(float(train(batch).reduce_mean()))
+        optimizer.step()
+    if smp.pp_size() == 1:
+        return losses, set()
+    stage_of = model.pipeline.context.stage_of
+    return losses, {stage_of(path) for path in ("1", "1.layers.0.linear", "1.layers.3")}
+
+
+def test_layers_that_an_autograd_function_runs_again_stay_together(ranks):
+    batches = list(torch.randn(4, 4, 8, generator=torch.Generator().manual_seed(1)))
+    (alone, _), *_ = ranks(_reversible, 1, batches, config={"microbatches": 2})
+    for losses, stages in ranks(_reversible, 2, batches, config={"partitions": 2, "microbatches": 2}):
+        assert losses == pytest.approx(alone, rel=1e-5)
+        assert len(stages) == 1

@@ -407,3 +407,27 @@ def test_transformers_with_values_and_without(kind):
     assert set(on_meta.nodes()) == set(found.nodes())
     work = [sum(node.flops for node in t.root.walk()) for t in (found, on_meta)]
     assert work[1] == pytest.approx(work[0], rel=0.25)  # attention on the meta device is made of plain operations
+
+
+def test_what_an_autograd_function_calls_is_bound_to_its_caller_but_a_checkpoint_s_region_is_not():
+    class Run(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, part):
+            return part(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient, None
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inside, self.region = (nn.Sequential(nn.Linear(4, 4)) for _ in range(3))
+
+        def forward(self, x):
+            x = Run.apply(self.first(x), self.inside)
+            return checkpoint(self.region, x, use_reentrant=True)
+
+    model = nn.Sequential(Net(), nn.Linear(4, 4))
+    found = trace(model, lambda: model(torch.ones(2, 4)), device="cpu")
+    assert together_with_reasons(found) == [(("0.inside", "0", "0.inside.0"), "function Run of 0")]

@@ -220,6 +220,7 @@ def _decided(
         _warn_of_idle(assignment, seen, how)
     assignment.attributes = list(seen.attributes)
     _tell_bound(seen)
+    _tell_called_in_functions(seen)
     if parameters.partition_file:
         files = assignment.save(parameters.partition_file)
         logger.info("the partition is written to %s", " and ".join(map(str, files)))
@@ -238,6 +239,20 @@ def _tell_bound(seen: Trace) -> None:
             shown,
             f" and {len(paths) - 4} more" if len(paths) > 4 else "",
             uses[0].parameter,
+        )
+
+
+def _tell_called_in_functions(seen: Trace) -> None:
+    """Modules that an autograd function calls may be most of a model, and then one stage has most of the work."""
+    inside = {use.parameter: use.user for use in seen.foreign_uses if use.kind == "function"}
+    for name, user in inside.items():
+        count = sum(use.parameter == name and use.kind == "function" for use in seen.foreign_uses)
+        logger.warning(
+            "%s and %d modules in it are on one stage, since the autograd function %s calls them and may call them again in its "
+            "backward, as reversible layers do; stages are the more alike the less lies there",
+            repr(user) if user else "the model itself",
+            count,
+            name.partition(" ")[0],
         )
 
 

@@ -85,14 +85,14 @@ class Flow:
 
 @dataclass(frozen=True)
 class ForeignUse:
-    """A module computes with a parameter that another one holds, or with a buffer or attribute that changes there."""
+    """A module uses what another one holds: a parameter, a buffer or attribute that changes there, or itself, as ``kind`` says."""
 
     user: str  # its path
     holder: str  # the other one's
     parameter: str  # its full name; of a buffer or attribute, too
-    kind: str = (
-        "parameter"  # ``parameter``, ``buffer``, ``attribute``, or ``module`` where that is put there by every call
-    )
+    #: ``parameter``, ``buffer``, ``attribute``, ``module`` where that is put there by every call, or ``function`` for an autograd
+    #: function that calls the holder.
+    kind: str = "parameter"
 
 
 @dataclass

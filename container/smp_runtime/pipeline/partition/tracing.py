@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import time
 from collections import defaultdict
@@ -17,8 +18,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from smp_runtime.errors import SMPUserError
@@ -246,6 +249,11 @@ class _Recorder(_Calls):
         tensors = tensors_in(inputs)
         node.input_bytes = max(node.input_bytes, total_bytes(tensors))
         self._exposed.update(id(tensor) for tensor in tensors if id(tensor) in self.tree.buffers)
+        if (function := _function_around()) is not None:
+            user = self.frames[-2].path
+            name = f"{function} of {user or 'the model'}"
+            # Its backward may call the module again, past the calls that reach other stages.
+            self.foreign.update(dict.fromkeys(ForeignUse(user, n.path, name, "function") for n in node.walk()))
 
     def left(self, node: ModuleNode, output: Any) -> None:
         tensors = tensors_in(output)
@@ -340,6 +348,21 @@ class _Recorder(_Calls):
             called = f"{node.path}.{name}" if node.path else name
             for user in self._accesses.get((id(module), name), ()):
                 self.foreign[ForeignUse(user, node.path, called, kind)] = None
+
+
+def _function_around() -> str | None:
+    """Which autograd function of the model's calls the module that is being entered, in its forward; not PyTorch's checkpoints."""
+    frame, calls = inspect.currentframe(), 0
+    while frame is not None and calls < 2:  # the second is the call of the module around
+        code = frame.f_code
+        calls += frame.f_globals is globals() and code.co_name == "_call"
+        if code.co_name == "forward" and code.co_argcount:
+            context: Any = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(context, FunctionCtx):
+                name = type(context).__name__.removesuffix("Backward")
+                return None if name == CheckpointFunction.__name__ else name
+        frame = frame.f_back
+    return None
 
 
 class _Operations(TorchDispatchMode):
