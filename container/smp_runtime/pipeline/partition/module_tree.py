@@ -85,7 +85,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class ForeignUse:
-    """A module uses a parameter that another one holds, or a buffer or attribute that changes there, or calls it as ``kind`` says."""
+    """A module uses what another one holds: a parameter, a buffer or attribute that changes there, or itself, as ``kind`` says."""
 
     user: str  # its path
     holder: str  # the other one's
