@@ -52,17 +52,22 @@ class Block:
 def blocks_of(model: nn.Module, is_taken: Callable[[nn.Module], bool]) -> Iterator[Block]:
     """The blocks of the outermost modules that have a plan, and those that one may be inferred for."""
     pending = [("", model)]
+    planned: set[int] = set()
     while pending:
         path, module = pending.pop(0)
         mark = mark_of(module)
-        if isinstance(module, DistributedModule) or (mark.enabled and is_taken(module)):
+        if isinstance(module, DistributedModule) or id(module) in planned or (mark.enabled and is_taken(module)):
             continue
         found = list(_blocks_of_plan(path, module, mark)) if mark.enabled else []
-        if found:
-            yield from found
-        elif mark.enabled and mark.plan is None and _may_be_inferred(module, is_taken):
+        found = [block for block in found if id(block.module) not in planned]
+        planned |= {id(block.module) for block in found}
+        yield from found
+        if found and mark.plan is not None:
+            continue  # the script has said all
+        is_open = mark.enabled and mark.plan is None and not any(id(part) in planned for part in module.modules())
+        if is_open and _may_be_inferred(module, is_taken):
             yield Block(path, module)
-        else:
+        else:  # a model's plan may leave out what is beside its language part
             pending += [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
 
 
