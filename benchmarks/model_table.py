@@ -82,6 +82,9 @@ def _of_version(matrix: Matrix, major: str) -> Iterator[str]:
     for mode, equal, count in matrix.counts(major):
         if count:
             yield f"| {mode} | {equal} of {count} ({equal / count:.1%}) |"
+    for what, good, count in matrix.split_well(major):
+        if count:
+            yield f"| {what} | {good} of {count} ({good / count:.1%}) |"
     yield ""
     yield f"| family | kind | {' | '.join(MODES)} |"
     yield f"|---|---|{'---|' * len(MODES)}"

@@ -61,4 +61,5 @@ def _table(families: list[FamilyOutcomes], major: str, title: str) -> Table:
 
 def _summary(matrix: Matrix, major: str) -> str:
     counts = [f"{mode} {equal} of {count}" for mode, equal, count in matrix.counts(major) if count]
-    return f"equal to one process, of those that it trains: {', '.join(counts)}"
+    split = [f"{what}: {good} of {count}" for what, good, count in matrix.split_well(major) if count]
+    return "\n".join((f"equal to one process, of those that it trains: {', '.join(counts)}", *split))

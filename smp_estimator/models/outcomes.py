@@ -11,6 +11,12 @@ from typing import Any
 #: Modes in the order in which they are shown.
 MODES = ("pp 2", "sdp 2", "tp 2", "tp 2 × pp 2")
 ALONE = "one process"
+_TP = "tp 2"
+
+#: Of the matrices, what a rank of two should be spared; half would be all.
+LEAST_SPLIT = 0.4
+#: Bytes of a layer, divided by those of Megatron's, that count as the same.
+MOST_TRAFFIC = 1.02
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,22 @@ class Matrix:
         for mode in MODES:
             found = [of[mode] for of in trained if mode in of]
             yield mode, sum(outcome.is_equal for outcome in found), len(found)
+
+    def split_well(self, major: str) -> Iterator[tuple[str, int, int]]:
+        """Of those that are equal at tp 2, how many spare a rank enough, and send no more than Megatron's layer."""
+        found = [family.majors[major][_TP] for family in self.families if _TP in family.majors.get(major, {})]
+        spared = [outcome.split for outcome in found if outcome.is_equal and outcome.split is not None]
+        traffic = [outcome.traffic for outcome in found if outcome.is_equal and outcome.traffic is not None]
+        yield (
+            f"at {_TP}, a rank is spared {LEAST_SPLIT} of the matrices or more",
+            sum(s >= LEAST_SPLIT for s in spared),
+            len(spared),
+        )
+        yield (
+            f"at {_TP}, bytes ÷ Megatron's are {MOST_TRAFFIC} or less",
+            sum(t <= MOST_TRAFFIC for t in traffic),
+            len(traffic),
+        )
 
 
 def read_matrix() -> Matrix:

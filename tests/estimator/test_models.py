@@ -34,6 +34,7 @@ def test_the_matrix_is_read():
     assert [family.model_type for family in matrix.matching(["LLA"])] == ["llama"]
     assert [family.model_type for family in matrix.matching(["causal"])] == ["llama", "odd"]
     assert next(matrix.counts("4")) == ("pp 2", 1, 2)
+    assert [(good, count) for _, good, count in matrix.split_well("4")] == [(1, 1), (1, 1)]
     assert [family.trains_alone("4") for family in matrix.families] == [True, True, False]
     assert [cell(matrix.families[0].majors["4"].get(mode)) for mode in ("pp 2", "sdp 2", "tp 2")] == [
         "equal",
@@ -58,6 +59,7 @@ def test_all_is_shown_with_the_numbers():
     status, text = _said()
     assert status == 0
     assert "equal to one process, of those that it trains: pp 2" in text
+    assert "at tp 2, a rank is spared 0.4 of the matrices or more: " in text
 
 
 def test_an_unknown_family_is_an_error():
