@@ -17,6 +17,7 @@ from support.rank_training import training_step, updates
 from support.reference import train_alone
 
 STEPS = 4
+_IDS = torch.arange(12).view(2, 6)
 
 
 def _optimizer(parameters):
@@ -44,13 +45,20 @@ def _train(kind):
     optimizer = smp.DistributedOptimizer(_optimizer(model.parameters()))
     losses = list(updates(training_step(model, _loss(kind)), optimizer, batches(0, STEPS)))
     here = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    return losses, model.state_dict(), here
+    state = model.state_dict()
+    with torch.no_grad():
+        copied = _flat(model.cpu().eval()(_IDS)) if smp.pp_size() == 1 else None
+    return losses, state, here, copied
+
+
+def _flat(results):
+    return results if isinstance(results, torch.Tensor) else torch.cat([result.flatten() for result in results])
 
 
 @pytest.mark.parametrize(
     ("kind", "world", "config"),
     [
-        ("biased", 2, {"prescaled_batch": True}),
+        pytest.param("biased", 2, {"prescaled_batch": True}, marks=pytest.mark.full),
         ("biased", 2, {"prescaled_batch": False}),
         ("biased", 4, {"prescaled_batch": True, "pipeline_parallel_degree": 2, "microbatches": 2}),
         pytest.param("latent", 2, {"prescaled_batch": True}, marks=pytest.mark.full),
@@ -63,10 +71,14 @@ def test_training_is_that_of_one_process(ranks, kind, world, config):
     alone = train_alone(_net(kind), _optimizer, batches(0, STEPS), _loss(kind))
     whole = {name: parameter.numel() for name, parameter in alone.model.named_parameters()}
     config = {"tensor_parallel_degree": 2, "ddp": True, **config}
-    for losses, state, here in ranks(_train, world, kind, config=config):
+    with torch.no_grad():
+        expected = _flat(alone.model.eval()(_IDS))
+    for losses, state, here, copied in ranks(_train, world, kind, config=config):
         assert losses == pytest.approx(alone.losses, abs=1e-5)
         for name, value in alone.model.state_dict().items():
             close(state[name], value, name)
+        if copied is not None:
+            close(copied, expected, "a whole copy's results")
         split = {name for name, count in here.items() if count < whole[name]}
         attention = "layers.0.attention"
         wanted = {
