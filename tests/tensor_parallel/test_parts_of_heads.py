@@ -48,7 +48,11 @@ def _train(kind):
     state = model.state_dict()
     with torch.no_grad():
         copied = _flat(model.cpu().eval()(_IDS)) if smp.pp_size() == 1 else None
-    return losses, state, here, copied
+    parts = model.module.named_modules()
+    joined = [
+        name for name, part in parts if "attention" in name and getattr(getattr(part, "split", None), "joins", False)
+    ]
+    return losses, state, here, copied, joined
 
 
 def _flat(results):
@@ -73,12 +77,13 @@ def test_training_is_that_of_one_process(ranks, kind, world, config):
     config = {"tensor_parallel_degree": 2, "ddp": True, **config}
     with torch.no_grad():
         expected = _flat(alone.model.eval()(_IDS))
-    for losses, state, here, copied in ranks(_train, world, kind, config=config):
+    for losses, state, here, copied, joined in ranks(_train, world, kind, config=config):
         assert losses == pytest.approx(alone.losses, abs=1e-5)
         for name, value in alone.model.state_dict().items():
             close(state[name], value, name)
         if copied is not None:
             close(copied, expected, "a whole copy's results")
+        assert not joined  # its maps are pairs
         split = {name for name, count in here.items() if count < whole[name]}
         attention = "layers.0.attention"
         wanted = {
