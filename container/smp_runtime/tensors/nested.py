@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp_runtime.tensors.later import LaterTensor
 from smp_runtime.tensors.torch_private import storage_key, tree_map
 
 #: Containers and the attributes of objects are followed this deep in search of tensors.
@@ -58,6 +59,8 @@ def argument_tensors(value: Any) -> list[torch.Tensor]:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """A number for the memory that a tensor lies in, the same for all its views."""
+    if isinstance(tensor, LaterTensor):  # it has none yet
+        return id(tensor)
     try:
         return storage_key(tensor)
     except (NotImplementedError, RuntimeError):  # sparse and wrapper tensors have none
