@@ -13,6 +13,7 @@ from support.own_blocks import PLAN, Net
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
+from smp_runtime.replacement.in_place import planning
 from smp_runtime.replacement.in_place.inference import single
 from smp_runtime.replacement.in_place.planning import splits
 from smp_runtime.replacement.in_place.proof import Call, NotEqualError, Proof
@@ -56,6 +57,15 @@ def test_the_log_says_what_was_chosen_and_why():
     assert "numbers of a rank: attention.n_head, attention.width; equal" in numbers
     (odd,) = _found(_marked("Turned"))[1]
     assert "(attention.projection, attention.o are split one by one: " in odd
+
+
+def test_what_takes_too_long_to_try_out_is_split_one_by_one(monkeypatch):
+    monkeypatch.setattr(planning, "LONGEST", -1.0)
+    found, (line,) = _found(_marked("Numbered"))
+    assert not found["layers.0"].numbers
+    assert not found["layers.0"].leaves["mlp.up"].joins  # the first that was tried
+    assert "attention.projection, attention.o are split one by one" in line
+    assert "; no more was tried after -1 s" in line
 
 
 def test_packed_maps_are_split_by_their_pieces():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from smp_runtime.tensor_parallel.group import TensorGroup
 
 logger = logging.getLogger("smp")
+
+#: Seconds after which no more ways of splitting a block's pairs are tried; likewise of its single maps.
+LONGEST = 120.0
 
 
 @dataclass(frozen=True)
@@ -212,7 +217,8 @@ def _grown(
     proof: Proof, block: nn.Module, split: Split, units: Sequence[Unit], size: int
 ) -> tuple[Split, list[tuple[Unit, str]]]:
     """A split with all units, else with those that are right beside what it has; and why the others are not."""
-    for candidate in _joint_candidates(proof, block, units, split, size):
+    until = time.monotonic() + LONGEST
+    for candidate in _in_time(_joint_candidates(proof, block, units, split, size), until):
         with contextlib.suppress(NotEqualError):
             return proof.of(candidate), []
     failed: list[tuple[Unit, str]] = []
@@ -220,15 +226,22 @@ def _grown(
         if not unit.leaves or unit.leaves.keys() & split.leaves.keys():
             continue
         best = NotEqualError(is_divisible(block, unit, size) or "", -1)
-        for candidate in _candidates(proof, block, unit, split, size):
+        for candidate in _in_time(_candidates(proof, block, unit, split, size), until):
             try:
                 split = proof.of(candidate)
                 break
             except NotEqualError as error:
                 best = max(best, error, key=lambda e: e.progress)
         else:
-            failed.append((unit, str(best)[:160]))
+            late = f"; no more was tried after {LONGEST:.0f} s" if time.monotonic() > until else ""
+            failed.append((unit, str(best)[:160] + late))
     return split, [(unit, why) for unit, why in failed if not unit.leaves.keys() & split.leaves.keys()]
+
+
+def _in_time(candidates: Iterator[Split], until: float) -> Iterator[Split]:
+    """The first, and more in time: wide blocks take seconds to try out, and the other ranks wait meanwhile."""
+    yield from itertools.islice(candidates, 1)
+    yield from itertools.takewhile(lambda _: time.monotonic() < until, candidates)
 
 
 def _joint_candidates(
