@@ -277,8 +277,13 @@ def layers_of(family: Family, settings: Mapping[str, Any]) -> tuple[int, int]:
     else:
         pairs = sum(value for name, value in own.items() if "decoder" in name)
         alone = sum(own.values()) - pairs
-    inner = [layers_of(family, value) for value in settings.values() if isinstance(value, Mapping)]
-    return alone + sum(more for more, _ in inner), pairs + sum(more for _, more in inner)
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            more, more_pairs = layers_of(family, value)
+            if family.kind != "causal" and "decoder" in name:  # a configuration of its own
+                more, more_pairs = 0, more + more_pairs
+            alone, pairs = alone + more, pairs + more_pairs
+    return alone, pairs
 
 
 def deeper(settings: dict[str, Any]) -> dict[str, Any]:
