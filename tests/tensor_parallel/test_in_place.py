@@ -68,6 +68,16 @@ def test_what_takes_too_long_to_try_out_is_split_one_by_one(monkeypatch):
     assert "; no more was tried after -1 s" in line
 
 
+@pytest.mark.parametrize("named", ["head", "layers.*.mlp.gate"])
+def test_what_a_model_s_plan_leaves_out_is_inferred(named):
+    net = _marked()
+    net._tp_plan = {"head": "colwise_gather_output", named: "colwise"}
+    found, _ = _found(net)
+    assert found.keys() == {"layers.0", "layers.1"}  # and not the model around them
+    assert not found["layers.0"].leaves["attention.q"].joins
+    assert not found["layers.0"].leaves["mlp.up"].joins
+
+
 def test_packed_maps_are_split_by_their_pieces():
     how = _found(_marked("Packed"))[0]["layers.0"].leaves
     assert how["attention.projection"].pieces == (16, 16, 16)

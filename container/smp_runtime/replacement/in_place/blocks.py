@@ -62,8 +62,8 @@ def blocks_of(model: nn.Module, is_taken: Callable[[nn.Module], bool]) -> Iterat
         found = [block for block in found if id(block.module) not in planned]
         planned |= {id(block.module) for block in found}
         yield from found
-        if found and mark.plan is not None:
-            continue  # the script has said all
+        if id(module) in planned or (found and mark.plan is not None):
+            continue  # it is a block itself, or the script has said all
         is_open = mark.enabled and mark.plan is None and not any(id(part) in planned for part in module.modules())
         if is_open and _may_be_inferred(module, is_taken):
             yield Block(path, module)
@@ -107,6 +107,8 @@ def _blocks_of_plan(path: str, module: nn.Module, mark: Mark) -> Iterator[Block]
         if any(other.startswith(f"{block}.".lstrip(".")) for other in inside if other != block):
             continue  # a head beside the blocks: it is split by itself
         part = module.get_submodule(block)
+        if not is_scripts and _is_around_blocks(part):
+            continue  # likewise
         if not is_patched(part) and all(mark_of(part.get_submodule(leaf)).enabled for leaf in found):
             yield Block(f"{path}.{block}".strip("."), part, found, source, is_scripts)
 
