@@ -19,7 +19,7 @@ from smp_config import ConfigError
 from smp_config.version import __version__
 from smp_estimator import SMPEstimator, SMPHuggingFace
 from smp_estimator.cloud import entry, images, source
-from smp_estimator.sdk import config_for_framework
+from smp_estimator.sdk_functions import config_for_framework
 
 WHEEL = f"smp_estimator-{__version__}-py3-none-any.whl"
 
