@@ -10,9 +10,10 @@ from smp_config.instances import instance
 from smp_config.job import INSTANCE_TYPE
 from smp_estimator.cloud import images, restore, service, source
 from smp_estimator.cloud.job import CloudTrainingJob
+from smp_estimator.local.bootstrap import with_emulation
 from smp_estimator.local.client import ProcessClient
 from smp_estimator.local.code import CodeSource
-from smp_estimator.local.containers import failing_rank_told, with_emulation
+from smp_estimator.local.containers import failing_rank_told
 from smp_estimator.local.process_mode import (
     LOCAL_TYPES,
     PROCESS_IMAGE,

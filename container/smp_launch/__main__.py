@@ -69,7 +69,8 @@ def run(stop: StopRequests, environ: Mapping[str, str]) -> int:
 
 def _run(tree: Tree, stop: StopRequests, environ: Mapping[str, str]) -> tuple[int, Cause | None]:
     training = TrainingEnvironment.read(tree, environ)
-    if environ.get(SIMULATED_VARIABLE) != "1":
+    # ModelTrainer's own scripts have fetched the code, and installed what it was told to.
+    if environ.get(SIMULATED_VARIABLE) != "1" and tree.code is None:
         prepare_code(training, stop, environ)
     host = training.current_host
     if host == training.hosts[0]:

@@ -98,7 +98,7 @@ def entry_program(code: Path) -> str:
 
 
 def test_both_sides_have_one_floor() -> None:
-    assert entry._TORCH_FLOOR == images.TORCH_FLOOR
+    assert entry.TORCH_FLOOR == images.TORCH_FLOOR
     assert entry._DATA_PARALLEL_FLOOR == images.DATA_PARALLEL_FLOOR
 
 
