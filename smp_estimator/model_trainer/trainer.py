@@ -86,6 +86,9 @@ class ModelTrainer(StockModelTrainer):  # type: ignore[misc]
     #: Runs end after the SDK's hour, or after the limit that was given; here only a limit that was given ends one.
     _has_limit: bool = PrivateAttr(default=False)
     _here: ProcessTrainer | None = PrivateAttr(default=None)
+    #: Of the newest job, and where it left its model if that was a job in containers.
+    _job_name: str = PrivateAttr(default="")
+    _archive: str | None = PrivateAttr(default=None)
 
     def __init__(self, **arguments: Any) -> None:
         known = type(self).model_fields
@@ -206,8 +209,10 @@ class ModelTrainer(StockModelTrainer):  # type: ignore[misc]
         if not dry_run:
             advise(self, where, read)
         if where.containers:
-            with container_failures.failing_rank_told(LocalContainers, lambda: str(self.base_job_name), _failed):
-                return super().train(channels, wait, logs, dry_run)
+            with container_failures.failing_rank_told(LocalContainers, lambda: self._job_name, _failed):
+                made = super().train(channels, wait, logs, dry_run)
+            self._archive = None if dry_run else f"file://{self.local_container_root}/compressed_artifacts/model.tar.gz"
+            return made
         made = super().train(channels, False, False, dry_run)
         if not dry_run and not isinstance(self.sagemaker_session, PipelineSession) and wait:
             self._watch(logs)
@@ -237,7 +242,9 @@ class ModelTrainer(StockModelTrainer):  # type: ignore[misc]
 
     @property
     def model_data(self) -> str | None:
-        """The address of the newest job's ``model.tar.gz``; None before the first job, and for jobs in containers."""
+        """The address of the newest job's ``model.tar.gz``; None before the first job has ended."""
+        if self._archive is not None:
+            return self._archive
         artifacts = given(self._latest_training_job, "model_artifacts")
         return given(artifacts, "s3_model_artifacts")
 
@@ -263,6 +270,7 @@ class ModelTrainer(StockModelTrainer):  # type: ignore[misc]
         carried = {name: json.dumps(value) for name, value in own.items()}
         if "hyper_parameters" in request:
             request["hyper_parameters"] = {**request["hyper_parameters"], **carried}
+            self._job_name = request["training_job_name"]
             specification = request["algorithm_specification"]
             specification.container_arguments = _replacing_the_shell(specification.container_arguments)
         else:
