@@ -15,6 +15,7 @@ from smp_config.instances import instance
 from smp_config.parameters import KEYS
 from smp_estimator.cli.checkpoint import checkpoint
 from smp_estimator.cli.console import console
+from smp_estimator.cli.migrate import migrate
 from smp_estimator.cli.models import models
 from smp_estimator.cli.planning import plan, suggest
 from smp_estimator.cli.run import run
@@ -45,6 +46,7 @@ def main() -> None:
 
 
 main.add_command(checkpoint)
+main.add_command(migrate)
 main.add_command(models)
 main.add_command(plan)
 main.add_command(suggest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import uuid
 from collections.abc import Sequence
@@ -163,7 +164,9 @@ class ProcessTrainer:
             if read is not None
             else {"sagemaker_instance_type": where.instance_type}
         )
-        sent = {**(trainer.hyperparameters or {}), **own, "sagemaker_program": trainer.source_code.entry_script}
+        own["sagemaker_program"] = trainer.source_code.entry_script
+        sent = {name: safe_serialize(value) for name, value in (trainer.hyperparameters or {}).items()}
+        sent |= {name: json.dumps(value) for name, value in own.items()}
         environment = dict(trainer.environment or {})
         if read is not None:
             environment = translation.mirrored_environment(read.settings, environment)
@@ -171,7 +174,7 @@ class ProcessTrainer:
         request: dict[str, Any] = {
             "TrainingJobName": _job_name(trainer.base_job_name),
             "AlgorithmSpecification": {"TrainingImage": PROCESS_IMAGE, "TrainingInputMode": "File"},
-            "HyperParameters": {name: safe_serialize(value) for name, value in sent.items()},
+            "HyperParameters": sent,
             "InputDataConfig": [_channel(channel) for channel in {c.channel_name: c for c in channels}.values()],
             "OutputDataConfig": {"S3OutputPath": _output(trainer.output_data_config)},
             "ResourceConfig": {"InstanceType": where.instance_type or "local", "InstanceCount": where.hosts or 1},
@@ -215,15 +218,13 @@ def _channel(channel: Any) -> dict[str, Any]:
     """A channel as ``CreateTrainingJob`` has it; raises ConfigError for a source that a job on this machine cannot read."""
     name, source = channel.channel_name, channel.data_source
     if not isinstance(channel, InputData):
-        source = given(given(source, "s3_data_source"), "s3_uri") or given(
-            given(source, "file_system_data_source"), "directory_path"
-        )
+        source = given(given(source, "s3_data_source"), "s3_uri")
     elif not isinstance(source, str):
-        source = given(source, "s3_uri") or given(source, "directory_path")
-    if not isinstance(source, str):
+        source = given(source, "s3_uri")
+    if not isinstance(source, str) or not source:
         raise ConfigError(
-            f"channel {name!r} is {channel.data_source!r}; a job on this machine reads directories, files and S3: give a path, or "
-            "an s3:// address"
+            f"channel {name!r} is {channel.data_source!r}; a job on this machine reads directories, files and S3, and mounts no "
+            "file system: mount it yourself and give the path, or give an s3:// address"
         )
     uri = _address(source)
     if is_file_uri(uri):

@@ -56,8 +56,8 @@ class Where:
         """
         if getattr(compute, "instance_groups", None):
             raise ConfigError(
-                f"compute has {len(compute.instance_groups)} instance_groups, but ModelParallel starts ranks on all hosts of a job, "
-                "which must be alike: use compute.instance_type and compute.instance_count"
+                f"instance_groups has {len(compute.instance_groups)} groups, but ModelParallel starts ranks on all hosts of a job, "
+                "which must be alike: use instance_type and instance_count"
             )
         kind, hosts = getattr(compute, "instance_type", None), getattr(compute, "instance_count", None)
         if isinstance(kind, str):

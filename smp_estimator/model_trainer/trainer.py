@@ -31,6 +31,7 @@ from smp_estimator.model_trainer.sdk import (
     Session,
     StockModelTrainer,
     image_uris,
+    transform,
 )
 from smp_estimator.model_trainer.settings import LOCAL_TYPES, Where, advise, given, planner_of, read_settings
 from smp_estimator.model_trainer.words import said_in_v3
@@ -305,12 +306,19 @@ def _channels(given: Any) -> Any:
     if given is None:
         return None
     if isinstance(given, Mapping):
-        given = [InputData(channel_name=name, data_source=source) for name, source in given.items()]
+        given = [_named(name, source) for name, source in given.items()]
     elif isinstance(given, str | Path):
         given = [InputData(channel_name="training", data_source=str(given))]
     elif isinstance(given, InputData | Channel):
         given = [given]
     return [_with_path(channel) for channel in given]
+
+
+def _named(name: str, source: Any) -> Any:
+    """A channel of a dictionary of them; a TrainingInput or FileSystemInput holds it as ``CreateTrainingJob`` has it."""
+    if isinstance(config := getattr(source, "config", None), Mapping):
+        return Channel(**transform({"ChannelName": name, **config}, "Channel"))
+    return InputData(channel_name=name, data_source=str(source) if isinstance(source, Path) else source)
 
 
 def _with_path(channel: Any) -> Any:

@@ -10,7 +10,7 @@ from smp_config import ConfigError
 
 #: Older name, as an expression → name in SDK v3; the longer ones stand first.
 _NAMES = {
-    r"distribution: (?=mpi|ddp|bf16|each|[a-z_]+ is )": "",
+    r"^distribution: ": "",
     r'distribution\["mpi"\]': "ModelParallel",
     r'"mpi": \{"enabled": True, "processes_per_host": (\d+)\}': r"processes_per_host=\1",
     r'"processes_per_host": (\d+)': r"processes_per_host=\1",
@@ -18,14 +18,14 @@ _NAMES = {
     r"smdistributed\.modelparallel": "ModelParallel",
     r"distribution mpi: ": "ModelParallel: ",
     r"(?<![\w.])mpi\.(?=processes_per_host|custom_mpi_options)": "",
-    r"instance_count(?!\w)": "compute.instance_count",
+    r"(?<![\w.])instance_count(?!\w)": "compute.instance_count",
     r"(?<![\w.])instance_type(?!\w)": "compute.instance_type",
     r"(?<![\w.])instance_groups(?!\w)": "compute.instance_groups",
-    r"image_uri(?!\w)": "training_image",
+    r"(?<![\w.])image_uri(?!\w)": "training_image",
     r"(?<![\w.])entry_point(?!\w)": "source_code.entry_script",
     r"(?<![\w.])source_dir(?!\w)": "source_code.source_dir",
     r"(?<![\w.])output_path(?!\w)": "output_data_config.s3_output_path",
-    r"checkpoint_s3_uri(?!\w)": "checkpoint_config.s3_uri",
+    r"(?<![\w.])checkpoint_s3_uri(?!\w)": "checkpoint_config.s3_uri",
     r"checkpoint_local_path(?!\w)": "checkpoint_config.local_path",
     r"use_spot_instances(?!\w)": "compute.enable_managed_spot_training",
     r"max_wait(?!\w)": "stopping_condition.max_wait_time_in_seconds",

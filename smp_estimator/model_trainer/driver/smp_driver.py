@@ -41,12 +41,22 @@ def main() -> None:
             with open(os.path.join(here, REQUIREMENTS), encoding="utf-8") as file:
                 install(missing(file.read().split()))
             entry.prefer(entry.unpacked(entry.wheel_in(here)))
-        from smp_launch import model_trainer
-
-        model_trainer.main()
+        _launch()
     except BaseException as error:
         _tell(error)
         sys.exit(1)
+
+
+def _launch() -> None:
+    """Become the launcher; raises RuntimeError where there is none."""
+    try:
+        from smp_launch import model_trainer
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            f"the image has no runtime of the model parallel library ({error}), and ModelParallel(ship_runtime=False) says that it "
+            "has: leave ship_runtime out, or use an image that has it"
+        ) from None
+    model_trainer.main()
 
 
 def missing(requirements: Iterable[str]) -> list[str]:
