@@ -72,8 +72,10 @@ $(SDK3)/.installed: setup.cfg setup.py constraints-cpu.txt
 		pytest pytest-timeout pytest-xdist nbformat "moto[server]"
 	@touch $@
 
+# With environments of version 2 that are there already, losses are compared.
 test-v3: $(SDK3)/.installed
-	$(SDK3)/bin/python -m pytest tests/model_trainer -m "not full" -n $(WORKERS) --dist loadfile
+	SMP_TEST_SDK_PYTHONS=$(wildcard $(CURDIR)/$(BIN)/python) $(SDK3)/bin/python -m pytest tests/model_trainer tests/migration \
+		-m "not full" -n $(WORKERS) --dist loadfile
 
 # The index has no CPU build of other versions: several GB are fetched the first time. Some PyTorchs want their own sympy.
 $(OTHER)/.installed: setup.cfg setup.py constraints-cpu.txt
@@ -120,8 +122,9 @@ endif
 push:
 	@docker/push.sh $(IMAGE)
 
-test-docker: image
+test-docker: image $(SDK3)/.installed
 	SMP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest tests/docker
+	SMP_TEST_IMAGE=$(IMAGE) $(SDK3)/bin/python -m pytest tests/docker/test_model_trainer.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -37,6 +37,14 @@ def installed_major() -> int | None:
     return None if version is None else int(version.split(".")[0])
 
 
+def describe() -> str:
+    """What is installed and what it is for: ``3.27.0, for ModelTrainer and …``."""
+    version, major = installed_version(), installed_major()
+    if version is None or major is None:
+        return "none"
+    return f"{version}, for {_OFFERS[major]}" if major in _OFFERS else f"{version}, which this package does not know"
+
+
 def require(major: int) -> None:
     """Do nothing where the SDK of this major version is installed.
 

@@ -20,6 +20,7 @@ from smp_estimator.cli.models import models
 from smp_estimator.cli.planning import plan, suggest
 from smp_estimator.cli.run import run
 from smp_estimator.cli.values import literal as _literal
+from smp_estimator.sdk_found import SDKMissing
 
 LOCAL_TYPES = ("local", "local_gpu")
 
@@ -35,7 +36,7 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except (click.exceptions.Exit, click.Abort):  # RuntimeErrors too, but not ours
             raise
-        except (ConfigError, RuntimeError) as error:
+        except (ConfigError, RuntimeError, SDKMissing) as error:
             raise click.ClickException(str(error)) from None
 
 

@@ -37,8 +37,8 @@ def distributed(source: Source, node: ast.expr, indent: int, more: list[tuple[st
     if "dataparallel" in libraries:
         source.note(
             node,
-            "smdistributed.dataparallel has no place in SDK v3: distributed=Torchrun() is given, which starts the ranks; let the script "
-            'use init_process_group("nccl"), or ModelParallel(parameters={"ddp": True}) and this library',
+            "smdistributed.dataparallel has no place in SDK v3: distributed=Torchrun() is given, which starts the ranks; let the "
+            'script use init_process_group("nccl"), or ModelParallel(parameters={"ddp": True}) and this library',
         )
         return "Torchrun()", "Torchrun"
     if _is_on(_items(parts.get("torch_distributed")) or {}):

@@ -124,15 +124,15 @@ class EstimatorCall:
             words = self.source.segment(hidden[0].value) if hidden else "*…"
             self.source.note(
                 self.node,
-                f"this call is left as it is: its arguments come from {words}, which only a run knows; write them out in the call, and "
-                "migrate again",
+                f"this call is left as it is: its arguments come from {words}, which only a run knows; write them out in the call, "
+                "and migrate again",
             )
             return False
         return True
 
     def rewrite(self) -> None:
         """Put the new call in the place of the old one."""
-        kept = [value for name, value in self._given.items() if name != "distribution"]
+        kept: list[ast.AST] = [value for name, value in self._given.items() if name != "distribution"]
         kept += parameters_of(self._given.get("distribution"))
         arguments = [
             *self._source_code(),
@@ -199,9 +199,9 @@ class EstimatorCall:
             words = [(fields[name], self._text(name, 2)) for name in fields if name in self._given]
             if record == "Compute" and not any(name == "instance_count" for name, _ in words) and words:
                 words.append(("instance_count", "1"))
-            if record == "StoppingCondition" and not self._is_local():
-                if not any(name == "max_runtime_in_seconds" for name, _ in words):
-                    words.insert(0, ("max_runtime_in_seconds", str(_MAX_RUN_SECONDS)))
+            has_limit = any(name == "max_runtime_in_seconds" for name, _ in words)
+            if record == "StoppingCondition" and not has_limit and not self._is_local():
+                words.insert(0, ("max_runtime_in_seconds", str(_MAX_RUN_SECONDS)))
             if record == "OutputDataConfig" and literal(self._given.pop("disable_output_compression", None)) is True:
                 words.append(("compression_type", '"NONE"'))
             if words:
@@ -235,8 +235,8 @@ class EstimatorCall:
         if self._is_model_parallel() and self._is_too_old(literal(torch)):
             self.source.note(
                 self.node,
-                f"PyTorch {literal(torch)} is older than the runtime's 2.4: no training_image is given, and the newest stock image is "
-                "taken; see that the script runs with it",
+                f"PyTorch {literal(torch)} is older than the runtime's 2.4: no training_image is given, and the newest stock image "
+                "is taken; see that the script runs with it",
             )
             return mode
         return [*mode, ("training_image", self._retrieved(versions))]
@@ -286,7 +286,7 @@ class EstimatorCall:
     def _distributed(self) -> list[tuple[str, str]]:
         node = self._given.pop("distribution", None)
         shipped = self._given.pop("ship_runtime", None)
-        if node is None or literal(node) in (None, {}) and is_literal(node):
+        if node is None or (literal(node) in (None, {}) and is_literal(node)):
             return []
         more = [("ship_runtime", self.source.segment(shipped))] if shipped is not None else []
         text, name = distributed(self.source, node, self._indent + 4, more)
@@ -329,8 +329,8 @@ class EstimatorCall:
         if node is None:
             return ""
         self.needed.add("MetricDefinition")
-        rows = self.source.segment(node)
-        return f'.with_metric_definitions(\n{" " * (self._indent + 4)}[MetricDefinition(name=row["Name"], regex=row["Regex"]) for row in {rows}]\n{" " * self._indent})'
+        rows = f'[MetricDefinition(name=row["Name"], regex=row["Regex"]) for row in {self.source.segment(node)}]'
+        return f".with_metric_definitions(\n{' ' * (self._indent + 4)}{rows}\n{' ' * self._indent})"
 
     def _note_left_out(self, name: str) -> None:
         value = self._given[name]

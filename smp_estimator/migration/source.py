@@ -6,6 +6,7 @@ import ast
 import io
 import re
 import tokenize
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 #: Lines that a notebook's kernel takes before Python does.
@@ -88,7 +89,7 @@ class Source:
         line = self._lines[node.lineno - 1]  # type: ignore[attr-defined]
         return len(line) - len(line.lstrip())
 
-    def comments_between(self, node: ast.AST, kept: list[ast.AST]) -> list[str]:
+    def comments_between(self, node: ast.AST, kept: Sequence[ast.AST]) -> list[str]:
         """Comments inside a node that stand in none of ``kept``, without the mark."""
         start, end = self.span(node)
         inside = [self.span(other) for other in kept]

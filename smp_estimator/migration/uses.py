@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from smp_estimator.migration.names import MOVED, Names
+from smp_estimator.migration.names import ESTIMATORS, MOVED, Names
 from smp_estimator.migration.source import call, literal
 
 if TYPE_CHECKING:
@@ -14,9 +13,6 @@ if TYPE_CHECKING:
 
 #: Arguments of ``fit()`` by position.
 _FIT = ("inputs", "wait", "logs", "job_name", "experiment_config")
-
-#: Attributes of an estimator → of a trainer.
-_ATTRIBUTES = {"hyperparameters": "hyperparameters", "model_data": "model_data", "role": "role"}
 
 #: Attributes of ``latest_training_job``.
 _JOB_ATTRIBUTES = {"name": "training_job_name", "job_name": "training_job_name"}
@@ -60,40 +56,47 @@ def _fit(source: Source, names: Names, node: ast.Call) -> set[str]:
         raise AssertionError("fit() is called on something")
     given = dict(zip(_FIT, node.args, strict=False)) | {word.arg: word.value for word in node.keywords if word.arg}
     indent = source.indent_of(node)
-    words: list[tuple[str, str]] = []
     needed: set[str] = set()
-    inputs = given.pop("inputs", None)
-    if isinstance(inputs, ast.Dict) and all(_is_address(value, names) for value in inputs.values):
-        needed.add("InputData")
-        rows = [
-            f"InputData(channel_name={source.segment(key)}, data_source={source.segment(value)})"
-            for key, value in zip(inputs.keys, inputs.values, strict=True)
-            if key is not None
-        ]
-        words.append(("input_data_config", _listed(rows, indent + 4)))
-    elif inputs is not None:
-        words.append(("", source.moved(inputs, indent + 4)))
+    words = _inputs(source, names, given.pop("inputs", None), indent, needed)
     if "wait" in given:
         words.append(("wait", source.segment(given.pop("wait"))))
     if (logs := given.pop("logs", None)) is not None:
-        shown = literal(logs)
-        if isinstance(shown, bool):
-            words.append(("logs", str(shown)))
-        elif shown == "None":
-            words.append(("logs", "False"))
-        elif shown is None:
-            words.append(("logs", source.segment(logs)))
+        words += _logs(source, logs)
     for name, value in given.items():
-        if literal(value) is not None or not isinstance(value, ast.Constant):
-            source.note(
-                node,
-                f"fit({name}={source.segment(value)}) has no place in train(); jobs are named by base_job_name and the time"
-                if name == "job_name"
-                else f"fit({name}=…) has no place in train() and is left out",
-            )
+        if isinstance(value, ast.Constant) and value.value is None:
+            continue
+        named = "; jobs are named by base_job_name and the time" if name == "job_name" else " and is left out"
+        source.note(node, f"fit({name}={source.segment(value)}) has no place in train(){named}")
     start = source.span(node.func.value)[1]
     source.replace(start, source.span(node)[1], call(".train", words, indent))
     return needed
+
+
+def _inputs(
+    source: Source, names: Names, inputs: ast.expr | None, indent: int, needed: set[str]
+) -> list[tuple[str, str]]:
+    """The channels: those that are written out with plain addresses as the SDK's records, others as they are."""
+    if inputs is None:
+        return []
+    if not isinstance(inputs, ast.Dict) or not all(_is_address(value, names) for value in inputs.values):
+        return [("", source.moved(inputs, indent + 4))]
+    needed.add("InputData")
+    rows = [
+        f"InputData(channel_name={source.segment(key)}, data_source={source.segment(value)})"
+        for key, value in zip(inputs.keys, inputs.values, strict=True)
+        if key is not None
+    ]
+    return [("input_data_config", _listed(rows, indent + 4))]
+
+
+def _logs(source: Source, logs: ast.expr) -> list[tuple[str, str]]:
+    """The words of SDK v2 for what to show; SDK v3 shows all or nothing."""
+    shown = literal(logs)
+    if isinstance(shown, bool):
+        return [("logs", str(shown))]
+    if shown == "None":
+        return [("logs", "False")]
+    return [("logs", source.segment(logs))] if shown is None else []
 
 
 def _is_address(node: ast.expr, names: Names) -> bool:
@@ -125,14 +128,6 @@ def _attribute(source: Source, names: Names, node: ast.Attribute) -> set[str]:
             source.note(
                 node, "latest_training_job.describe() is refresh() in SDK v3, and its answer an object with attributes"
             )
-    elif names.is_estimator(owner) or names.full(owner).startswith(("sagemaker.pytorch", "smp_estimator.SMP")):
-        if node.attr in _WITHOUT_PLACE:
-            source.note(node, f"{source.segment(node)} is not in ModelTrainer; {_WITHOUT_PLACE[node.attr]}")
+    elif node.attr in _WITHOUT_PLACE and (names.is_estimator(owner) or names.full(owner) in ESTIMATORS):
+        source.note(node, f"{source.segment(node)} is not in ModelTrainer; {_WITHOUT_PLACE[node.attr]}")
     return set()
-
-
-def uses(source: Source, names: Names) -> Iterator[str]:
-    """Full names of all that a piece uses of what it imports."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Name | ast.Attribute) and (full := names.full(node)):
-            yield full

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from pydantic import PrivateAttr, StrictBool, StrictStr, ValidationError, field_validator, model_validator
+from pydantic import Field, PrivateAttr, StrictBool, StrictStr, ValidationError, field_validator, model_validator
 
 from smp_config import ConfigError, JobSettings, ModelParallelParameters
 from smp_config.distributed_config import FIELDS, as_distribution
@@ -36,7 +36,7 @@ _SHAPES = {
 }
 
 
-class ModelParallel(DistributedConfig):  # type: ignore[misc]
+class ModelParallel(DistributedConfig):
     """Trains the script of a ``ModelTrainer`` with the model parallel library.
 
     With :class:`smp_estimator.model_trainer.ModelTrainer` the settings are checked against the cluster before
@@ -58,7 +58,7 @@ class ModelParallel(DistributedConfig):  # type: ignore[misc]
             other, options that contradict each other; a ``ValueError``.
     """
 
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = Field(default_factory=dict, validate_default=True)
     processes_per_host: Whole | None = None
     custom_mpi_options: StrictStr = ""
     ship_runtime: StrictBool = True
@@ -98,14 +98,14 @@ class ModelParallel(DistributedConfig):  # type: ignore[misc]
         settings = JobSettings.from_distribution(distribution)
         if settings.model_parallel is None:
             raise ConfigError(
-                f"distribution enables {sorted(distribution) or 'nothing'}, but not smdistributed.modelparallel, which ModelParallel "
-                'stands for: use Torchrun() or MPI() of sagemaker.train.distributed, or give {"smdistributed": '
+                f"distribution enables {sorted(distribution) or 'nothing'}, but not smdistributed.modelparallel, which "
+                'ModelParallel stands for: use Torchrun() or MPI() of sagemaker.train.distributed, or give {"smdistributed": '
                 '{"modelparallel": {"enabled": True, "parameters": {...}}}, "mpi": {"enabled": True, "processes_per_host": 8}}'
             )
         if settings.instance_groups:
             raise ConfigError(
-                f"distribution names the instance groups {list(settings.instance_groups)}, but ModelParallel starts ranks on all hosts "
-                "of a job, which must be alike: use one instance_type and instance_count"
+                f"distribution names the instance groups {list(settings.instance_groups)}, but ModelParallel starts ranks on all "
+                "hosts of a job, which must be alike: use one instance_type and instance_count"
             )
         mpi = distribution.get("mpi") or {}
         return cls(

@@ -55,7 +55,7 @@ class Machine(S3Access):
         """
         self.root = root
         self.keep = keep
-        self.launcher = tuple(launcher)
+        self.launcher: Sequence[str] = tuple(launcher)
         self.boto_session = getattr(session, "boto_session", None) or boto3.Session()
         self.chosen_region = self.boto_session.region_name
         if self.chosen_region is None:
@@ -68,7 +68,7 @@ class Machine(S3Access):
         """The SDK's functions ask a session whose bucket this is; no account is involved here."""
 
 
-class ProcessTrainingJob(TrainingJob):  # type: ignore[misc]
+class ProcessTrainingJob(TrainingJob):
     """The SDK's training job, for one that is processes of this machine."""
 
     @classmethod

@@ -14,7 +14,15 @@ with warnings.catch_warnings():
     from sagemaker.core import image_uris
     from sagemaker.core.helper.session_helper import Session
     from sagemaker.core.resources import TrainingJob
-    from sagemaker.core.training.configs import Channel, Compute, InputData, MetricDefinition, SourceCode
+    from sagemaker.core.training.configs import (
+        Channel,
+        CheckpointConfig,
+        Compute,
+        InputData,
+        MetricDefinition,
+        OutputDataConfig,
+        SourceCode,
+    )
     from sagemaker.core.utils.code_injection.codec import transform
     from sagemaker.core.utils.exceptions import FailedStatusError
     from sagemaker.core.utils.utils import Unassigned
@@ -29,6 +37,7 @@ with warnings.catch_warnings():
 __all__ = [
     "DEFAULT_CONTAINER_ARGUMENTS",
     "Channel",
+    "CheckpointConfig",
     "Compute",
     "DistributedConfig",
     "FailedStatusError",
@@ -36,6 +45,7 @@ __all__ = [
     "LocalContainers",
     "MetricDefinition",
     "Mode",
+    "OutputDataConfig",
     "PipelineSession",
     "Session",
     "SourceCode",

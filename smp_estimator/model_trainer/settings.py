@@ -174,8 +174,8 @@ def _refuse_own_names(hyperparameters: Mapping[str, Any]) -> None:
     for name in hyperparameters:
         if name == MP_PARAMETERS or name.startswith("sagemaker_mpi_"):
             raise ConfigError(
-                f"hyperparameters has {name!r}, which ModelParallel writes itself from its own fields: give it there, and remove it "
-                "from hyperparameters"
+                f"hyperparameters has {name!r}, which ModelParallel writes itself from its own fields: give it there, and remove "
+                "it from hyperparameters"
             )
 
 
@@ -188,8 +188,8 @@ def _check_code(trainer: ModelTrainer, where: Where) -> None:
         )
     if code.command:
         raise ConfigError(
-            f"source_code has the command {code.command!r} and the entry_script {code.entry_script!r}; the SDK would run the command "
-            "once on each host and drop distributed without a word: remove the command"
+            f"source_code has the command {code.command!r} and the entry_script {code.entry_script!r}; the SDK would run the "
+            "command once on each host and drop distributed without a word: remove the command"
         )
     archive = isinstance(code.source_dir, str) and code.source_dir.endswith(".tar.gz")
     if archive and where.process_mode:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,14 +42,14 @@ if TYPE_CHECKING:
     from smp_estimator.settings.distribution import Distribution
 
 
-class ContainerJobFailed(FailedStatusError, RuntimeError):  # type: ignore[misc]
+class ContainerJobFailed(FailedStatusError, RuntimeError):
     """A job in containers of this machine failed.
 
     The same exception as of every other failed job, and also a ``RuntimeError``, which the SDK's local mode raises.
     """
 
 
-class ModelTrainer(StockModelTrainer):  # type: ignore[misc]
+class ModelTrainer(StockModelTrainer):
     """Trains a script with the model parallel library; takes everything that the SDK's ``ModelTrainer`` takes.
 
     With ``compute=Compute(instance_type="local")`` and no ``training_image`` the job runs as processes of this machine:
@@ -78,6 +77,10 @@ class ModelTrainer(StockModelTrainer):  # type: ignore[misc]
 
     model_config = ConfigDict(protected_namespaces=())
 
+    if TYPE_CHECKING:  # of the SDK's class
+        environment: Any
+        _metric_definitions: Any
+
     keep_job_folder: bool = False
     stop_grace_seconds: float = 4.0
 
@@ -96,8 +99,8 @@ class ModelTrainer(StockModelTrainer):  # type: ignore[misc]
         for name in arguments:
             if name not in known:
                 raise ConfigError(
-                    f"ModelTrainer has no {name!r} (given {arguments[name]!r}){suggest(name, known) or ';'} help(ModelTrainer) lists "
-                    "all arguments"
+                    f"ModelTrainer has no {name!r} (given {arguments[name]!r}){suggest(name, known) or ';'} help(ModelTrainer) "
+                    "lists all arguments"
                 )
         here = _wants_processes(arguments)
         if here:
@@ -331,7 +334,3 @@ def _with_path(channel: Any) -> Any:
 
 def _failed(message: str) -> ContainerJobFailed:
     return ContainerJobFailed("TrainingJob", "Failed", message)
-
-
-with contextlib.suppress(AttributeError):  # read by help() and editors
-    ModelTrainer.__signature__ = StockModelTrainer.__signature__

@@ -94,7 +94,14 @@ def process_losses(text: Path) -> Callable[[int], list[float]]:
     ids=["one host", "a pipeline across two hosts", "two hosts, the SDK's own class"],
 )
 def test_the_same_losses(
-    local_job: Make, text: Path, tmp_path: Path, containers: Any, process_losses: Any, hosts: int, kind: Any, parameters: Any
+    local_job: Make,
+    text: Path,
+    tmp_path: Path,
+    containers: Any,
+    process_losses: Any,
+    hosts: int,
+    kind: Any,
+    parameters: Any,
 ) -> None:
     job = local_job(hosts, kind, parameters)
     started = time.monotonic()

@@ -40,7 +40,9 @@ def estimator(arguments: str, kind: str = "SMPEstimator", module: str = "smp_est
 
 def made(text: str) -> dict[str, Any]:
     """Arguments of the ModelTrainer in a script, as they are written."""
-    (node,) = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call) and ast.unparse(n.func) == "ModelTrainer"]
+    (node,) = [
+        n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call) and ast.unparse(n.func) == "ModelTrainer"
+    ]
     return {word.arg: ast.unparse(word.value) for word in node.keywords if word.arg}
 
 
@@ -77,9 +79,9 @@ def test_names_that_are_imported_otherwise() -> None:
 def test_every_record() -> None:
     after = migrated(
         estimator(
-            f"{CLOUD}, volume_size=100, use_spot_instances=True, max_run=10, max_wait=20, output_path='s3://o', output_kms_key='k', "
-            "disable_output_compression=True, checkpoint_s3_uri='s3://c', checkpoint_local_path='/opt/ml/checkpoints', "
-            "subnets=['s'], security_group_ids=['g'], encrypt_inter_container_traffic=True, tags=[{'Key': 'a', 'Value': 'b'}], "
+            f"{CLOUD}, volume_size=100, use_spot_instances=True, max_run=10, max_wait=20, output_path='s3://o', "
+            "output_kms_key='k', disable_output_compression=True, checkpoint_s3_uri='s3://c', "
+            "checkpoint_local_path='/opt/ml/checkpoints', subnets=['s'], security_group_ids=['g'], encrypt_inter_container_traffic=True, tags=[{'Key': 'a', 'Value': 'b'}], "
             "metric_definitions=[{'Name': 'n', 'Regex': 'r'}], environment={'A': '1'}, base_job_name='b', input_mode='FastFile'"
         )
     )
@@ -95,7 +97,7 @@ def test_every_record() -> None:
     )
     assert found["tags"] == "[Tag(key='a', value='b')]"
     assert found["training_input_mode"] == "'FastFile'"
-    assert '.with_metric_definitions(' in after
+    assert ".with_metric_definitions(" in after
     names = {alias.name for n in ast.parse(after).body if isinstance(n, ast.ImportFrom) for alias in n.names}
     used = {n.id for n in ast.walk(ast.parse(after)) if isinstance(n, ast.Name)}
     assert names <= used, "nothing is imported that is not used"
@@ -125,7 +127,9 @@ def test_every_record() -> None:
     ],
 )
 def test_distributions(distribution: str, expected: str | None) -> None:
-    assert made(migrated(estimator(f"{CLOUD}, image_uri='i', distribution={distribution}"))).get("distributed") == expected
+    assert (
+        made(migrated(estimator(f"{CLOUD}, image_uri='i', distribution={distribution}"))).get("distributed") == expected
+    )
 
 
 def test_where_a_job_runs() -> None:
@@ -146,13 +150,21 @@ def test_where_a_job_runs() -> None:
 
 
 def test_images() -> None:
-    after = migrated(estimator(f"{CLOUD}, framework_version='2.8.0', py_version='py312', sagemaker_session=s", "PyTorch", "sagemaker.pytorch"))
+    after = migrated(
+        estimator(
+            f"{CLOUD}, framework_version='2.8.0', py_version='py312', sagemaker_session=s",
+            "PyTorch",
+            "sagemaker.pytorch",
+        )
+    )
     assert made(after)["training_image"] == (
         "image_uris.retrieve('pytorch', s.boto_region_name, version='2.8.0', py_version='py312', "
         "instance_type='ml.p4d.24xlarge', image_scope='training')"
     )
     text = estimator(
-        f"{CLOUD}, transformers_version='4.49', pytorch_version='2.5', py_version='py311'", "HuggingFace", "sagemaker.huggingface"
+        f"{CLOUD}, transformers_version='4.49', pytorch_version='2.5', py_version='py311'",
+        "HuggingFace",
+        "sagemaker.huggingface",
     )
     assert "base_framework_version='pytorch2.5'" in made(migrated(text))["training_image"]
     old = estimator(f"{CLOUD}, framework_version='1.13.1', py_version='py39', distribution={MODEL_PARALLEL}")
@@ -165,7 +177,10 @@ def test_a_script_without_a_folder(tmp_path: Path) -> None:
     assert made(migrated(text))["source_code"] == "SourceCode(source_dir='code', entry_script='train.py')"
     assert any("ships the whole folder" in note for note in notes(text))
     text = estimator('entry_point=script, instance_type="local"')
-    assert made(migrated(text))["source_code"] == "SourceCode(source_dir=str(Path(script).parent), entry_script=Path(script).name)"
+    assert (
+        made(migrated(text))["source_code"]
+        == "SourceCode(source_dir=str(Path(script).parent), entry_script=Path(script).name)"
+    )
 
 
 def test_requirements_are_installed_as_before(tmp_path: Path) -> None:
@@ -180,7 +195,11 @@ def test_requirements_are_installed_as_before(tmp_path: Path) -> None:
     ("call", "expected"),
     [
         ("job.fit()", "job.train()"),
-        ("job.fit({'a': 's3://b', 'c': d + '/e'})", "job.train(input_data_config=[InputData(channel_name='a', data_source='s3://b'), InputData(channel_name='c', data_source=d + '/e')])"),
+        (
+            "job.fit({'a': 's3://b', 'c': d + '/e'})",
+            "job.train(input_data_config=[InputData(channel_name='a', data_source='s3://b'), "
+            "InputData(channel_name='c', data_source=d + '/e')])",
+        ),
         ("job.fit(inputs, wait=False)", "job.train(inputs, wait=False)"),
         ("job.fit('s3://b', True, 'None')", "job.train('s3://b', wait=True, logs=False)"),
         ("job.fit(logs='All')", "job.train()"),
@@ -201,7 +220,8 @@ def test_what_is_done_with_it(call: str, expected: str) -> None:
 def test_helpers_of_the_sdk_stand_elsewhere() -> None:
     after = migrated(
         "import sagemaker\nfrom sagemaker.inputs import TrainingInput\nfrom sagemaker import get_execution_role\n"
-        f"s = sagemaker.Session()\nr = get_execution_role()\nr2 = sagemaker.get_execution_role(s)\n{estimator(CLOUD)}job.fit(TrainingInput('x'))\n"
+        f"s = sagemaker.Session()\nr = get_execution_role()\nr2 = sagemaker.get_execution_role(s)\n"
+        f"{estimator(CLOUD)}job.fit(TrainingInput('x'))\n"
     )
     lines = after.splitlines()
     assert "from sagemaker.core.helper.session_helper import Session, get_execution_role" in lines
@@ -212,7 +232,9 @@ def test_helpers_of_the_sdk_stand_elsewhere() -> None:
 
 
 def test_what_a_person_has_to_look_at() -> None:
-    text = estimator(f"{CLOUD}, dependencies=['lib'], git_config={{'repo': 'x'}}, debugger_hook_config=False, rules=None")
+    text = estimator(
+        f"{CLOUD}, dependencies=['lib'], git_config={{'repo': 'x'}}, debugger_hook_config=False, rules=None"
+    )
     text += "job.deploy(1, 'ml.m5.large')\njob.fit(job_name='mine')\nSMPEstimator.attach('x')\n"
     said = notes(text)
     for part in (
@@ -224,7 +246,10 @@ def test_what_a_person_has_to_look_at() -> None:
     ):
         assert any(part in sentence for sentence in said), f"{part!r} is not in {said}"
     assert not any("debugger_hook_config" in sentence or "rules" in sentence for sentence in said)
-    said = notes("from sagemaker.exceptions import UnexpectedStatusException\nfrom sagemaker.debugger import Rule\n" + estimator(CLOUD))
+    said = notes(
+        "from sagemaker.exceptions import UnexpectedStatusException\nfrom sagemaker.debugger import Rule\n"
+        + estimator(CLOUD)
+    )
     assert any("it has FailedStatusError of sagemaker.core.utils.exceptions" in sentence for sentence in said)
     assert any("SDK v3 has no sagemaker.debugger.Rule" in sentence for sentence in said)
 
@@ -259,7 +284,13 @@ if x:
 # the end
 '''
     after = migrated(before)
-    for kept in ('x = {  "odd" :1 }   # spacing', '"a": 1,  # one', '"text": """é\n  kept\n"""', "# the end", "# the script"):
+    for kept in (
+        'x = {  "odd" :1 }   # spacing',
+        '"a": 1,  # one',
+        '"text": """é\n  kept\n"""',
+        "# the end",
+        "# the script",
+    ):
         assert kept in after, after
     assert after.index("# the script") < after.index("source_code=")
     assert migrated(after) == after, "there is nothing more to change"
@@ -267,7 +298,12 @@ if x:
 
 def test_a_notebook(tmp_path: Path) -> None:
     def cell(source: Any, kind: str = "code") -> dict[str, Any]:
-        return {"cell_type": kind, "metadata": {}, "source": source, **({"outputs": [], "execution_count": 1} if kind == "code" else {})}
+        return {
+            "cell_type": kind,
+            "metadata": {},
+            "source": source,
+            **({"outputs": [], "execution_count": 1} if kind == "code" else {}),
+        }
 
     cells = [
         cell(["# SMPEstimator\n"], "markdown"),

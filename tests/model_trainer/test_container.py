@@ -162,7 +162,9 @@ def container(tmp_path: Path) -> Iterator[Callable[..., Container]]:
 
 
 def parallel(**given: Any) -> ModelParallel:
-    return ModelParallel(**{"parameters": {"pipeline_parallel_degree": 2, "ddp": True}, "processes_per_host": 2, **given})
+    return ModelParallel(
+        **{"parameters": {"pipeline_parallel_degree": 2, "ddp": True}, "processes_per_host": 2, **given}
+    )
 
 
 def test_a_job_runs(container: Callable[..., Container]) -> None:
@@ -233,7 +235,10 @@ def test_an_image_without_the_runtime(container: Callable[..., Container]) -> No
 def hide_the_runtime(folder: Path) -> None:
     """As in an image that has none: this environment's own is no longer found."""
     driver = folder / "smp_driver.py"
-    text = driver.read_text().replace(
-        "def main() -> None:\n", "def main() -> None:\n    sys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, 'MAPPING') and 'editable' not in repr(f)]\n    sys.path[:] = [p for p in sys.path if '__editable__' not in p]\n", 1
+    hidden = (
+        "def main() -> None:\n"
+        "    sys.meta_path[:] = [finder for finder in sys.meta_path if 'editable' not in repr(finder).lower()]\n"
+        "    sys.path[:] = [path for path in sys.path if 'editable' not in path.lower()]\n"
     )
+    text = driver.read_text().replace("def main() -> None:\n", hidden, 1)
     driver.write_text(text)

@@ -91,7 +91,9 @@ def test_a_cell_that_migrate_has_changed(tmp_path: Path) -> None:
         folder.mkdir()
         assert losses(python, cell(folder), folder) == pytest.approx(found, abs=1e-6), python
     if not others:
-        pytest.skip(f"{OTHERS_VARIABLE} names no Python with version 2 of the SDK, so the losses are compared with none")
+        pytest.skip(
+            f"{OTHERS_VARIABLE} names no Python with version 2 of the SDK, so the losses are compared with none"
+        )
 
 
 def test_the_example(tmp_path: Path) -> None:
@@ -104,7 +106,9 @@ def test_the_example(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.strip().splitlines()[-1]
-    assert re.fullmatch(r"model_trainer: steps=4 val_loss=\d+\.\d+ model=\S+/quickstart-output/model\.tar\.gz", last), last
+    assert re.fullmatch(r"model_trainer: steps=4 val_loss=\d+\.\d+ model=\S+/quickstart-output/model\.tar\.gz", last), (
+        last
+    )
 
 
 def test_the_page_s_example(tmp_path: Path) -> None:
@@ -118,9 +122,7 @@ def test_the_page_s_example(tmp_path: Path) -> None:
         "if smp.rank() == 0: open(os.path.join(os.environ['SM_MODEL_DIR'], 'm'), 'w').close()\n"
     )
     (tmp_path / "data" / "train").mkdir(parents=True)
-    done = subprocess.run(
-        [sys.executable, "-c", code[1]], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", code[1]], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "model.tar.gz" in done.stdout.splitlines()[-1]
 

@@ -48,9 +48,14 @@ class Containers:
         """
         for path in self.folder.glob("*/docker-compose.yaml"):
             for host, service in sorted(yaml.safe_load(path.read_text())["services"].items()):
-                wanted = [f"name=^{service['container_name']}$"] if "container_name" in service else [
-                    f"label=com.docker.compose.project.config_files={path}", f"label=com.docker.compose.service={host}"
-                ]
+                wanted = (
+                    [f"name=^{service['container_name']}$"]
+                    if "container_name" in service
+                    else [
+                        f"label=com.docker.compose.project.config_files={path}",
+                        f"label=com.docker.compose.service={host}",
+                    ]
+                )
                 found = docker("ps", "-aq", "--no-trunc", *(word for each in wanted for word in ("-f", each)))
                 self.ids += [i for i in found.split() if i not in self.ids]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cloud import IMAGE, ROLE
 
 from smp_estimator.sdk_found import installed_version
+from support.cloud import IMAGE, ROLE
 
 
 def require_sdk_3() -> None:
