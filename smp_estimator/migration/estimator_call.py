@@ -230,6 +230,12 @@ class EstimatorCall:
             return mode
         named = {name: value for name, value in versions.items() if value is not None}
         if not named:
+            if self.kind == "SMPHuggingFace":
+                self.source.note(
+                    self.node,
+                    "SMPHuggingFace took the newest Hugging Face image, and ModelTrainer takes the newest of PyTorch, without "
+                    "Transformers: give training_image=image_uris.retrieve(…), or name transformers in source_code.requirements",
+                )
             return mode
         torch = versions["pytorch_version"] or versions["framework_version"]
         if self._is_model_parallel() and self._is_too_old(literal(torch)):

@@ -17,6 +17,7 @@ from smp_estimator.model_trainer import driver_folder
 from smp_estimator.model_trainer.sdk import DistributedConfig
 from smp_estimator.model_trainer.words import in_words_of_v3, said_in_v3
 from smp_estimator.settings.distribution import SettingsReader, read
+from smp_estimator.settings.variables import is_variable
 
 #: What the SDK's own configurations call the same.
 _OTHER_NAMES = {
@@ -172,7 +173,7 @@ def refuse_quotes(value: Any, name: str) -> None:
 
     SDK 3.27 writes ``export NAME='…'`` without escaping what stands between the quotation marks.
     """
-    text = json.dumps(value, default=str)
+    text = json.dumps(value, default=lambda other: "" if is_variable(other) else str(other))
     if "'" in text:
         at = text.index("'")
         raise ConfigError(

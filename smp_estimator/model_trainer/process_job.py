@@ -22,12 +22,11 @@ from smp_estimator.local.s3 import FALLBACK_REGION, S3Access
 from smp_estimator.local.starting import STARTED, start_job
 from smp_estimator.local.uris import address_of, is_file_uri, is_s3_uri
 from smp_estimator.model_trainer.sdk import FailedStatusError, InputData, TrainingJob, safe_serialize, transform
-from smp_estimator.model_trainer.settings import Where, given
+from smp_estimator.model_trainer.settings import Trainer, Where, given
 from smp_estimator.progress import show
 from smp_estimator.settings import translation
 
 if TYPE_CHECKING:
-    from smp_estimator.model_trainer.trainer import ModelTrainer
     from smp_estimator.settings.distribution import Distribution
 
 logger = logging.getLogger(__name__)
@@ -110,7 +109,7 @@ class ProcessTrainingJob(TrainingJob):
 class ProcessTrainer:
     """Runs the jobs of one trainer as processes of this machine."""
 
-    def __init__(self, trainer: ModelTrainer) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def train(
@@ -131,7 +130,7 @@ class ProcessTrainer:
         )
         if dry_run:
             return
-        chosen = "local_container_root" in trainer.model_fields_set
+        chosen = "local_container_root" in getattr(trainer, "model_fields_set", ())
         machine = Machine(
             Path(trainer.local_container_root).expanduser().absolute() if chosen else None,
             keep=trainer.keep_job_folder,
@@ -151,7 +150,7 @@ class ProcessTrainer:
         except KeyboardInterrupt:
             interrupt(job, self._trainer.stop_grace_seconds)
             raise
-        self._trainer.latest_training_job.refresh()
+        self._trainer._latest_training_job.refresh()  # noqa: SLF001 - as above
         require_success(job)
         if logs and job.status is Status.COMPLETED:
             print(f"Training seconds: {job.describe()['TrainingTimeInSeconds']}\nModel: {job.model_address}")

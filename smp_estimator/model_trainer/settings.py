@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_config import ConfigError
 from smp_config.distributed_config import as_distribution
@@ -19,11 +19,33 @@ from smp_estimator.settings import advice, checks
 from smp_estimator.settings.variables import is_variable
 
 if TYPE_CHECKING:
-    from smp_estimator.model_trainer.trainer import ModelTrainer
     from smp_estimator.settings.distribution import Distribution, SettingsReader
 
 #: Types of instance that mean this machine, and what the checks call each.
 LOCAL_TYPES = {"local": "local", "local_cpu": "local", "local_gpu": "local_gpu"}
+
+
+class Trainer(Protocol):
+    """What a ``ModelTrainer`` has been given, as the SDK's records, and what is remembered of it."""
+
+    distributed: Any
+    source_code: Any
+    compute: Any
+    hyperparameters: Any
+    environment: Any
+    training_image: Any
+    sagemaker_session: Any
+    stopping_condition: Any
+    output_data_config: Any
+    input_data_config: Any
+    checkpoint_config: Any
+    base_job_name: Any
+    local_container_root: Any
+    keep_job_folder: bool
+    stop_grace_seconds: float
+    _launcher: tuple[str, ...] | None
+    _has_limit: bool
+    _latest_training_job: Any
 
 
 @dataclass(frozen=True)
@@ -83,7 +105,7 @@ def distribution_of(config: ModelParallel, where: Where) -> dict[str, Any]:
     return as_distribution(given)
 
 
-def read_settings(trainer: ModelTrainer, where: Where) -> Distribution | None:
+def read_settings(trainer: Trainer, where: Where) -> Distribution | None:
     """Check what the trainer has been given, as it is now; None for a job that ModelParallel has no part in.
 
     Raises:
@@ -130,7 +152,7 @@ def read_settings(trainer: ModelTrainer, where: Where) -> Distribution | None:
         return replace(read)
 
 
-def advise(trainer: ModelTrainer, where: Where, read: Distribution | None) -> None:
+def advise(trainer: Trainer, where: Where, read: Distribution | None) -> None:
     """Say what experience advises for a job that is about to start."""
     config = trainer.distributed
     if read is None or not isinstance(config, ModelParallel):
@@ -146,13 +168,13 @@ def advise(trainer: ModelTrainer, where: Where, read: Distribution | None) -> No
         config._reader.say(sentence)  # noqa: SLF001 - as above
 
 
-def planner_of(trainer: ModelTrainer, where: Where, read: Distribution | None) -> Planned:
+def planner_of(trainer: Trainer, where: Where, read: Distribution | None) -> Planned:
     """The planning arithmetic with the trainer's settings."""
     return _PlannedTrainer(trainer, where, read)
 
 
 class _PlannedTrainer(Planned):
-    def __init__(self, trainer: ModelTrainer, where: Where, read: Distribution | None) -> None:
+    def __init__(self, trainer: Trainer, where: Where, read: Distribution | None) -> None:
         self.instance_type, self.instance_count, self.instance_groups = where.instance_type, where.hosts, None
         self.environment = trainer.environment
         self._hyperparameters = _hyperparameters(trainer)
@@ -164,7 +186,7 @@ class _PlannedTrainer(Planned):
         return self._read
 
 
-def _hyperparameters(trainer: ModelTrainer) -> dict[str, Any]:
+def _hyperparameters(trainer: Trainer) -> dict[str, Any]:
     given = trainer.hyperparameters
     return dict(given) if isinstance(given, Mapping) else {}
 
@@ -179,7 +201,7 @@ def _refuse_own_names(hyperparameters: Mapping[str, Any]) -> None:
             )
 
 
-def _check_code(trainer: ModelTrainer, where: Where) -> None:
+def _check_code(trainer: Trainer, where: Where) -> None:
     code = trainer.source_code
     if code is None or not code.entry_script:
         raise ConfigError(
@@ -204,7 +226,7 @@ def _check_code(trainer: ModelTrainer, where: Where) -> None:
         checks.check_partition_file(config.typed_parameters, code.entry_script, code.source_dir, places)
 
 
-def _as_estimator(trainer: ModelTrainer, where: Where) -> Any:
+def _as_estimator(trainer: Trainer, where: Where) -> Any:
     """The trainer's settings under the names by which the checks of a request ask for them."""
     compute, limits = trainer.compute, trainer.stopping_condition
     output, checkpoints = trainer.output_data_config, trainer.checkpoint_config

@@ -81,7 +81,8 @@ def test_every_record() -> None:
         estimator(
             f"{CLOUD}, volume_size=100, use_spot_instances=True, max_run=10, max_wait=20, output_path='s3://o', "
             "output_kms_key='k', disable_output_compression=True, checkpoint_s3_uri='s3://c', "
-            "checkpoint_local_path='/opt/ml/checkpoints', subnets=['s'], security_group_ids=['g'], encrypt_inter_container_traffic=True, tags=[{'Key': 'a', 'Value': 'b'}], "
+            "checkpoint_local_path='/opt/ml/checkpoints', subnets=['s'], security_group_ids=['g'], "
+            "encrypt_inter_container_traffic=True, tags=[{'Key': 'a', 'Value': 'b'}], "
             "metric_definitions=[{'Name': 'n', 'Regex': 'r'}], environment={'A': '1'}, base_job_name='b', input_mode='FastFile'"
         )
     )
@@ -170,6 +171,12 @@ def test_images() -> None:
     old = estimator(f"{CLOUD}, framework_version='1.13.1', py_version='py39', distribution={MODEL_PARALLEL}")
     assert "training_image" not in made(migrated(old))
     assert any("PyTorch 1.13.1 is older than the runtime's 2.4" in note for note in notes(old))
+
+
+def test_an_image_that_sdk_v2_chose() -> None:
+    said = notes(estimator(CLOUD, "SMPHuggingFace"))
+    assert any("SMPHuggingFace took the newest Hugging Face image" in sentence for sentence in said)
+    assert not notes(estimator(f"{CLOUD}, image_uri='i'", "SMPHuggingFace"))
 
 
 def test_a_script_without_a_folder(tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ def test_the_folder_of_the_driver() -> None:
     assert [name for name in held if name.endswith(".whl")]
     wanted = (folder / "smp_requirements.txt").read_text().split()
     assert any(line.startswith("pydantic>=") for line in wanted)
+    assert "mpi4py" in wanted, "in any version"
     assert smp_driver.missing(wanted) == [], "this environment has all"
     assert made.driver_dir == str(folder), "made once"
     made.ship_runtime = False
@@ -209,6 +210,14 @@ def test_the_estimators_say_that_they_need_version_2() -> None:
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "need version 2 of the SageMaker SDK, and the SageMaker SDK 3." in said
     assert "ModelTrainer and ModelParallel of smp_estimator.model_trainer" in said
+
+
+def test_the_public_surface_is_frozen() -> None:
+    from smp_estimator import model_trainer
+
+    assert model_trainer.__all__ == ["ModelParallel", "ModelTrainer"]
+    with pytest.raises(AttributeError, match="ModelTrainr"):
+        _ = model_trainer.ModelTrainr
 
 
 def test_the_same_in_both_forms() -> None:

@@ -197,3 +197,20 @@ def test_a_pipeline_gets_the_same_request(cloud: Any, script: Path) -> None:
     assert json.loads(request["HyperParameters"]["mp_parameters"])["partitions"] == 4
     assert "exec" in request["AlgorithmSpecification"]["ContainerArguments"][1]
     assert not cloud.requests
+
+
+def test_what_only_a_pipeline_knows(cloud: Any, script: Path) -> None:
+    from sagemaker.core.workflow.parameters import ParameterInteger, ParameterString
+    from sagemaker.core.workflow.pipeline_context import PipelineSession
+    from sagemaker.mlops.workflow.steps import TrainingStep
+
+    session = PipelineSession(boto_session=cloud.boto, default_bucket="bucket")
+    compute = {
+        "instance_type": ParameterString(name="Type", default_value="ml.p4d.24xlarge"),
+        "instance_count": ParameterInteger(name="Hosts", default_value=2),
+    }
+    steps = ParameterInteger(name="Steps", default_value=3)
+    made = trainer(script, sagemaker_session=session, compute=compute, hyperparameters={"steps": steps})
+    request = TrainingStep(name="train", step_args=made.train()).arguments
+    assert request["ResourceConfig"]["InstanceCount"] is compute["instance_count"]
+    assert "sagemaker_instance_type" not in request["HyperParameters"], "the container knows it"

@@ -27,6 +27,9 @@ else:
 #: What the runtime needs of other packages, a line for each, in this folder.
 REQUIREMENTS = "smp_requirements.txt"
 
+#: Errors whose message says all; a tuple, since this is also read by Pythons that are then refused.
+_PLAIN = (ValueError, RuntimeError, ImportError)
+
 #: Of pip's last words, in the message of a failure.
 _PIP_CHARACTERS = 1500
 
@@ -96,7 +99,7 @@ def _tell(error: BaseException) -> None:
     """Say why the job failed, in the log and in the failure file, whose first line becomes the job's failure reason."""
     base = os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml"
     text = f"the job cannot start: {error}"
-    if not isinstance(error, ValueError | RuntimeError | ImportError):
+    if not isinstance(error, _PLAIN):
         text += f"\n\n{traceback.format_exc()}"
     print(f"[smp] failed: {text}", file=sys.stderr, flush=True)
     try:
