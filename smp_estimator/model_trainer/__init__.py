@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from smp_estimator.sdk_found import require
+
 if TYPE_CHECKING:
     from smp_estimator.model_trainer.model_parallel import ModelParallel
     from smp_estimator.model_trainer.trainer import ModelTrainer
@@ -24,6 +26,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require(3)
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
