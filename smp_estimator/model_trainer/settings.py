@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,6 +12,7 @@ from smp_config.distributed_config import as_distribution
 from smp_config.instances import instance
 from smp_config.job import MP_PARAMETERS
 from smp_estimator.cloud import images, service
+from smp_estimator.local.uris import is_s3_uri
 from smp_estimator.model_trainer.model_parallel import ModelParallel, refuse_quotes
 from smp_estimator.model_trainer.words import said_in_v3
 from smp_estimator.planned import Planned
@@ -152,8 +153,12 @@ def read_settings(trainer: Trainer, where: Where) -> Distribution | None:
         return replace(read)
 
 
-def advise(trainer: Trainer, where: Where, read: Distribution | None) -> None:
-    """Say what experience advises for a job that is about to start."""
+def advise(trainer: Trainer, where: Where, read: Distribution | None, channels: Iterable[Any] | None) -> None:
+    """Say what experience advises for a job that is about to start.
+
+    Args:
+        channels: given to ``train()``, as the SDK's records.
+    """
     config = trainer.distributed
     if read is None or not isinstance(config, ModelParallel):
         return
@@ -166,6 +171,19 @@ def advise(trainer: Trainer, where: Where, read: Distribution | None) -> None:
         source_dir=getattr(code, "source_dir", None),
     ):
         config._reader.say(sentence)  # noqa: SLF001 - as above
+    if not where.in_cloud or not hasattr(trainer.sagemaker_session, "boto_session"):
+        return
+    places = {f"channel {channel.channel_name!r}": _s3_uri(channel.data_source) for channel in channels or ()}
+    places["checkpoint_config.s3_uri"] = given(trainer.checkpoint_config, "s3_uri")
+    places["output_data_config.s3_output_path"] = given(trainer.output_data_config, "s3_output_path")
+    known = {what: str(address) for what, address in places.items() if is_s3_uri(address)}
+    for sentence in advice.other_regions(known, trainer.sagemaker_session):
+        config._reader.say(sentence)  # noqa: SLF001 - as above
+
+
+def _s3_uri(source: Any) -> Any:
+    """Where a channel lies: its address, or that of the SDK's records around it."""
+    return source if isinstance(source, str) else given(given(source, "s3_data_source") or source, "s3_uri")
 
 
 def planner_of(trainer: Trainer, where: Where, read: Distribution | None) -> Planned:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, PrivateAttr, ValidationError
@@ -141,15 +142,17 @@ class ModelTrainer(StockModelTrainer):
         ours = isinstance(self.distributed, ModelParallel)
         return read_settings(self, self._where()) if ours or self._process_mode else None
 
-    @staticmethod
-    def _take_stock_image(arguments: dict[str, Any]) -> None:
+    @classmethod
+    def _take_stock_image(cls, arguments: dict[str, Any]) -> None:
         """Fill in the newest stock image for a job with ModelParallel in the cloud."""
         compute = arguments.get("compute")
         kind = given(compute, "instance_type")
         if not isinstance(arguments.get("distributed"), ModelParallel) or not isinstance(kind, str):
             return  # the SDK says what is missing
         with said_in_v3():
-            Where.of(compute, process_mode=False, containers=False)
+            where = Where.of(compute, process_mode=False, containers=False)
+        # Mistakes come before what the SDK wants of an account.
+        read_settings(SimpleNamespace(**{name: arguments.get(name) for name in cls.model_fields}), where)
         arguments["sagemaker_session"] = session = arguments.get("sagemaker_session") or Session()
         version, python = images.choose_pytorch(None, None)
         arguments["training_image"] = image_uris.retrieve(
@@ -205,13 +208,14 @@ class ModelTrainer(StockModelTrainer):
         read, where = self._read(), self._where()
         channels = _channels(input_data_config)
         if self._process_mode:
-            advise(self, where, read)
+            if not dry_run:
+                advise(self, where, read, channels)
             self._here = self._here or ProcessTrainer(self)
             return self._here.train(read, where, channels, wait=wait, logs=logs, dry_run=dry_run)
         if read is None:
             return super().train(channels, wait, logs, dry_run)
         if not dry_run:
-            advise(self, where, read)
+            advise(self, where, read, channels)
         if where.containers:
             with container_failures.failing_rank_told(LocalContainers, lambda: self._job_name, _failed):
                 made = super().train(channels, wait, logs, dry_run)
@@ -304,17 +308,17 @@ def _wants_processes(arguments: Mapping[str, Any]) -> bool:
     return in_containers or (isinstance(kind, str) and kind in LOCAL_TYPES)
 
 
-def _channels(given: Any) -> Any:
+def _channels(inputs: Any) -> list[Any] | None:
     """``input_data_config`` as the SDK takes it."""
-    if given is None:
+    if inputs is None:
         return None
-    if isinstance(given, Mapping):
-        given = [_named(name, source) for name, source in given.items()]
-    elif isinstance(given, str | Path):
-        given = [InputData(channel_name="training", data_source=str(given))]
-    elif isinstance(given, InputData | Channel):
-        given = [given]
-    return [_with_path(channel) for channel in given]
+    if isinstance(inputs, Mapping):
+        inputs = [_named(name, source) for name, source in inputs.items()]
+    elif isinstance(inputs, str | Path):
+        inputs = [InputData(channel_name="training", data_source=str(inputs))]
+    elif isinstance(inputs, InputData | Channel):
+        inputs = [inputs]
+    return [_with_path(channel) for channel in inputs]
 
 
 def _named(name: str, source: Any) -> Any:

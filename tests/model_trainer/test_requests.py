@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,20 @@ def test_a_failed_job_says_why(cloud: Any, script: Path) -> None:
     for logs in (True, False):
         with pytest.raises(FailedStatusError, match=r"Failure Reason: rank 3 \(algo-2\): ValueError: boom"):
             made._watch(logs)
+
+
+def test_a_bucket_in_another_region_is_said(cloud: Any, script: Path, caplog: pytest.LogCaptureFixture) -> None:
+    s3 = cloud.boto.client("s3", region_name="eu-west-1")
+    s3.create_bucket(Bucket="far", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"})
+    made = trainer(script, sagemaker_session=cloud.session, checkpoint_config=CheckpointConfig(s3_uri="s3://far/c"))
+    with caplog.at_level(logging.WARNING, logger="smp_estimator"):
+        made.train({"train": "s3://far/t", "test": TrainingInput("s3://far/u"), "near": "s3://bucket/v"}, wait=False)
+    said = [record.getMessage() for record in caplog.records if "eu-west-1" in record.getMessage()]
+    assert [sentence.split(" (")[0] for sentence in said] == [
+        "channel 'train'",
+        "channel 'test'",
+        "checkpoint_config.s3_uri",
+    ]
 
 
 def test_a_dry_run_sends_nothing(cloud: Any, script: Path) -> None:

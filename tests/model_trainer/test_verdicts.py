@@ -198,6 +198,13 @@ def test_right(probe: Probe, cloud: Any, script: Path, caplog: pytest.LogCapture
     assert len(said) == len(probe.warned), said
 
 
+def test_a_verdict_needs_no_account(script: Path) -> None:
+    """Without an image the SDK is asked for the newest of the region; the settings come first."""
+    for image in (None, "i:1"):
+        with pytest.raises(ConfigError, match="is 16, but ml.p4d.24xlarge has 8 GPUs"):
+            trainer(script, training_image=image, parallel={"parameters": {"ddp": True}, "processes_per_host": 16})
+
+
 def test_changes_after_the_constructor_are_checked_by_train(cloud: Any, script: Path) -> None:
     def wrong(change: Any) -> str:
         made = trainer(script, sagemaker_session=cloud.session)
