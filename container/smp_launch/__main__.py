@@ -43,6 +43,8 @@ def train() -> None:
     lifeline = os.environ.get(LIFELINE_VARIABLE) == "1"
     with StopRequests(lifeline, patience=grace_seconds(os.environ) + _LAST_RESORT) as stop:
         code = run(stop, os.environ)
+        # Docker Compose stops all containers when the first has ended; the others' jobs have ended by then, too.
+        stop.job_has_ended()
     sys.exit(code)
 
 

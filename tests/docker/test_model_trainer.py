@@ -115,6 +115,16 @@ def test_the_same_losses(
     assert containers.exit_codes() == [0] * hosts
 
 
+def test_an_image_with_the_runtime_needs_none_to_travel(
+    local_job: Make, text: Path, tmp_path: Path, containers: Any, process_losses: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = local_job(1)
+    job.distributed.ship_runtime = False
+    job.train({"train": str(text)})
+    assert losses(job.model_data) == pytest.approx(process_losses(1), abs=1e-5)
+    assert "the job brought its own" not in capfd.readouterr().out
+
+
 @pytest.mark.parametrize("kind", [ModelTrainer, StockModelTrainer], ids=["own", "stock"])
 def test_docker_stop_leaves_what_the_ranks_save(local_job: Make, tmp_path: Path, containers: Any, kind: Any) -> None:
     source = tmp_path / "source"
