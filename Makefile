@@ -8,6 +8,7 @@ STEPS ?= 300
 WORKERS ?= 2
 
 FLOOR := .venv-sdk-floor
+SDK3 := .venv-sdk-3
 
 # Of `make test-torch`: another PyTorch than the pinned one, for the runtime's tests.
 TORCH ?= 2.8.0
@@ -23,13 +24,14 @@ WITH_5 := $(addprefix tests/,tensor_parallel/test_huggingface.py tensor_parallel
 	tensor_parallel/test_replaced_settings.py pipeline/test_transformers.py activations/test_transformers.py \
 	checkpoints/test_transformers_format.py checkpoints/test_save_pretrained.py planning/test_model_config.py)
 
-.PHONY: image push test-docker quickstart test test-newest test-sdk-floor test-full test-torch test-clients test-clients-full lint type format clean help
+.PHONY: image push test-docker quickstart test test-newest test-sdk-floor test-v3 test-full test-torch test-clients test-clients-full lint type format clean help
 
 help:
 	@echo "make quickstart   train a small GPT with SMPEstimator.fit(): two processes, no cloud account"
 	@echo "make test         the tests (big matrices as a sample), with the newest SDK and the notebook side with the oldest"
 	@echo "make test-full    the tests, with the big matrices whole"
 	@echo "make test-torch   the runtime's tests with another PyTorch, what it keeps private first: TORCH=2.8.0"
+	@echo "make test-v3      ModelTrainer of SDK v3: the notebook side, and jobs as processes of this machine"
 	@echo "make test-clients client libraries with Transformers 4 and 5, as a sample; test-clients-full: all, for docs/compatibility.md"
 	@echo "make image        the training image; BASE_IMAGE=… for the cloud; make push prints how to publish it"
 	@echo "make test-docker  SageMaker local mode with that image, one and two hosts"
@@ -61,6 +63,19 @@ $(FLOOR)/.installed: setup.cfg setup.py constraints-cpu.txt
 
 test-sdk-floor: $(FLOOR)/.installed
 	$(FLOOR)/bin/python -m pytest tests/estimator -m "not job and not full" -n $(WORKERS) --dist loadfile
+
+# The notebook side with SDK v3, and whole jobs of it; the SDK wants packages that v2 has in other versions, or not at all.
+$(SDK3)/.installed: setup.cfg setup.py constraints-cpu.txt
+	$(PYTHON) -m venv $(SDK3)
+	grep -v '^sagemaker==\|^sagemaker-core==\|^protobuf==\|^packaging==\|^importlib-metadata==' constraints-cpu.txt > $(SDK3)/constraints.txt
+	$(SDK3)/bin/python -m pip install --quiet --disable-pip-version-check -c $(SDK3)/constraints.txt -e ".[local3]" \
+		pytest pytest-timeout pytest-xdist nbformat "moto[server]"
+	@touch $@
+
+# With environments of version 2 that are there already, losses are compared.
+test-v3: $(SDK3)/.installed
+	SMP_TEST_SDK_PYTHONS=$(wildcard $(CURDIR)/$(BIN)/python) $(SDK3)/bin/python -m pytest tests/model_trainer tests/migration \
+		-m "not full" -n $(WORKERS) --dist loadfile
 
 # The index has no CPU build of other versions: several GB are fetched the first time. Some PyTorchs want their own sympy.
 $(OTHER)/.installed: setup.cfg setup.py constraints-cpu.txt
@@ -107,8 +122,9 @@ endif
 push:
 	@docker/push.sh $(IMAGE)
 
-test-docker: image
+test-docker: image $(SDK3)/.installed
 	SMP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest tests/docker
+	SMP_TEST_IMAGE=$(IMAGE) $(SDK3)/bin/python -m pytest tests/docker/test_model_trainer.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -122,6 +138,6 @@ type: $(VENV)/.installed
 	$(BIN)/mypy smp_estimator container/smp_config container/smp_launch container/smp_emulation container/smp_runtime container/smdistributed
 
 clean:
-	rm -rf $(VENV) $(FLOOR) .venv-torch-* .venv-clients-* build dist *.egg-info container/*.egg-info quickstart-data quickstart-output
+	rm -rf $(VENV) $(FLOOR) $(SDK3) .venv-torch-* .venv-clients-* build dist *.egg-info container/*.egg-info quickstart-data quickstart-output
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

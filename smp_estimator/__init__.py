@@ -27,10 +27,17 @@ _HOMES = {
     "__version__": "smp_config.version",
 }
 
+#: Names that extend classes of version 2 of the SDK.
+_OF_SDK_2 = ("ProcessSession", "SMPEstimator", "SMPHuggingFace")
+
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _OF_SDK_2:
+        from smp_estimator.sdk_found import require
+
+        require(2)
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -10,9 +10,10 @@ from smp_config.instances import instance
 from smp_config.job import INSTANCE_TYPE
 from smp_estimator.cloud import images, restore, service, source
 from smp_estimator.cloud.job import CloudTrainingJob
-from smp_estimator.local.client import ProcessClient, check_job_name
+from smp_estimator.local.bootstrap import with_emulation
+from smp_estimator.local.client import ProcessClient
 from smp_estimator.local.code import CodeSource
-from smp_estimator.local.containers import failing_rank_told, with_emulation
+from smp_estimator.local.containers import failing_rank_told
 from smp_estimator.local.process_mode import (
     LOCAL_TYPES,
     PROCESS_IMAGE,
@@ -21,6 +22,7 @@ from smp_estimator.local.process_mode import (
     wants_processes,
 )
 from smp_estimator.local.session import ProcessSession, session_of, shows_training
+from smp_estimator.local.starting import check_job_name
 from smp_estimator.local.uris import is_s3_uri
 from smp_estimator.planned import Planned
 from smp_estimator.sdk import (

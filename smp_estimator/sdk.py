@@ -16,8 +16,12 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any
 
-import botocore.credentials
-from botocore.exceptions import NoCredentialsError
+from smp_estimator.sdk_found import require
+
+require(2)
+
+import botocore.credentials  # noqa: E402 - first of all it is said which SDK is there
+from botocore.exceptions import NoCredentialsError  # noqa: E402
 
 # The warning announces SDK v3 on every import; this package is made for v2 on purpose.
 os.environ.setdefault("SAGEMAKER_SUPPRESS_V2_WARNING", "1")
@@ -84,7 +88,6 @@ with credentials_when_used(), without_absent_defaults():
     from sagemaker.fw_utils import SM_DATAPARALLEL_SUPPORTED_FRAMEWORK_VERSIONS as DATA_PARALLEL_VERSIONS
     from sagemaker.fw_utils import UploadedCode
     from sagemaker.huggingface import HuggingFace
-    from sagemaker.image_uris import config_for_framework
     from sagemaker.inputs import FileSystemInput, TrainingInput
     from sagemaker.instance_group import InstanceGroup
     from sagemaker.local import LocalSession
@@ -92,12 +95,6 @@ with credentials_when_used(), without_absent_defaults():
     from sagemaker.local.local_session import LocalSagemakerClient, LocalSagemakerRuntimeClient
     from sagemaker.pytorch import PyTorch
     from sagemaker.session import _check_job_status as check_job_status
-    from sagemaker.utils import (
-        custom_extractall_tarfile,
-        download_folder,
-        secondary_training_status_changed,
-        secondary_training_status_message,
-    )
     from sagemaker.workflow import is_pipeline_variable
     from sagemaker.workflow.entities import PipelineVariable
     from sagemaker.workflow.pipeline_context import PipelineSession
@@ -156,16 +153,11 @@ __all__ = [
     "UploadedCode",
     "arguments_of",
     "check_job_status",
-    "config_for_framework",
     "credentials_when_used",
-    "custom_extractall_tarfile",
-    "download_folder",
     "git_utils",
     "is_pipeline_variable",
     "load_local_mode_config",
     "load_sagemaker_config",
-    "secondary_training_status_changed",
-    "secondary_training_status_message",
     "show_arguments",
     "validate_sagemaker_config",
 ]

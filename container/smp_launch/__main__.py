@@ -43,6 +43,8 @@ def train() -> None:
     lifeline = os.environ.get(LIFELINE_VARIABLE) == "1"
     with StopRequests(lifeline, patience=grace_seconds(os.environ) + _LAST_RESORT) as stop:
         code = run(stop, os.environ)
+        # Docker Compose stops all containers when the first has ended; the others' jobs have ended by then, too.
+        stop.job_has_ended()
     sys.exit(code)
 
 
@@ -69,7 +71,8 @@ def run(stop: StopRequests, environ: Mapping[str, str]) -> int:
 
 def _run(tree: Tree, stop: StopRequests, environ: Mapping[str, str]) -> tuple[int, Cause | None]:
     training = TrainingEnvironment.read(tree, environ)
-    if environ.get(SIMULATED_VARIABLE) != "1":
+    # ModelTrainer's own scripts have fetched the code, and installed what it was told to.
+    if environ.get(SIMULATED_VARIABLE) != "1" and tree.code is None:
         prepare_code(training, stop, environ)
     host = training.current_host
     if host == training.hosts[0]:

@@ -26,6 +26,9 @@ HOST_VARIABLE = "CURRENT_HOST"
 
 JOB_NAME_VARIABLE = "TRAINING_JOB_NAME"
 
+#: Holds, as a JSON object, hyperparameters that the platform's file lacks; where it has one of them, the file's holds.
+MORE_VARIABLE = "SMP_LAUNCH_HYPERPARAMETERS"
+
 #: Hyperparameters that steer the container itself and are not handed on in ``SM_FRAMEWORK_PARAMS``.
 _CONTAINER_PARAMETERS = frozenset(
     """sagemaker_program sagemaker_submit_directory sagemaker_container_log_level sagemaker_job_name sagemaker_region
@@ -88,7 +91,8 @@ class TrainingEnvironment:
                 f"comes from {HOST_VARIABLE} or from current_host in resourceconfig.json; set {HOST_VARIABLE} to one "
                 "of the hosts"
             )
-        decoded = {name: decoded_hyperparameter(value) for name, value in tree.read_config("hyperparameters").items()}
+        given = {**json.loads(environ.get(MORE_VARIABLE) or "{}"), **tree.read_config("hyperparameters")}
+        decoded = {name: decoded_hyperparameter(value) for name, value in given.items()}
         return cls(
             tree=tree,
             hyperparameters=decoded,

@@ -19,7 +19,7 @@ from smp_launch.failure import REPORT_VARIABLE, Cause, FailureCollector
 from smp_launch.followers import Followers
 from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
 from smp_launch.locked_folders import STATUS_VARIABLE, LeaderStatus, private_dir
-from smp_launch.network import PORT_VARIABLE, reserved_port, shared_memory_warning
+from smp_launch.network import PORT_VARIABLE, reserved_port, shared_memory_warning, usable_interface
 from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
 from smp_launch.ssh import Client
 from smp_launch.supervise import (
@@ -88,7 +88,8 @@ class Job:
         """All options of mpirun, merged."""
         if self.mpi is None:
             return MergedOptions(())
-        return mpi_options(self.mpi.dialect, self.layout, self.custom, self.training.network_interface, dirs)
+        interface = usable_interface(self.training.network_interface, self.layout.one_machine)
+        return mpi_options(self.mpi.dialect, self.layout, self.custom, interface, dirs)
 
     def program(self) -> list[str]:
         """What every rank runs: the wrapper around the user's script."""

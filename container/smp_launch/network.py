@@ -46,11 +46,27 @@ def network_defaults(
     return values
 
 
-def usable_interface(interface: str, one_machine: bool, known: Path = Path("/sys/class/net")) -> str:
-    """The interface for the ranks' connections: the platform's, or loopback where it is missing and all run on this machine."""
-    if one_machine and (interface == "lo" or (known.is_dir() and not (known / interface).exists())):
-        return LOOPBACK
-    return interface
+def usable_interface(
+    interface: str, one_machine: bool, known: Path = Path("/sys/class/net"), routes: Path = Path("/proc/net/route")
+) -> str:
+    """The interface for the ranks' connections: the platform's, where it is there.
+
+    Where it is missing it is loopback if all ranks run on this machine, and otherwise the one with the default route:
+    the local mode of SDK v3 names one that its containers do not have.
+    """
+    is_missing = known.is_dir() and not (known / interface).exists()
+    if one_machine:
+        return LOOPBACK if interface == "lo" or is_missing else interface
+    return (_default_interface(routes) or interface) if is_missing else interface
+
+
+def _default_interface(routes: Path) -> str | None:
+    """The interface of the system's default route; None where it has none, or does not tell."""
+    try:
+        rows = [line.split() for line in routes.read_text(encoding="utf-8").splitlines()[1:]]
+    except OSError:
+        return None
+    return next((row[0] for row in rows if len(row) > 1 and row[1] == "00000000"), None)
 
 
 def shared_memory_warning(ranks: int, folder: Path = Path("/dev/shm")) -> str | None:

@@ -63,6 +63,11 @@ class StopRequests:
             return []
         return [signal.Signals(number).name for number in data if number in _STOPPING]
 
+    def job_has_ended(self) -> None:
+        """From now on no request changes how this process ends, not even while the interpreter shuts down."""
+        for number in _STOPPING:
+            self._before[number] = signal.SIG_IGN
+
     def lifeline_ended(self) -> bool:
         """Whether the parent is gone; to be asked when the lifeline is readable."""
         if self.lifeline is None:

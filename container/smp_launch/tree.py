@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,22 @@ BASE_VARIABLE = "SAGEMAKER_BASE_DIR"
 
 DEFAULT_BASE = "/opt/ml"
 
+#: Names the folder of the user's files where it is another than ``code`` below the base: a job of SDK v3 has a channel for it.
+CODE_VARIABLE = "SMP_LAUNCH_CODE_DIR"
+
 
 @dataclass(frozen=True)
 class Tree:
-    """One host's folders; ``base`` is what SageMaker calls ``/opt/ml``."""
+    """One host's folders; ``base`` is what SageMaker calls ``/opt/ml``, and ``code`` the user's files where they lie elsewhere."""
 
     base: Path
+    code: Path | None = field(default=None, kw_only=True)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Tree:
         """The tree of this host."""
-        return cls(Path(environ.get(BASE_VARIABLE) or DEFAULT_BASE).absolute())
+        code = environ.get(CODE_VARIABLE)
+        return cls(Path(environ.get(BASE_VARIABLE) or DEFAULT_BASE).absolute(), code=Path(code) if code else None)
 
     def of_host(self, host: str, current_host: str) -> Tree:
         """The tree of another simulated host: the same path with its name for ours; raises LaunchError if no folder bears ours."""
@@ -67,7 +72,7 @@ class Tree:
     @property
     def code_dir(self) -> Path:
         """``code``: the user's files."""
-        return self.base / "code"
+        return self.code or self.base / "code"
 
     @property
     def model_dir(self) -> Path:

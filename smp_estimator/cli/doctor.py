@@ -9,9 +9,11 @@ import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from smp_estimator.sdk_found import EXTRAS, describe
 
 #: Seconds that a command or an answer from the account may take.
 TIMEOUT = 10
@@ -63,12 +65,18 @@ def _package(mode: str, name: str, distribution: str, remedy: str) -> Finding:
         return Finding(mode, name, True, "installed, version unknown")
 
 
+def _sdk(mode: str, remedy: str) -> Finding:
+    """Which SageMaker SDK there is, and what it is for."""
+    found = _package(mode, "sagemaker", "sagemaker", remedy)
+    return replace(found, detail=describe()) if found.ok else found
+
+
 def process_findings() -> list[Finding]:
     """What jobs as processes of this machine need."""
-    extra = "pip install 'smp-estimator[local]'"
+    extra = "pip install 'smp-estimator[local]', or 'smp-estimator[local3]' for version 3 of the SDK"
     beside = str(Path(sys.executable).parent)
     mpirun = shutil.which("mpirun", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
-    found = [_package("process", name, name, extra) for name in ("torch", "mpi4py", "sagemaker")]
+    found = [*(_package("process", name, name, extra) for name in ("torch", "mpi4py")), _sdk("process", extra)]
     if mpirun is None:
         found.insert(0, Finding("process", "mpirun", False, "neither on PATH nor beside Python", extra))
     else:
@@ -110,7 +118,7 @@ def cloud_findings(role: str | None = None, session: Any = None) -> list[Finding
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError, ClientError
 
-    found = [_package("cloud", "sagemaker", "sagemaker", "pip install 'smp-estimator[sagemaker]'")]
+    found = [_sdk("cloud", f"pip install '{EXTRAS[2]}', or '{EXTRAS[3]}' for version 3")]
     try:
         session = session or boto3.Session()
         credentials, region = session.get_credentials(), session.region_name

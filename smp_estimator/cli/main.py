@@ -15,10 +15,12 @@ from smp_config.instances import instance
 from smp_config.parameters import KEYS
 from smp_estimator.cli.checkpoint import checkpoint
 from smp_estimator.cli.console import console
+from smp_estimator.cli.migrate import migrate
 from smp_estimator.cli.models import models
 from smp_estimator.cli.planning import plan, suggest
 from smp_estimator.cli.run import run
 from smp_estimator.cli.values import literal as _literal
+from smp_estimator.sdk_found import SDKMissing
 
 LOCAL_TYPES = ("local", "local_gpu")
 
@@ -34,7 +36,7 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except (click.exceptions.Exit, click.Abort):  # RuntimeErrors too, but not ours
             raise
-        except (ConfigError, RuntimeError) as error:
+        except (ConfigError, RuntimeError, SDKMissing) as error:
             raise click.ClickException(str(error)) from None
 
 
@@ -45,6 +47,7 @@ def main() -> None:
 
 
 main.add_command(checkpoint)
+main.add_command(migrate)
 main.add_command(models)
 main.add_command(plan)
 main.add_command(suggest)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from smp_config.job import SCRIPT_ARGUMENTS_VARIABLE
 from smp_estimator.cli.values import dictionary
 from smp_estimator.local.bootstrap import is_foreign
 from smp_estimator.local.uris import address_of
+from smp_estimator.sdk_found import installed_major
 
 _CHECKPOINTS_VARIABLE = "SMP_CHECKPOINT_DIR"
 
@@ -108,6 +111,13 @@ def run(
         settings["environment"] = environment
     channels = dict(_channels(given["channel"]))
 
+    click.echo(f"model: {_train(settings, channels)}")
+
+
+def _train(settings: dict[str, Any], channels: dict[str, str]) -> str | None:
+    """Run the job with the SDK that is installed; gives the address of the model."""
+    if installed_major() == 3:
+        return _train_with_sdk_3(settings, channels)
     from smp_estimator import SMPEstimator
 
     estimator = SMPEstimator(**settings)
@@ -115,7 +125,40 @@ def run(
         estimator.fit(channels or None)
     except ValueError as error:  # the job failed; the message holds the rank and its exception
         raise click.ClickException(str(error)) from None
-    click.echo(f"model: {estimator.model_data}")
+    return str(estimator.model_data)
+
+
+def _train_with_sdk_3(settings: dict[str, Any], channels: dict[str, str]) -> str | None:
+    from smp_estimator.model_trainer import ModelParallel, ModelTrainer
+    from smp_estimator.model_trainer.sdk import (
+        CheckpointConfig,
+        Compute,
+        FailedStatusError,
+        OutputDataConfig,
+        SourceCode,
+    )
+
+    with tempfile.TemporaryDirectory() as alone:
+        folder, script = settings.get("source_dir"), settings["entry_point"]
+        if folder is None:  # the script travels by itself; the SDK knows folders only
+            folder, script = alone, Path(shutil.copy2(script, alone)).name
+        records: dict[str, Any] = {
+            "source_code": SourceCode(source_dir=folder, entry_script=script),
+            "compute": Compute(instance_type="local", instance_count=settings["instance_count"]),
+            "distributed": ModelParallel.from_distribution(settings["distribution"]),
+            "hyperparameters": settings["hyperparameters"],
+            "environment": settings.get("environment") or {},
+        }
+        if output := settings.get("output_path"):
+            records["output_data_config"] = OutputDataConfig(s3_output_path=output)
+        if checkpoints := settings.get("checkpoint_s3_uri"):
+            records["checkpoint_config"] = CheckpointConfig(s3_uri=checkpoints)
+        trainer = ModelTrainer(**records)
+        try:
+            trainer.train(channels or None)
+        except FailedStatusError as error:
+            raise click.ClickException(str(error)) from None
+        return trainer.model_data
 
 
 def _channels(values: tuple[str, ...]) -> Iterator[tuple[str, str]]:

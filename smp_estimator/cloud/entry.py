@@ -29,7 +29,7 @@ USER_PROGRAM = "sagemaker_smp_program"
 PACKAGES = ("smdistributed", "smp_config", "smp_emulation", "smp_launch", "smp_runtime")
 
 _PYTHON_FLOOR = (3, 10)
-_TORCH_FLOOR = (2, 4)
+TORCH_FLOOR = (2, 4)
 
 #: The same for a job of the data parallel library, whose backend needs newer collectives.
 _DATA_PARALLEL_FLOOR = (2, 6)
@@ -52,8 +52,9 @@ def main() -> None:
     """Prepare this rank and run the script with the arguments of the command line."""
     code = os.path.dirname(os.path.abspath(__file__))
     data_parallel = bool(carried().get(_DATA_PARALLEL))
-    _check_image(_DATA_PARALLEL_FLOOR if data_parallel else _TORCH_FLOOR)
-    site = unpacked(_wheel(code))
+    check_versions(_DATA_PARALLEL_FLOOR if data_parallel else TORCH_FLOOR)
+    _check_requirements()
+    site = unpacked(wheel_in(code))
     prefer(site)
     os.environ.setdefault("SMP_HOST", host())
     if os.environ.get(_EMULATE, "0") != "0":
@@ -185,7 +186,8 @@ def user_program() -> str:
     return str(parameters[USER_PROGRAM])
 
 
-def _wheel(code: str) -> str:
+def wheel_in(code: str) -> str:
+    """The wheel of the runtime in this folder; raises RuntimeError unless there is exactly one."""
     found = sorted(glob.glob(os.path.join(code, "smp_estimator-*.whl")))
     if len(found) != 1:
         raise RuntimeError(
@@ -195,8 +197,8 @@ def _wheel(code: str) -> str:
     return found[0]
 
 
-def _check_image(torch_floor: tuple[int, int]) -> None:
-    """Old images fail here, in words, instead of somewhere in an import."""
+def check_versions(torch_floor: tuple[int, int]) -> None:
+    """Raise RuntimeError for an image whose Python or PyTorch is too old, in words, instead of somewhere in an import."""
     from importlib import metadata
 
     oldest = ".".join(map(str, torch_floor))
@@ -215,6 +217,9 @@ def _check_image(torch_floor: tuple[int, int]) -> None:
         raise RuntimeError(
             f"the image has PyTorch {torch}, and the {library} runtime needs {oldest} or newer; use a newer image"
         )
+
+
+def _check_requirements() -> None:
     if importlib.util.find_spec("pydantic") is None:
         raise RuntimeError(
             "the image has no pydantic: requirements.txt, which the upload extends, was not installed; without a network "

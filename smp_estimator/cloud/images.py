@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from smp_config import ConfigError
-from smp_estimator.sdk import DATA_PARALLEL_VERSIONS, config_for_framework
+from smp_estimator.sdk_functions import config_for_framework
 
 #: The oldest PyTorch that the runtime works with.
 TORCH_FLOOR = (2, 4)
@@ -42,7 +42,11 @@ def has_own_data_parallel(image_uri: Any, version: Any) -> bool:
     elif image_uri:
         return False
     old = isinstance(version, str) and _number(version) < DATA_PARALLEL_FLOOR
-    return old and version in DATA_PARALLEL_VERSIONS["pytorch"]
+    if not old:
+        return False
+    from smp_estimator.sdk import DATA_PARALLEL_VERSIONS
+
+    return version in DATA_PARALLEL_VERSIONS["pytorch"]
 
 
 def choose_pytorch(

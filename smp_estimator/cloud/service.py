@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,7 +17,6 @@ from smp_config import ConfigError
 from smp_config.job import HYPERPARAMETER_CHARACTERS
 from smp_config.records import PROGRESS_PREFIX
 from smp_estimator.local.uris import is_file_uri, is_s3_uri
-from smp_estimator.sdk import FileSystemInput, TrainingInput
 from smp_estimator.settings.variables import is_variable
 
 _BASE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9-]*")
@@ -93,7 +93,7 @@ def check_channels(inputs: Any, *, has_network: bool) -> None:
                 f"channel {name!r} is {address!r}, which is no s3:// address; the job reads its data from S3 or a file system: "
                 "write 's3://bucket/prefix', or give a FileSystemInput"
             )
-        if isinstance(value, FileSystemInput) and not has_network:
+        if _is_of_sdk(value, "FileSystemInput") and not has_network:
             raise ConfigError(
                 f"channel {name!r} is a file system, but the estimator has no subnets and security_group_ids; the job reaches a "
                 "file system only from inside its VPC: add subnets=['subnet-…'] and security_group_ids=['sg-…']"
@@ -119,9 +119,15 @@ def _address(value: Any) -> Any:
     """Of a channel: a plain address, or that of a TrainingInput; None for what has none."""
     if isinstance(value, str):
         return value
-    if not isinstance(value, TrainingInput):
+    if not _is_of_sdk(value, "TrainingInput"):
         return None
     return value.config.get("DataSource", {}).get("S3DataSource", {}).get("S3Uri")
+
+
+def _is_of_sdk(value: Any, name: str) -> bool:
+    """Whether a channel is an object of this class of ``sagemaker.inputs``, which only version 2 of the SDK has."""
+    inputs = sys.modules.get("sagemaker.inputs")
+    return inputs is not None and isinstance(value, getattr(inputs, name))
 
 
 def _check_hyperparameters(hyperparameters: Mapping[str, Any], model: ServiceModel | None) -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from smp_config import emulation
 from smp_estimator.local.log import JobLog, LineSplitter
@@ -69,6 +69,19 @@ def environment_of(
     if region is not None:
         platform["AWS_REGION"] = region
     return {**inherited, **platform, **user, TOKEN_VARIABLE: token}
+
+
+def with_emulation(environment: Mapping[str, Any] | None, instance_type: Any) -> dict[str, Any]:
+    """The environment of containers on this machine: without a GPU, scripts that call ``torch.cuda`` run on the CPU.
+
+    Args:
+        environment: what else the job gets; what it, or this process's own, says of the emulation holds.
+        instance_type: Docker gives GPUs to containers of ``local_gpu`` only.
+    """
+    given = dict(environment or {})
+    if instance_type == "local":
+        given.setdefault(emulation.VARIABLE, os.environ.get(emulation.VARIABLE, "1"))
+    return given
 
 
 class Bootstrap:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import shutil
 import tarfile
@@ -13,7 +14,7 @@ from typing import Any
 from smp_config import ConfigError
 from smp_estimator.local.tree import copy_folder
 from smp_estimator.local.uris import bucket_and_key, is_s3_uri
-from smp_estimator.sdk import custom_extractall_tarfile
+from smp_estimator.sdk_functions import custom_extractall_tarfile
 
 _NEVER_SHIPPED = ("__pycache__", ".git", ".ipynb_checkpoints")
 
@@ -23,12 +24,14 @@ class CodeSource:
     """What the estimator ships, with the cloud's meaning of its three arguments.
 
     With ``source_dir`` the whole directory; without it the entry point alone, not what lies beside it. Each of
-    ``dependencies`` becomes a folder (or file) of its own name next to the script.
+    ``dependencies`` becomes a folder (or file) of its own name next to the script. Files and folders of ``source_dir``
+    whose names match one of ``ignore_patterns`` (``"*.bin"``) stay behind.
     """
 
     entry_point: str
     source_dir: str | None = None
     dependencies: tuple[str, ...] = ()
+    ignore_patterns: tuple[str, ...] = ()
 
     @property
     def uri(self) -> str:
@@ -56,23 +59,28 @@ class CodeSource:
             target.mkdir(parents=True)
             _unpack(str(self.source_dir), target, session)
         elif self.source_dir:
-            _copy(Path(self.source_dir).expanduser(), target, job_root=target.parent)
+            _copy(Path(self.source_dir).expanduser(), target, target.parent, self.ignore_patterns)
         else:
             target.mkdir(parents=True)
             shutil.copy2(Path(self.entry_point).expanduser(), target / self.program)
         for dependency in self.dependencies:
             path = Path(dependency).expanduser().absolute()
             if path.is_dir():
-                _copy(path, target / path.name, job_root=target.parent)
+                _copy(path, target / path.name, target.parent)
             else:
                 shutil.copy2(path, target / path.name)
 
 
-def _copy(source: Path, target: Path, job_root: Path) -> None:
+def _copy(source: Path, target: Path, job_root: Path, ignored: tuple[str, ...] = ()) -> None:
     """Copy a directory; the folder that holds the jobs may lie inside it and is left out."""
     skipped = {os.path.realpath(job_root), os.path.realpath(job_root.parent)}
+    left = (*_NEVER_SHIPPED, *ignored)
+
+    def stays(path: Path) -> bool:
+        return any(fnmatch.fnmatch(path.name, pattern) for pattern in left) or os.path.realpath(path) in skipped
+
     try:
-        copy_folder(source, target, lambda path: path.name in _NEVER_SHIPPED or os.path.realpath(path) in skipped)
+        copy_folder(source, target, stays)
     except shutil.Error as error:
         failed = error.args[0]
         path, _, reason = failed[0]

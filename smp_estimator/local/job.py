@@ -332,5 +332,34 @@ class ProcessJob:
         shutil.rmtree(self.tree.root, ignore_errors=True)
 
 
+def failure_message(job: ProcessJob) -> str:
+    """What is raised for a job that failed: its first cause, and where the log is."""
+    return (
+        f"Error for Training job {job.name}: Failed. Reason: {job.failure_reason}\nThe whole log is in {job.tree.log}"
+    )
+
+
+def interrupt(job: ProcessJob, grace_seconds: float) -> None:
+    """Stop a job for Ctrl-C and wait until none of its processes is left; a second Ctrl-C kills at once.
+
+    Args:
+        grace_seconds: between SIGTERM and SIGKILL.
+    """
+    try:
+        print(
+            f"Ctrl-C: stopping job {job.name}; its ranks get SIGTERM and have {grace_seconds:g} s to save and exit. "
+            "Ctrl-C again kills them at once.",
+            flush=True,
+        )
+        job.interrupt(grace_seconds)
+        job.done.wait(grace_seconds + 3.0)
+        print(f"The job was stopped. Its log: {job.tree.log}; all that it wrote: {job.tree.root}", flush=True)
+    except KeyboardInterrupt:
+        job.kill()
+        job.done.wait(3.0)
+        print(f"The job was killed. Its log: {job.tree.log}; all that it wrote: {job.tree.root}", flush=True)
+        raise
+
+
 def _exit(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -9,20 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import boto3
-from botocore.exceptions import BotoCoreError, ClientError
 
 from smp_config import ConfigError
 from smp_config.errors import suggest
 from smp_estimator.local.bootstrap import DEFAULT_LAUNCHER
 from smp_estimator.local.client import ProcessClient
-from smp_estimator.local.job import ProcessJob, Status
-from smp_estimator.local.uris import bucket_and_key
+from smp_estimator.local.job import ProcessJob, Status, failure_message, interrupt
+from smp_estimator.local.s3 import FALLBACK_REGION, S3Access
 from smp_estimator.progress import show
 from smp_estimator.sdk import (
     LocalSagemakerRuntimeClient,
     LocalSession,
     UnexpectedStatusException,
-    download_folder,
     load_local_mode_config,
     load_sagemaker_config,
     validate_sagemaker_config,
@@ -33,15 +31,11 @@ logger = logging.getLogger(__name__)
 #: The words of the SDK's ``logs=`` argument.
 _LOG_TYPES = ("All", "None", "Training", "Rules")
 
-#: The SDK insists on a region; without an account none is meant.
-_FALLBACK_REGION = "us-east-1"
-
-
 #: Names that the SDK makes for jobs on this machine, from the image that stands for it.
 _JOBS_BEGIN_WITH = "smp-process-"
 
 
-class ProcessSession(LocalSession):
+class ProcessSession(S3Access, LocalSession):
     """Runs training jobs as processes of this machine: no Docker, no AWS account, no network.
 
     Each job gets ``JOB_ROOT`` with one ``/opt/ml`` per simulated host, and each host one bootstrap process, the
@@ -96,7 +90,7 @@ class ProcessSession(LocalSession):
         self.keep = keep
         self.stop_grace_seconds = stop_grace_seconds
         self.launcher = tuple(launcher or DEFAULT_LAUNCHER)
-        self._s3: dict[str, Any] = {}
+        self._s3 = {}
         super().__init__(
             boto_session=boto_session,
             default_bucket=default_bucket,
@@ -110,11 +104,10 @@ class ProcessSession(LocalSession):
     ) -> None:
         """What LocalSession does, without making an S3 client: that would look for credentials on the network."""
         self.boto_session = boto_session or boto3.Session()
-        #: The region of the user's AWS configuration; None when there is none.
         self.chosen_region = self.boto_session.region_name
         if self.chosen_region is None and boto_session is None:
-            self.boto_session = boto3.Session(region_name=_FALLBACK_REGION)
-        self._region_name = self.chosen_region or _FALLBACK_REGION
+            self.boto_session = boto3.Session(region_name=FALLBACK_REGION)
+        self._region_name = self.chosen_region or FALLBACK_REGION
         self.local_mode = True
         self.sagemaker_client = ProcessClient(self)
         self.sagemaker_runtime_client = LocalSagemakerRuntimeClient()
@@ -124,60 +117,6 @@ class ProcessSession(LocalSession):
         self.sagemaker_config = given or load_sagemaker_config()
         # The SDK passes file:// code on, instead of uploading it, only when its local mode is told so.
         self.config = _merged(load_local_mode_config() or {}, {"local": {"local_code": True}})
-
-    # -- S3, made when first used ----------------------------------------------------------------------------
-
-    @property
-    def s3_resource(self) -> Any:
-        """boto3's resource, as the SDK's functions expect it."""
-        return self._s3_part("resource")
-
-    @s3_resource.setter
-    def s3_resource(self, value: Any) -> None:
-        self._set_s3_part("resource", value)
-
-    @property
-    def s3_client(self) -> Any:
-        """boto3's client, as the SDK's functions expect it."""
-        return self._s3_part("client")
-
-    @s3_client.setter
-    def s3_client(self, value: Any) -> None:
-        self._set_s3_part("client", value)
-
-    def _s3_part(self, kind: str) -> Any:
-        if kind not in self._s3:
-            make = getattr(self.boto_session, kind)
-            self._s3[kind] = make("s3", region_name=self._region_name, endpoint_url=self.s3_endpoint_url)
-        return self._s3[kind]
-
-    def _set_s3_part(self, kind: str, value: Any) -> None:
-        # The SDK's constructor assigns None; that means "not made yet".
-        if value is not None:
-            self._s3[kind] = value
-
-    def download(self, uri: str, folder: Path) -> None:
-        """Fetch what an ``s3://`` prefix holds now into an empty folder, as the SDK's own data source does.
-
-        Raises:
-            ConfigError: AWS refuses, or there are no credentials.
-        """
-        bucket, _, prefix = uri.removeprefix("s3://").partition("/")  # with its last slash, which excludes "prefix2/"
-        try:
-            download_folder(bucket, prefix, str(folder), self)
-        except (BotoCoreError, ClientError) as error:
-            raise ConfigError(
-                f"{uri} could not be downloaded: {error}; an s3:// address needs AWS credentials that may read it: "
-                "configure them, or give a local directory as 'file:///the/directory'"
-            ) from error
-
-    def upload_file(self, path: str, uri: str) -> None:
-        """Put one file at an ``s3://`` address."""
-        from boto3.s3.transfer import TransferConfig
-
-        bucket, key = bucket_and_key(uri)
-        # Without threads: a job that outlives the notebook is packed while the interpreter shuts its pools down.
-        self.s3_resource.Object(bucket, key).upload_file(path, Config=TransferConfig(use_threads=False))
 
     # -- what would ask AWS ----------------------------------------------------------------------------------
 
@@ -245,22 +184,7 @@ class ProcessSession(LocalSession):
 
     def interrupt_training_job(self, job_name: str) -> None:
         """Stop a job for Ctrl-C and wait until none of its processes is left; a second Ctrl-C kills at once."""
-        job = self.job(job_name)
-        patience = self.stop_grace_seconds + 3.0
-        try:
-            print(
-                f"Ctrl-C: stopping job {job_name}; its ranks get SIGTERM and have {self.stop_grace_seconds:g} s to save and exit. "
-                "Ctrl-C again kills them at once.",
-                flush=True,
-            )
-            job.interrupt(self.stop_grace_seconds)
-            job.done.wait(patience)
-            print(f"The job was stopped. Its log: {job.tree.log}; all that it wrote: {job.tree.root}", flush=True)
-        except KeyboardInterrupt:
-            job.kill()
-            job.done.wait(3.0)
-            print(f"The job was killed. Its log: {job.tree.log}; all that it wrote: {job.tree.root}", flush=True)
-            raise
+        interrupt(self.job(job_name), self.stop_grace_seconds)
 
 
 def session_of(job_name: str) -> ProcessSession | None:
@@ -299,8 +223,7 @@ def shows_training(log_type: str | bool | Iterable[str]) -> bool:
 def _require_success(job: ProcessJob) -> None:
     if job.status is Status.FAILED:
         raise UnexpectedStatusException(
-            message=f"Error for Training job {job.name}: Failed. Reason: {job.failure_reason}\n"
-            f"The whole log is in {job.tree.log}",
+            message=failure_message(job),
             allowed_statuses=["Completed", "Stopped"],
             actual_status="Failed",
         )

@@ -19,11 +19,12 @@ _CARRIERS = {
 
 def is_variable(value: Any) -> bool:
     """Whether ``value`` is a pipeline variable; none exists where the SDK was never imported."""
-    if "sagemaker.workflow" not in sys.modules:
-        return False
-    from smp_estimator.sdk import is_pipeline_variable
+    if "sagemaker.workflow" in sys.modules:
+        from smp_estimator.sdk import is_pipeline_variable
 
-    return bool(is_pipeline_variable(value))
+        return bool(is_pipeline_variable(value))
+    of_version_3 = sys.modules.get("sagemaker.core.helper.pipeline_variable")
+    return of_version_3 is not None and isinstance(value, of_version_3.PipelineVariable)
 
 
 def separated(distribution: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -134,7 +134,7 @@ def test_process_mode_asks_for_it(gpus, user, inherited, number, found, monkeypa
     ],
 )
 def test_docker_s_local_mode_asks_for_it(given, instance_type, inherited, found, monkeypatch):
-    from smp_estimator.local.containers import with_emulation
+    from smp_estimator.local.bootstrap import with_emulation
 
     monkeypatch.delenv(emulation.VARIABLE, raising=False)
     if inherited is not None:

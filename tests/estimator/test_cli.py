@@ -40,7 +40,7 @@ def flat(result: Result) -> str:
 
 def test_every_command_explains_itself() -> None:
     listed = call("--help").output
-    for command in ("validate", "plan", "suggest", "topology", "run", "doctor", "models"):
+    for command in ("validate", "plan", "suggest", "topology", "run", "doctor", "models", "migrate"):
         assert command in listed
         assert "Usage" in call(command, "--help").output
 
@@ -388,6 +388,16 @@ def test_doctor_in_process_mode() -> None:
     assert (
         "free ports" in call("doctor", "--mode", "process", code=0 if all(f.ok for f in found.values()) else 1).output
     )
+
+
+def test_doctor_says_which_sdk_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def detail(version: str) -> str:
+        monkeypatch.setattr("smp_estimator.sdk_found.installed_version", lambda: version)
+        return next(finding.detail for finding in doctor.process_findings() if finding.what == "sagemaker")
+
+    assert detail("2.257.7") == "2.257.7, for SMPEstimator, SMPHuggingFace and ProcessSession"
+    assert detail("3.27.0") == "3.27.0, for ModelTrainer and ModelParallel of smp_estimator.model_trainer"
+    assert detail("4.0.0") == "4.0.0, which this package does not know"
 
 
 def test_doctor_without_anything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from support.jobs import model_parallel
 
 from smp_config.records import ProgressRecord, UsageRecord, format_progress, format_usage
 from smp_estimator import SMPEstimator
-from smp_estimator.cloud.job import CloudLog
+from smp_estimator.cloud.log import CloudLog
 
 JOB = "watched"
 
@@ -26,7 +26,7 @@ def in_process() -> Iterator[Cloud]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smp_estimator.cloud.job.POLL_SECONDS", 0.02)
+    monkeypatch.setattr("smp_estimator.cloud.log.POLL_SECONDS", 0.02)
 
 
 @pytest.fixture(params=["in process", "server"])

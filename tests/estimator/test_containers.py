@@ -182,7 +182,7 @@ def test_the_stock_estimator_has_only_the_exit_code(job: Make, play: Callable[..
     """
     from sagemaker.pytorch import PyTorch
 
-    from smp_estimator.local import containers
+    from smp_estimator.local import container_failures
     from smp_estimator.sdk import LocalContainers
 
     play(1, {1: BOOM})
@@ -191,7 +191,7 @@ def test_the_stock_estimator_has_only_the_exit_code(job: Make, play: Callable[..
             job().fit()
     listening = LocalContainers.retrieve_artifacts
     assert not hasattr(listening.__wrapped__, "__wrapped__"), "one listener, however many jobs"
-    assert containers._left.get() is None
+    assert container_failures._left.get() is None
     with pytest.raises(RuntimeError) as caught:
         job(kind=PyTorch, disable_profiler=True, debugger_hook_config=False).fit()
     assert re.fullmatch(

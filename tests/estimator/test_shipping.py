@@ -19,7 +19,7 @@ from smp_config import ConfigError
 from smp_config.version import __version__
 from smp_estimator import SMPEstimator, SMPHuggingFace
 from smp_estimator.cloud import entry, images, source
-from smp_estimator.sdk import config_for_framework
+from smp_estimator.sdk_functions import config_for_framework
 
 WHEEL = f"smp_estimator-{__version__}-py3-none-any.whl"
 
@@ -98,7 +98,7 @@ def entry_program(code: Path) -> str:
 
 
 def test_both_sides_have_one_floor() -> None:
-    assert entry._TORCH_FLOOR == images.TORCH_FLOOR
+    assert entry.TORCH_FLOOR == images.TORCH_FLOOR
     assert entry._DATA_PARALLEL_FLOOR == images.DATA_PARALLEL_FLOOR
 
 

@@ -60,6 +60,27 @@ def test_variables(launcher):
     assert whole["channel_input_dirs"]["train"] == seen["SM_CHANNEL_TRAIN"]
 
 
+def test_hyperparameters_and_code_that_come_by_another_way(launcher, tmp_path):
+    job = launcher.job("", hyperparameters={"epochs": 3})
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "other.py").write_text("")
+    more = {"epochs": 4, "sagemaker_distributed_dataparallel_enabled": False, "mp_parameters": {"ddp": True}}
+    environ = {
+        "SAGEMAKER_BASE_DIR": str(job.tree()),
+        "SMP_LAUNCH_HYPERPARAMETERS": json.dumps({**more, "sagemaker_program": "other.py"}),
+        "SMP_LAUNCH_CODE_DIR": str(tmp_path / "elsewhere"),
+    }
+    path = job.tree() / "input" / "config" / "hyperparameters.json"
+    sent = json.loads(path.read_text())
+    del sent["sagemaker_program"]
+    path.write_text(json.dumps(sent))
+    training = TrainingEnvironment.read(Tree.from_environment(environ), environ)
+    assert training.user_hyperparameters == {"epochs": 3, "mp_parameters": {"ddp": True}}, "the platform's file wins"
+    assert training.framework_parameters["sagemaker_distributed_dataparallel_enabled"] is False
+    assert training.entry_point == "other.py"
+    assert training.variables()["SM_MODULE_DIR"] == str(tmp_path / "elsewhere")
+
+
 def test_arguments(launcher):
     words = read(launcher.job("", hyperparameters=PARAMETERS)).user_arguments()
     assert words == [

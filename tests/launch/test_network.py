@@ -51,8 +51,17 @@ def test_an_interface_that_is_missing_matters_only_between_machines(tmp_path):
     (tmp_path / "eth0").mkdir()
     assert usable_interface("eth0", True, tmp_path) == "eth0"
     assert usable_interface("eth1", True, tmp_path) == "lo"
-    assert usable_interface("eth1", False, tmp_path) == "eth1"
+    assert usable_interface("eth1", False, tmp_path, tmp_path / "no routes") == "eth1"
     assert usable_interface("eth1", True, tmp_path / "missing") == "eth1"
+
+
+def test_between_machines_the_default_route_stands_in_for_a_missing_interface(tmp_path):
+    (tmp_path / "eth0").mkdir()
+    routes = tmp_path / "route"
+    routes.write_text("Iface\tDestination\tGateway\neth1\t0012A8C0\t0\neth0\t00000000\t0112A8C0\n")
+    assert usable_interface("ethwe", False, tmp_path, routes) == "eth0"
+    assert usable_interface("ethwe", True, tmp_path, routes) == "lo"
+    assert usable_interface("eth0", False, tmp_path, tmp_path / "no routes") == "eth0"
 
 
 def test_loopback_is_called_as_the_system_calls_it(monkeypatch, tmp_path):

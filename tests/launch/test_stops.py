@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from smp_config.records import FAILURE_CHARACTERS
+
+PACKAGES = Path(__file__).parents[2] / "container"
 
 pytestmark = pytest.mark.job
 
@@ -339,3 +343,14 @@ def test_a_shell_script_without_anybody_who_saves_is_told_as_stopped(launcher):
     running.process.send_signal(signal.SIGTERM)
     assert running.wait() == 143
     assert "run.sh was killed by SIGTERM" in job.failure()
+
+
+def test_a_stop_after_the_job_s_end_changes_nothing():
+    """Docker Compose stops every container once the first has ended, and may find a launcher on its last lines."""
+    code = (
+        "import os, signal\nfrom smp_launch.signals import StopRequests\n"
+        "with StopRequests() as stop:\n    {ended}\nos.kill(os.getpid(), signal.SIGTERM)\nraise SystemExit(1)"
+    )
+    for ended, expected in (("stop.job_has_ended()", 1), ("pass", -signal.SIGTERM)):
+        done = subprocess.run([sys.executable, "-c", code.format(ended=ended)], env={"PYTHONPATH": str(PACKAGES)})
+        assert done.returncode == expected

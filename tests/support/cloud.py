@@ -13,6 +13,8 @@ import boto3
 import pytest
 from moto import mock_aws
 
+from smp_estimator.sdk_found import installed_major
+
 ROLE = "arn:aws:iam::123456789012:role/service-role/me"
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/smp:1"
 ACCOUNT = "123456789012"
@@ -25,20 +27,26 @@ class Cloud:
     """The service, the SDK's session with it, and what was sent.
 
     Attributes:
-        session: a ``sagemaker.session.Session``.
+        session: the SDK's ``Session``.
         requests: every CreateTrainingJob request, as botocore got it.
     """
 
     def __init__(self, boto: Any, session_class: Any = None, **session: Any) -> None:
-        from sagemaker.session import Session
+        if installed_major() == 3:
+            from sagemaker.core.helper.session_helper import Session
+        else:
+            from sagemaker.session import Session
 
         config = {"SchemaVersion": "1.0", "SageMaker": {"PythonSDK": {"Modules": {"TelemetryOptOut": True}}}}
         self.boto = boto
+        self.requests: list[dict[str, Any]] = []
+        # Of the whole boto session: version 3 of the SDK makes clients of its own.
+        boto.events.register(
+            "provide-client-params.sagemaker.CreateTrainingJob", lambda params, **_: self.requests.append(dict(params))
+        )
         self.session: Any = (session_class or Session)(
             boto_session=boto, default_bucket="bucket", sagemaker_config=config, **session
         )
-        self.requests: list[dict[str, Any]] = []
-        self.watch("CreateTrainingJob", self.requests)
 
     def watch(self, operation: str, seen: list[dict[str, Any]]) -> None:
         """Keep every request of an operation in ``seen``."""
@@ -119,9 +127,12 @@ def boto_session() -> Any:
 def service() -> Iterator[Any]:
     """Moto in this process, with the bucket that the tests use; yields a boto session."""
     patch = pytest.MonkeyPatch()
-    patch.setattr("sagemaker.session.time.sleep", lambda _: None)  # its polls of a job that is done
-    # The SDK checks its configuration against a large schema nine times per estimator, 1.5 s in all.
-    patch.setattr("sagemaker.utils.validate_sagemaker_config", lambda _: None)
+    if installed_major() == 3:
+        patch.setenv("SAGEMAKER_VALIDATE_ROLE", "false")  # the stand-in's roles may do nothing
+    else:
+        patch.setattr("sagemaker.session.time.sleep", lambda _: None)  # its polls of a job that is done
+        # The SDK checks its configuration against a large schema nine times per estimator, 1.5 s in all.
+        patch.setattr("sagemaker.utils.validate_sagemaker_config", lambda _: None)
     with mock_aws():
         boto = boto_session()
         boto.client("s3").create_bucket(Bucket="bucket")

@@ -42,10 +42,21 @@ class Containers:
     networks: list[str] = field(default_factory=list)
 
     def collect(self) -> None:
-        """Find the containers of local mode jobs below ``folder``, by the names in their compose files."""
+        """Find the containers of local mode jobs below ``folder``, in the order of their hosts.
+
+        By the names in their compose files; version 3 of the SDK gives them none, and Docker Compose marks them.
+        """
         for path in self.folder.glob("*/docker-compose.yaml"):
-            for service in yaml.safe_load(path.read_text())["services"].values():
-                found = docker("ps", "-aq", "--no-trunc", "-f", f"name=^{service['container_name']}$")
+            for host, service in sorted(yaml.safe_load(path.read_text())["services"].items()):
+                wanted = (
+                    [f"name=^{service['container_name']}$"]
+                    if "container_name" in service
+                    else [
+                        f"label=com.docker.compose.project.config_files={path}",
+                        f"label=com.docker.compose.service={host}",
+                    ]
+                )
+                found = docker("ps", "-aq", "--no-trunc", *(word for each in wanted for word in ("-f", each)))
                 self.ids += [i for i in found.split() if i not in self.ids]
 
     def run(self, *words: str) -> str:

@@ -1,0 +1,136 @@
+"""The log of a job in the cloud: the lines of all its hosts as they arrive, and its stages among them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from botocore.config import Config
+from botocore.exceptions import ClientError
+
+from smp_config.records import parse_progress, parse_usage
+from smp_estimator.sdk_functions import secondary_training_status_changed, secondary_training_status_message
+
+if TYPE_CHECKING:
+    from smp_estimator.progress import Event
+
+LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+
+#: Seconds between two questions for new lines and for the job's status.
+POLL_SECONDS = 5.0
+
+#: Longest time without an item, so that a clock can be redrawn.
+_TICK_SECONDS = 0.25
+
+#: Lines may reach the log after the job's end; it is read once more after this long.
+_LATE_SECONDS = 2.0
+
+ENDED = ("Completed", "Failed", "Stopped")
+
+_HOST = re.compile(r"/(algo-(\d+))(?:-|$)")
+
+
+def print_bill(description: dict[str, Any]) -> None:
+    """Print the seconds of a job that has ended, from what DescribeTrainingJob says of it."""
+    hosts = _host_count(description["ResourceConfig"])
+    trained, billed = description.get("TrainingTimeInSeconds"), description.get("BillableTimeInSeconds")
+    if trained is not None:
+        print(f"Training seconds: {trained * hosts}")
+    if billed is not None:
+        print(f"Billable seconds: {billed * hosts}")
+        if description.get("EnableManagedSpotTraining") and trained:
+            print(f"Managed Spot Training savings: {(1 - billed / trained) * 100:.1f}%")
+
+
+def _host_count(resources: dict[str, Any]) -> int:
+    groups = resources.get("InstanceGroups")
+    return sum(group["InstanceCount"] for group in groups) if groups else int(resources.get("InstanceCount", 1))
+
+
+class CloudLog:
+    """Reads the streams ``<job>/algo-N-…`` of a job, each line with its host, the first host's (rank 0's) first.
+
+    Attributes:
+        description: the newest answer of DescribeTrainingJob.
+    """
+
+    def __init__(self, session: Any, job_name: str) -> None:
+        """Make a reader; nothing is asked yet."""
+        self._session = session
+        self._name = job_name
+        self._client: Any = None
+        self._tokens: dict[str, str | None] = {}
+        self.description: dict[str, Any] = {}
+
+    def follow(self) -> Iterator[Event]:
+        """Every line from the first, the changes of the job's status among them, until the job has ended."""
+        before: dict[str, Any] | None = None
+        while True:
+            self.description = self._session.sagemaker_client.describe_training_job(TrainingJobName=self._name)
+            if secondary_training_status_changed(self.description, before):
+                yield from secondary_training_status_message(self.description, before).splitlines()
+            before = self.description
+            yield from self.new_lines()
+            if self.description["TrainingJobStatus"] in ENDED:
+                yield from self._pause(min(POLL_SECONDS, _LATE_SECONDS))
+                yield from self.new_lines()
+                return
+            yield from self._pause(POLL_SECONDS)
+
+    def new_lines(self) -> Iterator[str]:
+        """What was written since the last call, host by host."""
+        for stream in self._streams():
+            found = _HOST.search(stream)
+            host = found[1] if found else stream.rpartition("/")[2]
+            for message in self._messages(stream):
+                # A record moves the display and is not shown: it needs no host.
+                is_record = parse_progress(message) or parse_usage(message)
+                yield message if is_record else f"[{host}] {message}"
+
+    def _streams(self) -> list[str]:
+        """Names of the streams there are now, by the number of their host."""
+        pages = self._logs().get_paginator("describe_log_streams")
+        names: list[str] = []
+        try:
+            for page in pages.paginate(logGroupName=LOG_GROUP, logStreamNamePrefix=f"{self._name}/"):
+                names += [stream["logStreamName"] for stream in page["logStreams"]]
+        except ClientError as error:
+            # The group is made when the first job of an account writes its first line.
+            if error.response.get("Error", {}).get("Code") != "ResourceNotFoundException":
+                raise
+        return sorted(names, key=_place)
+
+    def _messages(self, stream: str) -> Iterator[str]:
+        while True:
+            token = self._tokens.get(stream)
+            more = {"nextToken": token} if token else {}
+            answer = self._logs().get_log_events(
+                logGroupName=LOG_GROUP, logStreamName=stream, startFromHead=True, **more
+            )
+            for event in answer["events"]:
+                yield event["message"].rstrip("\n")
+            following = answer["nextForwardToken"]
+            self._tokens[stream] = following
+            if following == token:  # an empty page alone does not mean the end
+                return
+
+    def _logs(self) -> Any:
+        if self._client is None:
+            # A wait of hours must survive a refused request now and then.
+            config = Config(retries={"max_attempts": 15})
+            self._client = self._session.boto_session.client("logs", config=config)
+        return self._client
+
+    @staticmethod
+    def _pause(seconds: float) -> Iterator[None]:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, _TICK_SECONDS))
+            yield None
+
+
+def _place(stream: str) -> tuple[int, str]:
+    found = _HOST.search(stream)
+    return (int(found[2]) if found else 1 << 30, stream)

@@ -1,0 +1,120 @@
+"""Jobs in the local mode of either SDK whose containers fail: which rank failed, and why.
+
+The SDK's exception is made of the command of Docker Compose and its exit code, and by the time that it arrives the
+folders of the containers may be gone. So their failure files are read while the SDK collects the artifacts.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from smp_estimator.local.artifacts import failure_text
+from smp_launch.tree import Tree
+
+#: What the job that runs in this context leaves; None where nobody asked.
+_left: ContextVar[_Left | None] = ContextVar("left", default=None)
+
+
+class _Left:
+    """What the containers of one job left.
+
+    Attributes:
+        failures: the text of each host's failure file, in the order of the hosts.
+        interrupted: the Ctrl-C that has ended the SDK's watching, which the SDK would keep to itself.
+        archive: the address of ``output.tar.gz``, where the SDK came so far.
+    """
+
+    def __init__(self) -> None:
+        self.failures: dict[str, str] = {}
+        self.archive: str | None = None
+        self.interrupted: KeyboardInterrupt | None = None
+
+    def read(self, containers: Any) -> None:
+        for host in containers.hosts:
+            if text := failure_text(Tree(Path(containers.container_root, host)).failure_file):
+                self.failures[host] = text
+
+    def reason(self) -> str:
+        """The first host's text, and the first lines of others that say something else.
+
+        A host that fails by itself (its requirements, its memory) makes the first one fail with other words.
+        """
+        _, reason = next(iter(self.failures.items()))
+        said = {_headline(reason)}
+        for host, text in self.failures.items():
+            if _headline(text) not in said:
+                said.add(_headline(text))
+                reason += f"\n{host} failed with: {_headline(text)}"
+        return reason
+
+
+@contextmanager
+def failing_rank_told(
+    containers: type, job_name: Callable[[], str], failed: Callable[[str], Exception]
+) -> Iterator[None]:
+    """Around the SDK's call that runs a job: in local mode its exception becomes one that holds the failing rank's message.
+
+    Args:
+        containers: the SDK's class that runs a job's containers.
+        job_name: asked when the job has failed; the call makes the name.
+        failed: makes the exception from its message.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C; Docker Compose, which got it too, stops the containers.
+        Exception: what ``failed`` makes, when containers failed and left a failure file. Every other exception passes as it
+            is: Docker itself failed, or a container was killed, and the SDK's own words say more.
+    """
+    _listen(containers)
+    left = _Left()
+    token = _left.set(left)
+    try:
+        yield
+    except Exception as error:
+        if not left.failures:
+            raise
+        archive = f"; what they left is in {left.archive}" if left.archive else ""
+        raise failed(
+            f"Error for Training job {job_name()}: Failed. Reason: {left.reason()}\n"
+            f"The whole log is above, as the containers wrote it{archive}"
+        ) from error
+    finally:
+        _left.reset(token)
+    if left.interrupted is not None:
+        raise left.interrupted
+
+
+def _listen(containers: Any) -> None:
+    """From now on the SDK's collecting of artifacts tells whoever has asked in its context, and nobody else."""
+    collect = getattr(containers, "retrieve_artifacts", None)
+    if collect is None or hasattr(collect, "tells_what_is_left"):
+        return
+
+    @functools.wraps(collect)
+    def and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
+        left = _left.get()
+        if left is not None:
+            left.read(self)
+            if isinstance(stopped := sys.exc_info()[1], KeyboardInterrupt):
+                left.interrupted = stopped
+                print(
+                    "Ctrl-C: Docker Compose stops the containers; their ranks get SIGTERM and have its 10 s to save and exit. "
+                    f"Ctrl-C again kills them. Their log is above; what they write lies in {self.container_root}",
+                    flush=True,
+                )
+        model = collect(self, *args, **kwargs)
+        if left is not None and isinstance(model, str):
+            left.archive = f"{model.removesuffix('model.tar.gz')}output.tar.gz"
+        return model
+
+    and_tell.tells_what_is_left = True  # type: ignore[attr-defined]
+    containers.retrieve_artifacts = and_tell
+
+
+def _headline(text: str) -> str:
+    return text.partition("\n")[0]

@@ -1,0 +1,181 @@
+"""Starting a job on this machine from a request as the service gets it, whichever SDK has made the request."""
+
+from __future__ import annotations
+
+import logging
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from smp_config import ConfigError, JobSettings
+from smp_estimator.local.channels import read_channels
+from smp_estimator.local.job import JobSession, ProcessJob
+from smp_estimator.local.tree import CHECKPOINTS_IN_CONTAINER, JobTree
+from smp_estimator.local.uris import is_file_uri, path_of, require_address
+
+if TYPE_CHECKING:
+    from smp_estimator.local.code import CodeSource
+
+logger = logging.getLogger(__name__)
+
+#: The jobs that this interpreter has started, by name, whichever session started them.
+STARTED: dict[str, ProcessJob] = {}
+
+_JOB_NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
+
+#: Parts of a request that only the service can honour.
+_IGNORED = {
+    "DebugHookConfig": "debugger hooks",
+    "DebugRuleConfigurations": "debugger rules",
+    "TensorBoardOutputConfig": "TensorBoard output",
+    "ProfilerRuleConfigurations": "profiler rules",
+    "ExperimentConfig": "experiments",
+    "VpcConfig": "the VPC",
+    "RetryStrategy": "retries",
+}
+
+
+def check_job_name(name: str) -> None:
+    """Raise ConfigError, with the rule, for a name that the service refuses."""
+    if not _JOB_NAME.fullmatch(name):
+        raise ConfigError(
+            f"the job name {name!r} ({len(name)} characters) is not one that the service accepts; it comes from "
+            "job_name= or base_job_name=: use at most 63 letters, digits and single hyphens, beginning with a letter "
+            "or digit"
+        )
+
+
+class StartingSession(JobSession, Protocol):
+    """What starting a job needs of the session that asks for it."""
+
+    root: Path | None
+
+    @property
+    def s3_resource(self) -> Any:
+        """boto3's resource, for code and channels in S3."""
+
+    def download(self, uri: str, folder: Path) -> None:
+        """Fetch what an ``s3://`` prefix holds into an empty folder."""
+
+
+def start_job(request: Mapping[str, Any], session: StartingSession, source: CodeSource | None = None) -> ProcessJob:
+    """Check a request, build the job's folders and start its processes; returns while they run.
+
+    Args:
+        request: of ``CreateTrainingJob``.
+        source: what the job runs; without it the ``file://`` submit directory among the hyperparameters is linked.
+
+    Raises:
+        ConfigError: before any process is started.
+    """
+    name, resources = request["TrainingJobName"], request["ResourceConfig"]
+    _require_free_name(name)
+    hosts = _host_count(resources)
+    channels = read_channels(request.get("InputDataConfig"))
+    checkpoints = _checkpoints(request.get("CheckpointConfig"))
+    hyperparameters = {str(k): str(v) for k, v in (request.get("HyperParameters") or {}).items()}
+    # An estimator of the SDK itself may have sent them: here the service would refuse what it cannot read.
+    JobSettings.from_hyperparameters(hyperparameters)
+    output_path = request["OutputDataConfig"].get("S3OutputPath") or ""
+    if output_path:
+        require_address(output_path, "output_path")
+    _warn_of_ignored(request)
+    tree = JobTree.at(_new_root(name, session.root), hosts)
+    job = ProcessJob(name, tree, request, session=session, destination=output_path or f"file://{tree.artifacts}")
+    try:
+        if source is not None:
+            source.copy_to(tree.code, session)
+        else:
+            _link_submitted(tree.code, hyperparameters)
+        if (tree.code / "requirements.txt").exists():
+            logger.warning("requirements.txt is not installed: the job uses the packages of this environment")
+        tree.build(
+            hyperparameters=hyperparameters,
+            channels=channels,
+            instance_type=str(resources.get("InstanceType") or "local"),
+            checkpoints=checkpoints,
+            session=session,
+        )
+        job.start()
+    except BaseException:
+        job.discard()
+        raise
+    STARTED[name] = job
+    return job
+
+
+def _require_free_name(name: str) -> None:
+    check_job_name(name)
+    if name in STARTED:
+        raise ConfigError(
+            f"a job named {name!r} exists already ({STARTED[name].status.value}); names are used once: leave job_name "
+            "out, or give another one"
+        )
+
+
+def _new_root(name: str, root: Path | None) -> Path:
+    if root is None:
+        return Path(tempfile.mkdtemp(prefix=f"{name}-"))
+    try:
+        (root / name).mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(
+            f"{root / name} exists already, left by an earlier job of this name; the jobs' folders lie in {root}: leave "
+            "job_name out, or give another one"
+        ) from None
+    return root / name
+
+
+def _warn_of_ignored(request: Mapping[str, Any]) -> None:
+    for key, words in _IGNORED.items():
+        if request.get(key):
+            logger.warning("%s are not available for a job on this machine and are left out", words)
+    for key in ("ContainerEntrypoint", "ContainerArguments"):
+        if request["AlgorithmSpecification"].get(key):
+            logger.warning("%s has no meaning without a container and is left out", key)
+
+
+def _host_count(resources: Mapping[str, Any]) -> int:
+    if resources.get("InstanceGroups"):
+        raise ConfigError(
+            f"the job asks for {len(resources['InstanceGroups'])} instance groups, but all hosts simulated on this machine are "
+            "alike; use instance_type='local' and instance_count"
+        )
+    return int(resources["InstanceCount"])
+
+
+def _checkpoints(config: Mapping[str, str] | None) -> Path | None:
+    """The directory that holds the checkpoints across jobs; raises ConfigError for what this machine cannot honour."""
+    if not config:
+        return None
+    uri = require_address(config["S3Uri"], "checkpoint_s3_uri")
+    if not is_file_uri(uri):
+        raise ConfigError(
+            f"checkpoint_s3_uri is {uri!r}, but nothing copies the checkpoints of a job on this machine to S3 while it runs; "
+            "give a local directory, for example 'file:///home/me/checkpoints'"
+        )
+    local = config.get("LocalPath") or CHECKPOINTS_IN_CONTAINER
+    if local.rstrip("/") != CHECKPOINTS_IN_CONTAINER:
+        raise ConfigError(
+            f"checkpoint_local_path is {local!r}, but a job on this machine keeps its checkpoints in its own "
+            f"{CHECKPOINTS_IN_CONTAINER} only; leave checkpoint_local_path out"
+        )
+    path = path_of(uri)
+    if path.exists() and not path.is_dir():
+        raise ConfigError(
+            f"checkpoint_s3_uri is {uri!r}, and {path} is a file; checkpoints need a directory: give another path"
+        )
+    return path
+
+
+def _link_submitted(target: Path, hyperparameters: Mapping[str, str]) -> None:
+    """Estimators of the SDK itself only give the address of their directory."""
+    uri = hyperparameters.get("sagemaker_submit_directory", "").strip('"')
+    if not is_file_uri(uri):
+        raise ConfigError(
+            f"the job's code lies at {uri or 'no address'}, but a job on this machine runs code from a file:// directory; "
+            "use SMPEstimator, or turn local.local_code on in the session's config"
+        )
+    target.symlink_to(path_of(uri), target_is_directory=True)

@@ -1,0 +1,168 @@
+"""A piece of Python as text and as a tree: what stands where, and changes to it that leave all else as it was written."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+#: Lines that a notebook's kernel takes before Python does.
+_MAGIC = re.compile(r"^(\s*)[%!]")
+
+_INDENT = "    "
+
+#: Characters of a line that is not wrapped.
+_LINE = 96
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that a person has to look at.
+
+    Attributes:
+        line: of the original text, from 1.
+    """
+
+    line: int
+    text: str
+
+
+@dataclass
+class Source:
+    """One script, or one cell of a notebook.
+
+    Attributes:
+        text: as it is written.
+        notes: what was found to look at.
+    """
+
+    text: str
+    notes: list[Note] = field(default_factory=list)
+    _edits: list[tuple[int, int, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._lines = self.text.splitlines(keepends=True)
+        self._starts = [0]
+        for line in self._lines:
+            self._starts.append(self._starts[-1] + len(line))
+        # What the kernel takes becomes Python that does nothing, on the same line.
+        plain = [_MAGIC.sub(r"\1pass #", line) for line in self._lines]
+        is_cell_magic = self.text.lstrip().startswith("%%")
+        self.tree = ast.parse("" if is_cell_magic else "".join(plain))
+
+    def at(self, line: int, column: int) -> int:
+        """The place in the text of what the tree says stands there; columns count bytes."""
+        return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        """Where a node stands in the text."""
+        place = node.lineno, node.col_offset, node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
+        return self.at(place[0], place[1]), self.at(place[2], place[3])
+
+    def segment(self, node: ast.AST) -> str:
+        """A node as it is written."""
+        start, end = self.span(node)
+        return self.text[start:end]
+
+    def moved(self, node: ast.AST, indent: int) -> str:
+        """A node as it is written, with its further lines set in as if it stood on a line with ``indent`` blanks."""
+        text = self.segment(node)
+        if "\n" not in text:
+            return text
+        first = self._lines[node.lineno - 1]  # type: ignore[attr-defined]
+        before = len(first) - len(first.lstrip())
+        head, *rest = text.split("\n")
+        shifted = [" " * max(0, len(line) - len(line.lstrip()) + indent - before) + line.lstrip() for line in rest]
+        made = "\n".join([head, *(line if line.strip() else "" for line in shifted)])
+        # A text over several lines must not be changed by this.
+        try:
+            same = ast.dump(ast.parse(f"({made})")) == ast.dump(ast.parse(f"({text})"))
+        except SyntaxError:
+            same = False
+        return made if same else text
+
+    def indent_of(self, node: ast.AST) -> int:
+        """Blanks before the line that a node begins on."""
+        line = self._lines[node.lineno - 1]  # type: ignore[attr-defined]
+        return len(line) - len(line.lstrip())
+
+    def comments_between(self, node: ast.AST, kept: Sequence[ast.AST]) -> list[str]:
+        """Comments inside a node that stand in none of ``kept``, without the mark."""
+        start, end = self.span(node)
+        inside = [self.span(other) for other in kept]
+        found = []
+        try:
+            for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+                if token.type == tokenize.COMMENT:
+                    place = self._starts[token.start[0] - 1] + token.start[1]
+                    if start <= place < end and not any(a <= place < b for a, b in inside):
+                        found.append(token.string.lstrip("# ").rstrip())
+        except (tokenize.TokenError, IndentationError):  # magics of a notebook
+            return found
+        return found
+
+    def replace(self, start: int, end: int, text: str) -> None:
+        """Put ``text`` in the place of what stands between two places."""
+        self._edits.append((start, end, text))
+
+    def replace_node(self, node: ast.AST, text: str) -> None:
+        """Put ``text`` in the place of a node."""
+        self.replace(*self.span(node), text)
+
+    def remove_lines(self, node: ast.stmt) -> None:
+        """Take a statement out that has its lines for itself."""
+        start, end = self._starts[node.lineno - 1], self._starts[node.end_lineno or node.lineno]
+        self.replace(start, end, "")
+
+    def line_start(self, node: ast.AST) -> int:
+        """Where the line begins that a node begins on."""
+        return self._starts[node.lineno - 1]  # type: ignore[attr-defined]
+
+    def note(self, node: ast.AST, text: str) -> None:
+        """Say that a person has to look at a node."""
+        self.notes.append(Note(node.lineno, text))  # type: ignore[attr-defined]
+
+    def changed(self) -> str:
+        """The text with every change; of two that overlap the wider one holds."""
+        made, place = [], 0
+        wide = sorted(self._edits, key=lambda edit: (edit[0], edit[0] != edit[1], -edit[1]))
+        for start, end, text in wide:
+            if start < place:
+                continue
+            made += [self.text[place:start], text]
+            place = end
+        return "".join([*made, self.text[place:]])
+
+
+def call(name: str, arguments: list[tuple[str, str]], indent: int, comments: list[str] | None = None) -> str:
+    """A call as a formatter would write it: on one line where it fits, else an argument on each.
+
+    Args:
+        arguments: name (empty for a positional one) and text of each.
+        indent: blanks before the line that it stands on.
+        comments: put before the arguments, a line each.
+    """
+    words = [f"{key}={value}" if key else value for key, value in arguments]
+    one_line = f"{name}({', '.join(words)})"
+    if not comments and "\n" not in one_line and len(one_line) + indent <= _LINE:
+        return one_line
+    inner = " " * (indent + len(_INDENT))
+    lines = [f"{inner}# {comment}" for comment in comments or ()] + [f"{inner}{word}," for word in words]
+    return "\n".join([f"{name}(", *lines, f"{' ' * indent})"])
+
+
+def is_literal(node: ast.AST | None) -> bool:
+    """Whether a node is a plain value, known without running anything."""
+    try:
+        ast.literal_eval(node)  # type: ignore[arg-type]
+    except (ValueError, TypeError, SyntaxError):
+        return False
+    return True
+
+
+def literal(node: ast.AST | None) -> object:
+    """The value of a plain node; None for one that is not plain."""
+    return ast.literal_eval(node) if is_literal(node) else None  # type: ignore[arg-type]

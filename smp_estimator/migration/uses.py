@@ -1,0 +1,133 @@
+"""What a script does with its estimator: ``fit()`` and the attributes, and the older names of errors and helpers."""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING
+
+from smp_estimator.migration.names import ESTIMATORS, MOVED, Names
+from smp_estimator.migration.source import call, literal
+
+if TYPE_CHECKING:
+    from smp_estimator.migration.source import Source
+
+#: Arguments of ``fit()`` by position.
+_FIT = ("inputs", "wait", "logs", "job_name", "experiment_config")
+
+#: Attributes of ``latest_training_job``.
+_JOB_ATTRIBUTES = {"name": "training_job_name", "job_name": "training_job_name"}
+
+#: What a trainer lacks, and what to use.
+_WITHOUT_PLACE = {
+    "deploy": "build a model with sagemaker.serve.ModelBuilder from trainer.model_data",
+    "create_model": "build a model with sagemaker.serve.ModelBuilder from trainer.model_data",
+    "register": "see sagemaker.serve.ModelBuilder.register()",
+    "attach": "read the job with sagemaker.core.resources.TrainingJob.get(name)",
+    "jobs": "the newest job is trainer.latest_training_job",
+    "set_hyperparameters": "change trainer.hyperparameters, a dictionary",
+    "training_job_analytics": "read the metrics with sagemaker.core.resources.TrainingJob",
+    "instance_type": "it is trainer.compute.instance_type",
+    "instance_count": "it is trainer.compute.instance_count",
+    "distribution": "it is trainer.distributed",
+    "output_path": "it is trainer.output_data_config.s3_output_path",
+    "checkpoint_s3_uri": "it is trainer.checkpoint_config.s3_uri",
+}
+
+
+def rewrite_uses(source: Source, names: Names) -> set[str]:
+    """Change what is done with estimators and with other names of the SDK; gives the names that this needs."""
+    needed: set[str] = set()
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and names.is_estimator(node.func.value):
+            if node.func.attr == "fit":
+                needed |= _fit(source, names, node)
+            elif node.func.attr == "logs":
+                start = source.span(node.func.value)[1]
+                source.replace(start, source.span(node)[1], ".latest_training_job.wait(logs=True)")
+            elif node.func.attr == "hyperparameters":
+                source.replace(source.span(node.func)[1], source.span(node)[1], "")
+        if isinstance(node, ast.Attribute):
+            needed |= _attribute(source, names, node)
+    return needed
+
+
+def _fit(source: Source, names: Names, node: ast.Call) -> set[str]:
+    if not isinstance(node.func, ast.Attribute):
+        raise AssertionError("fit() is called on something")
+    given = dict(zip(_FIT, node.args, strict=False)) | {word.arg: word.value for word in node.keywords if word.arg}
+    indent = source.indent_of(node)
+    needed: set[str] = set()
+    words = _inputs(source, names, given.pop("inputs", None), indent, needed)
+    if "wait" in given:
+        words.append(("wait", source.segment(given.pop("wait"))))
+    if (logs := given.pop("logs", None)) is not None:
+        words += _logs(source, logs)
+    for name, value in given.items():
+        if isinstance(value, ast.Constant) and value.value is None:
+            continue
+        named = "; jobs are named by base_job_name and the time" if name == "job_name" else " and is left out"
+        source.note(node, f"fit({name}={source.segment(value)}) has no place in train(){named}")
+    start = source.span(node.func.value)[1]
+    source.replace(start, source.span(node)[1], call(".train", words, indent))
+    return needed
+
+
+def _inputs(
+    source: Source, names: Names, inputs: ast.expr | None, indent: int, needed: set[str]
+) -> list[tuple[str, str]]:
+    """The channels: those that are written out with plain addresses as the SDK's records, others as they are."""
+    if inputs is None:
+        return []
+    if not isinstance(inputs, ast.Dict) or not all(_is_address(value, names) for value in inputs.values):
+        return [("", source.moved(inputs, indent + 4))]
+    needed.add("InputData")
+    rows = [
+        f"InputData(channel_name={source.segment(key)}, data_source={source.segment(value)})"
+        for key, value in zip(inputs.keys, inputs.values, strict=True)
+        if key is not None
+    ]
+    return [("input_data_config", _listed(rows, indent + 4))]
+
+
+def _logs(source: Source, logs: ast.expr) -> list[tuple[str, str]]:
+    """The words of SDK v2 for what to show; SDK v3 shows all or nothing."""
+    shown = literal(logs)
+    if isinstance(shown, bool):
+        return [("logs", str(shown))]
+    if shown == "None":
+        return [("logs", "False")]
+    return [("logs", source.segment(logs))] if shown is None else []
+
+
+def _is_address(node: ast.expr, names: Names) -> bool:
+    """Whether a channel is plainly an address, and no object of the SDK."""
+    if isinstance(node, ast.Call):
+        return not names.full(node.func).startswith("sagemaker.")
+    return isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp)
+
+
+def _listed(rows: list[str], indent: int) -> str:
+    one_line = f"[{', '.join(rows)}]"
+    if len(one_line) + indent <= 88:
+        return one_line
+    inner = " " * (indent + 4)
+    return "\n".join(["[", *(f"{inner}{row}," for row in rows), f"{' ' * indent}]"])
+
+
+def _attribute(source: Source, names: Names, node: ast.Attribute) -> set[str]:
+    full = names.full(node)
+    if full in MOVED and not isinstance(node.ctx, ast.Store):
+        name = full.rpartition(".")[2]
+        source.replace_node(node, name)
+        return {name} if name in ("Session", "image_uris") else {f"={full}"}
+    owner = node.value
+    if isinstance(owner, ast.Attribute) and owner.attr == "latest_training_job" and names.is_estimator(owner.value):
+        if node.attr in _JOB_ATTRIBUTES:
+            source.replace(source.span(owner)[1], source.span(node)[1], f".{_JOB_ATTRIBUTES[node.attr]}")
+        elif node.attr == "describe":
+            source.note(
+                node, "latest_training_job.describe() is refresh() in SDK v3, and its answer an object with attributes"
+            )
+    elif node.attr in _WITHOUT_PLACE and (names.is_estimator(owner) or names.full(owner) in ESTIMATORS):
+        source.note(node, f"{source.segment(node)} is not in ModelTrainer; {_WITHOUT_PLACE[node.attr]}")
+    return set()

@@ -1,0 +1,1 @@
+"""Files that a job of ``ModelTrainer`` carries and its containers start."""

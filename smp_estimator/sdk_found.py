@@ -1,0 +1,70 @@
+"""Which SageMaker SDK is installed: version 2, version 3, or none. Nothing of it is imported to find out.
+
+Version 2 has the estimators that :class:`~smp_estimator.SMPEstimator` extends, version 3 has ``ModelTrainer`` in their
+place, which :mod:`smp_estimator.model_trainer` extends. One environment holds one of them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+
+#: What installs each.
+EXTRAS = {2: "smp-estimator[sagemaker]", 3: "smp-estimator[sagemaker3]"}
+
+#: What each is for.
+_OFFERS = {
+    2: "SMPEstimator, SMPHuggingFace and ProcessSession",
+    3: "ModelTrainer and ModelParallel of smp_estimator.model_trainer",
+}
+
+
+class SDKMissing(ImportError):
+    """The SDK of the wanted version is not installed; the message says which one is, and what to install."""
+
+
+def installed_version() -> str | None:
+    """The version of the installed SDK, such as ``"3.27.0"``; None where there is none."""
+    try:
+        return importlib.metadata.version("sagemaker")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def installed_major() -> int | None:
+    """2 or 3 (or what comes after); None where no SDK is installed."""
+    version = installed_version()
+    return None if version is None else int(version.split(".")[0])
+
+
+def describe() -> str:
+    """What is installed and what it is for: ``3.27.0, for ModelTrainer and …``."""
+    version, major = installed_version(), installed_major()
+    if version is None or major is None:
+        return "none"
+    return f"{version}, for {_OFFERS[major]}" if major in _OFFERS else f"{version}, which this package does not know"
+
+
+def require(major: int) -> None:
+    """Do nothing where the SDK of this major version is installed.
+
+    Args:
+        major: 2 or 3.
+
+    Raises:
+        SDKMissing: another version is, or none; names the way to either.
+    """
+    version = installed_version()
+    if version is not None and int(version.split(".")[0]) == major:
+        return
+    found = "no SageMaker SDK is installed" if version is None else f"the SageMaker SDK {version} is installed"
+    other = {2: 3, 3: 2}[major]
+    instead = (
+        f"; with the SDK that is there use {_OFFERS[other]}"
+        if version is not None and int(version.split(".")[0]) == other
+        else ""
+    )
+    raise SDKMissing(
+        f"{_OFFERS[major]} need version {major} of the SageMaker SDK, and {found} for {sys.executable}; install it with "
+        f"\"pip install '{EXTRAS[major]}'\" in an environment of its own (versions 2 and 3 exclude each other){instead}"
+    )

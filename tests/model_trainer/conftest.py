@@ -1,0 +1,64 @@
+"""Trainers of SDK v3 for tests; no account, and no telemetry."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_jobs import FAKE_BOOTSTRAP
+from support.sdk3 import here
+
+
+@pytest.fixture(autouse=True)
+def _no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No credentials, region or configuration of whoever runs the tests; nothing is reported to the SDK's makers."""
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = tmp_path / "sdk.yaml"
+    config.write_text("SchemaVersion: '1.0'\nSageMaker:\n  PythonSDK:\n    Modules:\n      TelemetryOptOut: true\n")
+    monkeypatch.setenv("SAGEMAKER_USER_CONFIG_OVERRIDE", str(config))
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """A source directory with ``train.py`` and a module beside it."""
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (folder / "train.py").write_text("print('train')\n")
+    (folder / "helper.py").write_text("")
+    return folder
+
+
+@pytest.fixture
+def make(script: Path, tmp_path: Path) -> Callable[..., Any]:
+    """``make(play="fail", hyperparameters=…, **arguments)`` → a trainer of a fake job on this machine."""
+
+    def build(play: str = "train", *, hyperparameters: dict[str, Any] | None = None, **given: Any) -> Any:
+        given.setdefault("local_container_root", str(tmp_path / "jobs"))
+        # The fake bootstrap reads JSON, in which a text has quotation marks.
+        made = here(script, hyperparameters={"play": f'"{play}"', **(hyperparameters or {})}, **given)
+        made._launcher = FAKE_BOOTSTRAP
+        return made
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def whole_cloud() -> Iterator[Any]:
+    from support.cloud import Cloud, service
+
+    with service() as boto:
+        yield Cloud(boto)
+
+
+@pytest.fixture
+def cloud(whole_cloud: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The service that moto plays, with the requests that this test sent."""
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    whole_cloud.requests.clear()
+    return whole_cloud
