@@ -65,9 +65,9 @@ test-sdk-floor: $(FLOOR)/.installed
 	$(FLOOR)/bin/python -m pytest tests/estimator -m "not job and not full" -n $(WORKERS) --dist loadfile
 
 # The notebook side with SDK v3, and whole jobs of it; the SDK wants packages that v2 has in other versions, or not at all.
-$(SDK3)/.installed: setup.cfg setup.py constraints-cpu.txt
+$(SDK3)/.installed: setup.cfg setup.py constraints-cpu.txt constraints-sdk-3.txt
 	$(PYTHON) -m venv $(SDK3)
-	grep -v '^sagemaker==\|^sagemaker-core==\|^protobuf==\|^packaging==\|^importlib-metadata==' constraints-cpu.txt > $(SDK3)/constraints.txt
+	awk -F== 'NR == FNR { own[$$1] } NR == FNR || !($$1 in own)' constraints-sdk-3.txt constraints-cpu.txt > $(SDK3)/constraints.txt
 	$(SDK3)/bin/python -m pip install --quiet --disable-pip-version-check -c $(SDK3)/constraints.txt -e ".[local3]" \
 		pytest pytest-timeout pytest-xdist nbformat "moto[server]"
 	@touch $@
