@@ -131,6 +131,22 @@ class NormedHeads(nn.Module):
         return self.o(self.inner(attended.transpose(1, 2).flatten(2)))
 
 
+class ByWidth(nn.Module):
+    """Attention that makes its views by the width of its input, as many scripts do."""
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.n_head, self.n_embd = heads, WIDTH
+        self.projection, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        batch, length, width = x.size()
+        parts = self.projection(x).split(self.n_embd, dim=2)
+        q, k, v = (part.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.o(torch.reshape(attended.transpose(1, 2), (batch, length, width)))
+
+
 def biased_loss(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Of a batch, with what the attention weights add to it."""
     predictions, spread = model(ids)

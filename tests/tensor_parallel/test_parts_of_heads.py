@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from support import own_blocks
-from support.biased_blocks import BiasedNet, Latent, NormedHeads, biased_loss
+from support.biased_blocks import BiasedNet, ByWidth, Latent, NormedHeads, biased_loss
 from support.closeness import close
 from support.own_blocks import Net, batches
 from support.rank_training import training_step, updates
@@ -26,7 +26,11 @@ def _optimizer(parameters):
 
 def _net(kind):
     torch.manual_seed(0)
-    return BiasedNet() if kind == "biased" else Net(attention={"latent": Latent, "normed": NormedHeads}[kind])
+    return (
+        BiasedNet()
+        if kind == "biased"
+        else Net(attention={"latent": Latent, "normed": NormedHeads, "width": ByWidth}[kind])
+    )
 
 
 def _loss(kind):
@@ -69,6 +73,7 @@ def _flat(results):
         ("latent", 2, {"prescaled_batch": False}),
         ("normed", 2, {"prescaled_batch": True}),
         pytest.param("normed", 2, {"prescaled_batch": False}, marks=pytest.mark.full),
+        ("width", 2, {"prescaled_batch": False}),
     ],
 )
 def test_training_is_that_of_one_process(ranks, kind, world, config):

@@ -28,10 +28,12 @@ class Unit:
     Attributes:
         leaves: how each is split, by its path.
         replicated: maps before these that stay whole, and whose results each rank uses in its own way.
+        views: modules around them that make views by the width of all ranks.
     """
 
     leaves: Mapping[str, LinearSplit]
     replicated: tuple[str, ...] = ()
+    views: tuple[str, ...] = ()
 
 
 def inferred_units(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]]) -> list[Unit]:

@@ -279,12 +279,18 @@ def _with_arguments(
 
 def _together(units: Iterable[Unit], beside: Split | None = None, numbers: Iterable[Number] = ()) -> Split:
     before = Split({}) if beside is None else beside
-    leaves, replicated = dict(before.leaves), set(before.replicated)
+    leaves, replicated, views = dict(before.leaves), set(before.replicated), set(before.views)
     for unit in units:
         leaves |= unit.leaves
         replicated |= set(unit.replicated)
-    numbers = tuple(sorted({*before.numbers, *numbers}))
-    return replace(before, leaves=leaves, numbers=numbers, replicated=tuple(sorted(replicated)))
+        views |= set(unit.views)
+    return replace(
+        before,
+        leaves=leaves,
+        numbers=tuple(sorted({*before.numbers, *numbers})),
+        replicated=tuple(sorted(replicated)),
+        views=tuple(sorted(views)),
+    )
 
 
 def _fate(unit: Unit, split: Split) -> str:

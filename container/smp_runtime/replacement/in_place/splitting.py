@@ -13,6 +13,7 @@ from smp_runtime.nn.planned.linear import PlannedLinear
 from smp_runtime.tensor_parallel import collectives
 from smp_runtime.tensor_parallel.block_entry import BlockEntry
 from smp_runtime.tensor_parallel.deferred import SlicedCalls
+from smp_runtime.tensor_parallel.local_views import LocalViews
 from smp_runtime.tensor_parallel.norm_statistics import SharedStatistics
 from smp_runtime.tensor_parallel.partial_region import OwnExperts, PartialRegion
 
@@ -42,6 +43,7 @@ class Split:
         tables: modules with parameters of which a rank has a part, by path: those of many experts, of heads, of norms.
         summed: parameters that each rank has whole and uses on its own features, by name, so that their gradients are summed.
         replicated: linear maps that stay whole, and whose results each rank uses in its own way.
+        views: modules that make views by the width of their input: these are of this rank's features.
         arguments: tensors of which the block takes this rank's slice.
         results: tensors of which it returns this rank's slice: they are gathered when somebody uses them.
     """
@@ -52,6 +54,7 @@ class Split:
     regions: tuple[str, ...] = ()
     tables: Mapping[str, Tables] = field(default_factory=dict)
     replicated: tuple[str, ...] = ()
+    views: tuple[str, ...] = ()
     arguments: tuple[Part, ...] = ()
     results: tuple[Part, ...] = ()
 
@@ -106,6 +109,8 @@ def prepare(block: nn.Module, split: Split, group: TensorGroup) -> None:
         PartialRegion(group).watch(block.get_submodule(path))
     for path in split.replicated:
         block.get_submodule(path).register_forward_hook(lambda _, args, y: collectives.replicated(y, group))
+    for path in split.views:
+        LocalViews(group).watch(block.get_submodule(path))
     for path in {part.module for part in (*split.arguments, *split.results)}:
         arguments = [part for part in split.arguments if part.module == path]
         results = [part for part in split.results if part.module == path]

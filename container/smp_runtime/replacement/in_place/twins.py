@@ -69,6 +69,7 @@ def _inside(split: Split, path: str) -> Split:
         tuple((cut(owner), name, value) for owner, name, value in split.numbers if has(owner)),
         tables={cut(name): how for name, how in split.tables.items() if has(name)},
         replicated=tuple(cut(name) for name in split.replicated if has(name)),
+        views=tuple(cut(name) for name in split.views if has(name)),
     )
 
 
@@ -85,6 +86,7 @@ def _beside(split: Split, other: Split, path: str) -> Split:
         tables={**split.tables, **{full(name): how for name, how in other.tables.items()}},
         summed=tuple(sorted({*split.summed, *map(full, other.summed)})),
         replicated=tuple(sorted({*split.replicated, *map(full, other.replicated)})),
+        views=tuple(sorted({*split.views, *map(full, other.views)})),
         arguments=(*split.arguments, *(replace(part, module=full(part.module)) for part in other.arguments)),
         results=(*split.results, *(replace(part, module=full(part.module)) for part in other.results)),
     )

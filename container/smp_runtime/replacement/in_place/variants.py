@@ -33,10 +33,12 @@ def variants(block: nn.Module, unit: Unit, size: int) -> Iterator[tuple[Unit, tu
     With numbers of heads also with the embeddings beside it that have a channel for each head, such as a relative bias, and
     with norms over the features of all heads.
     """
-    for found, heads in _layouts(block, unit, size):
-        for numbers in _numbers(block, found, size, heads):
-            for tables in _tables(block, [unit], numbers, size):
-                yield found, numbers, tables
+    around = tuple(sorted({path.rpartition(".")[0] for path in unit.leaves}))
+    for views in ((), around):
+        for found, heads in _layouts(block, replace(unit, views=views), size):
+            for numbers in _numbers(block, found, size, heads):
+                for tables in _tables(block, [unit], numbers, size):
+                    yield found, numbers, tables
 
 
 def _tables(
