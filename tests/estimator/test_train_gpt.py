@@ -74,6 +74,6 @@ def test_tensor_parallelism_shares_the_blocks_and_reads_one_batch_per_group(rank
     shared = ranks(run, 2, *where, config={"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True})
     assert none == 0
     for count, elements, losses in shared:
-        assert count == 3  # the map behind attention is too small; an odd batch is right, too: both ranks read it
+        assert count == 4  # an odd batch is right, too: both ranks read it
         assert elements < whole
         assert len(losses) == 2

@@ -97,6 +97,7 @@ def test_training_is_that_of_one_process(ranks, kind, world, config):
             "normed": {
                 f"{attention}.{name}.weight" for name in ("q", "k", "v", "o", "q_norm", "k_norm", "v_norm", "inner")
             },
+            "width": {f"{attention}.{name}.weight" for name in ("projection", "o")},
         }[kind]
         assert wanted <= split | (whole.keys() - here.keys())
         if kind == "biased" and "layers.0.other.q.weight" in here:
