@@ -144,7 +144,8 @@ def test_addresses_that_are_not_there(make: Make, tmp_path: Path) -> None:
 
 
 NOTEBOOK = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 sys.path[:0] = sys.argv[1].split(":")
 from pathlib import Path
 from support.sdk3 import here
