@@ -119,7 +119,7 @@ def _peak_bytes():
     kept = [unit.shard for unit in model.shards.units]
     kept += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     peaks = []
-    for _ in range(24):
+    for _ in range(12):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             update()
         held = peak = sum(tensor.nbytes for tensor in kept)
