@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import threading
 import time
 
 import pytest
@@ -12,6 +13,10 @@ import torch
 from support.pipeline_training import summing_step
 from support.rank_pool import RankFailed, RankPool
 from torch import nn
+
+from smp_runtime.errors import SMPRuntimeError
+from smp_runtime.pipeline.execution.failures import Alarm, StageError
+from smp_runtime.pipeline.execution.messenger import Messenger
 
 
 def _dies(folder):
@@ -94,6 +99,20 @@ def test_a_rank_that_ends_its_script_early_ends_the_steps_of_the_others_at_once(
             assert seconds < 20
         assert f"rank {who} (pipeline stage {who}) has ended its script or called smp.shutdown()" in seen[0][2]
         assert "same number of steps" in seen[0][2]
+
+
+def test_a_rank_that_ends_its_script_while_a_message_is_sent_to_it_is_named():
+    messenger = Messenger(threading.RLock())
+    alarm = Alarm(0, [4, 7], None, threading.Condition(), lambda: True, messenger.send)
+
+    class Closing:
+        def send(self, stage, *_):
+            alarm.left_stage(stage)
+            raise SMPRuntimeError("nothing can be sent")
+
+    messenger._alarm, messenger.transport = alarm, Closing()
+    with pytest.raises(StageError, match=r"rank 7 \(pipeline stage 1\) has ended its script"):
+        messenger.send(1, None)
 
 
 def _comes_late():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.pipeline.transport.messages import Begin, Done, Fail, Release, Stamped, named, plain
 from smp_runtime.pipeline.transport.transport import Transport
 
@@ -79,7 +80,13 @@ class Messenger:
             StageError: that stage has left.
         """
         self._alarm.check_left((stage,))
-        self.transport.send(stage, self.stamp(stage, message), tensors)
+        try:
+            self.transport.send(stage, self.stamp(stage, message), tensors)
+        except SMPRuntimeError:
+            self._alarm.check_left(
+                (stage,)
+            )  # it may have left meanwhile, which says more than that nothing can be sent
+            raise
 
     def stamp(self, stage: int, message: Any) -> Stamped:
         """A message of this step as it travels to a stage, with what that stage is to hear by the way."""
