@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_jobs import FAKE_BOOTSTRAP
+from support.fake_jobs import FAKE_BOOTSTRAP, forget_account, source_folder
 from support.sdk3 import here
 
 
 @pytest.fixture(autouse=True)
 def _no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No credentials, region or configuration of whoever runs the tests; nothing is reported to the SDK's makers."""
-    for name in list(os.environ):
-        if name.startswith("AWS_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    forget_account(monkeypatch, tmp_path / "home")
     config = tmp_path / "sdk.yaml"
     config.write_text("SchemaVersion: '1.0'\nSageMaker:\n  PythonSDK:\n    Modules:\n      TelemetryOptOut: true\n")
     monkeypatch.setenv("SAGEMAKER_USER_CONFIG_OVERRIDE", str(config))
@@ -27,11 +23,7 @@ def _no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     """A source directory with ``train.py`` and a module beside it."""
-    folder = tmp_path / "scripts"
-    folder.mkdir()
-    (folder / "train.py").write_text("print('train')\n")
-    (folder / "helper.py").write_text("")
-    return folder
+    return source_folder(tmp_path)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from support.rank_training import training_step, updates
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
@@ -276,17 +277,8 @@ def _placing(batches):
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
-    @smp.step
-    def train(x):
-        loss = model(x).pow(2).mean()
-        model.backward(loss)
-        return loss
-
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad()
-        losses.append(float(train(batch).reduce_mean()))
-        optimizer.step()
+    step = training_step(model, lambda model, x: model(x).pow(2).mean())
+    losses = list(updates(step, optimizer, ((batch,) for batch in batches)))
     assert smp.pp_size() == 1 or any(parameter.device.type == "meta" for parameter in model.module.parameters())
     return losses
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from support.pipeline_training import summing_step
 
 TP = {"tensor_parallel_degree": 2, "ddp": True}
 DP = {"deterministic_server": True, "ddp": True}
@@ -60,12 +61,7 @@ def _orders(steps):
     smp.set_partition(net.beside, 1)
     model = smp.DistributedModel(net)
 
-    @smp.step
-    def train(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).sum()
-        model.backward(loss)
-        return loss
-
+    train = summing_step(model)
     train(torch.ones(4, 4))
     ran.clear()  # one rank has traced the model in it too
     for _ in range(steps):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.rank_training import training_step, updates
 
 
 def _run(case, steps=5):
@@ -297,17 +298,8 @@ def _reversible(batches):
     model = smp.DistributedModel(nn.Sequential(nn.Linear(8, 8), Chain(), nn.Linear(8, 8)))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
-    @smp.step
-    def train(x):
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad()
-        losses.append(float(train(batch).reduce_mean()))
-        optimizer.step()
+    step = training_step(model, lambda model, x: model(x).square().mean())
+    losses = list(updates(step, optimizer, ((batch,) for batch in batches)))
     if smp.pp_size() == 1:
         return losses, set()
     stage_of = model.pipeline.context.stage_of

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
 
 #: Command of a bootstrap that plays the one of ``smp_launch``.
 FAKE_BOOTSTRAP = (sys.executable, str(Path(__file__).with_name("fake_bootstrap.py")))
+
+
+def forget_account(patch: pytest.MonkeyPatch, home: Path) -> None:
+    """No credentials, region or configuration of whoever runs the tests."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        patch.delenv(name)
+    patch.setenv("HOME", str(home))
+
+
+def source_folder(parent: Path) -> Path:
+    """A source directory with ``train.py`` and a module beside it."""
+    folder = parent / "scripts"
+    folder.mkdir()
+    (folder / "train.py").write_text("print('train')\n")
+    (folder / "helper.py").write_text("")
+    return folder
 
 
 def marked(mark: str) -> list[int]:
