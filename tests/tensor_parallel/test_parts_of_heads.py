@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,6 +16,8 @@ from support.closeness import close
 from support.own_blocks import Net, batches
 from support.rank_training import training_step, updates
 from support.reference import train_alone
+
+from smp_runtime.tensor_parallel.norm_statistics import SharedStatistics
 
 STEPS = 4
 _IDS = torch.arange(12).view(2, 6)
@@ -156,3 +159,25 @@ def test_a_tensor_in_parts_is_gathered_once_and_only_where_it_is_used(ranks):
         assert torch.equal(found["rows"], whole[rank : rank + 1])
         assert torch.equal(found["copies"][0], whole[rank : rank + 1])
         assert torch.equal(found["copies"][1], whole)
+
+
+def test_a_call_that_fails_before_a_mode_is_entered_leaves_other_modes_alone():
+    net = torch.nn.LayerNorm(4)
+
+    def refuses(*_):
+        raise ValueError("no")
+
+    net.register_forward_pre_hook(refuses)
+    outer, inner = (SharedStatistics(SimpleNamespace(size=1)) for _ in range(2))
+    inner.watch(net)
+    with outer:
+        with pytest.raises(ValueError, match="no"):
+            net(torch.ones(2, 4))
+        assert _is_on(outer)
+    assert not _is_on(outer)
+
+
+def _is_on(mode):
+    from torch.overrides import _get_current_function_mode
+
+    return _get_current_function_mode() is mode

@@ -7,30 +7,17 @@ on the module tells that number, so that none can be changed; but what is asked 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from smp_runtime.tensor_parallel.group import TensorGroup
+from smp_runtime.tensor_parallel.during_calls import DuringCalls
 
 _VIEWS = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
 
 
-class LocalViews(TorchFunctionMode):
+class LocalViews(DuringCalls):
     """Divides the last dim that the ranks divide of views which ask for the elements of all ranks."""
-
-    def __init__(self, group: TensorGroup) -> None:
-        super().__init__()
-        self._size = group.size
-
-    def watch(self, module: nn.Module) -> None:
-        """Begin with the next call of ``module``."""
-        module.register_forward_pre_hook(lambda *_: self.__enter__() and None)
-        module.register_forward_hook(lambda *_: self.__exit__(None, None, None), always_call=True)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _VIEWS and not kwargs:
@@ -41,10 +28,7 @@ class LocalViews(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _of_rank(self, elements: int, sizes: list[int]) -> list[int]:
-        if math.prod(sizes) != elements * self._size:
+        if math.prod(sizes) != elements * self.group.size:
             return sizes
-        last = max((dim for dim, length in enumerate(sizes) if not length % self._size), default=None)
-        return [length // self._size if dim == last else length for dim, length in enumerate(sizes)]
-
-    def __deepcopy__(self, memo: Any) -> LocalViews:
-        return self
+        last = max((dim for dim, length in enumerate(sizes) if not length % self.group.size), default=None)
+        return [length // self.group.size if dim == last else length for dim, length in enumerate(sizes)]

@@ -6,34 +6,20 @@ of all ranks' features: one number for each row and statistic crosses the ranks,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
 from smp_runtime.tensor_parallel import collectives
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from smp_runtime.tensor_parallel.group import TensorGroup
+from smp_runtime.tensor_parallel.during_calls import DuringCalls
 
 _MEANS = (torch.mean, torch.Tensor.mean)
 _VARIANCES = (torch.var, torch.Tensor.var)
 
 
-class SharedStatistics(TorchFunctionMode):
+class SharedStatistics(DuringCalls):
     """Means and variances over the last dim are those of the features of all ranks."""
-
-    def __init__(self, group: TensorGroup) -> None:
-        super().__init__()
-        self._group = group
-
-    def watch(self, norm: nn.Module) -> None:
-        """Begin with the next call of ``norm``."""
-        norm.register_forward_pre_hook(lambda *_: self.__enter__() and None)
-        norm.register_forward_hook(lambda *_: self.__exit__(None, None, None), always_call=True)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -47,14 +33,14 @@ class SharedStatistics(TorchFunctionMode):
 
     def _of_all(self, mean: torch.Tensor) -> torch.Tensor:
         """The mean of the ranks' means, which each rank uses on its own features."""
-        return collectives.replicated(collectives.summed(mean / self._group.size, self._group), self._group)
+        return collectives.replicated(collectives.summed(mean / self.group.size, self.group), self.group)
 
     def _variance(
         self, x: torch.Tensor, dim: Any = -1, unbiased: bool = True, keepdim: bool = False, correction: Any = None
     ) -> torch.Tensor:
         mean = self._of_all(x.mean(-1, keepdim=True))
         found = self._of_all((x - mean).square().mean(-1, keepdim=keepdim))
-        features = x.shape[-1] * self._group.size
+        features = x.shape[-1] * self.group.size
         return found * (features / (features - (int(unbiased) if correction is None else correction)))
 
     def _normed(
@@ -74,9 +60,6 @@ class SharedStatistics(TorchFunctionMode):
         wide = wide * torch.rsqrt(self._of_all(wide.square().mean(-1, keepdim=True)) + eps)
         wide = wide if weight is None else wide * weight
         return (wide if bias is None else wide + bias).to(x.dtype)
-
-    def __deepcopy__(self, memo: Any) -> SharedStatistics:
-        return self
 
 
 def _is_over_last(x: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
