@@ -11,8 +11,8 @@ from smp_config import Group
 from smp_runtime.nn.embedding import DistributedEmbedding
 from smp_runtime.nn.linear import DistributedConv1D, DistributedLinear
 from smp_runtime.nn.lm_head import DistributedTransformerLMHead
-from smp_runtime.nn.planned.experts import Tables, experts_like
 from smp_runtime.nn.planned.linear import LinearSplit, PlannedLinear, features_of
+from smp_runtime.nn.planned.tables import Tables, module_like
 from smp_runtime.nn.planned.vocabulary import PlannedHead, Tie, embedding_like
 from smp_runtime.nn.transformer import DistributedTransformer
 from smp_runtime.replacement.registration import (
@@ -113,10 +113,10 @@ def of_vocabulary(module: nn.Module, tie: Tie) -> Registration:
     return Registration(made, arguments=lambda original: ((original, tie), {}), shares_weights=True)
 
 
-def of_experts(module: nn.Module, tables: Tables) -> Registration:
-    """How a module with the parameters of many experts is replaced."""
+def of_tables(module: nn.Module, tables: Tables) -> Registration:
+    """How a module with parameters of which a rank has a part is replaced."""
     kind: Any = type(module)
-    return Registration(experts_like(kind), arguments=lambda original: ((original, tables), {}))
+    return Registration(module_like(kind), arguments=lambda original: ((original, tables), {}))
 
 
 def known_arguments() -> set[str]:

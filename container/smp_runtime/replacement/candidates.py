@@ -131,7 +131,7 @@ class _Search:
             yield Candidate(f"{name}.{path}".lstrip("."), leaf, builtin.planned(how, shared), mark_of(leaf))
         for path, tables in split.tables.items() if split is not None else ():
             leaf = module.get_submodule(path)
-            yield Candidate(f"{name}.{path}".lstrip("."), leaf, builtin.of_experts(leaf, tables), mark_of(leaf))
+            yield Candidate(f"{name}.{path}".lstrip("."), leaf, builtin.of_tables(leaf, tables), mark_of(leaf))
 
 
 def _title(name: str, module: nn.Module) -> str:

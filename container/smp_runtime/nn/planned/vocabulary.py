@@ -11,7 +11,7 @@ from torch import nn
 from smp_config import Group
 from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError
 from smp_runtime.nn.embedding import rows_of_all
-from smp_runtime.nn.planned.experts import inherit_attributes
+from smp_runtime.nn.planned.tables import inherit_attributes
 from smp_runtime.parameters.registry import TensorSlice
 from smp_runtime.tensor_parallel.collectives import exchanged, gathered, replicated
 from smp_runtime.tensor_parallel.initialisation import normal, uniform_for

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from smp_runtime.nn.planned.experts import Tables
 from smp_runtime.nn.planned.linear import LinearSplit, features_of, is_linear, is_transposed
+from smp_runtime.nn.planned.tables import Tables
 from smp_runtime.replacement.in_place.splitting import Split
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _cuts(part: nn.Module, width: int, size: int, *, is_spread: bool, is_packed:
     (count,) = experts
     if is_spread:
         if not count % size:
-            yield Tables(count, tuple((name, 0, ()) for name in given))
+            yield Tables(tuple((name, 0, ()) for name in given), experts=count)
         return
     inside = min((n for p in tables.values() for n in p.shape[1:] if n != width), default=width)
     for features in (inside, width) if inside == 2 * width else (inside,):
@@ -174,7 +174,7 @@ def _cuts(part: nn.Module, width: int, size: int, *, is_spread: bool, is_packed:
             for name, parameter in given.items()
             if name not in divided
         ]
-        yield from (Tables(count, cuts, tuple(divided)) for cuts in itertools.product(*ways))
+        yield from (Tables(cuts, tuple(divided), count) for cuts in itertools.product(*ways))
 
 
 def _late(given: Mapping[str, nn.Parameter]) -> set[str]:

@@ -25,8 +25,8 @@ from smp_runtime.replacement.in_place.variants import is_divisible, joint_number
 from smp_runtime.replacement.in_place.words import line_of, listed, title, wrong_plan
 
 if TYPE_CHECKING:
-    from smp_runtime.nn.planned.experts import Tables
     from smp_runtime.nn.planned.linear import LinearSplit
+    from smp_runtime.nn.planned.tables import Tables
     from smp_runtime.tensor_parallel.group import TensorGroup
 
 logger = logging.getLogger("smp")

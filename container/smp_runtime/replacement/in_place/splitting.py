@@ -20,8 +20,8 @@ from smp_runtime.tensor_parallel.partial_region import OwnExperts, PartialRegion
 if TYPE_CHECKING:
     from torch import nn
 
-    from smp_runtime.nn.planned.experts import Tables
     from smp_runtime.nn.planned.linear import LinearSplit
+    from smp_runtime.nn.planned.tables import Tables
     from smp_runtime.tensor_parallel.deferred import Part
     from smp_runtime.tensor_parallel.group import TensorGroup
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from smp_runtime.nn.planned.experts import Tables
 from smp_runtime.nn.planned.linear import LinearSplit, features_of
+from smp_runtime.nn.planned.tables import Tables
 from smp_runtime.parameters.registry import intervals
 from smp_runtime.replacement.in_place.splitting import number_of
 
@@ -66,7 +66,7 @@ def _norms_of_features(block: nn.Module, unit: Unit, size: int) -> dict[str, Tab
             if any(child.children()) or not any(shapes == {(features,)} for features in columns if not features % size):
                 continue
             cuts = tuple((own, 0, ()) for own, _ in child.named_parameters())
-            found[f"{owner}.{name}".lstrip(".")] = Tables(1, cuts, is_norm=True)
+            found[f"{owner}.{name}".lstrip(".")] = Tables(cuts, is_norm=True)
     return found
 
 
@@ -76,7 +76,7 @@ def _tables_of_heads(block: nn.Module, unit: Unit, numbers: tuple[Number, ...], 
     for owner in sorted({path.rpartition(".")[0] for path in unit.leaves}):
         for name, child in block.get_submodule(owner).named_children():
             if isinstance(child, nn.Embedding) and child.embedding_dim in heads and not child.embedding_dim % size:
-                found[f"{owner}.{name}".lstrip(".")] = Tables(child.num_embeddings, (("weight", 1, ()),))
+                found[f"{owner}.{name}".lstrip(".")] = Tables((("weight", 1, ()),))
     return found
 
 

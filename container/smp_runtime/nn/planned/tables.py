@@ -1,4 +1,4 @@
-"""Modules whose own parameters are those of many experts, such as ``[experts, out, in]``: a part of them on each rank."""
+"""Modules with parameters of their own of which each rank has a part: many experts, ``[experts, out, in]``, heads, or norms."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from smp_runtime.tensor_parallel.initialisation import uniform_for
 
 @dataclass(frozen=True)
 class Tables:
-    """How the parameters of a module with many experts are split.
+    """How the parameters of such a module are split.
 
     Attributes:
-        experts: how many there are.
         cuts: of each parameter that is split, its name, dim, and the lengths along it that are shared out by themselves.
         divided: parameters that every rank has whole and adds a share of.
+        experts: how many there are, of a mixture.
         is_norm: it is a norm over features that are shared out.
     """
 
-    experts: int
     cuts: tuple[tuple[str, int, tuple[int, ...]], ...]
     divided: tuple[str, ...] = ()
+    experts: int = 0
     is_norm: bool = False
 
     @property
     def is_spread(self) -> bool:
         """Whether each rank has whole experts."""
-        return not self.is_norm and all(dim == 0 for _, dim, _ in self.cuts)
+        return self.experts > 0 and all(dim == 0 for _, dim, _ in self.cuts)
 
     def slices(self, module: nn.Module, rank: int, size: int) -> dict[str, TensorSlice]:
         """What a rank has of each parameter that is split."""
@@ -40,8 +40,8 @@ class Tables:
         return {name: TensorSlice.of(shapes[name], dim, rank, size, pieces) for name, dim, pieces in self.cuts}
 
 
-class PlannedExperts(DistributedModule):
-    """A module with a part of the experts, or of each; :func:`experts_like` puts its own class in front.
+class PlannedModule(DistributedModule):
+    """A module with a part of the parameters of another; :func:`module_like` puts its own class in front.
 
     Args:
         original: that it stands for.
@@ -69,9 +69,9 @@ class PlannedExperts(DistributedModule):
 
 
 @functools.cache
-def experts_like(kind: type[nn.Module]) -> Any:
-    """:class:`PlannedExperts` with the ``forward`` of another class."""
-    return type(kind.__name__, (kind, PlannedExperts), {"__init__": PlannedExperts.__init__})
+def module_like(kind: type[nn.Module]) -> Any:
+    """:class:`PlannedModule` with the ``forward`` of another class."""
+    return type(kind.__name__, (kind, PlannedModule), {"__init__": PlannedModule.__init__})
 
 
 def inherit_attributes(original: nn.Module, made: nn.Module) -> None:
