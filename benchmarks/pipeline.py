@@ -77,7 +77,7 @@ def sleepers(smp: Any, stages: int) -> Any:
 
         @staticmethod
         def backward(ctx, gradient):
-            time.sleep(BACKWARD)
+            time.sleep(BACKWARD)  # likewise
             return gradient
 
     class Sleeper(nn.Module):

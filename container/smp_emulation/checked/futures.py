@@ -123,7 +123,7 @@ class StreamWork(dist.Work):
         while timeout > timedelta(0) and not self.is_completed():
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the collective has not ended {timeout.total_seconds()} s after wait() was called")
-            time.sleep(0.001)
+            time.sleep(0.001)  # a host that waits only asks
         self._tensors = ()
         return True
 
