@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
-from smp_estimator.cloud import images
+from smp_estimator.cloud import image_choice, image_table
 from smp_estimator.mixin import TrainsWithSMP
 from smp_estimator.sdk import HuggingFace, PyTorch, show_arguments
 from smp_estimator.settings.distribution import is_model_parallel
@@ -13,6 +13,8 @@ from smp_estimator.settings.distribution import is_model_parallel
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from smp_estimator.cloud.image_choice import Choice
+    from smp_estimator.cloud.image_table import TrainingImage
     from smp_estimator.sdk_arguments import SDKArguments
 
 
@@ -24,7 +26,7 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
     (:class:`~smp_estimator.local.ProcessSession`): ``role``, ``framework_version`` and ``py_version`` are then not
     needed, ``instance_count`` is 1 unless given and makes that many simulated hosts.
 
-    In the cloud a model parallel job without ``image_uri`` runs in the SDK's stock PyTorch image, the newest unless
+    In the cloud a model parallel job without ``image_uri`` runs in a stock PyTorch image, the newest that is patched unless
     ``framework_version`` names one (2.4 or newer), and the runtime travels with the code. The same holds for a job of
     the data parallel library (2.6 or newer).
 
@@ -86,10 +88,13 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
     def _sdk_class(cls) -> Any:
         return PyTorch
 
-    def _choose_image(self, sdk: dict[str, Any], floor: tuple[int, int]) -> None:
-        sdk["framework_version"], sdk["py_version"] = images.choose_pytorch(
-            sdk.get("framework_version"), sdk.get("py_version"), floor
-        )
+    def _choose_image(self, sdk: dict[str, Any], floor: tuple[int, int], **wanted: Any) -> Choice:
+        choice = image_choice.choose_pytorch(sdk.get("framework_version"), sdk.get("py_version"), floor, **wanted)
+        sdk["framework_version"], sdk["py_version"] = choice.framework_version, choice.py_version
+        return choice
+
+    def _table_row(self) -> TrainingImage | None:
+        return image_table.rows_of(self.framework_version or "").get("gpu")
 
     def _pytorch_distribution_configuration(self, distribution: dict[str, Any]) -> dict[str, Any]:
         """The hyperparameters of the distribution; the SDK's own for strategies that are not ours."""
@@ -148,10 +153,13 @@ class SMPHuggingFace(TrainsWithSMP, HuggingFace):
     def _sdk_class(cls) -> Any:
         return HuggingFace
 
-    def _choose_image(self, sdk: dict[str, Any], floor: tuple[int, int]) -> None:
-        sdk["transformers_version"], sdk["pytorch_version"], sdk["py_version"] = images.choose_huggingface(
+    def _choose_image(self, sdk: dict[str, Any], floor: tuple[int, int], **_: Any) -> None:
+        sdk["transformers_version"], sdk["pytorch_version"], sdk["py_version"] = image_choice.choose_huggingface(
             sdk.get("transformers_version"), sdk.get("pytorch_version"), sdk.get("py_version"), floor
         )
+
+    def _table_row(self) -> TrainingImage | None:
+        return image_choice.row_of_huggingface(self.framework_version, self.pytorch_version)
 
     def _huggingface_distribution_configuration(self, distribution: dict[str, Any]) -> dict[str, Any]:
         """The hyperparameters of the distribution; the SDK's own for strategies that are not ours."""

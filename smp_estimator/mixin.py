@@ -6,9 +6,8 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
-from smp_config.instances import instance
 from smp_config.job import INSTANCE_TYPE
-from smp_estimator.cloud import images, restore, service, source
+from smp_estimator.cloud import restore, service, source
 from smp_estimator.cloud.job import CloudTrainingJob
 from smp_estimator.local.bootstrap import with_emulation
 from smp_estimator.local.client import ProcessClient
@@ -38,6 +37,7 @@ from smp_estimator.sdk import (
 from smp_estimator.settings import advice, checks, translation
 from smp_estimator.settings import distribution as strategies
 from smp_estimator.settings.distribution import SettingsReader
+from smp_estimator.stock_image import InStockImage
 
 if TYPE_CHECKING:
     _SDK = Framework
@@ -45,10 +45,10 @@ else:
     _SDK = object
 
 
-class TrainsWithSMP(Planned, _SDK):
+class TrainsWithSMP(Planned, InStockImage, _SDK):
     """Stands before an estimator class of the SDK and adds the model parallel library to it.
 
-    A class that uses it says how its image is chosen (:meth:`_choose_image`), which part of the SDK reads the job
+    A class that uses it says how its image is chosen (:class:`InStockImage`), which part of the SDK reads the job
     description (:meth:`_sdk_class`), and hands the hook that makes the distribution's hyperparameters to
     :meth:`_own_hyperparameters`.
     """
@@ -59,8 +59,6 @@ class TrainsWithSMP(Planned, _SDK):
     collection_configs: Any
     sagemaker_session: Any
     entry_point: Any
-    #: What names the stock image.
-    _VERSIONS: tuple[str, ...] = ()
     source_dir: Any
     _current_job_name: Any
 
@@ -168,43 +166,6 @@ class TrainsWithSMP(Planned, _SDK):
         stock = not self._process_mode and not image_uri and sdk.get("instance_type") not in LOCAL_TYPES
         return stock and strategies.is_data_parallel(distribution) and not restore.is_attaching()
 
-    def _choose_image(self, sdk: dict[str, Any], floor: tuple[int, int]) -> None:
-        """Fill in the versions of the stock image that a job without ``image_uri`` runs in; PyTorch is ``floor`` or newer."""
-        raise NotImplementedError
-
-    def _require_versions(self, sdk: dict[str, Any]) -> None:
-        """Raise ConfigError where a job that the SDK's own rules hold for names neither an image nor all its versions."""
-        wanted = dict.fromkeys(self._VERSIONS)
-        missing = [name for name in wanted if sdk.get(name) is None]
-        if not missing or sdk.get("tensorflow_version") is not None or self._recipe or restore.is_attaching():
-            return
-        self._choose_image(wanted, images.TORCH_FLOOR)
-        raise ConfigError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing, and so is image_uri; they are filled in only "
-            "for jobs whose distribution enables smdistributed.modelparallel: give for example "
-            f"{', '.join(f'{name}={value!r}' for name, value in wanted.items())}, or image_uri"
-        )
-
-    def _prepare_cloud(self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any]) -> None:
-        """Settle the image, how the runtime gets there, and the defaults."""
-        self._settle_image(image_uri, ship_runtime, sdk, images.TORCH_FLOOR)
-        service.fill_in_cloud(sdk, self._reader.say)
-
-    def _prepare_data_parallel(self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any]) -> None:
-        """The same for the data parallel library, which old stock images have of their own."""
-        if not images.has_own_data_parallel(image_uri, sdk.get("pytorch_version") or sdk.get("framework_version")):
-            self._settle_image(image_uri, ship_runtime, sdk, images.DATA_PARALLEL_FLOOR)
-
-    def _settle_image(
-        self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any], floor: tuple[int, int]
-    ) -> None:
-        if not image_uri:
-            with restore.lenient_when_attaching(self._reader.say):
-                self._choose_image(sdk, floor)
-        self._ship_runtime = (not image_uri or images.is_stock(image_uri)) if ship_runtime is None else ship_runtime
-        if self._ship_runtime:
-            service.warn_of_isolation(sdk, self._reader.say)
-
     # -- checks --------------------------------------------------------------------------------------------
 
     def _check_settings(self) -> strategies.Distribution | None:
@@ -221,9 +182,8 @@ class TrainsWithSMP(Planned, _SDK):
             service.check_request(self, self._hyperparameters, self._reader.say)
         if not self.distribution or not strategies.is_ours(self.distribution, process_mode=self._process_mode):
             return None
-        known = instance(self._carried_instance_type() or "")
-        if known is not None and (why := images.lacks_code_for(self.image_uri, known.gpu)):
-            self._reader.say(why)
+        if not self._process_mode:
+            self._warn_of_image()
         return self._reader.read(
             self.distribution,
             stock_image=self._ships(),
@@ -292,10 +252,6 @@ class TrainsWithSMP(Planned, _SDK):
         if is_pipeline_variable(self.instance_type):
             sent[INSTANCE_TYPE] = self.instance_type
         return sent
-
-    def training_image_uri(self, region: str | None = None) -> Any:
-        """The image of the job; in process mode a name that stands for it."""
-        return PROCESS_IMAGE if self._process_mode else super().training_image_uri(region)
 
     def _stage_user_code_in_s3(self) -> Any:
         """Upload the code; for a stock image, with the runtime in it."""

@@ -20,6 +20,7 @@ from smp_estimator.sdk_found import require
 
 require(2)
 
+import boto3  # noqa: E402 - first of all it is said which SDK is there
 import botocore.credentials  # noqa: E402 - first of all it is said which SDK is there
 from botocore.exceptions import NoCredentialsError  # noqa: E402
 
@@ -120,6 +121,12 @@ def arguments_of(kind: type) -> dict[str, inspect.Parameter]:
     return found
 
 
+def region_of(session: Any) -> str | None:
+    """The region of a session, or of the one that the SDK would make for None; None where nothing names a region."""
+    found = boto3.Session().region_name if session is None else getattr(session, "boto_region_name", None)
+    return found if isinstance(found, str) else None
+
+
 def show_arguments(kind: type) -> None:
     """Let the constructor's signature list the arguments that it hands on: ``help()`` and notebooks complete from it."""
     own = inspect.signature(vars(kind)["__init__"])
@@ -158,6 +165,7 @@ __all__ = [
     "is_pipeline_variable",
     "load_local_mode_config",
     "load_sagemaker_config",
+    "region_of",
     "show_arguments",
     "validate_sagemaker_config",
 ]

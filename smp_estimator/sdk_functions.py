@@ -47,6 +47,11 @@ def secondary_training_status_message(description: dict[str, Any], before: dict[
 
 
 def config_for_framework(framework: str) -> dict[str, Any]:
-    """The SDK's table of images of ``"pytorch"`` or ``"huggingface"``."""
+    """The SDK's table of images of ``"pytorch"``, ``"huggingface"``, …; raises FileNotFoundError where it has none of that name."""
     found: dict[str, Any] = _of_the_sdk(_IMAGES, "config_for_framework")(framework)
     return found
+
+
+def retrieve_image(framework: str, region: str, **which: Any) -> str:
+    """The address that the SDK gives for a training image; ``which`` as for its ``image_uris.retrieve``."""
+    return str(_of_the_sdk(_IMAGES, "retrieve")(framework, region, image_scope="training", **which))

@@ -1,13 +1,17 @@
-"""The stock images of the SDK: which of them the runtime can run in, and the one that is taken when none is named."""
+"""What is known of a stock training image by its address: whether it is one, what it lacks, how long it is patched."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from datetime import date
+from typing import TYPE_CHECKING, Any
 
-from smp_config import ConfigError
+from smp_estimator.cloud import image_table
+from smp_estimator.sdk_found import SDKMissing
 from smp_estimator.sdk_functions import config_for_framework
+
+if TYPE_CHECKING:
+    from smp_estimator.cloud.image_table import TrainingImage
 
 #: The oldest PyTorch that the runtime works with.
 TORCH_FLOOR = (2, 4)
@@ -15,19 +19,56 @@ TORCH_FLOOR = (2, 4)
 #: The oldest PyTorch that has what the backend ``smddp`` is made of.
 DATA_PARALLEL_FLOOR = (2, 6)
 
-#: From this version on, the Trainer of Transformers no longer works with the library.
-TRANSFORMERS_CEILING = (5,)
-
 #: From this version on, CUDA has no compiler for V100.
 _CUDA_WITHOUT_V100 = 13
 
-#: Repositories of the stock training images, whichever account and region they are in.
-_STOCK_REPOSITORY = re.compile(r"^\d{12}\.dkr\.ecr[^/]*/(huggingface-)?pytorch-training(-\w+)?[:@]")
+#: Stock training images, whichever account and region they are in, or in the public gallery.
+_STOCK = re.compile(
+    r"^(?P<registry>\d{12}\.dkr\.ecr[^/]*|public\.ecr\.aws/deep-learning-containers)/"
+    r"(?P<repository>pytorch|(?:huggingface-)?pytorch-training(?:-\w+)?)(?P<sign>[:@])(?P<tag>.+)$"
+)
+
+#: Tags of the stock images in the repository ``pytorch``: people call their own repositories like that, too.
+_STOCK_TAG = re.compile(r"\d+\.\d+(\.\d+)?-(cpu|cu\d+)-amzn\d+(-sagemaker)?([-@].*)?")
+
+
+def today() -> date:
+    """The day by which patches have ended or not."""
+    return date.today()
 
 
 def is_stock(image_uri: Any) -> bool:
     """Whether an image's address is that of a stock PyTorch or Hugging Face training image."""
-    return isinstance(image_uri, str) and _STOCK_REPOSITORY.match(image_uri) is not None
+    found = _STOCK.match(image_uri) if isinstance(image_uri, str) else None
+    if found is None:
+        return False
+    if found["repository"] != "pytorch" or found["registry"].startswith("public"):
+        return True
+    if found["sign"] == ":" and _STOCK_TAG.fullmatch(found["tag"]):
+        return True
+    return found["registry"][:12] in _stock_accounts()
+
+
+def _stock_accounts() -> frozenset[str]:
+    """The accounts from which the SDK knows stock images; none without an SDK."""
+    try:
+        versions = config_for_framework("pytorch")["training"]["versions"].values()
+    except SDKMissing:
+        return frozenset()
+    return frozenset(account for row in versions for account in row["registries"].values())
+
+
+def lacks_toolkit(image_uri: Any) -> str | None:
+    """Why the service cannot start a job of SDK v2 in a stock image, as far as its tag tells; None where it can."""
+    if not is_stock(image_uri):
+        return None
+    words = image_uri.rpartition(":")[2].split("-")
+    if "sagemaker" in words or not any(word.startswith("amzn") or word == "ec2" for word in words):
+        return None
+    return (
+        f"image_uri is {image_uri}, the image for EC2, which has no training toolkit to start a job's script; its sibling for the "
+        "service has a tag with -sagemaker"
+    )
 
 
 def has_own_data_parallel(image_uri: Any, version: Any) -> bool:
@@ -41,7 +82,7 @@ def has_own_data_parallel(image_uri: Any, version: Any) -> bool:
         version = image_uri.rpartition(":")[2].split("-")[0]
     elif image_uri:
         return False
-    old = isinstance(version, str) and _number(version) < DATA_PARALLEL_FLOOR
+    old = isinstance(version, str) and number(version) < DATA_PARALLEL_FLOOR
     if not old:
         return False
     from smp_estimator.sdk import DATA_PARALLEL_VERSIONS
@@ -49,203 +90,63 @@ def has_own_data_parallel(image_uri: Any, version: Any) -> bool:
     return version in DATA_PARALLEL_VERSIONS["pytorch"]
 
 
-def choose_pytorch(
-    framework_version: str | None, py_version: str | None, floor: tuple[int, int] = TORCH_FLOOR
-) -> tuple[str, str]:
-    """The stock image for a job that names no image.
+def lacks_code_for(image: Any, gpu: str) -> str | None:
+    """Why an image cannot compute on GPUs of this kind, as far as is known of it; None where it can.
 
     Args:
-        framework_version: as given to the estimator; None takes the newest that the SDK knows.
-        py_version: as given; None takes the one that belongs to the version.
-        floor: the oldest PyTorch that the job can use.
-
-    Returns:
-        Both, filled in.
-
-    Raises:
-        ConfigError: a version below the runtime's floor, or one without an image; names the nearest that has one.
+        image: its address, or the name of a row of the table.
     """
-    known, aliases = _training_images("pytorch")
-    usable = {version: row for version, row in known.items() if _number(version) >= floor}
-    if framework_version is None:
-        framework_version = max(usable, key=_number)
-    else:
-        together = {v: _together({"framework_version": v}, py_version, row) for v, row in usable.items()}
-        _require("framework_version", framework_version, usable, aliases, floor, together)
-    row = usable[aliases.get(framework_version, framework_version)]
-    return framework_version, _python(py_version, row, f"framework_version {framework_version}")
-
-
-def choose_huggingface(
-    transformers_version: str | None,
-    pytorch_version: str | None,
-    py_version: str | None,
-    floor: tuple[int, int] = TORCH_FLOOR,
-) -> tuple[str, str, str]:
-    """The stock Hugging Face image for a job that names no image.
-
-    Returns:
-        ``(transformers_version, pytorch_version, py_version)``, filled in.
-
-    Raises:
-        ConfigError: as :func:`choose_pytorch`.
-    """
-    try:
-        return _chosen_huggingface(transformers_version, pytorch_version, py_version, floor)
-    except ConfigError as error:
-        if [transformers_version, pytorch_version, py_version].count(None) == 2:
-            raise
-        names = ("transformers_version", "pytorch_version", "py_version")
-        fitting = zip(names, _chosen_huggingface(None, None, None, floor), strict=True)
-        together = ", ".join(f"{name}={value!r}" for name, value in fitting)
-        raise ConfigError(f"{error}. These fit together: {together}") from None
-
-
-def _chosen_huggingface(
-    transformers_version: str | None, pytorch_version: str | None, py_version: str | None, floor: tuple[int, int]
-) -> tuple[str, str, str]:
-    known, aliases = _training_images("huggingface")
-    #: PyTorch version → Transformers version → row; each release of one comes with few of the other.
-    by_torch: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for transformers, rows in known.items():
-        for name, row in rows.items():
-            version = name.removeprefix("pytorch")
-            if name.startswith("pytorch") and _number(version) >= floor:
-                by_torch.setdefault(version, {})[transformers] = row
-    if not by_torch:
-        raise ConfigError(
-            f"this version of the SDK has no Hugging Face training image with PyTorch {_text(floor)} or newer, which the job "
-            "needs; install a newer sagemaker, or give image_uri"
-        )
-    full = aliases.get(transformers_version or "", transformers_version)
-    if full is not None:
-        by_torch = {torch: {full: rows[full]} for torch, rows in by_torch.items() if full in rows} or by_torch
-    if pytorch_version is not None:
-        short = {torch.rsplit(".", 1)[0]: torch for torch in sorted(by_torch, key=_number)}
-        _require("pytorch_version", pytorch_version, by_torch, short, floor)
-        by_torch = {pytorch_version: by_torch[short.get(pytorch_version, pytorch_version)]}
-    pairs = sorted(
-        ((torch, transformers) for torch, rows in by_torch.items() for transformers in rows),
-        key=lambda pair: (_number(pair[1]), _number(pair[0])),
-    )
-    if full is not None:
-        if not any(transformers == full for _, transformers in pairs):
-            offered = [transformers for _, transformers in pairs]
-            raise ConfigError(
-                f"transformers_version is {transformers_version}, and the SDK has no training image of it with PyTorch "
-                f"{pytorch_version or _text(floor) + ' or newer'}, which the runtime needs; set transformers_version to "
-                f"{_nearest(transformers_version or '', offered)!r}, or give image_uri"
-            )
-        pairs = [pair for pair in pairs if pair[1] == full]
-    else:
-        pairs = [pair for pair in pairs if _number(pair[1]) < TRANSFORMERS_CEILING] or pairs
-    torch, transformers = pairs[-1]
-    row = by_torch[torch][transformers]
-    return transformers, torch, _python(py_version, row, f"pytorch_version {torch}")
-
-
-def check_torch(
-    version: str | None, name: str, floor: tuple[int, int] = TORCH_FLOOR, together: Mapping[str, str] | None = None
-) -> None:
-    """Refuse a version of PyTorch that is too old for the runtime.
-
-    Args:
-        name: of the argument.
-        together: by usable version, how to ask for it with all that must change.
-
-    Raises:
-        ConfigError: naming the nearest version that has an image.
-    """
-    if not version or _number(version) >= floor:
-        return
-    known, _ = _training_images("pytorch")
-    ask = together or {v: f"{name}={v!r}" for v in known if _number(v) >= floor}
-    what = "the backend smddp" if floor == DATA_PARALLEL_FLOOR else "the runtime"
-    raise ConfigError(
-        f"{name} is {version}, but {what} needs PyTorch {_text(floor)} or newer (it is shipped with the code and uses the "
-        f"image's PyTorch); set {ask[min(ask, key=_number)]}, the nearest that the SDK has an image of, or "
-        f"{ask[max(ask, key=_number)]}, the newest"
-    )
-
-
-def lacks_code_for(image_uri: Any, gpu: str) -> str | None:
-    """Why an image cannot compute on GPUs of this kind, as far as its address tells; None where it does not."""
-    cuda = re.search(r"cu(\d{2})\d", image_uri) if isinstance(image_uri, str) else None
-    if gpu != "V100" or cuda is None or int(cuda[1]) < _CUDA_WITHOUT_V100:
+    row = image_table.row_of(image)
+    said = re.search(r"cu(\d{2})\d", image) if isinstance(image, str) else None
+    cuda = row.cuda.split(".")[0] if row is not None and row.cuda else said[1] if said else None
+    if cuda is None or not is_too_new(cuda, gpu):
         return None
     return (
-        f"image_uri is {image_uri}, which seems to have CUDA {cuda[1]}: from CUDA {_CUDA_WITHOUT_V100} on PyTorch has no code for "
-        "V100 GPUs; use an image with CUDA 12, such as the stock images up to PyTorch 2.8, or instances with newer GPUs"
+        f"the image {image} has CUDA {cuda}, and from CUDA {_CUDA_WITHOUT_V100} on PyTorch has no code for V100 GPUs: name an image "
+        "with CUDA 12 by image_uri, such as the stock images up to PyTorch 2.8, or use instances with newer GPUs"
     )
 
 
-def _training_images(framework: str) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:
-    training = config_for_framework(framework)["training"]
-    return training["versions"], training.get("version_aliases", {})
+def is_too_new(cuda: str | None, gpu: str | None) -> bool:
+    """Whether PyTorch for this version of CUDA (``"13.0"``) has no code for GPUs of this kind (``"V100"``); False for None."""
+    return gpu == "V100" and cuda is not None and int(cuda.split(".")[0]) >= _CUDA_WITHOUT_V100
 
 
-def _require(
-    name: str,
-    version: str,
-    usable: Iterable[str],
-    aliases: Mapping[str, str],
-    floor: tuple[int, int],
-    together: Mapping[str, str] | None = None,
-) -> None:
-    """Refuse a version of PyTorch that no usable image has; arguments as of :func:`check_torch`."""
-    usable = sorted(usable, key=_number)
-    if aliases.get(version, version) in usable:
-        return
-    check_torch(version, name, floor, together)
-    ask = together or {other: f"{name}={other!r}" for other in usable}
-    raise ConfigError(
-        f"{name} is {version}, and this version of the SDK has no training image of it; it has "
-        f"{', '.join(usable)}: set {ask[_nearest(version, usable)]}, or give image_uri"
-    )
+def newest_patched(day: date, gpu: str | None = None, *, huggingface: bool = False) -> TrainingImage | None:
+    """The newest image of the table for GPUs that is patched on a day and has code for this kind; None where there is none."""
+    rows = [
+        row
+        for row in image_table.images()
+        if row.processor == "gpu" and (row.transformers is not None) is huggingface
+        if not row.has_ended(day) and not is_too_new(row.cuda, gpu)
+    ]
+    return max(rows, key=lambda row: number(row.torch), default=None)
 
 
-def _together(chosen: Mapping[str, str], py_version: str | None, row: Mapping[str, Any]) -> str:
-    """Arguments for an image, with the Python version where the one given does not fit."""
-    offered = _pythons(row)
-    fits = py_version is None or py_version == "py3" or py_version in offered
-    return ", ".join(
-        f"{name}={value!r}" for name, value in {**chosen, **({} if fits else {"py_version": offered[-1]})}.items()
-    )
+def patches_ended(row: TrainingImage, day: date, argument: str | None = None, gpu: str | None = None) -> str | None:
+    """What to say of an image that is no longer patched; None of one that is.
+
+    Args:
+        day: of the job.
+        argument: the argument that names the image; None where nobody chose it.
+        gpu: of the instances, where it is known.
+    """
+    if not row.has_ended(day):
+        return None
+    name = f"PyTorch {row.torch}" if row.transformers is None else f"Transformers {row.transformers} and PyTorch {row.torch}"
+    ended = f"the stock images with {name} ({row.repository}) were patched until {row.last_patches}, and faults found since stay"
+    newer = newest_patched(day, gpu, huggingface=row.transformers is not None)
+    if newer is not None:
+        change = f"leave {argument} out, or name a newer one" if argument else "name a newer one by image_uri"
+        return f"{ended}: {change}; {newer.name} is patched until {newer.last_patches}"
+    if row.transformers is not None:
+        newest = newest_patched(day, gpu)
+        other = f", such as {newest.name} with transformers in requirements.txt" if newest is not None else ""
+        return f"{ended}: no Hugging Face image that is known here is still patched; name another one by image_uri{other}"
+    kind = f" with code for {gpu} GPUs" if gpu else ""
+    return f"{ended}: no stock image{kind} that is known here is still patched; build one of your own, and name it by image_uri"
 
 
-def _pythons(row: Mapping[str, Any]) -> list[str]:
-    return [str(version) for version in row.get("py_versions") or ["py3"]]
-
-
-def _python(given: str | None, row: Mapping[str, Any], what: str) -> str:
-    offered = _pythons(row)
-    if given is None or given == "py3":
-        return offered[-1]
-    if given not in offered:
-        raise ConfigError(
-            f"py_version is {given}, but the image of {what} has {' and '.join(offered)}; set py_version to "
-            f"{offered[-1]!r}, or leave it out"
-        )
-    return given
-
-
-def _text(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
-
-
-def _nearest(version: str, offered: Iterable[str]) -> str:
-    """The offered version with the least distance, the most significant part first."""
-    wanted = _number(version)
-
-    def distance(other: str) -> tuple[int, ...]:
-        return tuple(abs(a - b) for a, b in zip(_padded(wanted), _padded(_number(other)), strict=True))
-
-    return min(offered, key=distance)
-
-
-def _padded(number: tuple[int, ...]) -> tuple[int, ...]:
-    return (*number, 0, 0, 0)[:3]
-
-
-def _number(version: str) -> tuple[int, ...]:
+def number(version: str) -> tuple[int, ...]:
+    """A version as numbers that can be compared, ``(2, 13, 0)``."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])

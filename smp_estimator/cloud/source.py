@@ -37,7 +37,10 @@ _OWN = Path(__file__).parents[1]
 _BESIDE = ("smp_config", "smp_emulation", "smp_launch", "smp_runtime", "smdistributed")
 
 #: Dependencies that are part of every training image; replacing them would break what was built against them.
-_OF_THE_IMAGE = frozenset({"torch", "numpy", "mpi4py"})
+_OF_THE_IMAGE = frozenset({"torch", "numpy"})
+
+#: Named without a version: one that an image has was built for its MPI, and pip leaves it; others get the newest.
+_IN_ANY_VERSION = frozenset({"mpi4py"})
 
 #: The date of every file in the archive, the earliest that a zip file can hold.
 _DATE = (1980, 1, 1, 0, 0, 0)
@@ -106,12 +109,16 @@ def build_wheel(folder: Path) -> Path:
 
 
 def travelling_requirements() -> list[str]:
-    """What a training image lacks: the package's requirements without those that every training image brings."""
+    """What a training image may lack: the package's requirements without those that every training image brings.
+
+    mpi4py is among them: the training toolkit starts a job's ranks by ``mpirun … python -m mpi4py``, after it has
+    installed the requirements on every host, and some stock images have no mpi4py.
+    """
     found = []
     for needed in map(Requirement, importlib.metadata.requires(DISTRIBUTION) or ()):
         wanted = needed.marker is None or needed.marker.evaluate({"extra": "runtime"})
         if wanted and needed.name not in _OF_THE_IMAGE:
-            found.append(f"{needed.name}{needed.specifier}")
+            found.append(needed.name if needed.name in _IN_ANY_VERSION else f"{needed.name}{needed.specifier}")
     return sorted(set(found))
 
 

@@ -31,8 +31,7 @@ def fill(folder: Path, *, ship_runtime: bool) -> None:
     shutil.copyfile(entry.__file__, folder / "smp_entry.py")
     if ship_runtime:
         source.build_wheel(folder)
-        # Some stock images have no mpi4py; one that is there was built for the image's MPI, whatever its version.
-        wanted = "".join(f"{line}\n" for line in [*source.travelling_requirements(), "mpi4py"])
+        wanted = "".join(f"{line}\n" for line in source.travelling_requirements())
         (folder / smp_driver.REQUIREMENTS).write_text(wanted, encoding="utf-8")
 
 

@@ -11,7 +11,6 @@ import warnings  # noqa: E402 - first of all it is said which SDK is there
 with warnings.catch_warnings():
     # Its own modules import one another by names that it has moved.
     warnings.simplefilter("ignore", DeprecationWarning)
-    from sagemaker.core import image_uris
     from sagemaker.core.helper.session_helper import Session
     from sagemaker.core.resources import TrainingJob
     from sagemaker.core.training.configs import (
@@ -52,7 +51,6 @@ __all__ = [
     "StockModelTrainer",
     "TrainingJob",
     "Unassigned",
-    "image_uris",
     "safe_serialize",
     "transform",
 ]

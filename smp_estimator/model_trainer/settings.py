@@ -11,7 +11,7 @@ from smp_config import ConfigError
 from smp_config.distributed_config import as_distribution
 from smp_config.instances import instance
 from smp_config.job import MP_PARAMETERS
-from smp_estimator.cloud import images, service
+from smp_estimator.cloud import image_table, images, service
 from smp_estimator.local.uris import is_s3_uri
 from smp_estimator.model_trainer.model_parallel import ModelParallel, refuse_quotes
 from smp_estimator.model_trainer.words import said_in_v3
@@ -141,9 +141,8 @@ def read_settings(trainer: Trainer, where: Where) -> Distribution | None:
             refuse_quotes(hyperparameters, "hyperparameters")
             refuse_quotes(config.model_dump(), "ModelParallel")
             service.check_request(_as_estimator(trainer, where), hyperparameters, reader.say)
-        if where.in_cloud and (known := instance(where.instance_type or "")) is not None:
-            if why := images.lacks_code_for(trainer.training_image, known.gpu):
-                reader.say(why)
+        if where.in_cloud:
+            _warn_of_image(trainer.training_image, where, reader)
             if not config.ship_runtime and images.is_stock(trainer.training_image):
                 raise ConfigError(
                     f"ship_runtime is False, and image_uri is {trainer.training_image}, a stock image, which has no runtime; leave "
@@ -151,6 +150,17 @@ def read_settings(trainer: Trainer, where: Where) -> Distribution | None:
                 )
         # The launcher of ModelTrainer's jobs is this package's own, and sets what mpirun needs itself.
         return replace(read)
+
+
+def _warn_of_image(image: Any, where: Where, reader: SettingsReader) -> None:
+    """Say what the image cannot do on the job's instances, and that it is no longer patched."""
+    known = instance(where.instance_type or "")
+    gpu = known.gpu if known is not None else None
+    if gpu is not None and (why := images.lacks_code_for(image, gpu)):
+        reader.say(why)
+    row = image_table.row_of(image)
+    if row is not None and (why := images.patches_ended(row, images.today(), "image_uri", gpu)):
+        reader.say(why)
 
 
 def advise(trainer: Trainer, where: Where, read: Distribution | None, channels: Iterable[Any] | None) -> None:

@@ -12,7 +12,9 @@ from pydantic import ConfigDict, PrivateAttr, ValidationError
 
 from smp_config import ConfigError
 from smp_config.errors import suggest
-from smp_estimator.cloud import images, service
+from smp_config.instances import instance
+from smp_estimator.cloud import service
+from smp_estimator.cloud.image_choice import choose_pytorch
 from smp_estimator.cloud.log import CloudLog, print_bill
 from smp_estimator.local import container_failures
 from smp_estimator.local.bootstrap import with_emulation
@@ -30,7 +32,6 @@ from smp_estimator.model_trainer.sdk import (
     PipelineSession,
     Session,
     StockModelTrainer,
-    image_uris,
     transform,
 )
 from smp_estimator.model_trainer.settings import LOCAL_TYPES, Where, advise, given, planner_of, read_settings
@@ -56,7 +57,7 @@ class ModelTrainer(StockModelTrainer):
     With ``compute=Compute(instance_type="local")`` and no ``training_image`` the job runs as processes of this machine:
     no Docker, no AWS account; ``instance_count`` makes that many simulated hosts, and channels are paths. With
     ``training_mode=Mode.LOCAL_CONTAINER`` and a ``training_image`` it runs in Docker. In the cloud a job with
-    ``ModelParallel`` and no ``training_image`` runs in the newest stock PyTorch image that the SDK knows.
+    ``ModelParallel`` and no ``training_image`` runs in the newest stock PyTorch image that the SDK knows and that is patched.
 
     Args:
         keep_job_folder: of jobs as processes of this machine: keep the hosts' folders of jobs that succeed, too.
@@ -144,7 +145,7 @@ class ModelTrainer(StockModelTrainer):
 
     @classmethod
     def _take_stock_image(cls, arguments: dict[str, Any]) -> None:
-        """Fill in the newest stock image for a job with ModelParallel in the cloud."""
+        """Fill in the newest stock image that is patched, for a job with ModelParallel in the cloud."""
         compute = arguments.get("compute")
         kind = given(compute, "instance_type")
         if not isinstance(arguments.get("distributed"), ModelParallel) or not isinstance(kind, str):
@@ -154,15 +155,9 @@ class ModelTrainer(StockModelTrainer):
         # Mistakes come before what the SDK wants of an account.
         read_settings(SimpleNamespace(**{name: arguments.get(name) for name in cls.model_fields}), where)
         arguments["sagemaker_session"] = session = arguments.get("sagemaker_session") or Session()
-        version, python = images.choose_pytorch(None, None)
-        arguments["training_image"] = image_uris.retrieve(
-            "pytorch",
-            session.boto_region_name,
-            version=version,
-            py_version=python,
-            instance_type=kind,
-            image_scope="training",
-        )
+        known, region = instance(kind), session.boto_region_name
+        gpus = {known.gpu} if known is not None else set()
+        arguments["training_image"] = choose_pytorch(None, None, gpus=gpus, region=region).address(region, kind)
 
     # -- planning ------------------------------------------------------------------------------------------
 

