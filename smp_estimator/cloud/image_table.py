@@ -71,6 +71,13 @@ class TrainingImage:
             return self.listed + _PATCHED_FOR  # it was released before that day
         return self.patched_until
 
+    @property
+    def until(self) -> str:
+        """Until when it is patched, in words."""
+        if self.last_patches is None:
+            return "until a day that no source says"
+        return f"until {self.last_patches}{'' if self.patched_until is not None else ' at the latest'}"
+
     def has_ended(self, day: date) -> bool:
         """Whether its patches are known to have ended before ``day``."""
         return self.last_patches is not None and day > self.last_patches
@@ -122,16 +129,13 @@ def _read() -> tuple[tuple[TrainingImage, ...], Mapping[str, Mapping[str, str]]]
     return tuple(map(_typed, said["images"])), said["sources"]
 
 
-def _typed(row: dict[str, Any]) -> TrainingImage:
+def _typed(row: Mapping[str, Any]) -> TrainingImage:
     """A row of the file, which leaves out what has no meaning for an image."""
-    days = {name: _day(row.pop(name, None)) for name in ("released", "patched_until", "listed")}
-    optional = {name: row.pop(name, None) for name in ("transformers", "cuda")}
-    regions, named = frozenset(row.pop("regions_without", ())), tuple(row.pop("sources"))
-    return TrainingImage(**row, **days, **optional, regions_without=regions, sources=named)
-
-
-def _day(text: str | None) -> date | None:
-    return date.fromisoformat(text) if text else None
+    made: dict[str, Any] = {"transformers": None, "cuda": None, "released": None, "listed": None, **row}
+    for name in ("released", "patched_until", "listed"):
+        made[name] = date.fromisoformat(made[name]) if made[name] is not None else None
+    made |= {"regions_without": frozenset(row.get("regions_without", ())), "sources": tuple(row["sources"])}
+    return TrainingImage(**made)
 
 
 def _minor(version: str) -> list[str]:

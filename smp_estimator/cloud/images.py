@@ -102,8 +102,8 @@ def lacks_code_for(image: Any, gpu: str) -> str | None:
     if cuda is None or not is_too_new(cuda, gpu):
         return None
     return (
-        f"the image {image} has CUDA {cuda}, and from CUDA {_CUDA_WITHOUT_V100} on PyTorch has no code for V100 GPUs: name an image "
-        "with CUDA 12 by image_uri, such as the stock images up to PyTorch 2.8, or use instances with newer GPUs"
+        f"the image {image} has CUDA {cuda}, and from CUDA {_CUDA_WITHOUT_V100} on PyTorch has no code for V100 GPUs: name an "
+        "image with CUDA 12 by image_uri, such as the stock images up to PyTorch 2.8, or use instances with newer GPUs"
     )
 
 
@@ -133,16 +133,22 @@ def patches_ended(row: TrainingImage, day: date, argument: str | None = None, gp
     """
     if not row.has_ended(day):
         return None
-    name = f"PyTorch {row.torch}" if row.transformers is None else f"Transformers {row.transformers} and PyTorch {row.torch}"
-    ended = f"the stock images with {name} ({row.repository}) were patched until {row.last_patches}, and faults found since stay"
+    name = (
+        f"PyTorch {row.torch}"
+        if row.transformers is None
+        else f"Transformers {row.transformers} and PyTorch {row.torch}"
+    )
+    ended = f"the stock images with {name} ({row.repository}) were patched {row.until}, and faults found since stay"
     newer = newest_patched(day, gpu, huggingface=row.transformers is not None)
     if newer is not None:
         change = f"leave {argument} out, or name a newer one" if argument else "name a newer one by image_uri"
-        return f"{ended}: {change}; {newer.name} is patched until {newer.last_patches}"
+        return f"{ended}: {change}; {newer.name} is patched {newer.until}"
     if row.transformers is not None:
         newest = newest_patched(day, gpu)
         other = f", such as {newest.name} with transformers in requirements.txt" if newest is not None else ""
-        return f"{ended}: no Hugging Face image that is known here is still patched; name another one by image_uri{other}"
+        return (
+            f"{ended}: no Hugging Face image that is known here is still patched; name another one by image_uri{other}"
+        )
     kind = f" with code for {gpu} GPUs" if gpu else ""
     return f"{ended}: no stock image{kind} that is known here is still patched; build one of your own, and name it by image_uri"
 

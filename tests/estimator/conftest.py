@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 from support.fake_jobs import FAKE_BOOTSTRAP, forget_account, source_folder
+from support.stock_images import fix_day
 
 
 @pytest.fixture(autouse=True)
 def _no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No credentials, region or configuration of whoever runs the tests."""
     forget_account(monkeypatch, tmp_path / "home")
+
+
+@pytest.fixture(autouse=True)
+def _day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patches of images have ended or not, whenever the tests run."""
+    fix_day(monkeypatch)
 
 
 @pytest.fixture

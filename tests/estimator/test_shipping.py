@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,13 @@ from typing import Any
 import pytest
 from support.cloud import IMAGE, Cloud, service
 from support.jobs import model_parallel
+from support.stock_images import (
+    DATA_PARALLEL_STEP,
+    STEP,
+    found_by_ranks,
+    started_by_toolkit,
+    unpacked,
+)
 
 from smp_config import ConfigError
 from smp_config.version import __version__
@@ -44,16 +50,6 @@ print(json.dumps({
 def cloud() -> Iterator[Cloud]:
     with service() as boto:
         yield Cloud(boto)
-
-
-def unpacked(cloud: Cloud, request: dict[str, Any], folder: Path) -> Path:
-    """The uploaded source of a request, as the platform unpacks it."""
-    bucket, key = json.loads(request["HyperParameters"]["sagemaker_submit_directory"])[5:].split("/", 1)
-    folder.mkdir()
-    cloud.boto.client("s3").download_file(bucket, key, str(folder.parent / "sourcedir.tar.gz"))
-    with tarfile.open(folder.parent / "sourcedir.tar.gz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder
 
 
 def started(code: Path, *words: str, foreign: Path | None = None, tmp: Path, **environment: str) -> Any:
@@ -117,14 +113,13 @@ def shipped(cloud: Cloud, script: Path, tmp_path: Path) -> tuple[dict[str, Any],
     given = job.entry_point, job.source_dir
     job.fit(wait=False)
     assert (job.entry_point, job.source_dir) == given
-    return cloud.requests[0], unpacked(cloud, cloud.requests[0], tmp_path / "code")
+    return cloud.requests[0], unpacked(cloud.boto, cloud.requests[0], tmp_path / "code")
 
 
 def test_stock_image_and_source(cloud: Cloud, shipped: tuple[dict[str, Any], Path], built: Path) -> None:
     request, code = shipped
     image = request["AlgorithmSpecification"]["TrainingImage"]
-    assert "/pytorch-training:2." in image
-    assert image.endswith("-gpu-py312") or "-gpu-py3" in image
+    assert "/pytorch:2.14-cu133-" in image, "the newest of the table: of those that SDK v2 knows none is still patched"
     assert cloud.carried()["sagemaker_program"] == "smp_entry.py"
     assert cloud.carried()["sagemaker_smp_program"] == "train.py"
     assert sorted(path.name for path in code.iterdir()) == sorted(
@@ -221,7 +216,7 @@ def test_a_script_alone_and_a_shell_script(cloud: Cloud, script: Path, tmp_path:
         distribution=model_parallel(8, ddp=True),
     )
     job.fit(wait=False)
-    code = unpacked(cloud, cloud.requests[-1], tmp_path / "code")
+    code = unpacked(cloud.boto, cloud.requests[-1], tmp_path / "code")
     assert sorted(path.name for path in code.iterdir()) == sorted(["requirements.txt", "run.sh", "smp_entry.py", WHEEL])
     done = started(code, "a", tmp=tmp_path, SM_FRAMEWORK_PARAMS='{"sagemaker_smp_program": "run.sh"}')
     assert done.returncode == 3
@@ -270,85 +265,23 @@ def test_what_cannot_travel(cloud: Cloud, script: Path) -> None:
         cloud.estimator(script, **smp).fit(wait=False)
 
 
-STEP = """
-import json, os, sys
-import torch
-import smdistributed.modelparallel.torch as smp
-
-smp.init()
-model = smp.DistributedModel(torch.nn.Linear(4, 2))
-
-@smp.step
-def step(x):
-    loss = model(x).mean()
-    model.backward(loss)
-    return loss
-
-loss = step(torch.ones(4, 4)).reduce_mean()
-found = smp.allgather([smp.rank(), smp.local_rank(), smp.__file__, sys.argv[1:]], smp.WORLD)
-if smp.rank() == 0:
-    print("found " + json.dumps(found), flush=True)
-"""
-
-
-#: A script of the data parallel library: no import of this project, the image's PyTorch finds the backend.
-DATA_PARALLEL_STEP = """
-import json, os, sys
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-dist.init_process_group("smddp")
-model = DistributedDataParallel(torch.nn.Linear(4, 2))
-model(torch.full((3, 4), float(dist.get_rank()))).sum().backward()
-everyone = [None] * dist.get_world_size()
-import smdistributed.dataparallel.torch.distributed as older
-names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE SMDATAPARALLEL_LOCAL_RANK MASTER_ADDR SMP_HOST".split()
-dist.all_gather_object(everyone, [
-    dist.get_rank(), older.get_local_rank(), older.__file__, sys.argv[1:], dist.get_backend(),
-    float(model.module.weight.grad[0, 0]), [os.environ[name] for name in names],
-])
-if dist.get_rank() == 0:
-    print("found " + json.dumps(everyone), flush=True)
-dist.destroy_process_group()
-"""
-
-
 def ran_as_by_the_toolkit(code: Path, tmp_path: Path, words: list[str], **environment: str) -> list[Any]:
-    """``mpirun … python -m mpi4py <program> <arguments>`` in the unpacked source, the image's own library in the way."""
+    """What a job's ranks found in the unpacked source, the image's own library in the way."""
     foreign = tmp_path / "image" / "smdistributed"
     foreign.mkdir(parents=True)
     (foreign / "__init__.py").write_text("raise RuntimeError('the image has another one')")
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("SM", "OMPI_", "PMIX_"))},
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(foreign.parent),
-        "TMPDIR": str(tmp_path),
-        **environment,
-    }
-    mpirun = str(Path(sys.executable).with_name("mpirun"))
-    options = ["--oversubscribe", "--bind-to", "none", "-np", "2"]
-    done = subprocess.run(
-        [mpirun, *options, sys.executable, "-m", "mpi4py", "smp_entry.py", *words],
-        cwd=code,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("is not used: the job brought its own") == 1
-    line = next(line for line in done.stdout.splitlines() if line.startswith("found "))
-    return list(json.loads(line.removeprefix("found ")))
+    done = started_by_toolkit(code, words, PYTHONPATH=str(foreign.parent), TMPDIR=str(tmp_path), **environment)
+    assert done.stdout.count("is not used: the job brought its own") == 1, done.stdout + done.stderr
+    return found_by_ranks(done)
 
 
+@pytest.mark.full
 @pytest.mark.job
 def test_ranks_as_the_platform_s_toolkit_starts_them(cloud: Cloud, script: Path, tmp_path: Path) -> None:
     (script / "train.py").write_text(STEP)
     cloud.estimator(script, image_uri=None, distribution=model_parallel(2, ddp=True)).fit(wait=False)
     found = ran_as_by_the_toolkit(
-        unpacked(cloud, cloud.requests[-1], tmp_path / "code"),
+        unpacked(cloud.boto, cloud.requests[-1], tmp_path / "code"),
         tmp_path,
         ["--mp_parameters", "ddp=True"],
         SM_FRAMEWORK_PARAMS=json.dumps({"sagemaker_smp_program": "train.py", "sagemaker_mpi_enabled": True}),
@@ -365,7 +298,7 @@ def test_ranks_of_a_data_parallel_job_in_a_stock_image(cloud: Cloud, script: Pat
     cloud.estimator(script, image_uri=None, distribution=DATA_PARALLEL).fit(wait=False)
     carried = cloud.carried()
     found = ran_as_by_the_toolkit(
-        unpacked(cloud, cloud.requests[-1], tmp_path / "code"),
+        unpacked(cloud.boto, cloud.requests[-1], tmp_path / "code"),
         tmp_path,
         ["--epochs", "3"],
         SM_FRAMEWORK_PARAMS=json.dumps(
@@ -385,7 +318,7 @@ def test_ranks_of_a_data_parallel_job_in_a_stock_image(cloud: Cloud, script: Pat
 @pytest.mark.parametrize(
     ("given", "image", "ships"),
     [
-        ({}, "pytorch-training:2.8.0-gpu", True),
+        ({}, "/pytorch:2.14-cu133-amzn2023-sagemaker", True),
         ({"framework_version": "2.6"}, "pytorch-training:2.6-gpu", True),
         ({"image_uri": STOCK % "2.7.1"}, "pytorch-training:2.7.1-gpu", True),
         ({"framework_version": "2.0.1", "py_version": "py310"}, "pytorch-training:2.0.1-gpu", False),

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from support.fake_jobs import FAKE_BOOTSTRAP, forget_account, source_folder
 from support.sdk3 import here
+from support.stock_images import fix_day
 
 
 @pytest.fixture(autouse=True)
 def _no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No credentials, region or configuration of whoever runs the tests; nothing is reported to the SDK's makers."""
     forget_account(monkeypatch, tmp_path / "home")
+    fix_day(monkeypatch)  # patches of images have ended or not, whenever the tests run
     config = tmp_path / "sdk.yaml"
     config.write_text("SchemaVersion: '1.0'\nSageMaker:\n  PythonSDK:\n    Modules:\n      TelemetryOptOut: true\n")
     monkeypatch.setenv("SAGEMAKER_USER_CONFIG_OVERRIDE", str(config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from sagemaker.core.utils.exceptions import FailedStatusError  # noqa: E402
 from sagemaker.train.distributed import Torchrun  # noqa: E402
 from sagemaker.train.model_trainer import ModelTrainer as StockModelTrainer  # noqa: E402
 
+from smp_estimator.cloud import image_table, images  # noqa: E402
 from smp_estimator.model_trainer import ModelParallel, ModelTrainer  # noqa: E402
+from smp_estimator.sdk_functions import config_for_framework  # noqa: E402
 
 PARALLEL = {"parameters": {"partitions": 4, "ddp": True, "placement_strategy": "PTD"}, "processes_per_host": 8}
 
@@ -143,10 +146,42 @@ def test_channels_in_every_form(cloud: Any, script: Path, tmp_path: Path) -> Non
 
 def test_the_newest_stock_image(cloud: Any, script: Path) -> None:
     made = trainer(script, sagemaker_session=cloud.session, training_image=None)
-    repository, _, tag = made.training_image.rpartition("/")[2].partition(":")
-    assert repository.startswith("pytorch")
-    assert tuple(map(int, tag.split("-")[0].split(".")[:2])) >= (2, 10)
-    assert "us-east-1" in made.training_image
+    registry, _, name = made.training_image.rpartition("/")
+    assert re.fullmatch(r"\d{12}\.dkr\.ecr\.us-east-1\.amazonaws\.com", registry)
+    assert name == "pytorch:2.14-cu133-amzn2023-sagemaker"
+    assert images.is_stock(made.training_image)
+
+
+def test_a_stock_image_for_older_gpus(cloud: Any, script: Path, caplog: pytest.LogCaptureFixture) -> None:
+    compute = {"instance_type": "ml.p3.16xlarge"}
+    with caplog.at_level(logging.WARNING, logger="smp_estimator"):
+        made = trainer(script, sagemaker_session=cloud.session, training_image=None, compute=compute)
+    assert made.training_image.endswith("/pytorch-training:2.8.0-gpu-py312"), "CUDA 13 has no code for V100"
+    said = [record.getMessage() for record in caplog.records if "patched" in record.getMessage()]
+    assert len(said) == 1, said
+    assert "no stock image with code for V100 GPUs that is known here is still patched" in said[0]
+
+
+def test_an_image_that_is_no_longer_patched(cloud: Any, script: Path, caplog: pytest.LogCaptureFixture) -> None:
+    registry = trainer(script, sagemaker_session=cloud.session, training_image=None).training_image.rpartition("/")[0]
+    for name, warned in (("pytorch-training:2.9.0-gpu-py312", 1), ("pytorch:2.13-cu133-amzn2023-sagemaker", 0)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="smp_estimator"):
+            trainer(script, sagemaker_session=cloud.session, training_image=f"{registry}/{name}")
+        said = [record.getMessage() for record in caplog.records if "patched" in record.getMessage()]
+        assert len(said) == warned, said
+        assert all("leave training_image out" in sentence for sentence in said), said
+
+
+def test_the_table_has_what_the_sdk_says_of_the_newer_repository() -> None:
+    """The floor of the extra, and whatever newer version is installed; an image that the table lacks is taken from the SDK."""
+    told = config_for_framework("pytorch-amzn2023")["training"]["versions"]
+    assert {"2.11", "2.12", "2.13", "2.14"} <= told.keys()
+    for version, said in told.items():
+        for processor, row in image_table.rows_of(version).items():
+            assert row.repository == said["repository"]
+            assert row.tag == f"{said['tag_prefix']}-{said['container_version'][processor]}"
+            assert not row.regions_without & said["registries"].keys()
 
 
 def test_other_configurations_are_the_sdk_s_business(cloud: Any, script: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.cloud import Cloud, service
+from support.stock_images import fix_day
 
 DOCS = Path(__file__).parents[2] / "docs" / "smddp.md"
 SCRIPT, HERE, CLOUD = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
@@ -46,10 +47,13 @@ def test_the_job_on_this_machine_is_accepted(folder: Path) -> None:
 def test_the_job_in_the_cloud(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
+    fix_day(monkeypatch)
     with service() as boto:
         cloud = Cloud(boto)
         monkeypatch.setattr("sagemaker.estimator.Session", lambda **_: cloud.session)
         # The log of a job that nobody runs would not end.
         run(CLOUD.replace("fit()", "fit(wait=False)"), folder)
+        image = cloud.requests[-1]["AlgorithmSpecification"]["TrainingImage"]
+        assert "/pytorch:2.14-cu133-" in image, "which has no data parallel library of its own"
         assert cloud.carried()["sagemaker_program"] == "smp_entry.py"
         assert cloud.carried()["sagemaker_mpi_enabled"] is True

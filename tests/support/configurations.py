@@ -434,7 +434,7 @@ RIGHT = [
             "image_uri": "763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.13-cu133-amzn2023-sagemaker",
         },
         (),
-        (r"seems to have CUDA 13.*no code for V100",),
+        (r"has CUDA 13, .*no code for V100",),
     ),
     Probe("bf16 on V100", {**smp(8, ddp=True, bf16=True), **P3}, (), (r"V100 GPUs of ml\.p3\.16xlarge have no units",)),
     Probe(
@@ -464,7 +464,25 @@ RIGHT = [
     Probe("stock image", {**smp(8, ddp=True), "image_uri": None}),
     Probe(
         "stock image of a version",
+        {**smp(8, ddp=True), "image_uri": None, "framework_version": "2.13", "py_version": "py312"},
+    ),
+    Probe(
+        "stock image that is no longer patched",
         {**smp(8, ddp=True), "image_uri": None, "framework_version": "2.4", "py_version": "py311"},
+        (),
+        (r"PyTorch 2\.4\.0 .* patched until 2025-07-24.*leave framework_version out",),
+    ),
+    Probe(
+        "stock image for V100",
+        {**smp(8, ddp=True), "image_uri": None, "instance_type": "ml.p3.16xlarge"},
+        (),
+        (r"PyTorch 2\.8\.0 .* patched until 2026-08-06.*no stock image with code for V100 GPUs",),
+    ),
+    Probe(
+        "image for EC2",
+        {**smp(8, ddp=True), "image_uri": "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"},
+        (),
+        (r"the image for EC2, which has no training toolkit.*a tag with -sagemaker",),
     ),
     Probe(
         "old version with an image of one's own",

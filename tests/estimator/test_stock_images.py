@@ -1,0 +1,230 @@
+"""Every stock image of the table: the request of a job in it, what travels, and the job in a Python that has what it has.
+
+The Python is this environment's own version, whatever the row says, and the PyTorch is that of the row only where
+``make test-torch`` has made an environment with it. What is of the row is what else there is: mpi4py or none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.cloud import Cloud, service
+from support.jobs import model_parallel
+from support.stock_images import (
+    DATA_PARALLEL_STEP,
+    STEP,
+    ImagePython,
+    found_by_ranks,
+    make_wheels,
+    started_by_toolkit,
+    torch_sites,
+    unpacked,
+)
+
+from smp_config.version import __version__
+from smp_estimator import SMPEstimator, SMPHuggingFace
+from smp_estimator.cloud import image_table, images, source
+
+if TYPE_CHECKING:
+    from smp_estimator.cloud.image_table import TrainingImage
+
+REGISTRY = "763104351884.dkr.ecr.us-east-1.amazonaws.com"
+
+ROWS = image_table.images()
+
+INSTANCES = {"cpu": "ml.c5.18xlarge", "gpu": "ml.p4d.24xlarge"}
+
+DATA_PARALLEL = {
+    "smdistributed": {"dataparallel": {"enabled": True}},
+    "mpi": {"enabled": True, "processes_per_host": 2},
+}
+
+
+def sampled(*names: str) -> list[Any]:
+    """All rows, those that are not named as part of the whole matrix."""
+    marks = {row: () if row.tag in names else (pytest.mark.full,) for row in ROWS}
+    assert sum(not mark for mark in marks.values()) == len(names)
+    return [pytest.param(row, id=row.name, marks=mark) for row, mark in marks.items()]
+
+
+@pytest.fixture(scope="module")
+def cloud() -> Iterator[Cloud]:
+    with service() as boto:
+        yield Cloud(boto)
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the job's hosts can install."""
+    return make_wheels(map(_name, source.travelling_requirements()), tmp_path_factory.mktemp("index") / "wheels")
+
+
+@pytest.fixture
+def asked(cloud: Cloud, script: Path) -> Any:
+    """``asked(row, distribution)`` → the request of a job in that image, asked for by its address."""
+
+    def ask(row: TrainingImage, distribution: dict[str, Any], text: str = STEP, **given: Any) -> dict[str, Any]:
+        (script / "train.py").write_text(text)
+        (script / "requirements.txt").write_text("sentencepiece\n")
+        cloud.requests.clear()
+        kind = SMPEstimator if row.transformers is None else SMPHuggingFace
+        arguments = {"image_uri": f"{REGISTRY}/{row.name}", "instance_type": INSTANCES[row.processor], **given}
+        kind(**cloud.arguments(script, **arguments, distribution=distribution)).fit(wait=False)
+        return cloud.requests[0]
+
+    return ask
+
+
+# -- the table -----------------------------------------------------------------------------------------------
+
+
+def test_the_table() -> None:
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    for row in ROWS:
+        assert row.processor in INSTANCES, row
+        assert (row.cuda is None) is (row.processor == "cpu"), row
+        assert row.patched_until or row.listed, "without a day its patches would never end"
+        assert row.released is None or row.last_patches is None or row.released < row.last_patches
+        assert row.sources, row
+        assert set(row.sources) <= set(image_table.sources()), row
+        assert image_table.row_of(f"{REGISTRY}/{row.name}") is row
+        assert image_table.row_of(f"{REGISTRY}/{row.name}@sha256:01") is row
+        assert images.is_stock(f"{REGISTRY}/{row.name}")
+    for said in image_table.sources().values():
+        assert re.fullmatch(r"[0-9a-f]{40}|\d+\.\d+\.\d+", said["at"])
+        assert date(2026, 1, 1) < date.fromisoformat(said["date"]) < date(2027, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("uri", "name"),
+    [
+        ("pytorch:2.13.0-cu133-amzn2023-sagemaker-v1.4", "pytorch:2.13-cu133-amzn2023-sagemaker"),
+        ("pytorch-training:2.8-gpu-py312-cu129-ubuntu22.04-sagemaker-v1", "pytorch-training:2.8.0-gpu-py312"),
+        ("pytorch-training:2.8.0-cpu-py312", "pytorch-training:2.8.0-cpu-py312"),
+        ("pytorch-training:2.13.0-gpu-py312", None),
+        ("pytorch:2.8.0-gpu-py312", None),
+        ("pytorch:2.99-cu133-amzn2023-sagemaker", None),
+        ("pytorch@sha256:01", None),
+        ("huggingface-pytorch-training:2.8.0-transformers4.0.0-gpu-py312", None),
+    ],
+)
+def test_rows_are_found_by_other_tags_of_the_same_image(uri: str, name: str | None) -> None:
+    row = image_table.row_of(f"{REGISTRY}/{uri}")
+    assert (row.name if row is not None else None) == name
+
+
+# -- the request, and what travels ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row",
+    sampled(
+        "2.10.0-cpu-py313", "2.13-cu133-amzn2023-sagemaker", "2.8.0-transformers4.56.2-gpu-py312-cu129-ubuntu22.04"
+    ),
+)
+def test_the_request_and_what_travels(row: TrainingImage, asked: Any, cloud: Cloud, tmp_path: Path) -> None:
+    request = asked(row, model_parallel(8, ddp=True))
+    image = f"{REGISTRY}/{row.name}"
+    assert request["AlgorithmSpecification"]["TrainingImage"] == image
+    carried = {name: json.loads(value) for name, value in request["HyperParameters"].items()}
+    assert (carried["sagemaker_program"], carried["sagemaker_smp_program"]) == ("smp_entry.py", "train.py")
+    assert (carried["sagemaker_mpi_enabled"], carried["sagemaker_mpi_num_of_processes_per_host"]) == (True, 8)
+    code = unpacked(cloud.boto, request, tmp_path / "code")
+    wheel = f"smp_estimator-{__version__}-py3-none-any.whl"
+    assert sorted(path.name for path in code.iterdir()) == sorted(
+        ["helper.py", "requirements.txt", "smp_entry.py", "train.py", wheel]
+    )
+    lines = (code / "requirements.txt").read_text().splitlines()
+    assert lines[0] == "sentencepiece"
+    assert lines.count("mpi4py") == 1, "it is installed where the image lacks it, and left alone where it does not"
+
+    if row.transformers is None:
+        by_version = asked(row, model_parallel(8, ddp=True), image_uri=None, framework_version=row.torch)
+        assert by_version["AlgorithmSpecification"]["TrainingImage"] == image
+
+    if images.number(row.torch) >= images.DATA_PARALLEL_FLOOR:
+        asked(row, DATA_PARALLEL if row.processor == "cpu" else {**DATA_PARALLEL, "mpi": {"enabled": True}})
+        carried = cloud.carried()
+        assert (carried["sagemaker_program"], carried["sagemaker_mpi_enabled"]) == ("smp_entry.py", True)
+        assert carried["sagemaker_distributed_dataparallel_enabled"] is True
+
+
+# -- the job -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(asked: Any, cloud: Cloud, wheels: Path, tmp_path: Path) -> Any:
+    """``started(row, distribution, script, words)`` → what the ranks of a job found, in a Python with what the image has.
+
+    By the toolkit's own steps: the source is unpacked, its requirements are installed, mpirun starts ``python -m mpi4py``.
+    """
+
+    def start(
+        row: TrainingImage, distribution: dict[str, Any], text: str, words: list[str], **environment: str
+    ) -> list[Any]:
+        sent = asked(row, distribution, text, instance_type=INSTANCES["cpu"])
+        code = unpacked(cloud.boto, sent, tmp_path / "code")
+        needed = code / "requirements.txt"
+        needed.write_text(needed.read_text().replace("sentencepiece\n", ""))  # the user's, which is not at hand
+        has_mpi4py, has_smddp = row.mpi4py is True, row.smddp is True  # where no source says it, they are not there
+        torch = torch_sites().get(_short(row.torch))
+        python = ImagePython(tmp_path / "image", mpi4py=has_mpi4py, smddp=has_smddp, site=torch)
+        there = {name for name in ("torch", "mpi4py", "smdistributed", "pydantic", "smp_config") if python.has(name)}
+        assert there == {"torch", *(["mpi4py"] if has_mpi4py else []), *(["smdistributed"] if has_smddp else [])}
+
+        python.install_requirements(code, wheels)
+        assert python.has("mpi4py")
+        assert (python.site / "mpi4py").is_symlink() is has_mpi4py, "one that an image has was built for its MPI"
+
+        carried = {name: value for name, value in cloud.carried().items() if name.startswith("sagemaker_")}
+        environment |= {"SM_FRAMEWORK_PARAMS": json.dumps(carried), "SM_HPS": "{}", "TMPDIR": str(tmp_path)}
+        return found_by_ranks(started_by_toolkit(code, words, python.program, **environment))
+
+    return start
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("row", sampled("2.13-cu133-amzn2023-sagemaker"))
+def test_a_model_parallel_job(row: TrainingImage, started: Any) -> None:
+    distribution = model_parallel(2, ddp=True)
+    parameters = json.dumps({"ddp": True, "partitions": 1, "pipeline_parallel_degree": 1})
+    words = ["--mp_parameters", "ddp=True"]
+    found = started(row, distribution, STEP, words, SM_HP_MP_PARAMETERS=parameters)
+    assert [rank[:2] for rank in found] == [[0, 0], [1, 1]]
+    assert all("/smp-site-" in rank[2] and rank[3] == words for rank in found)
+
+
+@pytest.mark.full
+@pytest.mark.job
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if images.number(row.torch) >= images.DATA_PARALLEL_FLOOR], ids=lambda row: row.name
+)
+def test_a_data_parallel_job(row: TrainingImage, started: Any) -> None:
+    found = started(row, DATA_PARALLEL, DATA_PARALLEL_STEP, [], MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    assert [(rank[0], rank[4], rank[5]) for rank in found] == [(0, "smddp", 1.5), (1, "smddp", 1.5)]
+    assert all("/smp-site-" in rank[2] for rank in found)
+
+
+@pytest.mark.job
+def test_without_its_requirements_such_an_image_starts_nothing(asked: Any, cloud: Cloud, tmp_path: Path) -> None:
+    """What the toolkit's command says in an image without mpi4py: the runtime has no chance to say more."""
+    row = image_table.rows_of("2.13")["gpu"]
+    code = unpacked(cloud.boto, asked(row, model_parallel(2, ddp=True)), tmp_path / "code")
+    python = ImagePython(tmp_path / "image", mpi4py=False)
+    done = started_by_toolkit(code, [], python.program, ranks=1)
+    assert done.returncode != 0
+    assert "No module named mpi4py" in done.stderr
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[<>=!~]", requirement)[0]
+
+
+def _short(version: str) -> str:
+    return ".".join(version.split(".")[:2])
