@@ -98,6 +98,8 @@ class InStockImage(_SDK):
             self._reader.say(why)
         self._ship_runtime = (not image_uri or images.is_stock(image_uri)) if ship_runtime is None else ship_runtime
         if self._ship_runtime:
+            with restore.lenient_when_attaching(self._reader.say):
+                images.check_stock_version(image_uri, floor)
             service.warn_of_isolation(sdk, self._reader.say)
 
     # -- of a job ------------------------------------------------------------------------------------------

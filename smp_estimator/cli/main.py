@@ -15,6 +15,7 @@ from smp_config.instances import instance
 from smp_config.parameters import KEYS
 from smp_estimator.cli.checkpoint import checkpoint
 from smp_estimator.cli.console import console
+from smp_estimator.cli.images import images
 from smp_estimator.cli.migrate import migrate
 from smp_estimator.cli.models import models
 from smp_estimator.cli.planning import plan, suggest
@@ -47,6 +48,7 @@ def main() -> None:
 
 
 main.add_command(checkpoint)
+main.add_command(images)
 main.add_command(migrate)
 main.add_command(models)
 main.add_command(plan)

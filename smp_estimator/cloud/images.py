@@ -6,6 +6,7 @@ import re
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
+from smp_config import ConfigError
 from smp_estimator.cloud import image_table
 from smp_estimator.sdk_found import SDKMissing
 from smp_estimator.sdk_functions import config_for_framework
@@ -88,6 +89,27 @@ def has_own_data_parallel(image_uri: Any, version: Any) -> bool:
     from smp_estimator.sdk import DATA_PARALLEL_VERSIONS
 
     return version in DATA_PARALLEL_VERSIONS["pytorch"]
+
+
+def check_stock_version(image_uri: Any, floor: tuple[int, int]) -> None:
+    """Refuse a stock image whose PyTorch is too old for a runtime that travels into it.
+
+    Args:
+        floor: :data:`TORCH_FLOOR` or :data:`DATA_PARALLEL_FLOOR`.
+
+    Raises:
+        ConfigError: the tag says an older version.
+    """
+    said = re.match(r"\d+\.\d+(\.\d+)?", image_uri.rpartition(":")[2]) if is_stock(image_uri) else None
+    if said is None or "@" in image_uri or number(said[0]) >= floor:
+        return
+    what = "the backend smddp" if floor == DATA_PARALLEL_FLOOR else "the runtime"
+    oldest, newer = ".".join(map(str, floor)), newest_patched(today())
+    raise ConfigError(
+        f"image_uri is {image_uri}, a stock image with PyTorch {said[0]}, but {what} needs PyTorch {oldest} or newer (it is "
+        "shipped with the code and uses the image's PyTorch); leave image_uri out"
+        + (f", or name a newer one, such as {newer.name}" if newer is not None else "")
+    )
 
 
 def lacks_code_for(image: Any, gpu: str) -> str | None:

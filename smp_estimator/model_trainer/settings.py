@@ -143,7 +143,9 @@ def read_settings(trainer: Trainer, where: Where) -> Distribution | None:
             service.check_request(_as_estimator(trainer, where), hyperparameters, reader.say)
         if where.in_cloud:
             _warn_of_image(trainer.training_image, where, reader)
-            if not config.ship_runtime and images.is_stock(trainer.training_image):
+            if config.ship_runtime:
+                images.check_stock_version(trainer.training_image, images.TORCH_FLOOR)
+            elif images.is_stock(trainer.training_image):
                 raise ConfigError(
                     f"ship_runtime is False, and image_uri is {trainer.training_image}, a stock image, which has no runtime; leave "
                     "ship_runtime out, or give an image that has it"

@@ -24,7 +24,7 @@ SHAPE = '{"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 100, "sequence": 
 
 def test_every_command_explains_itself() -> None:
     listed = call("--help").output
-    for command in ("validate", "plan", "suggest", "topology", "run", "doctor", "models", "migrate"):
+    for command in ("validate", "plan", "suggest", "topology", "run", "doctor", "images", "models", "migrate"):
         assert command in listed
         assert "Usage" in call(command, "--help").output
 

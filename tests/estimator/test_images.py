@@ -273,3 +273,27 @@ def test_code_for_v100(image: str | None, lacks: bool) -> None:
 )
 def test_images_without_the_toolkit(uri: str, lacks: bool) -> None:
     assert (images.lacks_toolkit(uri) is not None) is lacks
+
+
+@pytest.mark.parametrize(
+    ("uri", "floor", "refused"),
+    [
+        (f"{ACCOUNT}/pytorch-training:2.3.0-gpu-py311", images.TORCH_FLOOR, True),
+        (f"{ACCOUNT}/pytorch-training:2.4.0-gpu-py311", images.TORCH_FLOOR, False),
+        (f"{ACCOUNT}/pytorch-training:2.4.0-gpu-py311", images.DATA_PARALLEL_FLOOR, True),
+        (f"{ACCOUNT}/huggingface-pytorch-training:2.1.0-transformers4.36.0-gpu-py310", images.TORCH_FLOOR, True),
+        (f"{ACCOUNT}/pytorch:2.13-cu133-amzn2023-sagemaker", images.DATA_PARALLEL_FLOOR, False),
+        (f"{ACCOUNT}/pytorch-training@sha256:1234", images.TORCH_FLOOR, False),
+        (f"{ACCOUNT}/pytorch-training:latest", images.TORCH_FLOOR, False),
+        ("123456789012.dkr.ecr.us-west-2.amazonaws.com/mine:1.13", images.TORCH_FLOOR, False),
+        (None, images.TORCH_FLOOR, False),
+    ],
+)
+def test_stock_images_that_are_too_old(uri: str | None, floor: tuple[int, int], refused: bool) -> None:
+    if not refused:
+        images.check_stock_version(uri, floor)
+        return
+    with pytest.raises(
+        ConfigError, match=r"a stock image with PyTorch 2\..*leave image_uri out, or name a newer one, such as"
+    ):
+        images.check_stock_version(uri, floor)

@@ -29,8 +29,6 @@ def _id(probe: Probe) -> str:
 @pytest.mark.parametrize("probe", WRONG, ids=_id)
 def test_wrong(probe: Probe, cloud: Cloud, script: Path) -> None:
     arguments = cloud.arguments(script, **probe.made())
-    if "image_uri" in probe.made():
-        arguments.pop("image_uri", None)
     with pytest.raises(ConfigError) as caught:
         SMPEstimator(**arguments)
     for part in probe.wrong:

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.cloud import Cloud, service
+from support.command_line import call, flat
 from support.jobs import model_parallel
+from support.stock_image_page import PAGE, written
 from support.stock_images import (
     DATA_PARALLEL_STEP,
+    DAY,
     STEP,
     ImagePython,
     found_by_ranks,
@@ -30,6 +33,7 @@ from support.stock_images import (
 from smp_config.version import __version__
 from smp_estimator import SMPEstimator, SMPHuggingFace
 from smp_estimator.cloud import image_table, images, source
+from smp_estimator.sdk_found import installed_version
 
 if TYPE_CHECKING:
     from smp_estimator.cloud.image_table import TrainingImage
@@ -117,6 +121,37 @@ def test_the_table() -> None:
 def test_rows_are_found_by_other_tags_of_the_same_image(uri: str, name: str | None) -> None:
     row = image_table.row_of(f"{REGISTRY}/{uri}")
     assert (row.name if row is not None else None) == name
+
+
+def test_the_page_has_the_table() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == written(page), "run python tests/support/stock_image_page.py"
+
+
+def test_the_command() -> None:
+    said = flat(call("images", "--on", "2026-11-23"))
+    assert f"{len(ROWS)} of {len(ROWS)} images, on 2026-11-23" in said
+    assert "pytorch:2.13-cu133-amzn2023-sagemaker │ 2.13.0 │ 3.12 │ 13.3 │ 2027-07-20 │ no │ no" in said
+    assert "2.14 │ ? │ 13.3 │ 2027-10-21 at the latest │ ? │ ?" in said
+    for named in image_table.sources().values():
+        assert f"{named['at']}, {named['date']}" in said
+    assert f"default with SageMaker SDK {installed_version()}: pytorch" in said
+
+    patched = [row for row in ROWS if not row.has_ended(DAY)]
+    assert f"{len(patched)} of {len(ROWS)} images, on {DAY}" in flat(call("images", "--patched"))
+    said = flat(call("images", "--patched", "--region", "cn-north-1"))
+    assert f"{len(patched) - 2} of {len(ROWS)} images" in said, "without 2.14"
+    said = flat(call("images", "--patched", "--instance-type", "ml.p3.16xlarge"))
+    assert f"{len([row for row in patched if row.processor == 'cpu'])} of {len(ROWS)} images" in said
+    assert ": pytorch-training:2.8.0-gpu-py312; the stock images with PyTorch 2.8.0" in said
+    assert "which the catalogue of GPU instances does not have" in flat(
+        call("images", "--instance-type", "ml.x1", code=1)
+    )
+
+
+def test_the_command_without_an_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smp_estimator.sdk_functions.installed_major", lambda: None)
+    assert "default: the SageMaker SDK is not installed" in flat(call("images"))
 
 
 # -- the request, and what travels ---------------------------------------------------------------------------

@@ -148,7 +148,8 @@ def test_the_newest_stock_image(cloud: Any, script: Path) -> None:
     made = trainer(script, sagemaker_session=cloud.session, training_image=None)
     registry, _, name = made.training_image.rpartition("/")
     assert re.fullmatch(r"\d{12}\.dkr\.ecr\.us-east-1\.amazonaws\.com", registry)
-    assert name == "pytorch:2.14-cu133-amzn2023-sagemaker"
+    newest = max(config_for_framework("pytorch-amzn2023")["training"]["versions"], key=images.number)
+    assert re.fullmatch(rf"pytorch:{newest}-cu\d+-amzn2023-sagemaker", name)
     assert images.is_stock(made.training_image)
 
 

@@ -151,6 +151,15 @@ MORE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ),
     ("job name", {"base_job_name": "my_job"}, (r"write base_job_name='my-job'",)),
     (
+        "an old stock image",
+        {"training_image": "763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch-training:2.3.0-gpu-py311"},
+        (
+            r"training_image is .*, a stock image with PyTorch 2\.3\.0",
+            r"needs PyTorch 2\.4",
+            r"leave training_image out",
+        ),
+    ),
+    (
         "a stock image without runtime",
         {
             "training_image": "763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch-training:2.8.0-gpu-py312",

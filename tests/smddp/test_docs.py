@@ -11,6 +11,8 @@ import pytest
 from support.cloud import Cloud, service
 from support.stock_images import fix_day
 
+from smp_estimator.cloud import image_table, images
+
 DOCS = Path(__file__).parents[2] / "docs" / "smddp.md"
 SCRIPT, HERE, CLOUD = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
 
@@ -54,6 +56,8 @@ def test_the_job_in_the_cloud(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         # The log of a job that nobody runs would not end.
         run(CLOUD.replace("fit()", "fit(wait=False)"), folder)
         image = cloud.requests[-1]["AlgorithmSpecification"]["TrainingImage"]
-        assert "/pytorch:2.14-cu133-" in image, "which has no data parallel library of its own"
+        assert images.is_stock(image)
+        row = image_table.row_of(image)
+        assert row is None or not row.smddp, "it has no data parallel library of its own"
         assert cloud.carried()["sagemaker_program"] == "smp_entry.py"
         assert cloud.carried()["sagemaker_mpi_enabled"] is True

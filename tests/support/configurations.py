@@ -309,6 +309,18 @@ WRONG = [
         ),
     ),
     Probe(
+        "old stock image",
+        {
+            **smp(ddp=True),
+            "image_uri": "763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch-training:1.13.1-gpu-py39",
+        },
+        (
+            r"image_uri is .*pytorch-training:1\.13\.1-gpu-py39, a stock image with PyTorch 1\.13\.1",
+            r"needs PyTorch 2\.4 or newer",
+            r"leave image_uri out, or name a newer one, such as pytorch:2\.14",
+        ),
+    ),
+    Probe(
         "PyTorch without an image",
         {**smp(ddp=True), "image_uri": None, "framework_version": "2.4.7"},
         (r"no training image of it", r"set framework_version='2\.4\.0', or give"),
