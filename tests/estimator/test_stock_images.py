@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sagemaker.instance_group import InstanceGroup
+from sagemaker.workflow.parameters import ParameterString
 from support.cloud import Cloud, service
 from support.command_line import call, flat
 from support.jobs import model_parallel
@@ -188,6 +190,37 @@ def test_the_request_and_what_travels(row: TrainingImage, asked: Any, cloud: Clo
         carried = cloud.carried()
         assert (carried["sagemaker_program"], carried["sagemaker_mpi_enabled"]) == ("smp_entry.py", True)
         assert carried["sagemaker_distributed_dataparallel_enabled"] is True
+
+
+def test_attach_and_train_again(cloud: Cloud, script: Path, asked: Any) -> None:
+    """The SDK cannot read a version from the newer repository's tags: the image stays the one of the job."""
+    row = image_table.rows_of("2.13")["gpu"]
+    first = asked(row, model_parallel(8, ddp=True), image_uri=None, framework_version="2.13")
+    attached = SMPEstimator.attach(first["TrainingJobName"], sagemaker_session=cloud.session)
+    assert attached.training_image_uri() == f"{REGISTRY}/{row.name}"
+    assert attached.entry_point == "train.py"
+    attached.fit(wait=False)
+    second = cloud.requests[-1]
+    assert second["AlgorithmSpecification"]["TrainingImage"] == first["AlgorithmSpecification"]["TrainingImage"]
+    for name in ("sagemaker_submit_directory", "sagemaker_program", "sagemaker_smp_program"):
+        assert second["HyperParameters"][name] == first["HyperParameters"][name]
+
+
+def test_instances_that_are_known_later(cloud: Cloud, script: Path) -> None:
+    """A pipeline's parameter counts as its default, and of groups those with GPUs count."""
+    named = {"image_uri": None, "framework_version": "2.13", "instance_type": None, "instance_count": None}
+    gpu, cpu = (f"{REGISTRY}/{image_table.rows_of('2.13')[kind].name}" for kind in ("gpu", "cpu"))
+    for kind, image in (("ml.p4d.24xlarge", gpu), ("ml.c5.18xlarge", cpu)):
+        parameter = ParameterString("Type", default_value=kind)
+        given = {**named, "instance_type": parameter, "instance_count": 1}
+        made = cloud.estimator(script, **given, distribution=model_parallel(2, ddp=True))
+        assert made.training_image_uri() == image
+    groups = [InstanceGroup("feed", "ml.c5.18xlarge", 1), InstanceGroup("train", "ml.p4d.24xlarge", 2)]
+    distribution = {**model_parallel(8, ddp=True), "instance_groups": [groups[1]]}
+    made = cloud.estimator(script, **named, instance_groups=groups, distribution=distribution)
+    assert made.training_image_uri() == gpu
+    made.framework_version = "2.8.0"
+    assert "/pytorch-training:2.8.0-gpu-py312" in made.training_image_uri(), "what was changed since counts"
 
 
 # -- the job -------------------------------------------------------------------------------------------------
