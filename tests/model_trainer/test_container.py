@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from support.cloud import IMAGE
 from support.sdk3 import require_sdk_3
+from support.stock_images import ImagePython, make_wheels, offline
 
 require_sdk_3()
 
@@ -29,6 +30,7 @@ from sagemaker.core.training.configs import Compute, SourceCode  # noqa: E402 - 
 from sagemaker.train.model_trainer import Mode  # noqa: E402
 from sagemaker.train.model_trainer import ModelTrainer as StockModelTrainer  # noqa: E402
 
+from smp_estimator.cloud import source  # noqa: E402
 from smp_estimator.model_trainer import ModelParallel  # noqa: E402
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
@@ -92,7 +94,14 @@ def container(tmp_path: Path) -> Iterator[Callable[..., Container]]:
     """``container(script, ModelParallel(…))`` → a running container of one host."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(text: str, parallel: Any, *, change: Callable[[Path], None] = lambda _: None) -> Container:
+    def start(
+        text: str,
+        parallel: Any,
+        *,
+        change: Callable[[Path], None] = lambda _: None,
+        python: Path = Path(sys.executable),
+        **environment: str,
+    ) -> Container:
         code = tmp_path / "source"
         code.mkdir()
         (code / "train.py").write_text(text)
@@ -133,12 +142,13 @@ def container(tmp_path: Path) -> Iterator[Callable[..., Container]]:
         words = request["algorithm_specification"].container_entrypoint
         words += [word.replace("/opt/ml", str(base)) for word in request["algorithm_specification"].container_arguments]
         environ = {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": f"{python.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "HOME": str(tmp_path),
             "SAGEMAKER_BASE_DIR": str(base),
             "TRAINING_JOB_NAME": "job-1",
             "CURRENT_HOST": "algo-1",
             "OMP_NUM_THREADS": "1",
+            **environment,
         }
         process = subprocess.Popen(
             [*in_namespace(), *words], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -210,6 +220,26 @@ def test_degrees_that_do_not_fit_are_refused_before_a_rank_starts(container: Cal
     assert job.failure.startswith("the job cannot start: ")
     assert "pipeline" in job.failure
     assert not any("is ready" in line for line in job.lines)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mpi4py", [True, False])
+def test_what_the_image_lacks_is_installed(
+    container: Callable[..., Container], tmp_path: Path, *, mpi4py: bool
+) -> None:
+    """The two kinds of stock images: with mpi4py, which is left alone, and without, as PyTorch 2.11 to 2.13 for CUDA."""
+    image = ImagePython(tmp_path / "image", mpi4py=mpi4py)
+    names = [line.split(">=")[0] for line in source.travelling_requirements()]
+    index = make_wheels(names, tmp_path / "index")
+    assert not image.has("pydantic")
+    job = container(RUNS, parallel(), python=image.program, **offline(index))
+    assert job.end() == 0, "".join(job.lines)
+    said = next(line for line in job.lines if line.startswith("[smp] installing what the image lacks"))
+    assert (" mpi4py" in said) is not mpi4py
+    assert (image.site / "mpi4py").is_symlink() is mpi4py
+    told = [json.loads(path.read_text()) for path in sorted((job.base / "model").glob("told-*.json"))]
+    assert [row["stages"] for row in told] == [2, 2]
+    assert all("/smp-site-" in row["runtime"] for row in told)
 
 
 def test_what_the_image_lacks_and_pip_cannot_get(container: Callable[..., Container]) -> None:

@@ -128,8 +128,7 @@ class ImagePython:
     def install_requirements(self, code: Path, wheels: Path) -> None:
         """What the toolkit does with the job's code on every host before ranks start, with ``wheels`` for the index."""
         command = [self.program, "-m", "pip", "install", "-r", "requirements.txt"]
-        index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_NO_CACHE_DIR": "1", "PIP_NO_COMPILE": "1"}
-        environment = {**_outside(), **index, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        environment = {**_outside(), **offline(wheels)}
         done = subprocess.run(
             command, cwd=code, env=environment, capture_output=True, text=True, timeout=90, check=False
         )
@@ -194,6 +193,18 @@ def _make_wheel(installed: metadata.Distribution, folder: Path) -> None:
             digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
             lines.append(f"{file},sha256={digest},{len(content)}")
         archive.writestr(str(record), "\n".join([*lines, f"{record},,", ""]))
+
+
+def offline(wheels: Path) -> dict[str, str]:
+    """Variables with which pip takes a folder of wheels for the index, and images' Open MPI is found."""
+    return {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(wheels),
+        "PIP_NO_CACHE_DIR": "1",
+        "PIP_NO_COMPILE": "1",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "LD_LIBRARY_PATH": str(Path(sys.prefix) / "lib"),
+    }
 
 
 # -- the toolkit ---------------------------------------------------------------------------------------------
