@@ -86,6 +86,9 @@ def has_own_data_parallel(image_uri: Any, version: Any) -> bool:
     old = isinstance(version, str) and number(version) < DATA_PARALLEL_FLOOR
     if not old:
         return False
+    row = image_table.row_of(image_uri)
+    if row is not None and row.smddp:  # of an image that is named the SDK asks no version
+        return True
     from smp_estimator.sdk import DATA_PARALLEL_VERSIONS
 
     return version in DATA_PARALLEL_VERSIONS["pytorch"]

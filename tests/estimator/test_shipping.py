@@ -331,6 +331,7 @@ def test_ranks_of_a_data_parallel_job_in_a_stock_image(cloud: Cloud, script: Pat
         ({"image_uri": STOCK % "2.7.1"}, "pytorch-training:2.7.1-gpu", True),
         ({"framework_version": "2.0.1", "py_version": "py310"}, "pytorch-training:2.0.1-gpu", False),
         ({"image_uri": STOCK % "2.2.0"}, "pytorch-training:2.2.0-gpu", False),
+        ({"image_uri": STOCK % "2.5.1"}, "pytorch-training:2.5.1-gpu", False),
         ({"image_uri": IMAGE}, "smp:1", False),
         ({"image_uri": IMAGE, "ship_runtime": True}, "smp:1", True),
     ],
@@ -377,6 +378,11 @@ def test_a_stock_image_that_is_too_old_for_the_backend(cloud: Cloud, script: Pat
         ConfigError, match=r"framework_version is 2\.5, but the backend smddp needs PyTorch 2\.6 or newer.*'2\.6"
     ):
         cloud.estimator(script, image_uri=None, framework_version="2.5", distribution=DATA_PARALLEL)
+    cpu = (STOCK % "2.5.1").replace("-gpu-", "-cpu-")
+    with pytest.raises(
+        ConfigError, match=r"a stock image with PyTorch 2\.5\.1, but the backend smddp needs PyTorch 2\.6"
+    ):
+        cloud.estimator(script, image_uri=cpu, distribution=DATA_PARALLEL)
 
 
 def test_a_data_parallel_job_of_hugging_face(cloud: Cloud, script: Path) -> None:
