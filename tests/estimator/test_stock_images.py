@@ -44,6 +44,9 @@ REGISTRY = "763104351884.dkr.ecr.us-east-1.amazonaws.com"
 
 ROWS = image_table.images()
 
+#: A job of two ranks takes seconds; on a machine that does much else at once it has been a minute and a half.
+pytestmark = pytest.mark.timeout(300)
+
 INSTANCES = {"cpu": "ml.c5.18xlarge", "gpu": "ml.p4d.24xlarge"}
 
 DATA_PARALLEL = {
@@ -63,12 +66,6 @@ def sampled(*names: str) -> list[Any]:
 def cloud() -> Iterator[Cloud]:
     with service() as boto:
         yield Cloud(boto)
-
-
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the job's hosts can install."""
-    return make_wheels(map(_name, source.travelling_requirements()), tmp_path_factory.mktemp("index") / "wheels")
 
 
 @pytest.fixture
@@ -226,8 +223,35 @@ def test_instances_that_are_known_later(cloud: Cloud, script: Path) -> None:
 # -- the job -------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """``prepared(row, code)`` → a Python with what the image has, and with the code's requirements installed in it.
+
+    Images that have the same, with the same requirements, share one: it was made and filled for the first of them.
+    """
+    wheels = make_wheels(map(_name, source.travelling_requirements()), tmp_path_factory.mktemp("index") / "wheels")
+    made: dict[Any, ImagePython] = {}
+
+    def prepare(row: TrainingImage, code: Path) -> ImagePython:
+        has_mpi4py, has_smddp = row.mpi4py is True, row.smddp is True  # where no source says it, they are not there
+        torch = torch_sites().get(_short(row.torch))
+        key = has_mpi4py, has_smddp, torch, (code / "requirements.txt").read_text()
+        if key in made:
+            return made[key]
+        folder = tmp_path_factory.mktemp("image") / "venv"
+        made[key] = python = ImagePython(folder, mpi4py=has_mpi4py, smddp=has_smddp, site=torch)
+        there = {name for name in ("torch", "mpi4py", "smdistributed", "pydantic", "smp_config") if python.has(name)}
+        assert there == {"torch", *(["mpi4py"] if has_mpi4py else []), *(["smdistributed"] if has_smddp else [])}
+        python.install_requirements(code, wheels)
+        assert python.has("mpi4py")
+        assert (python.site / "mpi4py").is_symlink() is has_mpi4py, "one that an image has was built for its MPI"
+        return python
+
+    return prepare
+
+
 @pytest.fixture
-def started(asked: Any, cloud: Cloud, wheels: Path, tmp_path: Path) -> Any:
+def started(asked: Any, cloud: Cloud, prepared: Any, tmp_path: Path) -> Any:
     """``started(row, distribution, script, words)`` → what the ranks of a job found, in a Python with what the image has.
 
     By the toolkit's own steps: the source is unpacked, its requirements are installed, mpirun starts ``python -m mpi4py``.
@@ -240,16 +264,7 @@ def started(asked: Any, cloud: Cloud, wheels: Path, tmp_path: Path) -> Any:
         code = unpacked(cloud.boto, sent, tmp_path / "code")
         needed = code / "requirements.txt"
         needed.write_text(needed.read_text().replace("sentencepiece\n", ""))  # the user's, which is not at hand
-        has_mpi4py, has_smddp = row.mpi4py is True, row.smddp is True  # where no source says it, they are not there
-        torch = torch_sites().get(_short(row.torch))
-        python = ImagePython(tmp_path / "image", mpi4py=has_mpi4py, smddp=has_smddp, site=torch)
-        there = {name for name in ("torch", "mpi4py", "smdistributed", "pydantic", "smp_config") if python.has(name)}
-        assert there == {"torch", *(["mpi4py"] if has_mpi4py else []), *(["smdistributed"] if has_smddp else [])}
-
-        python.install_requirements(code, wheels)
-        assert python.has("mpi4py")
-        assert (python.site / "mpi4py").is_symlink() is has_mpi4py, "one that an image has was built for its MPI"
-
+        python = prepared(row, code)
         carried = {name: value for name, value in cloud.carried().items() if name.startswith("sagemaker_")}
         environment |= {"SM_FRAMEWORK_PARAMS": json.dumps(carried), "SM_HPS": "{}", "TMPDIR": str(tmp_path)}
         return found_by_ranks(started_by_toolkit(code, words, python.program, **environment))

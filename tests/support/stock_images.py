@@ -130,7 +130,7 @@ class ImagePython:
         command = [self.program, "-m", "pip", "install", "-r", "requirements.txt"]
         environment = {**_outside(), **offline(wheels)}
         done = subprocess.run(
-            command, cwd=code, env=environment, capture_output=True, text=True, timeout=90, check=False
+            command, cwd=code, env=environment, capture_output=True, text=True, timeout=240, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -222,7 +222,7 @@ def started_by_toolkit(
         env={**_outside(), **environment},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=240,
         check=False,
     )
 
