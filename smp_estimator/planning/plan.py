@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from smp_estimator.planning.advice import Change, SmallerCluster, changes, notes, smaller_clusters
 from smp_estimator.planning.forecast import Forecast
 from smp_estimator.planning.report import Report, Shown
-from smp_estimator.planning.request import request_for
+from smp_estimator.planning.request import UTILISATION, request_for
 from smp_estimator.planning.table import plan_report
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ class Plan(Shown, Forecast):
             "epochs": None if self.epochs is None else self.epochs.to_dict(),
             "pipeline_idle": self.idle,
             "bytes_sent_per_rank": self.traffic.total,
+            "step_time": None if self.time is None else self.time.to_dict(),
+            "step_cost": None if self.cost is None else self.cost.to_dict(),
             "rule_of_16_bytes": 16 * request.shape.parameters,
             "rule_of_20_bytes": 20 * request.shape.parameters,
             "changes": [str(change) for change in self.changes],
@@ -93,6 +95,8 @@ def plan(
     processes_per_host: int | None = None,
     gpu_memory_bytes: int | None = None,
     environment: Mapping[str, str] | None = None,
+    prices: Mapping[str, float] | None = None,
+    utilisation: float = UTILISATION,
     **workload: Any,
 ) -> Plan:
     """Say whether a model trains on a cluster, and where the memory goes.
@@ -110,6 +114,8 @@ def plan(
         processes_per_host: default: the GPUs of the instance.
         gpu_memory_bytes: memory of one GPU; default: the catalogue's.
         environment: of the job; sizes of the SMDDP buffers are read from it.
+        prices: of one instance in US dollars per hour, by type; default: the catalogue's, which are EC2's.
+        utilisation: part of its peak that a GPU reaches in the arithmetic of a step, more than 0 and at most 1.
         workload: fields of :class:`~smp_estimator.planning.request.Workload`: ``activation_checkpointing``,
             ``fused_attention``, ``dropout``, ``optimizer``, ``accumulation``, …; of the data set ``samples`` or
             ``tokens``, and ``epochs``.
@@ -127,5 +133,7 @@ def plan(
         gpu_memory_bytes=gpu_memory_bytes,
         environment=environment,
         workload={"batch": batch, **workload},
+        prices=prices,
+        utilisation=utilisation,
     )
     return Plan.of(request)

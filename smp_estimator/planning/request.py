@@ -12,9 +12,13 @@ from typing import Any
 
 from smp_config import ConfigError, ModelParallelParameters, smddp
 from smp_config.errors import suggest
-from smp_config.instances import instance
+from smp_config.instances import instance, instances, refuse_neuron
 from smp_estimator.planning.model_config import read_shape, shape_of
 from smp_estimator.planning.model_shape import SHAPES, ModelShape
+
+#: Part of its published peak that a GPU reaches in the arithmetic of a step, where none is given. Narayanan et al. 2021
+#: measured 44–52 % on A100, with everything else of a step included.
+UTILISATION = 0.5
 
 #: Bytes of optimizer state per parameter, in fp32: two moments, one, or none.
 OPTIMIZER_BYTES = {"adam": 8, "adamw": 8, "lamb": 8, "lans": 8, "lars": 4, "momentum": 4, "novograd": 4, "sgd": 0}
@@ -101,6 +105,14 @@ class Request:
     workload: Workload
     gpu_memory_bytes: int | None
     environment: tuple[tuple[str, str], ...] = ()
+    prices: tuple[tuple[str, float], ...] = ()
+    utilisation: float = UTILISATION
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Price of one instance: the one that was given for its type, else the catalogue's; None without either."""
+        known = instance(self.instance_type)
+        return dict(self.prices).get(self.instance_type, known.usd_per_hour if known else None)
 
     @property
     def world(self) -> int:
@@ -137,10 +149,13 @@ def request_for(
     gpu_memory_bytes: int | None,
     environment: Mapping[str, str] | None,
     workload: Mapping[str, Any],
+    prices: Mapping[str, float] | None = None,
+    utilisation: float = UTILISATION,
 ) -> Request:
     """Settle the arguments of :func:`smp_estimator.planning.plan`; raises ConfigError for one that cannot be used."""
     if isinstance(instance_count, bool) or not isinstance(instance_count, int) or instance_count < 1:
         raise ConfigError(f"instance_count is {instance_count!r}; it is a number of instances: set it to 1 or more")
+    refuse_neuron(str(instance_type))
     known = instance(instance_type)
     if processes_per_host is None:
         if known is None:
@@ -171,7 +186,7 @@ def request_for(
         many = parameters.microbatches > 1
         script["batch_source"] = "one sample per microbatch, as none was given" if many else "1, as none was given"
     return Request(
-        shape=_shape(model, sequence),
+        shape=shape_given(model, sequence),
         instance_type=instance_type,
         instance_count=instance_count,
         processes_per_host=processes_per_host,
@@ -179,10 +194,43 @@ def request_for(
         workload=_workload(script),
         gpu_memory_bytes=gpu_memory_bytes,
         environment=tuple(sorted((environment or {}).items())),
+        prices=_prices(prices or {}, instance_type),
+        utilisation=_utilisation(utilisation),
     )
 
 
-def _shape(model: Any, sequence: int | None) -> ModelShape:
+def _prices(prices: Mapping[str, float], instance_type: str) -> tuple[tuple[str, float], ...]:
+    """Prices of instances by type; raises ConfigError for types that are unknown, and for what is no price."""
+    if not isinstance(prices, Mapping):
+        raise ConfigError(
+            f"prices is {prices!r}, a {type(prices).__name__}; they are looked up by the type of the instance: write for example "
+            '{"ml.p4d.24xlarge": 25.0}, in US dollars per hour'
+        )
+    names = [known.name for known in instances()]
+    for name, price in prices.items():
+        if name not in names and name != instance_type:
+            raise ConfigError(
+                f"prices has {name!r}{suggest(str(name), names)}; prices are looked up by the type of the instance, and the "
+                "catalogue has none of this name: use one of smp_estimator.planning.instances()"
+            )
+        if isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < math.inf:
+            raise ConfigError(
+                f"the price of {name} is {price!r}; it is what one instance costs in US dollars per hour: give more than 0, or "
+                "leave it out for the catalogue's"
+            )
+    return tuple(sorted((name, float(price)) for name, price in prices.items()))
+
+
+def _utilisation(value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ConfigError(
+            f"utilisation is {value!r}; it is the part of its peak that a GPU reaches: give more than 0 and at most 1, for "
+            f"example {UTILISATION}"
+        )
+    return float(value)
+
+
+def shape_given(model: Any, sequence: int | None) -> ModelShape:
     """A model given in any of the ways of ``plan()``, as a shape."""
     if isinstance(model, ModelShape):
         shape = model
