@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp_config import ConfigError, Group
-from smp_config.instances import instances
+from smp_config.instances import has_gpus, instances, require_usable
 from smp_estimator.planning.forecast import Forecast, Verdict
 from smp_estimator.planning.memory import Kind, is_half
 from smp_estimator.planning.network import gathered_shards
@@ -263,6 +263,11 @@ def notes(forecast: Forecast) -> tuple[str, ...]:
             )
         )
     said += _gpu(forecast)
+    if parameters.ddp_dist_backend == "nccl" and has_gpus(request.instance_type) is False:
+        said.append(
+            f'such a job is refused before it starts: ddp_dist_backend is "nccl", which moves tensors between GPUs, and '
+            f'{request.instance_type} has none; use "auto" or "gloo"'
+        )
     per_node = request.processes_per_host
     tensor_nodes = forecast.nodes_of(Group.TP)
     if tensor_nodes > 1:
@@ -296,7 +301,13 @@ def _gpu(forecast: Forecast) -> list[str]:
             f'the {known.gpu} of {known.name} has no bfloat16 arithmetic: "bf16" is emulated there, slowly, where it works at '
             'all; use "fp16": True, or a type with newer GPUs'
         )
-    if (dropped := known.gpu_facts.dropped_by_cuda) is not None:
+    dropped = known.gpu_facts.dropped_by_cuda
+    try:
+        require_usable(known.name)
+    except ConfigError as error:
+        said.append(f"such a job is refused before it starts: {error}")
+        dropped = None
+    if dropped is not None:
         said.append(
             f"builds of PyTorch for CUDA {dropped} and newer have no code for the {known.gpu} of {known.name}; such "
             "a job needs an image with an older build, or another type"

@@ -104,7 +104,7 @@ def smallest_clusters(ask: Ask, count: int | None = None) -> tuple[Cluster, ...]
         count: only clusters of so many instances.
     """
     least = []
-    for kind in kinds():
+    for kind in _kinds():
         try:
             least.append((least_count(ask(kind.name, 1)[0]), kind.name))
         except ConfigError:
@@ -133,13 +133,16 @@ def least_count(request: Request) -> int:
     return max(1, math.ceil(each * request.shape.parameters / (device * request.processes_per_host)))
 
 
-def kinds() -> Iterator[Instance]:
+def current() -> Iterator[Instance]:
+    """Types for whose GPUs every build of PyTorch for CUDA from 12 on has code."""
+    return (known for known in instances() if known.gpu_facts.dropped_by_cuda is None)
+
+
+def _kinds() -> Iterator[Instance]:
     """Types worth asking: of those with the same GPUs and network, the one with the least memory of its own."""
     best: dict[tuple[object, ...], Instance] = {}
-    for known in instances():
+    for known in current():
         key = (known.gpu, known.gpu_memory_bytes, known.gpus, known.efa)
-        if known.gpu_facts.dropped_by_cuda is not None:
-            continue  # some of PyTorch's builds for CUDA from 12 on have no code for it
         if key not in best or known.host_memory_bytes < best[key].host_memory_bytes:
             best[key] = known
     yield from best.values()

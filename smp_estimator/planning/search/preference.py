@@ -17,7 +17,7 @@ from smp_config.instances import instance
 from smp_estimator.planning.forecast import Verdict
 from smp_estimator.planning.plan import Plan
 from smp_estimator.planning.request import Request
-from smp_estimator.planning.search.clusters import MOST_INSTANCES, SHOWN, Ask, Cluster, kinds, least_count, smallest
+from smp_estimator.planning.search.clusters import MOST_INSTANCES, SHOWN, Ask, Cluster, current, least_count, smallest
 from smp_estimator.planning.search.ladder import Step, fitting, has_room
 from smp_estimator.planning.step_time import unknown_because
 
@@ -70,7 +70,7 @@ def rank(
         up_to: of each type the fewest instances that fit, and twice as many, and so on up to here. Without it: for the
             cheapest the fewest of each type, for the fastest no more than the smallest cluster of all needs.
     """
-    names = [kind] if kind is not None else [known.name for known in kinds()]
+    names = [kind] if kind is not None else list(_types(ask))
     asked = list(_comparable(ask, prefer, names))
     why_not: dict[str, list[str]] = {}
     for _, name, why in asked:
@@ -91,6 +91,20 @@ def rank(
             best.append(min(found, key=lambda cluster: _order(cluster, prefer)))
             best.sort(key=lambda cluster: _order(cluster, prefer))
     return Choice(tuple(best[:SHOWN]), tuple(left_out))
+
+
+def _types(ask: Ask) -> Iterator[str]:
+    """Types worth asking: of those with the same GPUs and network, the one with the lowest price."""
+    best: dict[tuple[object, ...], tuple[float, int, str]] = {}
+    for known in current():
+        try:
+            price = ask(known.name, 1)[0].usd_per_hour or math.inf
+        except ConfigError:
+            continue  # fewer GPUs than processes were asked for
+        key = (known.gpu, known.gpu_memory_bytes, known.gpus, known.efa, known.network_baseline_gbps)
+        found = (price, known.host_memory_bytes, known.name)
+        best[key] = min(best.get(key, found), found)
+    yield from (name for _, _, name in best.values())
 
 
 def _comparable(ask: Ask, prefer: str, names: Iterable[str]) -> Iterator[tuple[int, str, str | None]]:

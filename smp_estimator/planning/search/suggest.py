@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
-from smp_config.instances import instance
+from smp_config.instances import instance, require_usable
 from smp_estimator.planning.advice import GB, amount
 from smp_estimator.planning.forecast import Verdict
 from smp_estimator.planning.report import Cell, Grid, Lines, Report, Said, Shown
@@ -225,6 +225,7 @@ def suggest(
             "too, or leave gpu_memory_bytes out"
         )
 
+    require_usable(instance_type)
     shape = shape_given(model, sequence)  # read once, for all that is tried
 
     def ask(kind: str, count: int) -> tuple[Request, int]:
@@ -255,7 +256,7 @@ def suggest(
         choice = rank(ask, prefer, kind=instance_type, count=instance_count, up_to=up_to)
         if choice.clusters:
             return _chosen(choice.clusters, ask, prefer, choice.left_out)
-        _refuse_incomparable(ask, choice, prefer, instance_type, instance_count)
+        _refuse_incomparable(ask, choice, prefer, instance_type, instance_count, up_to)
     if instance_type is not None:
         cluster = smallest(ask, instance_type)
         if cluster is None:
@@ -290,13 +291,18 @@ def _chosen(
 
 
 def _refuse_incomparable(
-    ask: Ask, choice: Choice, prefer: str, instance_type: str | None, instance_count: int | None
+    ask: Ask, choice: Choice, prefer: str, instance_type: str | None, instance_count: int | None, up_to: int | None
 ) -> None:
-    """Tell that the model fits on clusters, but on none whose price or speed is known."""
-    if not choice.left_out:
-        return
+    """Tell that the model fits on clusters, but on larger ones, or on none whose price or speed is known."""
     first = smallest(ask, instance_type) if instance_type else next(iter(smallest_clusters(ask, instance_count)), None)
-    if first is not None:
+    if first is None:
+        return
+    if up_to is not None and first.instance_count > up_to:
+        raise ConfigError(
+            f"up_to is {up_to}, but the fewest instances on which the model fits are {first}; raise up_to to "
+            f"{first.instance_count}, or use a smaller batch or a shorter sequence"
+        )
+    if choice.left_out:
         raise ConfigError(
             f"prefer is {prefer!r}, and the model fits on {first}, but not on a cluster that can be compared: "
             f"{'; '.join(choice.left_out)}; give prices for what has none, or use prefer=\"smallest\""
