@@ -122,8 +122,8 @@ def require_usable(name: str | None, processes_per_host: int | None = None) -> I
     facts = known.gpu_facts
     if facts.capability < _OLDEST_CAPABILITY:
         raise ConfigError(
-            f"instance_type is {name}, whose {known.gpu} GPUs have compute capability {facts.compute_capability}; the model parallel "
-            "library needs PyTorch 2.4 or newer, which runs from 5.0 on: use a g4dn or g5 instance, or p3 and newer, for "
+            f"instance_type is {name}, whose {known.gpu} GPUs have compute capability {facts.compute_capability}; the model "
+            "parallel library needs PyTorch 2.4 or newer, which runs from 5.0 on: use a g4dn or g5 instance, or p3 and newer, for "
             "example 'ml.g5.12xlarge'"
         )
     if processes_per_host is not None and processes_per_host > known.gpus:

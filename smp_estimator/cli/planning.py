@@ -94,7 +94,7 @@ def _job(given: dict[str, Any]) -> dict[str, Any]:
             f"--gpu-memory is {memory:g}; it is the memory of one GPU in GiB: give more than 0, or leave it out for the "
             "catalogue's"
         )
-    prices = {name: value for name, value in map(_price, given.pop("prices"))}
+    prices = dict(map(_price, given.pop("prices")))
     if given["utilisation"] is None:
         del given["utilisation"]
     in_bytes = None if memory is None else math.ceil(memory * GIB)

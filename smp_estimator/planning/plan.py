@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from smp_estimator.planning.advice import Change, SmallerCluster, changes, notes, smaller_clusters
 from smp_estimator.planning.forecast import Forecast
 from smp_estimator.planning.report import Report, Shown
-from smp_estimator.planning.request import UTILISATION, request_for
+from smp_estimator.planning.request import request_for
 from smp_estimator.planning.table import plan_report
 
 if TYPE_CHECKING:
@@ -95,8 +95,6 @@ def plan(
     processes_per_host: int | None = None,
     gpu_memory_bytes: int | None = None,
     environment: Mapping[str, str] | None = None,
-    prices: Mapping[str, float] | None = None,
-    utilisation: float = UTILISATION,
     **workload: Any,
 ) -> Plan:
     """Say whether a model trains on a cluster, and where the memory goes.
@@ -114,11 +112,10 @@ def plan(
         processes_per_host: default: the GPUs of the instance.
         gpu_memory_bytes: memory of one GPU; default: the catalogue's.
         environment: of the job; sizes of the SMDDP buffers are read from it.
-        prices: of one instance in US dollars per hour, by type; default: the catalogue's, which are EC2's.
-        utilisation: part of its peak that a GPU reaches in the arithmetic of a step, more than 0 and at most 1.
         workload: fields of :class:`~smp_estimator.planning.request.Workload`: ``activation_checkpointing``,
             ``fused_attention``, ``dropout``, ``optimizer``, ``accumulation``, …; of the data set ``samples`` or
-            ``tokens``, and ``epochs``.
+            ``tokens``, and ``epochs``; for time and cost ``utilisation``, the part of its peak that a GPU reaches, and
+            ``prices``, of one instance in US dollars per hour by its type, default: the catalogue's, which are EC2's.
 
     Raises:
         ConfigError: settings that cannot work.
@@ -133,7 +130,5 @@ def plan(
         gpu_memory_bytes=gpu_memory_bytes,
         environment=environment,
         workload={"batch": batch, **workload},
-        prices=prices,
-        utilisation=utilisation,
     )
     return Plan.of(request)

@@ -21,9 +21,9 @@ from smp_config.instances import Instance, instance
 from smp_config.topology import Coordinates
 from smp_estimator.planning.batches import Batches, idle_fraction
 from smp_estimator.planning.memory import embedding_is_distributed
-from smp_estimator.planning.network import Traffic
 
 if TYPE_CHECKING:
+    from smp_estimator.planning.network import Traffic
     from smp_estimator.planning.request import Request
 
 _HOUR = 3600.0
@@ -152,7 +152,7 @@ def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffi
     parameters = request.parameters
     peak = 1e12 * (known.gpu_facts.tflops(precision_of(request)) or math.nan)
     forward, backward = operations_of_rank(request, batch)
-    speed = peak * request.utilisation
+    speed = peak * request.workload.utilisation
     arithmetic = (forward + backward) / speed
     links = _Links(known, topology, request.processes_per_host)
     tensor = links.seconds(sent.tensor, Group.TP)
@@ -169,7 +169,7 @@ def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffi
     return StepTime(
         operations=forward + backward,
         peak=peak,
-        utilisation=request.utilisation,
+        utilisation=request.workload.utilisation,
         arithmetic=arithmetic,
         tensor=tensor,
         idle=(arithmetic + tensor) * waits / (1 - waits),
@@ -189,7 +189,9 @@ def operations_of_rank(request: Request, batch: Batches) -> tuple[float, float]:
     shape, parameters, script = request.shape, request.parameters, request.workload
     tensor, stages = parameters.tensor_parallel_degree, parameters.pipeline_parallel_degree
     tokens = batch.group_batch * batch.sequence * script.accumulation
-    layers = tokens * (2 * shape.layer_parameters + 4 * shape.layers * batch.sequence * shape.hidden) / (stages * tensor)
+    layers = (
+        tokens * (2 * shape.layer_parameters + 4 * shape.layers * batch.sequence * shape.hidden) / (stages * tensor)
+    )
     head_ranks = tensor if embedding_is_distributed(parameters, script) or not parameters.prescaled_batch else 1
     head = tokens * 2 * shape.vocabulary * shape.hidden / (stages * head_ranks)
     again = layers if script.activation_checkpointing is not None else 0.0
@@ -201,7 +203,7 @@ def step_cost(request: Request, time: StepTime | None) -> StepCost | None:
     price = request.usd_per_hour
     if time is None or price is None:
         return None
-    return StepCost(price, request.instance_count, request.instance_type in dict(request.prices), time)
+    return StepCost(price, request.instance_count, request.instance_type in request.workload.prices, time)
 
 
 class _Links:

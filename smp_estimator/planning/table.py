@@ -84,7 +84,9 @@ def time_lines(plan: Forecast) -> list[str]:
     )
     if plan.request.instance_count > 1:
         assumed += f", {known.network_baseline_gbps:g} Gbit/s between hosts"
-    offloaded = "; copies of offloaded activations are not counted" if plan.request.parameters.offload_activations else ""
+    offloaded = (
+        "; copies of offloaded activations are not counted" if plan.request.parameters.offload_activations else ""
+    )
     return [
         f"a step takes about {time.total:.3g} s, {time.tokens_per_second:,.0f} tokens per second: {kinds}{hidden}",
         f"{assumed}, no latency{offloaded}",

@@ -64,7 +64,11 @@ def test_what_cannot_be_true_is_not_there() -> None:
 
 
 def test_a_link_is_nvlink_where_there_is_one() -> None:
-    links = {name: known.link_gb_per_s for name in ("ml.p4d.24xlarge", "ml.p5.4xlarge", "ml.g5.12xlarge") if (known := instance(name))}
+    links = {
+        name: known.link_gb_per_s
+        for name in ("ml.p4d.24xlarge", "ml.p5.4xlarge", "ml.g5.12xlarge")
+        if (known := instance(name))
+    }
     assert links == {"ml.p4d.24xlarge": 300, "ml.p5.4xlarge": 63, "ml.g5.12xlarge": 31.5}
 
 
@@ -121,7 +125,9 @@ def test_prices_are_of_the_right_order() -> None:
 
 @pytest.mark.parametrize("name", ["ml.trn2.48xlarge", "trn2.3xlarge", "ml.trn1n.32xlarge", "ml.inf2.xlarge"])
 def test_neuron_devices_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"instance_type is {re.escape(name)}, whose accelerators are AWS Neuron devices"):
+    with pytest.raises(
+        ConfigError, match=rf"instance_type is {re.escape(name)}, whose accelerators are AWS Neuron devices"
+    ):
         refuse_neuron(name)
     for other in ("ml.p4d.24xlarge", "g7.2xlarge", "local"):
         refuse_neuron(other)

@@ -183,7 +183,10 @@ def test_the_command() -> None:
     ("arguments", "said"),
     [
         ({"prefer": "cheap"}, r"prefer is 'cheap'.*use one of smallest, cheapest, fastest"),
-        ({"prefer": "fastest", "up_to": 1, "model": 300e9}, r"up_to is 1, but the fewest .* are 3 × ml\.p6-b300.* to 3"),
+        (
+            {"prefer": "fastest", "up_to": 1, "model": 300e9},
+            r"up_to is 1, but the fewest .* are 3 × ml\.p6-b300.* to 3",
+        ),
         ({"prefer": "fastest", "up_to": 0}, "up_to is 0; it is a number of instances"),
         ({"up_to": 4}, r'up_to is 4, but prefer="smallest" settles'),
         ({"prefer": "fastest", "up_to": 4, "instance_count": 2}, "up_to is 4, but instance_count 2 settles"),

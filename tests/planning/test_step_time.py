@@ -151,14 +151,19 @@ def test_the_price_of_a_step() -> None:
 def test_a_part_of_the_peak() -> None:
     half, all_of_it = (seconds("gpt2", "ml.g5.xlarge", 1, BF16, 8, utilisation=part) for part in (0.5, 1))
     assert half.total == pytest.approx(2 * all_of_it.total)
-    assert plan("gpt2", "ml.g5.xlarge", 1, BF16, 8, utilisation=0.25).request.utilisation == 0.25
+    assert plan("gpt2", "ml.g5.xlarge", 1, BF16, 8, utilisation=0.25).request.workload.utilisation == 0.25
 
 
 def test_the_plan_says_what_it_assumes_and_whose_price_it_is() -> None:
     text = " ".join(str(plan("gpt2", "ml.p4d.24xlarge", 2, BF16, 1)).split())
     assert "a step takes about 0.0205 s" in text
-    assert "50% of the peak in bf16 (A100: 312 TFLOP/s), 300 GB/s between the GPUs of a host, 400 Gbit/s between" in text
-    assert "2 × 21.9576 USD per hour (EC2 on demand, Linux, us-east-1, 2026-07-20; SageMaker bills a rate of its own)" in text
+    assert (
+        "50% of the peak in bf16 (A100: 312 TFLOP/s), 300 GB/s between the GPUs of a host, 400 Gbit/s between" in text
+    )
+    assert (
+        "2 × 21.9576 USD per hour (EC2 on demand, Linux, us-east-1, 2026-07-20; SageMaker bills a rate of its own)"
+        in text
+    )
     given = " ".join(str(plan("gpt2", "ml.g5.xlarge", prices={"ml.g5.xlarge": 2})).split())
     assert "1 × 2 USD per hour (as given)" in given
     found = json.loads(json.dumps(plan("gpt2", "ml.g5.xlarge", 1, BF16, 8).to_dict()))
@@ -189,7 +194,9 @@ def test_a_price_that_nobody_knows() -> None:
     assert "no price of ml.p5e.48xlarge is known; give it with prices" in " ".join(str(made).split())
     assert plan("gpt2", "ml.p5e.48xlarge", prices={"ml.p5e.48xlarge": 60.0}).cost is not None
     # A type that the catalogue lacks may have a price, but no time.
-    other = plan("gpt2", "ml.p9.48xlarge", processes_per_host=8, gpu_memory_bytes=2**37, prices={"ml.p9.48xlarge": 99.0})
+    other = plan(
+        "gpt2", "ml.p9.48xlarge", processes_per_host=8, gpu_memory_bytes=2**37, prices={"ml.p9.48xlarge": 99.0}
+    )
     assert (other.time, other.cost) == (None, None)
     assert other.request.usd_per_hour == 99.0
 

@@ -98,7 +98,10 @@ class Outcome:
 
 def cells() -> list[Cell]:
     """All of the matrix."""
-    return [*(Cell(python, NOTEBOOK) for python in PYTHONS), *(Cell(python, torch) for torch, python in RUNTIME.items())]
+    return [
+        *(Cell(python, NOTEBOOK) for python in PYTHONS),
+        *(Cell(python, torch) for torch, python in RUNTIME.items()),
+    ]
 
 
 # -- running -----------------------------------------------------------------------------------------------
@@ -154,7 +157,17 @@ def run(cell: Cell) -> Outcome:
 
 
 def _tested(cell: Cell, python: str) -> Outcome:
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not job and not full", *_TESTS[not cell.torch]]
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not job and not full",
+        *_TESTS[not cell.torch],
+    ]
     own = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "container")]), "OMP_NUM_THREADS": "1"}
     try:
         said = subprocess.run(
@@ -233,7 +246,9 @@ def page(text: str, outcomes: dict[Cell, Outcome]) -> str:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise SystemExit(f"{DOCUMENT} lacks the lines between which the table stands: {BEGIN.strip()} and {END.strip()}")
+        raise SystemExit(
+            f"{DOCUMENT} lacks the lines between which the table stands: {BEGIN.strip()} and {END.strip()}"
+        )
     return f"{before}{begin}{table(outcomes)}{end}{after}"
 
 
@@ -246,7 +261,9 @@ def _wanted(versions: Iterable[str]) -> list[Cell]:
     asked = set(versions)
     unknown = asked - {*PYTHONS, *RUNTIME}
     if unknown:
-        raise SystemExit(f"{', '.join(sorted(unknown))}: Pythons are {', '.join(PYTHONS)}, PyTorchs {', '.join(RUNTIME)}")
+        raise SystemExit(
+            f"{', '.join(sorted(unknown))}: Pythons are {', '.join(PYTHONS)}, PyTorchs {', '.join(RUNTIME)}"
+        )
     return [cell for cell in cells() if not asked or (cell.torch or cell.python) in asked]
 
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from smp_config import ConfigError
 from smp_config.errors import suggest
 from smp_config.instances import instance
 from smp_estimator.planning.forecast import Verdict
 from smp_estimator.planning.plan import Plan
-from smp_estimator.planning.request import Request
 from smp_estimator.planning.search.clusters import MOST_INSTANCES, SHOWN, Ask, Cluster, current, least_count, smallest
 from smp_estimator.planning.search.ladder import Step, fitting, has_room
 from smp_estimator.planning.step_time import unknown_because
+
+if TYPE_CHECKING:
+    from smp_estimator.planning.request import Request
 
 #: What ``prefer`` may be.
 Preference = Literal["smallest", "cheapest", "fastest"]
@@ -55,7 +57,9 @@ def fastest_step(steps: Iterable[Step]) -> Step | None:
     Copies of offloaded activations are not in the time, so it is not compared with that of others.
     """
     fit = [step for step in steps if step.plan.verdict is Verdict.FITS and has_room(step.plan)]
-    return min(fit, key=lambda step: (step.plan.request.parameters.offload_activations, _seconds(step.plan)), default=None)
+    return min(
+        fit, key=lambda step: (step.plan.request.parameters.offload_activations, _seconds(step.plan)), default=None
+    )
 
 
 def rank(
@@ -160,9 +164,7 @@ def _arithmetic_worth(request: Request, prefer: str, most: int) -> float:
     return -most * tokens / seconds
 
 
-def _clusters(
-    ask: Ask, name: str, least: int, most: int, *, count: int | None, only_fewest: bool
-) -> Iterator[Cluster]:
+def _clusters(ask: Ask, name: str, least: int, most: int, *, count: int | None, only_fewest: bool) -> Iterator[Cluster]:
     """Clusters of one type that fit, each with its fastest configuration."""
     if count is not None:
         counts: Iterable[int] = [count] if least <= count else []

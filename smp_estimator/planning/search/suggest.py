@@ -12,7 +12,7 @@ from smp_config.instances import instance, require_usable
 from smp_estimator.planning.advice import GB, amount
 from smp_estimator.planning.forecast import Verdict
 from smp_estimator.planning.report import Cell, Grid, Lines, Report, Said, Shown
-from smp_estimator.planning.request import UTILISATION, Request, request_for, shape_given
+from smp_estimator.planning.request import Request, request_for, shape_given
 from smp_estimator.planning.search.clusters import MOST_INSTANCES, Ask, Cluster, smallest, smallest_clusters
 from smp_estimator.planning.search.ladder import Step, climb, sharded
 from smp_estimator.planning.search.preference import Choice, checked, fastest_step, rank
@@ -158,13 +158,15 @@ def _clusters_grid(title: str, clusters: tuple[Cluster, ...], chosen: Cluster | 
         said = Said("fits ← chosen", Verdict.FITS) if each is chosen else Said("fits", Verdict.FITS)
         time, cost = each.plan.time, each.plan.cost
         speed = "unknown" if time is None else f"{time.tokens_per_second:,.0f}"
-        price = "unknown" if cost is None else f"{cost.usd_per_million_tokens:.3g}" + (" (given)" if cost.is_given else "")
+        price = (
+            "unknown" if cost is None else f"{cost.usd_per_million_tokens:.3g}" + (" (given)" if cost.is_given else "")
+        )
         rows.append([f"{each}{note}", gpus, each.step.what.removeprefix("+ "), share, speed, price, said])
     columns = ["instances", "GPUs", "with", "per GPU", "tokens/s", "USD per 10⁶ tokens", "verdict"]
     return Grid(columns, rows, frozenset({3, 4, 5}), title=title)
 
 
-def suggest(
+def suggest(  # noqa: PLR0913 - what a caller may ask for, each by its name
     model: Any,
     instance_type: str | None = None,
     instance_count: int | None = None,
@@ -178,8 +180,6 @@ def suggest(
     environment: Mapping[str, str] | None = None,
     prefer: str = "smallest",
     up_to: int | None = None,
-    prices: Mapping[str, float] | None = None,
-    utilisation: float = UTILISATION,
     **workload: Any,
 ) -> Suggestion:
     """Pick degrees for a model and a cluster, or a cluster too: the smallest, the cheapest or the fastest.
@@ -200,31 +200,12 @@ def suggest(
             per second), by the times and prices of ``plan``.
         up_to: most instances that are considered for the last two; default: the fewest of each type for the cheapest, and
             as many as the smallest cluster of all has for the fastest.
-        prices, utilisation: as for ``plan``.
         sequence, processes_per_host, gpu_memory_bytes, environment, workload: as for ``plan``.
 
     Raises:
         ConfigError: arguments that cannot be used, or no cluster that is large enough when the type is open.
     """
-    if precision not in ("auto", "bf16", "fp16", "fp32"):
-        raise ConfigError(
-            f"precision is {precision!r}; parameters are kept in one of auto, bf16, fp16, fp32: use one of these"
-        )
-    checked(prefer)
-    if up_to is not None and (isinstance(up_to, bool) or not isinstance(up_to, int) or up_to < 1):
-        raise ConfigError(f"up_to is {up_to!r}; it is a number of instances: set it to 1 or more, or leave it out")
-    if up_to is not None and (prefer == "smallest" or instance_count is not None):
-        other = f"instance_count {instance_count}" if instance_count is not None else 'prefer="smallest"'
-        raise ConfigError(
-            f"up_to is {up_to}, but {other} settles the number of instances; leave up_to out, or use prefer=\"cheapest\" or "
-            '"fastest" without instance_count'
-        )
-    if instance_type is None and gpu_memory_bytes is not None:
-        raise ConfigError(
-            "gpu_memory_bytes was given, but no instance_type, and GPUs of each type have their own memory: give instance_type "
-            "too, or leave gpu_memory_bytes out"
-        )
-
+    _check(precision, prefer, up_to, instance_type, instance_count, gpu_memory_bytes)
     require_usable(instance_type)
     shape = shape_given(model, sequence)  # read once, for all that is tried
 
@@ -239,8 +220,6 @@ def suggest(
             gpu_memory_bytes=gpu_memory_bytes,
             environment=environment,
             workload={"batch": batch, **workload},
-            prices=prices,
-            utilisation=utilisation,
         )
         if request.gpu_memory_bytes is None:
             raise ConfigError(
@@ -257,6 +236,16 @@ def suggest(
         if choice.clusters:
             return _chosen(choice.clusters, ask, prefer, choice.left_out)
         _refuse_incomparable(ask, choice, prefer, instance_type, instance_count, up_to)
+    samples = f"a global batch of {global_batch}" if global_batch else f"{batch} samples per GPU"
+    return _smallest(ask, instance_type, instance_count, samples)
+
+
+def _smallest(ask: Ask, instance_type: str | None, instance_count: int | None, samples: str) -> Suggestion:
+    """The smallest cluster, of a type or of any; ``samples``: what a step reads, in words.
+
+    Raises:
+        ConfigError: no cluster of any type is large enough.
+    """
     if instance_type is not None:
         cluster = smallest(ask, instance_type)
         if cluster is None:
@@ -267,11 +256,39 @@ def suggest(
     clusters = smallest_clusters(ask, instance_count)
     if not clusters:
         many = f"{instance_count} instances" if instance_count else f"up to {MOST_INSTANCES:,} instances"
-        samples = f"a global batch of {global_batch}" if global_batch else f"{batch} samples per GPU"
         others = smallest_clusters(ask) if instance_count else ()
         remedy = f"it fits on {others[0]}" if others else "use a smaller batch, a shorter sequence or a smaller model"
         raise ConfigError(f"the model fits on no cluster of {many} of any current type with {samples}; {remedy}")
     return _chosen(clusters, ask)
+
+
+def _check(
+    precision: str,
+    prefer: str,
+    up_to: int | None,
+    instance_type: str | None,
+    instance_count: int | None,
+    gpu_memory_bytes: int | None,
+) -> None:
+    """Refuse arguments that cannot be used, or not together."""
+    if precision not in ("auto", "bf16", "fp16", "fp32"):
+        raise ConfigError(
+            f"precision is {precision!r}; parameters are kept in one of auto, bf16, fp16, fp32: use one of these"
+        )
+    checked(prefer)
+    if up_to is not None and (isinstance(up_to, bool) or not isinstance(up_to, int) or up_to < 1):
+        raise ConfigError(f"up_to is {up_to!r}; it is a number of instances: set it to 1 or more, or leave it out")
+    if up_to is not None and (prefer == "smallest" or instance_count is not None):
+        other = f"instance_count {instance_count}" if instance_count is not None else 'prefer="smallest"'
+        raise ConfigError(
+            f'up_to is {up_to}, but {other} settles the number of instances; leave up_to out, or use prefer="cheapest" or '
+            '"fastest" without instance_count'
+        )
+    if instance_type is None and gpu_memory_bytes is not None:
+        raise ConfigError(
+            "gpu_memory_bytes was given, but no instance_type, and GPUs of each type have their own memory: give instance_type "
+            "too, or leave gpu_memory_bytes out"
+        )
 
 
 def _precision(precision: str, kind: str) -> dict[str, bool]:
@@ -305,7 +322,7 @@ def _refuse_incomparable(
     if choice.left_out:
         raise ConfigError(
             f"prefer is {prefer!r}, and the model fits on {first}, but not on a cluster that can be compared: "
-            f"{'; '.join(choice.left_out)}; give prices for what has none, or use prefer=\"smallest\""
+            f'{"; ".join(choice.left_out)}; give prices for what has none, or use prefer="smallest"'
         )
 
 
