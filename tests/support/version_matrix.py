@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -142,18 +143,34 @@ def run(cell: Cell) -> Outcome:
         home = Path(folder)
         (home / "constraints.txt").write_text(constraints(cell))
         own = str(home / "environment" / "bin" / "python")
-        install = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
         wanted = [*_NEEDS[cell.torch == NOTEBOOK], *([f"torch=={cell.torch}"] if cell.torch else [])]
         for command in (
             [python, "-m", "venv", str(home / "environment")],
-            [*install, "-c", str(home / "constraints.txt"), *wanted],
+            [*_installer(own), "-c", str(home / "constraints.txt"), *wanted],
         ):
             made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
             if made.returncode:
-                errors = [line for line in made.stderr.splitlines() if line.startswith("ERROR")] or ["ERROR: no reason"]
-                why = errors[-1].removeprefix("ERROR: ").partition(" (from versions")[0]
-                return Outcome("skipped", f"cannot be installed: {why}", day=date.today().isoformat())
+                return Outcome("skipped", f"cannot be installed: {_why(made.stderr)}", day=date.today().isoformat())
         return _tested(cell, own)
+
+
+def _installer(python: str) -> list[str]:
+    """uv where it is installed, which is quicker, else pip; neither keeps what it fetches."""
+    if uv := shutil.which("uv"):
+        links = [part for where in os.environ.get("PIP_FIND_LINKS", "").split() for part in ("--find-links", where)]
+        return [uv, "pip", "install", "--quiet", "--no-cache", "--python", python, *links]
+    return [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
+
+
+def _why(said: str) -> str:
+    """The sentence of pip or uv that says what could not be had."""
+    lines = [" ".join(line.split()).strip("× ") for line in said.splitlines()]
+    errors = (
+        [line for line in lines if line.lower().startswith(("error", "no solution", "because"))]
+        or lines[-1:]
+        or ["no reason"]
+    )
+    return errors[-1].removeprefix("ERROR: ").partition(" (from versions")[0]
 
 
 def _tested(cell: Cell, python: str) -> Outcome:
@@ -276,6 +293,8 @@ def main(arguments: list[str]) -> None:
         case ["write"]:
             write()
         case ["run", *versions]:
+            # A shell that starts this in the background has it ignore Ctrl+C, and tests that send it inherit that.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             bad = []
             for cell in _wanted(versions):
                 print(f"=== {cell}", flush=True)
