@@ -14,6 +14,7 @@ from smp_config.instances import instances
 from smp_estimator.cli.main import main
 from smp_estimator.cli.planning import suggest as suggest_command
 from smp_estimator.planning import Cluster, Suggestion, Verdict, plan, suggest
+from smp_estimator.planning.search.ladder import climb, fitting, has_room, sharded
 from smp_estimator.planning.search.preference import PREFERENCES
 
 
@@ -88,6 +89,26 @@ def test_more_instances_are_faster_and_may_be_asked_for() -> None:
     assert max(cluster.instance_count for cluster in cheapest.clusters) <= 4
     assert price(cheapest.clusters[0]) <= price(suggest("gpt2-xl", prefer="cheapest", batch=8).clusters[0])
     assert {cluster.instance_count for cluster in suggest("gpt2", instance_count=2, prefer="cheapest").clusters} == {2}
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "count", "settings", "workload"),
+    [
+        ("gpt2-xl", "ml.g5.12xlarge", 1, {"bf16": True}, {}),
+        ("gpt2-10b", "ml.p4d.24xlarge", 2, {}, {}),
+        ("gpt-neox-20b", "ml.p4d.24xlarge", 4, {"fp16": True}, {}),
+        ("gpt-neox-20b", "ml.p5.48xlarge", 2, {"bf16": True}, {"optimizer": "sgd"}),
+        ("gpt2-30b", "ml.p4de.24xlarge", 2, {"bf16": True}, {"optimizer": "momentum"}),
+    ],
+)
+def test_what_is_not_planned_would_not_have_fitted(
+    model: str, kind: str, count: int, settings: dict[str, Any], workload: dict[str, Any]
+) -> None:
+    request = plan(model, kind, count, {"ddp": True, **settings}, 1, **workload).request
+    planned = [*climb(request, request.world), *sharded(request, request.world)]
+    fit = [step.what for step in planned if step.plan.verdict is Verdict.FITS and has_room(step.plan)]
+    assert 0 < len(fit) < len(planned)
+    assert [step.what for step in fitting(request, request.world)] == fit
 
 
 def test_with_a_global_batch_the_cheapest_token_is_the_cheapest_step() -> None:
