@@ -145,6 +145,14 @@ def test_only_what_can_be_compared_is_proposed() -> None:
         suggest("gpt2-60b", prefer="cheapest", global_batch=1, sequence=2**22)
 
 
+def test_a_cluster_of_a_type_that_is_not_known_gets_the_first_that_fits() -> None:
+    given = {"processes_per_host": 8, "gpu_memory_bytes": 2**36}
+    found = suggest("gpt2-xl", "ml.p9.48xlarge", 1, prefer="fastest", **given)
+    assert found.parameters == suggest("gpt2-xl", "ml.p9.48xlarge", 1, **given).parameters
+    assert "shortest step" not in str(found)
+    assert "unknown: the type is not in the catalogue" in str(found)
+
+
 def test_what_is_shown() -> None:
     found = suggest("gpt-neox-20b", prefer="cheapest")
     text = " ".join(str(found).split())

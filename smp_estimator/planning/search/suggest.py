@@ -121,7 +121,7 @@ class Suggestion(Shown):
         if self.left_out:
             parts.append(Lines([("not compared", self.left_out)]))
         title = f"tried on {asked}, in the order of the best practices"
-        if self.prefer != "smallest" and fits:
+        if self.prefer != "smallest" and fits and self.plan.time is not None:
             title += "; of those that fit the one with the shortest step is chosen"
         parts.append(Grid(["configuration", "per GPU", "step", "verdict"], tried, frozenset({1, 2}), title=title))
         if fits:
@@ -339,7 +339,7 @@ def _on(request: Request, samples: int, prefer: str = "smallest") -> Suggestion:
     """The degrees on a given cluster."""
     if prefer != "smallest":
         every = [*climb(request, samples), *sharded(request, samples)]
-        if (fastest := fastest_step(every)) is not None:
+        if (fastest := fastest_step(every)) is not None and fastest.plan.time is not None:
             return Suggestion(fastest.plan, tuple(every), None, prefer=prefer)
     tried: list[Step] = []
     chosen: Step | None = None
