@@ -39,7 +39,9 @@ def each_type(model: Any, prefer: str, **more: Any) -> list[Cluster]:
     return found
 
 
-@pytest.mark.parametrize("model", ["gpt2", "gpt-neox-20b", pytest.param("gpt2-60b", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "model", ["gpt2", "gptj-6b", *(pytest.param(m, marks=pytest.mark.full) for m in ("gpt-neox-20b", "gpt2-60b"))]
+)
 def test_no_type_is_cheaper(model: str) -> None:
     found = suggest(model, prefer="cheapest")
     others = [cluster for cluster in each_type(model, "cheapest") if not cluster.is_slow]
