@@ -58,7 +58,7 @@ class Gpu:
 
 @lru_cache(maxsize=1)
 def _catalogue() -> dict[str, Gpu]:
-    text = resources.files("smp_config").joinpath("data", "gpus.json").read_text(encoding="utf-8")
+    text = resources.files("smp_config").joinpath("data").joinpath("gpus.json").read_text(encoding="utf-8")
     return {name: Gpu(name=name, **row) for name, row in json.loads(text)["gpus"].items()}
 
 

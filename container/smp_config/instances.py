@@ -71,7 +71,7 @@ class Instance:
 
 
 def _data(name: str) -> Any:
-    return json.loads(resources.files("smp_config").joinpath("data", name).read_text(encoding="utf-8"))
+    return json.loads(resources.files("smp_config").joinpath("data").joinpath(name).read_text(encoding="utf-8"))
 
 
 @lru_cache(maxsize=1)
