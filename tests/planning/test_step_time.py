@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,6 +170,15 @@ def test_the_plan_says_what_it_assumes_and_whose_price_it_is() -> None:
     found = json.loads(json.dumps(plan("gpt2", "ml.g5.xlarge", 1, BF16, 8).to_dict()))
     assert found["step_time"]["seconds"] == pytest.approx(0.2001556, rel=1e-6)
     assert found["step_cost"]["usd_per_hour_and_instance"] == 1.006
+
+
+def test_the_example_of_the_page_is_what_a_plan_says() -> None:
+    settings = {**BF16, "sharded_data_parallel_degree": 16}
+    text = str(plan("gpt-neox-20b", "ml.p4d.24xlarge", 2, settings, 4, activation_checkpointing="each"))
+    page = " ".join((Path(__file__).parents[2] / "docs" / "planning.md").read_text().split())
+    said = " ".join(text.partition("time ")[2].partition("fewer GPUs")[0].split())
+    assert said.startswith("a step takes about 8.94 s")
+    assert f"time {said}" in page
 
 
 @pytest.mark.parametrize(
