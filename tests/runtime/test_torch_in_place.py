@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from support.canaries import Canaries, Doubling, Noting
+from support.canaries import RELEASE, Canaries, Doubling, Noting
 from torch import nn
 
 from smp_runtime.tensors import torch_private as door
@@ -167,6 +167,11 @@ def _(_):
 
     parameter = nn.Parameter(torch.ones(1))
     parameter.grad = torch.full((1,), 4.0)
+    if RELEASE < (2, 6):  # then the public function is replaced, under both of its names
+        assert not hasattr(clip_grad, "_get_total_norm")
+        assert not hasattr(clip_grad, "_clip_grads_with_norm_")
+        assert torch.nn.utils.clip_grad_norm_ is clip_grad.clip_grad_norm_
+        return
     seen, originals = [], (clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_)
     clip_grad._get_total_norm = lambda *args: seen.append(args) or originals[0](*args)
     clip_grad._clip_grads_with_norm_ = lambda *args: seen.append(args) or originals[1](*args)
