@@ -24,7 +24,7 @@ WITH_5 := $(addprefix tests/,tensor_parallel/test_huggingface.py tensor_parallel
 	tensor_parallel/test_replaced_settings.py pipeline/test_transformers.py activations/test_transformers.py \
 	checkpoints/test_transformers_format.py checkpoints/test_save_pretrained.py planning/test_model_config.py)
 
-.PHONY: image push test-docker quickstart test test-newest test-sdk-floor test-v3 test-full test-torch test-clients test-clients-full lint type format clean help
+.PHONY: image push test-docker quickstart test test-newest test-sdk-floor test-v3 test-full test-torch test-clients test-clients-full test-matrix lint type format clean help
 
 help:
 	@echo "make quickstart   train a small GPT with SMPEstimator.fit(): two processes, no cloud account"
@@ -33,6 +33,7 @@ help:
 	@echo "make test-torch   the runtime's tests with another PyTorch, what it keeps private first: TORCH=2.8.0"
 	@echo "make test-v3      ModelTrainer of SDK v3: the notebook side, and jobs as processes of this machine"
 	@echo "make test-clients client libraries with Transformers 4 and 5, as a sample; test-clients-full: all, for docs/compatibility.md"
+	@echo "make test-matrix  Python 3.10 to 3.13 and PyTorch from the floor to the newest, for docs/compatibility.md; MATRIX=\"3.12 2.4.0\": some"
 	@echo "make image        the training image; BASE_IMAGE=… for the cloud; make push prints how to publish it"
 	@echo "make test-docker  SageMaker local mode with that image, one and two hosts"
 	@echo "make lint type    ruff and mypy"
@@ -104,6 +105,12 @@ test-clients test-clients-full: .venv-clients-4/.installed .venv-clients-5/.inst
 	SMP_CLIENT_OUTCOMES=.venv-clients-5/outcomes.jsonl .venv-clients-5/bin/python -m pytest $(CLIENTS) $(SAMPLE) tests/clients
 	.venv-clients-5/bin/python -m pytest $(CLIENTS) -m "not full" $(WITH_5)
 	.venv-clients-5/bin/python tests/support/client_table.py .venv-clients-4/outcomes.jsonl .venv-clients-5/outcomes.jsonl
+
+# One environment at a time, each removed after its tests: several GB are fetched where the index has no CPU build. MATRIX: only
+# these Pythons (for the notebook side) and PyTorchs (for the runtime).
+MATRIX ?=
+test-matrix:
+	$(PYTHON) tests/support/version_matrix.py run $(MATRIX)
 
 test-full: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

@@ -56,6 +56,14 @@ def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--samples", type=click.IntRange(1), help="Of the data set: how many steps an epoch has."),
         click.option("--tokens", type=click.IntRange(1), help="Of the data set, instead of samples or with them."),
         click.option("--epochs", type=click.IntRange(1), default=1, show_default=True),
+        click.option(
+            "--price",
+            "prices",
+            multiple=True,
+            metavar="TYPE=USD",
+            help="Of one instance per hour, instead of EC2's; may be repeated.",
+        ),
+        click.option("--utilisation", type=float, help="Part of its peak that a GPU reaches; default: 0.5."),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     ]
     for option in reversed(options):
@@ -86,8 +94,23 @@ def _job(given: dict[str, Any]) -> dict[str, Any]:
             f"--gpu-memory is {memory:g}; it is the memory of one GPU in GiB: give more than 0, or leave it out for the "
             "catalogue's"
         )
+    prices = dict(map(_price, given.pop("prices")))
+    if given["utilisation"] is None:
+        del given["utilisation"]
     in_bytes = None if memory is None else math.ceil(memory * GIB)
-    return {**given, "model": _model(given["model"]), "gpu_memory_bytes": in_bytes}
+    return {**given, "model": _model(given["model"]), "gpu_memory_bytes": in_bytes, "prices": prices}
+
+
+def _price(text: str) -> tuple[str, float]:
+    """Type and price of ``ml.p4d.24xlarge=25``; raises ConfigError for anything else."""
+    name, _, number = text.partition("=")
+    try:
+        return name.strip(), float(number)
+    except ValueError:
+        raise ConfigError(
+            f"--price is {text!r}; it gives the price of one instance of a type in US dollars per hour: write for example "
+            "--price ml.p4d.24xlarge=25"
+        ) from None
 
 
 @click.command(cls=_Planning)
@@ -113,13 +136,21 @@ def plan(parameters: str, as_json: bool, **given: Any) -> None:
 
 @click.command(cls=_Planning)
 @_job_options
-@click.option("--instance-type", help="Default: the one that makes the smallest cluster.")
+@click.option("--instance-type", help="Default: the one that makes the smallest cluster, or as --prefer says.")
 @click.option("--instance-count", type=click.IntRange(1), help="Default: the fewest on which MODEL fits.")
+@click.option(
+    "--prefer",
+    type=click.Choice(["smallest", "cheapest", "fastest"]),
+    default="smallest",
+    show_default=True,
+    help="Of the clusters that fit: by size, by the price of a token, or by tokens per second.",
+)
+@click.option("--up-to", type=click.IntRange(1), help="Most instances that --prefer cheapest and fastest consider.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Samples per GPU.")
 @click.option("--global-batch", type=click.IntRange(1), help="Samples per optimizer step, instead of --batch.")
 @click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), default="auto", show_default=True)
 def suggest(as_json: bool, **given: Any) -> None:
-    """Pick degrees for MODEL, in the order of the best practices, and the smallest cluster if none is given.
+    """Pick degrees for MODEL, in the order of the best practices, and a cluster if none is given.
 
     MODEL: as for plan. With --instance-type alone the fewest instances of it are looked for. Exit code 1 when MODEL does
     not fit on the cluster that was given; the clusters on which it would are named.

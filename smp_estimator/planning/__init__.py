@@ -3,6 +3,7 @@
 ``plan`` answers for given settings, ``suggest`` looks for settings. Nothing here imports torch.
 """
 
+from smp_config.gpus import Gpu
 from smp_config.instances import Instance, instance, instances
 from smp_estimator.planning.batches import Batches, Epochs, batch_for, batches, batches_of
 from smp_estimator.planning.forecast import Verdict
@@ -12,16 +13,20 @@ from smp_estimator.planning.plan import Plan, plan
 from smp_estimator.planning.request import Workload
 from smp_estimator.planning.search.clusters import Cluster
 from smp_estimator.planning.search.suggest import Suggestion, suggest
+from smp_estimator.planning.step_time import StepCost, StepTime
 
 __all__ = [
     "SHAPES",
     "Batches",
     "Cluster",
     "Epochs",
+    "Gpu",
     "Instance",
     "Kind",
     "ModelShape",
     "Plan",
+    "StepCost",
+    "StepTime",
     "Suggestion",
     "Verdict",
     "Workload",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp_config import ConfigError, Group
-from smp_config.instances import instances
+from smp_config.instances import has_gpus, instances, require_usable
 from smp_estimator.planning.forecast import Forecast, Verdict
 from smp_estimator.planning.memory import Kind, is_half
 from smp_estimator.planning.network import gathered_shards
@@ -16,22 +16,6 @@ from smp_estimator.planning.request import OPTIMIZER_BYTES
 from smp_estimator.planning.smddp import SmddpUse
 
 GB = 1e9
-
-#: GPUs without bfloat16 arithmetic.
-_NO_BFLOAT16 = ("K80", "V100", "T4")
-
-#: GPUs for which newer builds of PyTorch have no code, and the release of CUDA that dropped them.
-_DROPPED = {"K80": 12, "V100": 13}
-
-
-def has_bfloat16(gpu: str) -> bool:
-    """Whether a GPU, named as in the catalogue, computes in bfloat16."""
-    return gpu not in _NO_BFLOAT16
-
-
-def is_current(gpu: str) -> bool:
-    """Whether PyTorch's builds for every CUDA from 12 on run on a GPU."""
-    return gpu not in _DROPPED
 
 
 @dataclass(frozen=True)
@@ -194,7 +178,7 @@ def _larger(forecast: Forecast) -> Iterator[_Candidate]:
         other
         for other in instances()
         if other.gpus == now.gpus
-        and is_current(other.gpu)
+        and other.gpu_facts.dropped_by_cuda is None
         and other.gpu_memory_bytes > now.gpu_memory_bytes
         and other.name.split(".")[1][0] == family
         and other.efa >= now.efa
@@ -279,6 +263,11 @@ def notes(forecast: Forecast) -> tuple[str, ...]:
             )
         )
     said += _gpu(forecast)
+    if parameters.ddp_dist_backend == "nccl" and has_gpus(request.instance_type) is False:
+        said.append(
+            f'such a job is refused before it starts: ddp_dist_backend is "nccl", which moves tensors between GPUs, and '
+            f'{request.instance_type} has none; use "auto" or "gloo"'
+        )
     per_node = request.processes_per_host
     tensor_nodes = forecast.nodes_of(Group.TP)
     if tensor_nodes > 1:
@@ -307,14 +296,20 @@ def _gpu(forecast: Forecast) -> list[str]:
     if known is None:
         return []
     said = []
-    if forecast.request.parameters.bf16 and not has_bfloat16(known.gpu):
+    if forecast.request.parameters.bf16 and not known.gpu_facts.has_bf16:
         said.append(
             f'the {known.gpu} of {known.name} has no bfloat16 arithmetic: "bf16" is emulated there, slowly, where it works at '
             'all; use "fp16": True, or a type with newer GPUs'
         )
-    if not is_current(known.gpu):
+    dropped = known.gpu_facts.dropped_by_cuda
+    try:
+        require_usable(known.name)
+    except ConfigError as error:
+        said.append(f"such a job is refused before it starts: {error}")
+        dropped = None
+    if dropped is not None:
         said.append(
-            f"builds of PyTorch for CUDA {_DROPPED[known.gpu]} and newer have no code for the {known.gpu} of {known.name}; such "
+            f"builds of PyTorch for CUDA {dropped} and newer have no code for the {known.gpu} of {known.name}; such "
             "a job needs an image with an older build, or another type"
         )
     return said

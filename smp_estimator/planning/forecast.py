@@ -5,12 +5,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from smp_config.instances import Instance, instance
 from smp_estimator.planning.batches import Batches, Epochs, batches_of, idle_fraction
 from smp_estimator.planning.memory import StageMemory, memory
 from smp_estimator.planning.network import Traffic, traffic
+from smp_estimator.planning.step_time import StepCost, StepTime, step_cost, step_time
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -111,6 +113,16 @@ class Forecast:
     def idle(self) -> float:
         """Part of a step that a pipeline stage waits."""
         return idle_fraction(self.request.parameters.pipeline_parallel_degree, self.batches.microbatches)
+
+    @cached_property
+    def time(self) -> StepTime | None:
+        """Seconds of a step, by a model of few terms; None where a fact is unknown."""
+        return step_time(self.request, self.topology, self.batches, self.traffic)
+
+    @property
+    def cost(self) -> StepCost | None:
+        """What a step costs; None without a time, or without a price."""
+        return step_cost(self.request, self.time)
 
     @property
     def instance(self) -> Instance | None:

@@ -92,10 +92,20 @@ class ModelShape:
         """Width inside the MLP."""
         return self.feed_forward or 4 * self.hidden
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Elements of all parameter tensors."""
         return sum(weight.elements for weight in self.tensors())
+
+    @cached_property
+    def is_trained_whole(self) -> bool:
+        """Whether every parameter has a gradient."""
+        return all(weight.trainable for weight in self.tensors())
+
+    @cached_property
+    def layer_parameters(self) -> int:
+        """Elements of the parameter tensors of all layers, without embeddings and head."""
+        return sum(weight.elements for weight in self.tensors() if weight.layer is not None and weight.layer >= 0)
 
     @property
     def has_layers(self) -> bool:

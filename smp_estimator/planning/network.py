@@ -106,11 +106,17 @@ def gathered_shards(request: Request) -> list[int]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes sent per rank per optimizer step, by axis, of the rank that sends most."""
+    """Bytes sent per rank per optimizer step, by axis, of the rank that sends most.
+
+    Attributes:
+        data_late: of ``data``, what is sent when backward has ended: updated parameters of a sharded optimizer state, and
+            what the replicas of a shard average.
+    """
 
     data: float
     tensor: float
     pipeline: float
+    data_late: float = 0.0
 
     @property
     def total(self) -> float:
@@ -124,16 +130,19 @@ def traffic(request: Request, topology: Topology, batch: Batches, stage: StageMe
     b = 2 if is_half(parameters) else 4
     ranks, degree = topology.size(Group.RDP), parameters.sharded_data_parallel_degree
     k, tensor, stages = workload.accumulation, parameters.tensor_parallel_degree, parameters.pipeline_parallel_degree
-    data, summed = 0.0, summed_bytes(parameters)
+    data, late, summed = 0.0, 0.0, summed_bytes(parameters)
     if degree > 1:
         data = sharded_bytes(ranks, degree, stage.elements, b, summed=summed, accumulation=k)
+        late = reduce_bytes(ranks // degree, stage.elements * summed / degree)
     elif parameters.ddp:
         shares = parameters.shard_optimizer_state
         data = data_parallel_bytes(ranks, stage.elements, b, summed=summed, shares_state=shares)
+        late = gather_bytes(ranks, stage.elements * b) if shares else 0.0
     hidden = batch.group_batch * batch.sequence * shape.hidden * b if shape.has_layers else 0
     recompute = workload.activation_checkpointing is not None
     return Traffic(
         data=data,
         tensor=k * tensor_parallel_bytes(tensor, stage.layers, hidden, recompute=recompute),
         pipeline=k * pipeline_bytes(stages, stage.stage, hidden / (tensor if parameters.optimize == "memory" else 1)),
+        data_late=late,
     )

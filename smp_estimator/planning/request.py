@@ -6,15 +6,19 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from smp_config import ConfigError, ModelParallelParameters, smddp
 from smp_config.errors import suggest
-from smp_config.instances import instance
+from smp_config.instances import instance, instances, refuse_neuron
 from smp_estimator.planning.model_config import read_shape, shape_of
 from smp_estimator.planning.model_shape import SHAPES, ModelShape
+
+#: Part of its published peak that a GPU reaches in the arithmetic of a step, where none is given. Narayanan et al. 2021
+#: measured 44–52 % on A100, with everything else of a step included.
+UTILISATION = 0.5
 
 #: Bytes of optimizer state per parameter, in fp32: two moments, one, or none.
 OPTIMIZER_BYTES = {"adam": 8, "adamw": 8, "lamb": 8, "lans": 8, "lars": 4, "momentum": 4, "novograd": 4, "sgd": 0}
@@ -39,6 +43,8 @@ class Workload:
         samples: of the data set; None when its size is not known, and from ``tokens`` where these are.
         tokens: of the data set, before samples are cut or filled to the length of a sequence.
         epochs: passes through the data set.
+        utilisation: part of its published peak that a GPU reaches in the arithmetic of a step.
+        prices: of one instance in US dollars per hour, by its type, where they are not to be the catalogue's.
         batch_source: where ``batch`` is from when it was not given, in words.
     """
 
@@ -54,6 +60,8 @@ class Workload:
     samples: int | None = None
     tokens: int | None = None
     epochs: int = 1
+    utilisation: float = UTILISATION
+    prices: Mapping[str, float] = field(default_factory=dict)
     batch_source: str = ""
 
     def __post_init__(self) -> None:
@@ -70,6 +78,29 @@ class Workload:
                 f"optimizer is {self.optimizer!r}; its state per parameter is unknown: use one of {', '.join(OPTIMIZER_BYTES)}"
             )
         self.checkpointed_layers(1)
+        self._check_utilisation()
+        self._check_prices()
+
+    def _check_utilisation(self) -> None:
+        part = self.utilisation
+        if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
+            raise ConfigError(
+                f"utilisation is {part!r}; it is the part of its peak that a GPU reaches: give more than 0 and at most 1, for "
+                f"example {UTILISATION}"
+            )
+
+    def _check_prices(self) -> None:
+        if not isinstance(self.prices, Mapping):
+            raise ConfigError(
+                f"prices is {self.prices!r}, a {type(self.prices).__name__}; they are looked up by the type of the instance: write "
+                'for example {"ml.p4d.24xlarge": 25.0}, in US dollars per hour'
+            )
+        for name, price in self.prices.items():
+            if isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < math.inf:
+                raise ConfigError(
+                    f"the price of {name} is {price!r}; it is what one instance costs in US dollars per hour: give more than 0, "
+                    "or leave it out for the catalogue's"
+                )
 
     def checkpointed_layers(self, layers: int) -> int:
         """Layers that are recomputed together, 0 when nothing is; raises ConfigError for an unknown strategy."""
@@ -101,6 +132,12 @@ class Request:
     workload: Workload
     gpu_memory_bytes: int | None
     environment: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Price of one instance: the one that was given for its type, else the catalogue's; None without either."""
+        known = instance(self.instance_type)
+        return self.workload.prices.get(self.instance_type, known.usd_per_hour if known else None)
 
     @property
     def world(self) -> int:
@@ -141,6 +178,7 @@ def request_for(
     """Settle the arguments of :func:`smp_estimator.planning.plan`; raises ConfigError for one that cannot be used."""
     if isinstance(instance_count, bool) or not isinstance(instance_count, int) or instance_count < 1:
         raise ConfigError(f"instance_count is {instance_count!r}; it is a number of instances: set it to 1 or more")
+    refuse_neuron(str(instance_type))
     known = instance(instance_type)
     if processes_per_host is None:
         if known is None:
@@ -170,19 +208,31 @@ def request_for(
         script["batch"] = parameters.microbatches
         many = parameters.microbatches > 1
         script["batch_source"] = "one sample per microbatch, as none was given" if many else "1, as none was given"
+    described = _workload(script)
+    _refuse_unknown_types(described.prices, instance_type)
     return Request(
-        shape=_shape(model, sequence),
+        shape=shape_given(model, sequence),
         instance_type=instance_type,
         instance_count=instance_count,
         processes_per_host=processes_per_host,
         parameters=parameters,
-        workload=_workload(script),
+        workload=described,
         gpu_memory_bytes=gpu_memory_bytes,
         environment=tuple(sorted((environment or {}).items())),
     )
 
 
-def _shape(model: Any, sequence: int | None) -> ModelShape:
+def _refuse_unknown_types(prices: Mapping[str, float], instance_type: str) -> None:
+    names = [known.name for known in instances()]
+    for name in prices:
+        if name not in names and name != instance_type:
+            raise ConfigError(
+                f"prices has {name!r}{suggest(str(name), names)}; prices are looked up by the type of the instance, and the "
+                "catalogue has none of this name: use one of smp_estimator.planning.instances()"
+            )
+
+
+def shape_given(model: Any, sequence: int | None) -> ModelShape:
     """A model given in any of the ways of ``plan()``, as a shape."""
     if isinstance(model, ModelShape):
         shape = model

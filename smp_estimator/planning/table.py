@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from smp_config.instances import price_source
 from smp_estimator.planning.advice import GB, Change, SmallerCluster, amount, rule_line
 from smp_estimator.planning.forecast import Forecast, Verdict
 from smp_estimator.planning.report import Grid, Lines, Report, Said
+from smp_estimator.planning.step_time import precision_of, unknown_because
 
 
 def plan_report(
@@ -52,12 +54,57 @@ def plan_report(
             ("rules", [rule_line(plan)]),
             ("network", [network]),
             ("pipeline", idle),
+            ("time", time_lines(plan)),
+            ("cost", cost_lines(plan)),
             ("to change", to_change),
             ("fewer GPUs", [str(smaller) for smaller in fewer]),
             ("notes", notes),
         ]
     )
     return [above, _memory(plan), below]
+
+
+def time_lines(plan: Forecast) -> list[str]:
+    """Seconds of a step by kind, and what they rest on; why not, where they are unknown."""
+    time, known, precision = plan.time, plan.instance, precision_of(plan.request)
+    if time is None or known is None:
+        return [f"unknown: {unknown_because(plan.request)}"]
+    parts = {
+        "arithmetic": time.arithmetic,
+        "tensor parallel": time.tensor,
+        "waiting for other stages": time.idle,
+        "pipeline": time.pipeline,
+        "data parallel": time.data - time.hidden,
+    }
+    kinds = ", ".join(f"{kind} {seconds:.3g}" for kind, seconds in parts.items() if seconds)
+    hidden = f" (and {time.hidden:.3g} beside the arithmetic)" if time.hidden else ""
+    assumed = (
+        f"assumed: {time.utilisation:.0%} of the peak in {precision} ({known.gpu}: {time.peak / 1e12:g} TFLOP/s), "
+        f"{known.link_gb_per_s:g} GB/s between the GPUs of a host"
+    )
+    if plan.request.instance_count > 1:
+        assumed += f", {known.network_baseline_gbps:g} Gbit/s between hosts"
+    offloaded = (
+        "; copies of offloaded activations are not counted" if plan.request.parameters.offload_activations else ""
+    )
+    return [
+        f"a step takes about {time.total:.3g} s, {time.tokens_per_second:,.0f} tokens per second: {kinds}{hidden}",
+        f"{assumed}, no latency{offloaded}",
+    ]
+
+
+def cost_lines(plan: Forecast) -> list[str]:
+    """What a step costs, and whose price that is; none without a time."""
+    cost, request = plan.cost, plan.request
+    if plan.time is None:
+        return []
+    if cost is None:
+        return [f"unknown: no price of {request.instance_type} is known; give it with prices (--price)"]
+    source = "as given" if cost.is_given else f"{price_source()}; SageMaker bills a rate of its own"
+    return [
+        f"{cost.usd_per_million_tokens:.3g} USD per million tokens, {cost.usd_per_step:.3g} per step: "
+        f"{request.instance_count} × {cost.usd_per_hour:g} USD per hour ({source})"
+    ]
 
 
 def _memory(plan: Forecast) -> Grid:

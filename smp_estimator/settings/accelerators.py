@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError, smddp
 from smp_config.errors import suggest
-from smp_config.instances import WITHOUT_BF16, Instance, has_gpus, instances, require_usable
+from smp_config.instances import Instance, has_gpus, instances, require_usable
 from smp_launch.environment import gpu_count, has_unusual_gpu
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def check_accelerators(
             f"distribution: mpi.processes_per_host is {processes}, and {known.name} has {known.gpus} GPUs: "
             f"{known.gpus - processes} of each host stay idle"
         )
-    if parameters.bf16 and known is not None and known.gpu in WITHOUT_BF16:
+    if parameters.bf16 and known is not None and not known.gpu_facts.has_bf16:
         say(
             f"distribution: bf16 is true, and the {known.gpu} GPUs of {known.name} have no units for it: it is computed in float32 "
             "and is slower than that; use fp16, or instances with A10G, A100 or newer GPUs (g5, p4d, p5)"

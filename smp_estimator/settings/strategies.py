@@ -71,8 +71,11 @@ def _show_parameters() -> None:
         for name, field in _FIELDS.items()
     ]
     vars(ModelParallel)["__init__"].__signature__ = inspect.Signature([own, *listed])
-    lines = "".join(f"        {name}: {field.description}\n" for name, field in _FIELDS.items())
-    ModelParallel.__doc__ = str(ModelParallel.__doc__).replace("    Example:", f"    Args:\n{lines}\n    Example:")
+    lines = "".join(f"    {name}: {field.description}\n" for name, field in _FIELDS.items())
+    # From Python 3.13 on the compiler takes the indentation away.
+    ModelParallel.__doc__ = inspect.cleandoc(str(ModelParallel.__doc__)).replace(
+        "Example:", f"Args:\n{lines}\nExample:"
+    )
 
 
 _show_parameters()

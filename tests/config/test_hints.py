@@ -17,6 +17,7 @@ def test_an_argument_of_the_model_is_no_parameter(name):
 def test_the_hints_are_arguments_that_the_model_has():
     import inspect
 
+    pytest.importorskip("torch")
     import smdistributed.modelparallel.torch as smp
     from smp_config.parameters import _MODEL_ARGUMENTS
 

@@ -32,7 +32,9 @@ def test_the_wheel_s_record_is_true(built: Path) -> None:
             assert int(size) == len(content)
         assert "Name: smp-estimator" in archive.read(f"{info}/METADATA").decode()
     assert {
+        "smp_config/data/gpus.json",
         "smp_config/data/instances.json",
+        "smp_config/data/prices.json",
         "smp_runtime/model/__init__.py",
         "smdistributed/modelparallel/torch/__init__.py",
     } <= names

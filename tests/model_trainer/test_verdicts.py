@@ -257,6 +257,34 @@ def test_containers_of_this_machine(script: Path, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("kind", "parameters", "said"),
+    [
+        ("ml.trn2.48xlarge", {"ddp": True}, r"compute\.instance_type is ml\.trn2\.48xlarge, whose .* Neuron devices"),
+        ("ml.p2.8xlarge", {"ddp": True}, r"K80 GPUs have compute capability 3\.7"),
+        ("ml.c5.18xlarge", {"ddp": True, "ddp_dist_backend": "nccl"}, r"but ml\.c5\.18xlarge has none"),
+    ],
+)
+def test_accelerators_are_refused_wherever_the_job_runs(
+    kind: str, parameters: dict[str, Any], said: str, cloud: Any, script: Path, tmp_path: Path
+) -> None:
+    given = {"compute": {"instance_type": kind}, "parallel": {"parameters": parameters, "processes_per_host": 8}}
+    with pytest.raises(ConfigError, match=said):
+        trainer(script, sagemaker_session=cloud.session, **given)
+    with pytest.raises(ConfigError, match=said):
+        trainer(script, training_mode=Mode.LOCAL_CONTAINER, local_container_root=str(tmp_path), **given)
+    assert not cloud.requests
+
+
+def test_bf16_on_v100_is_warned_about(cloud: Any, script: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = {"compute": {"instance_type": "ml.p3.16xlarge"}, "sagemaker_session": cloud.session}
+    trainer(script, parallel={"parameters": {"ddp": True, "bf16": True}, "processes_per_host": 8}, **given)
+    assert "V100 GPUs of ml.p3.16xlarge have no units for it" in caplog.text
+    caplog.clear()
+    trainer(script, parallel={"parameters": {"ddp": True, "fp16": True}, "processes_per_host": 8}, **given)
+    assert "units for it" not in caplog.text
+
+
 def test_plan_and_suggest(cloud: Any, script: Path) -> None:
     made = trainer(script, sagemaker_session=cloud.session, hyperparameters={"batch_size": 8})
     plan = made.plan("gpt2")

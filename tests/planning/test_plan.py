@@ -100,7 +100,15 @@ def test_notes() -> None:
         assert f"the {gpu} of {kind} has no bfloat16 arithmetic" in said("gpt2", kind, 1, half)
         assert "bfloat16" not in said("gpt2", kind, 1, {"ddp": True, "fp16": True})
     assert "bfloat16" not in said("gpt2", "ml.p4d.24xlarge", 1, half)
-    assert "builds of PyTorch for CUDA 12 and newer have no code for the K80" in said("gpt2", "ml.p2.xlarge")
+    assert "such a job is refused before it starts: instance_type is ml.p2.xlarge, whose K80 GPUs have" in said(
+        "gpt2", "ml.p2.xlarge"
+    )
+    assert "builds of PyTorch for CUDA 13 and newer have no code for the V100" in said("gpt2", "ml.p3.2xlarge")
+    nccl = {"ddp": True, "ddp_dist_backend": "nccl"}
+    on_cpus = said("gpt2", "ml.c5.18xlarge", 1, nccl, processes_per_host=2)
+    assert 'is refused before it starts: ddp_dist_backend is "nccl"' in on_cpus
+    assert "refused" not in said("gpt2", "ml.g5.xlarge", 1, nccl)
+    assert "refused" not in said("gpt2", "ml.c5.18xlarge", 1, {"ddp": True}, processes_per_host=2)
     assert "builds of PyTorch" not in said("gpt2", "ml.g4dn.xlarge")
 
 

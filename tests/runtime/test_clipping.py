@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 import torch
+from support.canaries import RELEASE
 from support.closeness import close
 from support.logs import logged
 from support.reference import Alone, train_alone
@@ -13,7 +15,8 @@ from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
 import smdistributed.modelparallel.torch as smp
-from smp_runtime.errors import SMPUserError
+from smp_runtime.errors import SMPRuntimeError, SMPUserError
+from smp_runtime.optim.clipping import wrapped_function
 
 STEPS, BATCH = 5, 8
 UNCLIPPED = {"sdp_gradient_clipping": 1e30, "sdp_param_persistence_threshold": 20}
@@ -429,6 +432,8 @@ def test_pytorchs_clipping_is_that_of_one_process_for_parts_of_a_model_too(ranks
 
 def test_pytorch_has_its_own_functions_back_after_the_session(solo):
     def functions():
+        if RELEASE < (2, 6):
+            return (wrapped_function(clip_grad_norm_).cell_contents,)
         return clip_grad._clip_grads_with_norm_, clip_grad._get_total_norm
 
     own = functions()
@@ -437,3 +442,27 @@ def test_pytorch_has_its_own_functions_back_after_the_session(solo):
     assert not set(own) & set(functions())
     session.close()
     assert functions() == own
+
+
+def test_what_a_wrapper_calls_can_be_replaced():
+    """As PyTorch before 2.6 wraps ``clip_grad_norm_``, which a script holds under a name of its own."""
+
+    def no_grad(function):
+        @functools.wraps(function)
+        def wrapper(*args):
+            with torch.no_grad():
+                return function(*args)
+
+        return wrapper
+
+    @no_grad
+    def clip(x):
+        return x, torch.is_grad_enabled()
+
+    imported = clip
+    cell = wrapped_function(clip)
+    cell.cell_contents = functools.wraps(cell.cell_contents)(lambda x: (-x, torch.is_grad_enabled()))
+    assert imported(3) == (-3, False)
+    assert wrapped_function(clip) == cell
+    with pytest.raises(SMPRuntimeError, match="has a torch.nn.utils._loss that cannot be made to measure"):
+        wrapped_function(_loss)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from support.canaries import Canaries, Doubling, Noting
+from support.canaries import RELEASE, Canaries, Doubling, Noting
 from torch import nn
 
+from smp_runtime.optim.clipping import wrapped_function
 from smp_runtime.tensors import torch_private as door
 
 CANARIES = Canaries()
@@ -167,6 +168,18 @@ def _(_):
 
     parameter = nn.Parameter(torch.ones(1))
     parameter.grad = torch.full((1,), 4.0)
+    if RELEASE < (2, 6):  # then what the public function wraps is replaced
+        assert not hasattr(clip_grad, "_get_total_norm")
+        cell = wrapped_function(clip_grad.clip_grad_norm_)
+        original, seen = cell.cell_contents, []
+        cell.cell_contents = lambda *args: seen.append(args) or original(*args)
+        try:
+            torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+        finally:
+            cell.cell_contents = original
+        assert seen == [([parameter], 1.0)]
+        assert float(parameter.grad) == pytest.approx(1.0)
+        return
     seen, originals = [], (clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_)
     clip_grad._get_total_norm = lambda *args: seen.append(args) or originals[0](*args)
     clip_grad._clip_grads_with_norm_ = lambda *args: seen.append(args) or originals[1](*args)

@@ -15,7 +15,6 @@ SINCE_2_6 = {
     "abort_process_groups": "a rank that ends with an error leaves its collectives to end with the process",
     **dict.fromkeys(("give_backends", "name_group", "count_collectives"), 'the backend "smddp" refuses to start'),
     **dict.fromkeys(("all_gather_single", "all_gather_single_coalesced"), 'the backend "smddp" refuses to start'),
-    "torch.nn.utils.clip_grad._clip_grads_with_norm_": "the public function is watched",
 }
 RELEASE = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
 

@@ -285,6 +285,11 @@ WRONG = [
     # instances
     Probe("Neuron devices", {**smp(ddp=True), "instance_type": "ml.trn1.32xlarge"}, (r"Neuron", r"ml\.p4d\.24xlarge")),
     Probe(
+        "Neuron devices of the second generation",
+        {**smp(ddp=True), "instance_type": "ml.trn2.48xlarge"},
+        (r"ml\.trn2\.48xlarge, whose accelerators are AWS Neuron devices", r"ml\.p4d\.24xlarge"),
+    ),
+    Probe(
         "GPUs that PyTorch has left",
         {**smp(8, ddp=True), "instance_type": "ml.p2.8xlarge"},
         (r"K80 GPUs have compute capability 3\.7", r"'ml\.g5\.12xlarge'"),

@@ -7,9 +7,11 @@ factor; where gradients lie in shards, it would find none. Scripts and libraries
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import math
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from smp_config import Group
+from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.optim.gradient_norms import WholeNorms, scale_down
 
 if TYPE_CHECKING:
@@ -28,8 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp")
 
-#: What PyTorch's function is made of since 2.6, however a script has imported it; else the function itself.
-_MEASURE, _SCALE, _OUTER = "_get_total_norm", "_clip_grads_with_norm_", "clip_grad_norm_"
+#: What PyTorch's function is made of since 2.6, however a script has imported it; before, it is one function, wrapped once.
+_MEASURE, _SCALE = "_get_total_norm", "_clip_grads_with_norm_"
 
 
 def needs_other_ranks(session: Session) -> bool:
@@ -60,8 +63,28 @@ def clip_over_ranks(session: Session) -> None:
         patch(clip_grad, _MEASURE, clipping.measuring)
         patch(clip_grad, _SCALE, clipping.scaling)
     else:
-        patch(clip_grad, _OUTER, clipping.clipping)
-        patch(torch.nn.utils, _OUTER, clipping.clipping)
+        # Inside the wrapper: a script that has imported the name holds the wrapper itself.
+        cell = wrapped_function(clip_grad.clip_grad_norm_)
+        original = cell.cell_contents
+        cell.cell_contents = clipping.clipping(original)
+        session.at_close.append(functools.partial(setattr, cell, "cell_contents", original))
+
+
+def wrapped_function(wrapper: Callable[..., Any]) -> types.CellType:
+    """Where a wrapper made with ``functools.wraps`` keeps the function that it calls.
+
+    Raises:
+        SMPRuntimeError: the function is not wrapped, in a PyTorch that the runtime is not tested with.
+    """
+    inner = inspect.unwrap(wrapper)
+    for cell in wrapper.__closure__ or ():
+        # Another session may have put its own there, which is made with ``functools.wraps`` too.
+        if callable(cell.cell_contents) and inspect.unwrap(cell.cell_contents) is inner:
+            return cell
+    raise SMPRuntimeError(
+        f"PyTorch {torch.__version__} has a torch.nn.utils.{wrapper.__name__} that cannot be made to measure gradients over all "
+        "ranks, and would clip each by another norm; install PyTorch 2.4 or newer, or use optimizer.clip_master_grads(max_norm)"
+    )
 
 
 class _Measured(threading.local):
@@ -98,11 +121,8 @@ class _Clipping:
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             norm = self._clipped(parameters, float(max_norm), self._measured.norm_type)
             found = total_norm if norm is None else torch.as_tensor(norm)
-            if self._measured.error_if_nonfinite and not math.isfinite(float(found)):
-                raise RuntimeError(
-                    f"the gradient's norm of order {self._measured.norm_type} is {float(found)}, so it cannot be clipped; pass "
-                    "error_if_nonfinite=False to scale by it all the same"
-                )
+            if self._measured.error_if_nonfinite:
+                _require_finite(float(found), self._measured.norm_type)
             if norm is None:
                 original(parameters, max_norm, total_norm, foreach)
             else:
@@ -114,11 +134,19 @@ class _Clipping:
         """The same for a PyTorch that does both in one function."""
 
         @functools.wraps(original)
-        def clip(parameters: Any, max_norm: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+        def clip(
+            parameters: Any,
+            max_norm: Any,
+            norm_type: float = 2.0,
+            error_if_nonfinite: bool = False,
+            foreach: bool | None = None,
+        ) -> Any:
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             norm = self._clipped(parameters, float(max_norm), norm_type)
             if norm is None:
-                return original(parameters, max_norm, norm_type, *args, **kwargs)
+                return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+            if error_if_nonfinite:
+                _require_finite(norm, norm_type)
             return torch.tensor(norm)
 
         return clip
@@ -150,6 +178,14 @@ class _Clipping:
                 "optimizer.clip_master_grads(max_norm) of smp.DistributedOptimizer, on every rank",
                 what,
             )
+
+
+def _require_finite(norm: float, norm_type: float) -> None:
+    if not math.isfinite(norm):
+        raise RuntimeError(
+            f"the gradient's norm of order {norm_type} is {norm}, so it cannot be clipped; pass error_if_nonfinite=False to "
+            "scale by it all the same"
+        )
 
 
 def _own(model: TrainedModel) -> set[int]:

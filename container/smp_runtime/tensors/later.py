@@ -6,11 +6,14 @@ The first operation that needs the elements gets them, and from then on works wi
 from __future__ import annotations
 
 import inspect
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass, make_without_elements, tree_map
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class LaterTensor(torch.Tensor):

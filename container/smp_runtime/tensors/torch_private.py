@@ -55,7 +55,7 @@ IN_PLACE: Mapping[str, tuple[str, ...]] = {
     ),
     # Overridden: names of before PyTorch 2.13.
     "torch.distributed.ProcessGroup": ("_allgather_base", "_reduce_scatter_base"),
-    # Replaced where gradients lie on several ranks; before PyTorch 2.6 the public function is.
+    # Replaced where gradients lie on several ranks; before PyTorch 2.6 what the public function wraps is.
     "torch.nn.utils.clip_grad": ("_get_total_norm", "_clip_grads_with_norm_"),
 }
 

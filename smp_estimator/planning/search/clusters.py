@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from smp_config import ConfigError
 from smp_config.instances import Instance, instances
-from smp_estimator.planning.advice import is_current
 from smp_estimator.planning.forecast import TIGHT_ABOVE
 from smp_estimator.planning.request import OPTIMIZER_BYTES, Request
 from smp_estimator.planning.search.ladder import Step, first_fit
@@ -134,12 +133,17 @@ def least_count(request: Request) -> int:
     return max(1, math.ceil(each * request.shape.parameters / (device * request.processes_per_host)))
 
 
+def current() -> Iterator[Instance]:
+    """Types for whose GPUs every build of PyTorch for CUDA from 12 on has code."""
+    return (known for known in instances() if known.gpu_facts.dropped_by_cuda is None)
+
+
 def _kinds() -> Iterator[Instance]:
     """Types worth asking: of those with the same GPUs and network, the one with the least memory of its own."""
     best: dict[tuple[object, ...], Instance] = {}
-    for known in instances():
+    for known in current():
         key = (known.gpu, known.gpu_memory_bytes, known.gpus, known.efa)
-        if is_current(known.gpu) and (key not in best or known.host_memory_bytes < best[key].host_memory_bytes):
+        if key not in best or known.host_memory_bytes < best[key].host_memory_bytes:
             best[key] = known
     yield from best.values()
 

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from smp_config import ConfigError, ModelParallelParameters
 from smp_estimator.planning.advice import microbatches_for
 from smp_estimator.planning.batches import batch_for
-from smp_estimator.planning.forecast import Verdict
+from smp_estimator.planning.forecast import TIGHT_ABOVE, Verdict
+from smp_estimator.planning.memory import is_half
 from smp_estimator.planning.plan import Plan
+from smp_estimator.planning.request import OPTIMIZER_BYTES
 
 if TYPE_CHECKING:
     from smp_estimator.planning.request import Request
@@ -42,13 +44,20 @@ def sharded(request: Request, samples: int) -> Iterator[Step]:
 
 def first_fit(request: Request, samples: int) -> Step | None:
     """The first configuration that fits, with what it offloads fitting into the host's memory; None without one."""
-    for steps in (climb, sharded):
-        for step in steps(request, samples):
-            known = step.plan.instance
-            enough = known is None or step.plan.offloaded_host_bytes <= known.host_memory_bytes
-            if step.plan.verdict is Verdict.FITS and enough:
-                return step
-    return None
+    return next(fitting(request, samples), None)
+
+
+def fitting(request: Request, samples: int) -> Iterator[Step]:
+    """All configurations that fit, those with sharded data parallelism last."""
+    for candidates in (_ladder, _sharded):
+        for step in _plans(_possible(candidates(request), request), request, samples):
+            if step.plan.verdict is Verdict.FITS and has_room(step.plan):
+                yield step
+
+
+def has_room(plan: Plan) -> bool:
+    """Whether what is offloaded fits into the memory of the host."""
+    return plan.instance is None or plan.offloaded_host_bytes <= plan.instance.host_memory_bytes
 
 
 _Candidate = tuple[str, dict[str, Any], str | None]
@@ -96,6 +105,26 @@ def _sharded(request: Request) -> Iterator[_Candidate]:
             {"sharded_data_parallel_degree": request.world, "offload_activations": True},
             each,
         )
+
+
+def _possible(candidates: Iterator[_Candidate], request: Request) -> Iterator[_Candidate]:
+    """Those whose state, divided evenly, leaves the device not full; the others cannot fit, and need no plan to tell."""
+    if request.gpu_memory_bytes is None or not request.shape.is_trained_whole:
+        yield from candidates
+        return
+    each = 8 + OPTIMIZER_BYTES[request.workload.optimizer]  # parameter, gradient and master copy, in any precision
+    kept = 4 if is_half(request.parameters) else 8  # of these, parameter and gradient in backward
+    for what, settings, checkpointing in candidates:
+        parts = settings.get("pipeline_parallel_degree", 1) * settings.get("tensor_parallel_degree", 1)
+        if shards := settings.get("sharded_data_parallel_degree"):
+            state = each / shards
+        elif settings.get("shard_optimizer_state"):
+            state = kept + (each - kept) / request.world
+        else:
+            state = float(each)
+        # Tensors that are not divided only add to this.
+        if request.shape.parameters / parts * state <= TIGHT_ABOVE * request.gpu_memory_bytes:
+            yield what, settings, checkpointing
 
 
 def _powers(limit: int) -> Iterator[int]:

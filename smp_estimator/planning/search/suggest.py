@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
-from smp_config.instances import instance
-from smp_estimator.planning.advice import GB, amount, has_bfloat16
+from smp_config.instances import instance, require_usable
+from smp_estimator.planning.advice import GB, amount
 from smp_estimator.planning.forecast import Verdict
 from smp_estimator.planning.report import Cell, Grid, Lines, Report, Said, Shown
-from smp_estimator.planning.request import Request, request_for
-from smp_estimator.planning.search.clusters import MOST_INSTANCES, Cluster, smallest, smallest_clusters
+from smp_estimator.planning.request import Request, request_for, shape_given
+from smp_estimator.planning.search.clusters import MOST_INSTANCES, Ask, Cluster, smallest, smallest_clusters
 from smp_estimator.planning.search.ladder import Step, climb, sharded
+from smp_estimator.planning.search.preference import Choice, checked, fastest_step, rank
 from smp_estimator.planning.table import plan_report
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ class Suggestion(Shown):
         clusters: the smallest clusters on which the model fits, when the cluster was left open (the first is the one that
             was chosen) or does not suffice; empty when it suffices, and when no cluster does.
         searched: whether the cluster was left open, in whole or in part.
+        prefer: ``"smallest"``, ``"cheapest"`` or ``"fastest"``: by what clusters were compared, and configurations of one.
+        left_out: types that could not be compared, and why; in words.
     """
 
     plan: Plan
@@ -38,6 +42,8 @@ class Suggestion(Shown):
     alternative: Step | None
     clusters: tuple[Cluster, ...] = ()
     searched: bool = False
+    prefer: str = "smallest"
+    left_out: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -68,8 +74,16 @@ class Suggestion(Shown):
             "instance_count": self.instance_count,
             "parameters": self.parameters,
             "batch": self.batch,
+            "prefer": self.prefer,
+            "left_out": list(self.left_out),
             "tried": [
-                {"what": s.what, "total_bytes": s.plan.total_bytes, "verdict": s.plan.verdict.name} for s in self.tried
+                {
+                    "what": s.what,
+                    "total_bytes": s.plan.total_bytes,
+                    "verdict": s.plan.verdict.name,
+                    "seconds_per_step": None if s.plan.time is None else s.plan.time.total,
+                }
+                for s in self.tried
             ],
             "clusters": [
                 {
@@ -78,6 +92,8 @@ class Suggestion(Shown):
                     "gpus": c.gpus,
                     "what": c.step.what,
                     "total_bytes": c.plan.total_bytes,
+                    "tokens_per_second": None if c.plan.time is None else c.plan.time.tokens_per_second,
+                    "usd_per_million_tokens": None if c.plan.cost is None else c.plan.cost.usd_per_million_tokens,
                 }
                 for c in self.clusters
             ],
@@ -93,6 +109,7 @@ class Suggestion(Shown):
             [
                 step.what,
                 f"{step.plan.total_bytes / GB:,.1f} GB",
+                "" if step.plan.time is None else f"{step.plan.time.total:.3g} s",
                 _verdict(step.plan, word if step.plan is self.plan else ""),
             ]
             for step in self.tried
@@ -100,9 +117,13 @@ class Suggestion(Shown):
         asked = f"{self.instance_count} × {self.instance_type}"
         parts: list[Lines | Grid] = []
         if self.clusters and self.searched:
-            parts.append(_clusters_grid("the smallest clusters that fit", self.clusters, self.clusters[0]))
+            parts.append(_clusters_grid(f"the {self.prefer} clusters that fit", self.clusters, self.clusters[0]))
+        if self.left_out:
+            parts.append(Lines([("not compared", self.left_out)]))
         title = f"tried on {asked}, in the order of the best practices"
-        parts.append(Grid(["configuration", "per GPU", "verdict"], tried, frozenset({1}), title=title))
+        if self.prefer != "smallest" and fits and self.plan.time is not None:
+            title += "; of those that fit the one with the shortest step is chosen"
+        parts.append(Grid(["configuration", "per GPU", "step", "verdict"], tried, frozenset({1, 2}), title=title))
         if fits:
             rows: list[tuple[str, list[Cell]]] = [
                 ("instead", [f"{other.what}: {amount(other.plan)}"] if other else []),
@@ -135,11 +156,17 @@ def _clusters_grid(title: str, clusters: tuple[Cluster, ...], chosen: Cluster | 
         note = " (slow: no EFA)" if each.is_slow else ""
         share = f"{each.plan.total_bytes / GB:.1f} of {(each.plan.request.gpu_memory_bytes or 0) / GB:.1f} GB"
         said = Said("fits ← chosen", Verdict.FITS) if each is chosen else Said("fits", Verdict.FITS)
-        rows.append([f"{each}{note}", gpus, each.step.what.removeprefix("+ "), share, said])
-    return Grid(["instances", "GPUs", "with", "per GPU", "verdict"], rows, frozenset({3}), title=title)
+        time, cost = each.plan.time, each.plan.cost
+        speed = "unknown" if time is None else f"{time.tokens_per_second:,.0f}"
+        price = (
+            "unknown" if cost is None else f"{cost.usd_per_million_tokens:.3g}" + (" (given)" if cost.is_given else "")
+        )
+        rows.append([f"{each}{note}", gpus, each.step.what.removeprefix("+ "), share, speed, price, said])
+    columns = ["instances", "GPUs", "with", "per GPU", "tokens/s", "USD per 10⁶ tokens", "verdict"]
+    return Grid(columns, rows, frozenset({3, 4, 5}), title=title)
 
 
-def suggest(
+def suggest(  # noqa: PLR0913 - what a caller may ask for, each by its name
     model: Any,
     instance_type: str | None = None,
     instance_count: int | None = None,
@@ -151,12 +178,15 @@ def suggest(
     processes_per_host: int | None = None,
     gpu_memory_bytes: int | None = None,
     environment: Mapping[str, str] | None = None,
+    prefer: str = "smallest",
+    up_to: int | None = None,
     **workload: Any,
 ) -> Suggestion:
-    """Pick degrees for a model and a cluster, or the smallest cluster too.
+    """Pick degrees for a model and a cluster, or a cluster too: the smallest, the cheapest or the fastest.
 
-    The first configuration that fits wins; without one the first that is tight, else the one that comes nearest, and
-    the clusters that would be large enough are named.
+    The first configuration that fits wins, or the one with the shortest step where the cheapest or the fastest is wanted;
+    without one the first that is tight, else the one that comes nearest, and the clusters that would be large enough are
+    named.
 
     Args:
         model: as for :func:`~smp_estimator.planning.plan.plan`.
@@ -166,24 +196,22 @@ def suggest(
         batch: samples per GPU and step; the global batch is this times the processes, whatever the degrees.
         global_batch: samples per optimizer step, instead of ``batch``.
         precision: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``: bf16 where the GPU has it, else fp16.
+        prefer: which of the clusters that fit: ``"smallest"``, ``"cheapest"`` (price of a token) or ``"fastest"`` (tokens
+            per second), by the times and prices of ``plan``.
+        up_to: most instances that are considered for the last two; default: the fewest of each type for the cheapest, and
+            as many as the smallest cluster of all has for the fastest.
         sequence, processes_per_host, gpu_memory_bytes, environment, workload: as for ``plan``.
 
     Raises:
         ConfigError: arguments that cannot be used, or no cluster that is large enough when the type is open.
     """
-    if precision not in ("auto", "bf16", "fp16", "fp32"):
-        raise ConfigError(
-            f"precision is {precision!r}; parameters are kept in one of auto, bf16, fp16, fp32: use one of these"
-        )
-    if instance_type is None and gpu_memory_bytes is not None:
-        raise ConfigError(
-            "gpu_memory_bytes was given, but no instance_type, and GPUs of each type have their own memory: give instance_type "
-            "too, or leave gpu_memory_bytes out"
-        )
+    _check(precision, prefer, up_to, instance_type, instance_count, gpu_memory_bytes)
+    require_usable(instance_type)
+    shape = shape_given(model, sequence)  # read once, for all that is tried
 
     def ask(kind: str, count: int) -> tuple[Request, int]:
         request = request_for(
-            model,
+            shape,
             kind,
             count,
             {"ddp": True} | _precision(precision, kind),
@@ -200,8 +228,24 @@ def suggest(
         return request, global_batch or batch * request.world * request.workload.accumulation
 
     if instance_type is not None and instance_count is not None:
-        found = _on(*ask(instance_type, instance_count))
+        found = _on(*ask(instance_type, instance_count), prefer)
         return found if found.plan.verdict.feasible else _with_clusters(found, ask)
+    if prefer != "smallest":
+        ask(instance_type or "ml.p4d.24xlarge", instance_count or 1)  # a wrong argument shall be told, as below
+        choice = rank(ask, prefer, kind=instance_type, count=instance_count, up_to=up_to)
+        if choice.clusters:
+            return _chosen(choice.clusters, ask, prefer, choice.left_out)
+        _refuse_incomparable(ask, choice, prefer, instance_type, instance_count, up_to)
+    samples = f"a global batch of {global_batch}" if global_batch else f"{batch} samples per GPU"
+    return _smallest(ask, instance_type, instance_count, samples)
+
+
+def _smallest(ask: Ask, instance_type: str | None, instance_count: int | None, samples: str) -> Suggestion:
+    """The smallest cluster, of a type or of any; ``samples``: what a step reads, in words.
+
+    Raises:
+        ConfigError: no cluster of any type is large enough.
+    """
     if instance_type is not None:
         cluster = smallest(ask, instance_type)
         if cluster is None:
@@ -212,38 +256,91 @@ def suggest(
     clusters = smallest_clusters(ask, instance_count)
     if not clusters:
         many = f"{instance_count} instances" if instance_count else f"up to {MOST_INSTANCES:,} instances"
-        samples = f"a global batch of {global_batch}" if global_batch else f"{batch} samples per GPU"
         others = smallest_clusters(ask) if instance_count else ()
         remedy = f"it fits on {others[0]}" if others else "use a smaller batch, a shorter sequence or a smaller model"
         raise ConfigError(f"the model fits on no cluster of {many} of any current type with {samples}; {remedy}")
     return _chosen(clusters, ask)
 
 
+def _check(
+    precision: str,
+    prefer: str,
+    up_to: int | None,
+    instance_type: str | None,
+    instance_count: int | None,
+    gpu_memory_bytes: int | None,
+) -> None:
+    """Refuse arguments that cannot be used, or not together."""
+    if precision not in ("auto", "bf16", "fp16", "fp32"):
+        raise ConfigError(
+            f"precision is {precision!r}; parameters are kept in one of auto, bf16, fp16, fp32: use one of these"
+        )
+    checked(prefer)
+    if up_to is not None and (isinstance(up_to, bool) or not isinstance(up_to, int) or up_to < 1):
+        raise ConfigError(f"up_to is {up_to!r}; it is a number of instances: set it to 1 or more, or leave it out")
+    if up_to is not None and (prefer == "smallest" or instance_count is not None):
+        other = f"instance_count {instance_count}" if instance_count is not None else 'prefer="smallest"'
+        raise ConfigError(
+            f'up_to is {up_to}, but {other} settles the number of instances; leave up_to out, or use prefer="cheapest" or '
+            '"fastest" without instance_count'
+        )
+    if instance_type is None and gpu_memory_bytes is not None:
+        raise ConfigError(
+            "gpu_memory_bytes was given, but no instance_type, and GPUs of each type have their own memory: give instance_type "
+            "too, or leave gpu_memory_bytes out"
+        )
+
+
 def _precision(precision: str, kind: str) -> dict[str, bool]:
     if precision == "auto":
         known = instance(kind)
-        precision = "bf16" if known is None or has_bfloat16(known.gpu) else "fp16"
+        precision = "bf16" if known is None or known.gpu_facts.has_bf16 else "fp16"
     return {precision: True} if precision != "fp32" else {}
 
 
-def _chosen(clusters: tuple[Cluster, ...], ask: Any) -> Suggestion:
+def _chosen(
+    clusters: tuple[Cluster, ...], ask: Ask, prefer: str = "smallest", left_out: tuple[str, ...] = ()
+) -> Suggestion:
     """The degrees on the first of these clusters."""
     first = clusters[0]
-    found = _on(*ask(first.instance_type, first.instance_count))
-    return Suggestion(found.plan, found.tried, found.alternative, clusters, searched=True)
+    found = _on(*ask(first.instance_type, first.instance_count), prefer)
+    return dataclasses.replace(found, clusters=clusters, searched=True, left_out=left_out)
 
 
-def _with_clusters(found: Suggestion, ask: Any) -> Suggestion:
+def _refuse_incomparable(
+    ask: Ask, choice: Choice, prefer: str, instance_type: str | None, instance_count: int | None, up_to: int | None
+) -> None:
+    """Tell that the model fits on clusters, but on larger ones, or on none whose price or speed is known."""
+    first = smallest(ask, instance_type) if instance_type else next(iter(smallest_clusters(ask, instance_count)), None)
+    if first is None:
+        return
+    if up_to is not None and first.instance_count > up_to:
+        raise ConfigError(
+            f"up_to is {up_to}, but the fewest instances on which the model fits are {first}; raise up_to to "
+            f"{first.instance_count}, or use a smaller batch or a shorter sequence"
+        )
+    if choice.left_out:
+        raise ConfigError(
+            f"prefer is {prefer!r}, and the model fits on {first}, but not on a cluster that can be compared: "
+            f'{"; ".join(choice.left_out)}; give prices for what has none, or use prefer="smallest"'
+        )
+
+
+def _with_clusters(found: Suggestion, ask: Ask) -> Suggestion:
     """What would be large enough: of the same type first."""
     request = found.plan.request
     same = smallest(ask, request.instance_type)
     others = smallest_clusters(ask) if instance(request.instance_type) is not None else ()
     kept = [other for other in others if same is None or other.instance_type != same.instance_type]
-    return Suggestion(found.plan, found.tried, found.alternative, (*([same] if same else []), *kept))
+    return dataclasses.replace(found, clusters=(*([same] if same else []), *kept))
 
 
-def _on(request: Request, samples: int) -> Suggestion:
+def _on(request: Request, samples: int, prefer: str = "smallest") -> Suggestion:
     """The degrees on a given cluster."""
+    if prefer != "smallest":
+        every = [*climb(request, samples), *sharded(request, samples)]
+        if (fastest := fastest_step(every)) is not None and fastest.plan.time is not None:
+            return Suggestion(fastest.plan, tuple(every), None, prefer=prefer)
     tried: list[Step] = []
     chosen: Step | None = None
     for step in climb(request, samples):
@@ -264,4 +361,4 @@ def _on(request: Request, samples: int) -> Suggestion:
         chosen = alternative or (tight[0] if tight else min(tried, key=lambda step: step.plan.total_bytes))
     if chosen.plan.request.parameters.sharded_data_parallel_degree > 1:
         alternative = None
-    return Suggestion(chosen.plan, tuple(tried), alternative)
+    return Suggestion(chosen.plan, tuple(tried), alternative, prefer=prefer)

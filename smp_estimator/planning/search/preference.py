@@ -1,0 +1,210 @@
+"""Which of the clusters that fit is wanted: the smallest, the one that costs least, or the fastest.
+
+The last two go by the time of a step (:mod:`smp_estimator.planning.step_time`), and for each token: larger clusters read
+more of them in a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from smp_config import ConfigError
+from smp_config.errors import suggest
+from smp_config.instances import instance
+from smp_estimator.planning.forecast import Verdict
+from smp_estimator.planning.plan import Plan
+from smp_estimator.planning.search.clusters import MOST_INSTANCES, SHOWN, Ask, Cluster, current, least_count, smallest
+from smp_estimator.planning.search.ladder import Step, fitting, has_room
+from smp_estimator.planning.step_time import unknown_because
+
+if TYPE_CHECKING:
+    from smp_estimator.planning.request import Request
+
+#: What ``prefer`` may be.
+Preference = Literal["smallest", "cheapest", "fastest"]
+PREFERENCES: tuple[str, ...] = get_args(Preference)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Clusters in the order of a preference.
+
+    Attributes:
+        clusters: the best first, each type once.
+        left_out: types on which the model may fit, but which cannot be compared, and why; in words.
+    """
+
+    clusters: tuple[Cluster, ...]
+    left_out: tuple[str, ...]
+
+
+def checked(prefer: str) -> str:
+    """``prefer`` of an argument; raises ConfigError for another word."""
+    if prefer not in PREFERENCES:
+        raise ConfigError(
+            f"prefer is {prefer!r}{suggest(str(prefer), PREFERENCES)}; clusters that fit are compared by their size, by what "
+            f"a token costs, or by tokens per second: use one of {', '.join(PREFERENCES)}"
+        )
+    return prefer
+
+
+def fastest_step(steps: Iterable[Step]) -> Step | None:
+    """Of configurations that fit, the one with the shortest step; one that offloads only if all do; None without any.
+
+    Copies of offloaded activations are not in the time, so it is not compared with that of others.
+    """
+    fit = [step for step in steps if step.plan.verdict is Verdict.FITS and has_room(step.plan)]
+    return min(
+        fit, key=lambda step: (step.plan.request.parameters.offload_activations, _seconds(step.plan)), default=None
+    )
+
+
+def rank(
+    ask: Ask, prefer: str, *, kind: str | None = None, count: int | None = None, up_to: int | None = None
+) -> Choice:
+    """The best clusters by price or by speed, of each type the best one.
+
+    Args:
+        prefer: ``"cheapest"`` or ``"fastest"``.
+        kind: clusters of this type only.
+        count: clusters of so many instances only.
+        up_to: of each type the fewest instances that fit, and twice as many, and so on up to here. Without it: for the
+            cheapest the fewest of each type, for the fastest no more than the smallest cluster of all needs.
+    """
+    names = [kind] if kind is not None else list(_types(ask))
+    asked = list(_comparable(ask, prefer, names))
+    why_not: dict[str, list[str]] = {}
+    for _, name, why in asked:
+        if why is not None:
+            why_not.setdefault(why, []).append(name)
+    left_out = [f"{', '.join(of)}: {why}" for why, of in why_not.items()]
+    comparable = [(least, name) for least, name, why in asked if why is None]
+    most = count or up_to or MOST_INSTANCES
+    if prefer == "fastest" and count is None and up_to is None:
+        most = _fewest_of_all(ask, comparable)
+    best: list[Cluster] = []
+    for is_slow, bound, least, name in sorted(_bounds(ask, prefer, comparable, most)):
+        fast = [cluster for cluster in best if not cluster.is_slow]
+        if len(fast) >= SHOWN and (is_slow or bound >= _worth(fast[SHOWN - 1], prefer)):
+            break  # no later one can be better than those that there are
+        found = list(_clusters(ask, name, least, most, count=count, only_fewest=up_to is None and prefer == "cheapest"))
+        if found:
+            best.append(min(found, key=lambda cluster: _order(cluster, prefer)))
+            best.sort(key=lambda cluster: _order(cluster, prefer))
+    return Choice(tuple(best[:SHOWN]), tuple(left_out))
+
+
+def _types(ask: Ask) -> Iterator[str]:
+    """Types worth asking: of those with the same GPUs and network, the one with the lowest price."""
+    best: dict[tuple[object, ...], tuple[float, int, str]] = {}
+    for known in current():
+        try:
+            price = ask(known.name, 1)[0].usd_per_hour or math.inf
+        except ConfigError:
+            continue  # fewer GPUs than processes were asked for
+        key = (known.gpu, known.gpu_memory_bytes, known.gpus, known.efa, known.network_baseline_gbps)
+        found = (price, known.host_memory_bytes, known.name)
+        best[key] = min(best.get(key, found), found)
+    yield from (name for _, _, name in best.values())
+
+
+def _comparable(ask: Ask, prefer: str, names: Iterable[str]) -> Iterator[tuple[int, str, str | None]]:
+    """The least number of instances of each type that could do, and why it cannot be compared, if so."""
+    for name in names:
+        try:
+            request, _ = ask(name, 1)
+        except ConfigError:
+            continue  # fewer GPUs than processes were asked for
+        least = least_count(request)
+        if least > MOST_INSTANCES:
+            continue
+        why = unknown_because(request if least == 1 else request.changed(instance_count=least))
+        if why is None and prefer == "cheapest" and request.usd_per_hour is None:
+            why = "no price is known"
+        yield least, name, why
+
+
+def _fewest_of_all(ask: Ask, comparable: list[tuple[int, str]]) -> int:
+    """Instances of the cluster that has fewest."""
+    fewest = MOST_INSTANCES
+    for least, name in sorted(comparable):
+        if least >= fewest:
+            break
+        cluster = smallest(ask, name, 6)
+        fewest = min(fewest, cluster.instance_count if cluster else fewest)
+    return fewest
+
+
+def _bounds(
+    ask: Ask, prefer: str, comparable: list[tuple[int, str]], most: int
+) -> Iterator[tuple[bool, float, int, str]]:
+    """The worth that no cluster of a type can exceed: arithmetic alone, on every GPU, with nothing computed twice.
+
+    Before it, whether all clusters of the type are slow, which come last: several instances without EFA.
+    """
+    for least, name in comparable:
+        if least > most:
+            continue
+        request, _ = ask(name, 1)
+        known = instance(name)
+        is_slow = least > 1 and known is not None and not known.efa
+        yield is_slow, _arithmetic_worth(request, prefer, most), least, name
+
+
+def _arithmetic_worth(request: Request, prefer: str, most: int) -> float:
+    plain = Plan.of(request.changed(activation_checkpointing=None))
+    if plain.time is None:
+        raise AssertionError(f"{request.instance_type} cannot be compared, and was not left out")
+    seconds, tokens = plain.time.arithmetic, plain.batches.tokens
+    if prefer == "cheapest":
+        return (request.usd_per_hour or math.inf) * seconds / tokens
+    return -most * tokens / seconds
+
+
+def _clusters(ask: Ask, name: str, least: int, most: int, *, count: int | None, only_fewest: bool) -> Iterator[Cluster]:
+    """Clusters of one type that fit, each with its fastest configuration."""
+    if count is not None:
+        counts: Iterable[int] = [count] if least <= count else []
+    else:
+        first = smallest(ask, name, 6)
+        if first is None or first.instance_count > most:
+            return
+        counts = [first.instance_count] if only_fewest else _doubled(first.instance_count, most)
+    for each in counts:
+        try:
+            request, samples = ask(name, each)
+        except ConfigError:
+            continue  # fewer GPUs than processes were asked for
+        step = fastest_step(fitting(request, samples))
+        if step is not None and step.plan.time is not None:
+            yield Cluster(step)
+
+
+def _doubled(first: int, most: int) -> list[int]:
+    """first, 2 · first, 4 · first, … and ``most`` itself."""
+    counts = [first]
+    while counts[-1] * 2 <= most:
+        counts.append(counts[-1] * 2)
+    return counts if counts[-1] == most else [*counts, most]
+
+
+def _seconds(plan: Plan) -> float:
+    return math.inf if plan.time is None else plan.time.total
+
+
+def _worth(cluster: Cluster, prefer: str) -> float:
+    """What to sort by, less is better: price of a token (times a constant), or tokens per second with a minus sign."""
+    time, price = cluster.plan.time, cluster.plan.request.usd_per_hour
+    if time is None:
+        return math.inf
+    if prefer == "cheapest":
+        return (price or math.inf) * cluster.instance_count / time.tokens_per_second
+    return -time.tokens_per_second
+
+
+def _order(cluster: Cluster, prefer: str) -> tuple[float, ...]:
+    """As everywhere, clusters that a fast network joins come first."""
+    return (cluster.is_slow, _worth(cluster, prefer), *cluster.size)

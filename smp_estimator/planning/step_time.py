@@ -1,0 +1,244 @@
+"""How long one optimizer step takes and what it costs: a model of few terms, which says what it assumes.
+
+Arithmetic: a token takes 2 operations per parameter of a matrix in forward, and twice that in backward; attention adds
+4 · sequence · hidden per layer in forward (Narayanan et al. 2021, section 3.4, and Chowdhery et al. 2022, appendix B). A
+layer that is checkpointed is computed forward once more. GPUs reach one part of their published peak, the same for all:
+Narayanan et al. 2021 measured 44–52 % on A100 with everything else included.
+
+Bytes are the lower bounds of :mod:`smp_estimator.planning.network`, sent at the published bandwidth of the link, without
+latency. Of the time that this takes, what the runtime sends beside the arithmetic is hidden behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from smp_config import Group, Topology
+from smp_config.instances import Instance, instance
+from smp_config.topology import Coordinates
+from smp_estimator.planning.batches import Batches, idle_fraction
+from smp_estimator.planning.memory import embedding_is_distributed
+
+if TYPE_CHECKING:
+    from smp_estimator.planning.network import Traffic
+    from smp_estimator.planning.request import Request
+
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step of a rank.
+
+    Attributes:
+        operations: floating point operations of the rank, with what is computed again.
+        peak: operations per second of its GPU at most, in the precision of the job.
+        utilisation: part of the peak that is assumed.
+        arithmetic: the operations at this part of the peak.
+        tensor: messages of tensor parallelism; nothing hides them.
+        idle: a stage waits while the pipeline fills and empties.
+        pipeline: messages between stages.
+        data: gradients, and parameters that are gathered.
+        hidden: of ``data``, what is sent beside the arithmetic.
+        tokens: that all ranks read in the step.
+    """
+
+    operations: float
+    peak: float
+    utilisation: float
+    arithmetic: float
+    tensor: float
+    idle: float
+    pipeline: float
+    data: float
+    hidden: float
+    tokens: int
+
+    @property
+    def total(self) -> float:
+        """Seconds from one update to the next."""
+        return self.arithmetic + self.tensor + self.idle + self.pipeline + self.data - self.hidden
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole job."""
+        return self.tokens / self.total
+
+    def to_dict(self) -> dict[str, float]:
+        """Seconds by kind, and what was assumed."""
+        return {
+            "seconds": self.total,
+            "arithmetic": self.arithmetic,
+            "tensor_parallel": self.tensor,
+            "pipeline_idle": self.idle,
+            "pipeline": self.pipeline,
+            "data_parallel": self.data,
+            "data_parallel_hidden": self.hidden,
+            "tokens_per_second": self.tokens_per_second,
+            "operations_per_rank": self.operations,
+            "peak_operations_per_second": self.peak,
+            "utilisation": self.utilisation,
+        }
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What the instances of a job are billed for one optimizer step.
+
+    Attributes:
+        usd_per_hour: of one instance.
+        instance_count: of the job.
+        is_given: the price is the user's, not the catalogue's.
+        time: of the step.
+    """
+
+    usd_per_hour: float
+    instance_count: int
+    is_given: bool
+    time: StepTime
+
+    @property
+    def usd_per_step(self) -> float:
+        """Price of all instances for the time of a step."""
+        return self.usd_per_hour * self.instance_count * self.time.total / _HOUR
+
+    @property
+    def usd_per_million_tokens(self) -> float:
+        """What jobs with different global batches can be compared by."""
+        return 1e6 * self.usd_per_step / self.time.tokens
+
+    def to_dict(self) -> dict[str, float | bool]:
+        """The numbers by name."""
+        return {
+            "usd_per_hour_and_instance": self.usd_per_hour,
+            "is_given": self.is_given,
+            "usd_per_step": self.usd_per_step,
+            "usd_per_million_tokens": self.usd_per_million_tokens,
+        }
+
+
+def precision_of(request: Request) -> str:
+    """``"bf16"``, ``"fp16"`` or ``"fp32"``: what the job's matrices are multiplied in."""
+    parameters = request.parameters
+    return "bf16" if parameters.bf16 else "fp16" if parameters.fp16 else "fp32"
+
+
+def unknown_because(request: Request) -> str | None:
+    """Why no time can be given, in words; None when one can."""
+    known = instance(request.instance_type)
+    if known is None:
+        return "the type is not in the catalogue"
+    if not request.shape.has_layers:
+        return "the model shows no layers or width"
+    if known.gpu_facts.tflops(precision_of(request)) is None:
+        return f"no peak of the {known.gpu} in {precision_of(request)} is published"
+    if request.instance_count > 1 and known.network_baseline_gbps is None:
+        return "no bandwidth of its network is published"
+    return None
+
+
+def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffic) -> StepTime | None:
+    """The time of a step; None where a fact is unknown (:func:`unknown_because`).
+
+    Args:
+        sent: what a rank sends in the step.
+    """
+    known = instance(request.instance_type)
+    if known is None or unknown_because(request) is not None:
+        return None
+    parameters = request.parameters
+    peak = 1e12 * (known.gpu_facts.tflops(precision_of(request)) or math.nan)
+    forward, backward = operations_of_rank(request, batch)
+    speed = peak * request.workload.utilisation
+    arithmetic = (forward + backward) / speed
+    links = _Links(known, topology, request.processes_per_host)
+    tensor = links.seconds(sent.tensor, Group.TP)
+    waits = idle_fraction(parameters.pipeline_parallel_degree, parameters.microbatches)
+    early = sent.data - sent.data_late
+    if parameters.sharded_data_parallel_degree > 1:
+        # Layers are gathered ahead and reduced behind, in forward and in backward.
+        early, late = links.seconds(early, Group.SHARD), links.seconds(sent.data_late, Group.REPLICA)
+        hidden = min(early, arithmetic)
+    else:
+        early, late = links.seconds(early, Group.RDP), links.seconds(sent.data_late, Group.RDP)
+        # Buckets leave in the backward pass that ends the accumulation.
+        hidden = min(early, backward / speed / request.workload.accumulation)
+    return StepTime(
+        operations=forward + backward,
+        peak=peak,
+        utilisation=request.workload.utilisation,
+        arithmetic=arithmetic,
+        tensor=tensor,
+        idle=(arithmetic + tensor) * waits / (1 - waits),
+        pipeline=links.seconds(sent.pipeline, Group.PP),
+        data=early + late,
+        hidden=hidden,
+        tokens=batch.tokens,
+    )
+
+
+def operations_of_rank(request: Request, batch: Batches) -> tuple[float, float]:
+    """Floating point operations of a rank in one optimizer step: in forward, and in backward with what is recomputed.
+
+    Stages are taken as equal. The output matrix is divided by tensor parallelism where the embedding is distributed, or
+    where each rank of the group computes the loss of samples of its own.
+    """
+    shape, parameters, script = request.shape, request.parameters, request.workload
+    tensor, stages = parameters.tensor_parallel_degree, parameters.pipeline_parallel_degree
+    tokens = batch.group_batch * batch.sequence * script.accumulation
+    layers = (
+        tokens * (2 * shape.layer_parameters + 4 * shape.layers * batch.sequence * shape.hidden) / (stages * tensor)
+    )
+    head_ranks = tensor if embedding_is_distributed(parameters, script) or not parameters.prescaled_batch else 1
+    head = tokens * 2 * shape.vocabulary * shape.hidden / (stages * head_ranks)
+    again = layers if script.activation_checkpointing is not None else 0.0
+    return layers + head, 2 * (layers + head) + again
+
+
+def step_cost(request: Request, time: StepTime | None) -> StepCost | None:
+    """What a step costs; None without a time, or without a price."""
+    price = request.usd_per_hour
+    if time is None or price is None:
+        return None
+    return StepCost(price, request.instance_count, request.instance_type in request.workload.prices, time)
+
+
+class _Links:
+    """What joins the ranks: a link of each GPU inside a host, and the network, which the GPUs of a host share."""
+
+    def __init__(self, known: Instance, topology: Topology, per_host: int) -> None:
+        self._topology, self._per_host = topology, per_host
+        self._link = known.link_gb_per_s * 1e9
+        self._network = (known.network_baseline_gbps or math.inf) * 1e9 / 8
+
+    def seconds(self, sent: float, group: Group) -> float:
+        """Time in which each rank of the groups of this kind sends ``sent`` bytes to others of its group.
+
+        Inside a host every rank has a link of its own. A group that spreads over hosts is a ring through them, so what
+        one rank sends leaves the host once for each of the groups that the host has members of.
+        """
+        if not sent:
+            return 0.0
+        hosts = [rank // self._per_host for rank in self._members(group)]
+        on_host = Counter(hosts)
+        inside = max(on_host.values())
+        seconds = sent / self._link if inside > 1 else 0.0
+        if len(on_host) > 1:
+            seconds = max(seconds, sent * (self._per_host / inside) / self._network)
+        return seconds
+
+    def _members(self, group: Group) -> list[int]:
+        """The ranks of the group of this kind that rank 0 belongs to; the other groups lie alike."""
+        topology = self._topology
+        degree = topology.sharded
+        places = {
+            Group.TP: [Coordinates(pp=0, tp=at, rdp=0) for at in range(topology.tensor)],
+            Group.PP: [Coordinates(pp=at, tp=0, rdp=0) for at in range(topology.pipeline)],
+            Group.RDP: [Coordinates(pp=0, tp=0, rdp=at) for at in range(topology.rdp_size)],
+            Group.SHARD: [Coordinates(pp=0, tp=0, rdp=at) for at in range(degree)],
+            Group.REPLICA: [Coordinates(pp=0, tp=0, rdp=at) for at in range(0, topology.rdp_size, degree)],
+        }[group]
+        return [topology.rank_at(at) for at in places]
