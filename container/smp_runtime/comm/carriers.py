@@ -186,14 +186,14 @@ class StoreCarrier:
             said = str(error).splitlines()[0]
             if rank == 0:
                 raise SMPRuntimeError(
-                    f"rank 0 of {size} cannot keep the store of the job at {place}, which MASTER_ADDR and MASTER_PORT name ({said}); "
-                    "rank 0 must run on that host, and nothing else may use the port: two jobs, or a rank 0 of another launch, may "
-                    "have the same: give each job another MASTER_PORT"
+                    f"rank 0 of {size} cannot keep the store of the job at {place}, which MASTER_ADDR and MASTER_PORT name "
+                    f"({said}); rank 0 must run on that host, and nothing else may use the port: two jobs, or a rank 0 of "
+                    "another launch, may have the same: give each job another MASTER_PORT"
                 ) from None
             raise SMPRuntimeError(
                 f"rank {rank} of {size} waited {patience:g} s at most for the store of the job at {place}, which MASTER_ADDR and "
-                f"MASTER_PORT name ({said}); rank 0 keeps it: see whether it runs there, and whether this host reaches that port, or "
-                "raise SMP_TIMEOUT_SECONDS"
+                f"MASTER_PORT name ({said}); rank 0 keeps it: see whether it runs there, and whether this host reaches that "
+                "port, or raise SMP_TIMEOUT_SECONDS"
             ) from None
         return cls(store, rank, size, environ)
 
@@ -217,8 +217,9 @@ class StoreCarrier:
         first = self._store.compare_set(f"who/{self.rank}", "", me).decode()
         if first != me:
             raise SMPRuntimeError(
-                f"two processes are rank {self.rank} of {self.size}: {_place(first)} and {_place(me)}; the same RANK was given twice, "
-                "or a rank was started again while the others of its job go on: give each its own RANK, and restart all together"
+                f"two processes are rank {self.rank} of {self.size}: {_place(first)} and {_place(me)}; the same RANK was given "
+                "twice, or a rank was started again while the others of its job go on: give each its own RANK, and restart all "
+                "together"
             )
 
     def _key(self, source: int, dest: int, channel: int) -> str:

@@ -219,6 +219,7 @@ def _mpi(started: Started) -> MpiCarrier:
         raise SMPRuntimeError(
             f"MPI says that this is rank {carrier.rank} of {carrier.size}, but {started.said} were set by its launcher, "
             f"{started.launcher.value}: the MPI library that mpi4py uses does not know that launcher, so every process would train "
-            "alone; use the mpirun that belongs to mpi4py's MPI, or start the ranks with 'smp-launch run SCRIPT', which needs no MPI"
+            "alone; use the mpirun that belongs to mpi4py's MPI, or start the ranks with 'smp-launch run SCRIPT', which needs no "
+            "MPI"
         )
     return carrier
