@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from smp_config.instances import instance
+from smp_config.interfaces import LOOPBACK as LOOPBACK
 
 #: The port on which the ranks of a job meet.
 PORT_VARIABLE = "MASTER_PORT"
@@ -18,13 +17,7 @@ PORT_VARIABLE = "MASTER_PORT"
 #: Shared memory for each rank, in bytes, below which NCCL or data loader workers are likely to fail.
 SHARED_MEMORY_PER_RANK = 128 * 2**20
 
-#: The interface that reaches this machine only.
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-
 _MIB = 2**20
-
-#: Asks Linux for the address of an interface (linux/sockios.h).
-_SIOCGIFADDR = 0x8915
 
 
 def network_defaults(
@@ -62,31 +55,6 @@ def usable_interface(
     if one_machine:
         return LOOPBACK if interface == "lo" or is_missing else interface
     return (_default_interface(routes) or interface) if is_missing else interface
-
-
-def interface_towards(address: str) -> str | None:
-    """The interface of this machine through which it reaches ``address``, or which has it; None where that cannot be told.
-
-    A backend left alone takes the one that this machine's own name means, which many machines map to loopback.
-    """
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # asks the routes of the system; nothing is sent
-            own = probe.getsockname()[0]
-            known = {_address_of(probe, name): name for _, name in socket.if_nameindex()}
-    except OSError:
-        return None
-    # To itself a machine speaks by loopback, whichever address it calls; the one that others call is meant.
-    found = known.get(own) or known.get(socket.gethostbyname(address))
-    return None if found == LOOPBACK else found
-
-
-def _address_of(probe: socket.socket, interface: str) -> str | None:
-    try:
-        answer = fcntl.ioctl(probe, _SIOCGIFADDR, interface.encode()[:15].ljust(256, b"\0"))
-    except OSError:
-        return None  # it has none of version 4
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _default_interface(routes: Path) -> str | None:

@@ -184,16 +184,22 @@ class StoreCarrier:
             store, _, _ = next(iter(meeting))
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             said = str(error).splitlines()[0]
+            named = f"{place}, which MASTER_ADDR and MASTER_PORT name"
+            if rank == 0 and "joined" in said:
+                raise SMPRuntimeError(
+                    f"rank 0 of {size} waited {patience:g} s for the other ranks at {named} ({said}); see whether all {size} were "
+                    "started, with these values and a RANK of their own, and whether they reach that port, or raise "
+                    "SMP_TIMEOUT_SECONDS"
+                ) from None
             if rank == 0:
                 raise SMPRuntimeError(
-                    f"rank 0 of {size} cannot keep the store of the job at {place}, which MASTER_ADDR and MASTER_PORT name "
-                    f"({said}); rank 0 must run on that host, and nothing else may use the port: two jobs, or a rank 0 of "
-                    "another launch, may have the same: give each job another MASTER_PORT"
+                    f"rank 0 of {size} cannot keep the store of the job at {named} ({said}); rank 0 must run on that host, and "
+                    "nothing else may use the port, such as another job, or another process that is rank 0 of this one: give each "
+                    "job a MASTER_PORT of its own, and each process its RANK"
                 ) from None
             raise SMPRuntimeError(
-                f"rank {rank} of {size} waited {patience:g} s at most for the store of the job at {place}, which MASTER_ADDR and "
-                f"MASTER_PORT name ({said}); rank 0 keeps it: see whether it runs there, and whether this host reaches that "
-                "port, or raise SMP_TIMEOUT_SECONDS"
+                f"rank {rank} of {size} waited {patience:g} s for the store of the job at {named} ({said}); rank 0 keeps it: see "
+                "whether it runs there, and whether this host reaches that port, or raise SMP_TIMEOUT_SECONDS"
             ) from None
         return cls(store, rank, size, environ)
 

@@ -277,6 +277,8 @@ def _of_rank(started: Started, environ: Mapping[str, str]) -> Surroundings:
         ranks = _tasks_here(environ)
     else:
         local, ranks = environ.get("LOCAL_RANK", ""), environ.get("LOCAL_WORLD_SIZE", "")
+        if int(environ.get("GROUP_WORLD_SIZE", "1")) > 1 and "SMP_HOST" not in environ:
+            host = f"{host}-{environ['GROUP_RANK']}"  # agents are hosts; containers may have one name
         kind, address, port = Kind.TORCH, environ.get(ADDRESS_VARIABLE, ""), environ.get(PORT_VARIABLE, "")
     if kind is not Kind.MPI and not (address and port):
         raise ConfigError(

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from smp_config.errors import ConfigError
+from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE, SURROUNDINGS_VARIABLE, prepare, to_text
+from smp_launch.anywhere.surroundings import Kind, Surroundings
 from smp_launch.environment import EMULATION_LINE, emulates_cuda
 from smp_launch.errors import LaunchError
 from smp_launch.failure import REPORT_VARIABLE, Cause, FailureCollector
 from smp_launch.leader import cause_of, exit_code
 from smp_launch.locked_folders import private_dir
 from smp_launch.network import reserved_port, shared_memory_warning
-from smp_launch.plain_rank import PARAMETERS_VARIABLE, SURROUNDINGS_VARIABLE, prepare, to_text
 from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
 from smp_launch.supervise import FAILURE_PATIENCE, FAILURE_PATIENCE_ALONE, Supervisor, grace_seconds, say, show
-from smp_launch.surroundings import Kind, Surroundings
 
 if TYPE_CHECKING:
     from smp_config.parameters import ModelParallelParameters
@@ -69,10 +69,10 @@ class LocalJob:
         if surroundings.kind is Kind.SLURM_ALLOCATION:
             return [*_SRUN, *self.again]
         local = str(surroundings.local_rank) if surroundings.is_rank else "{}"
-        rank = [sys.executable, "-m", "smp_launch.plain_rank", local, "--", self.script, *self.words]
+        rank = [sys.executable, "-m", "smp_launch.anywhere.plain_rank", local, "--", self.script, *self.words]
         if surroundings.is_rank:
             return rank
-        return [sys.executable, "-m", "smp_launch.local_ranks", str(surroundings.ranks), "--", *rank]
+        return [sys.executable, "-m", "smp_launch.anywhere.local_ranks", str(surroundings.ranks), "--", *rank]
 
     def describe(self, environ: Mapping[str, str]) -> list[str]:
         """What was recognised and would be started, line by line."""
@@ -110,7 +110,8 @@ class LocalJob:
                 f"SLURM_JOB_ID is {environ.get('SLURM_JOB_ID')}, so this is an allocation of SLURM, but no folder of PATH has "
                 "srun, which starts its tasks; add the folder, or unset SLURM_JOB_ID to run on this machine alone"
             )
-        say(self.surroundings.describe())
+        if self.surroundings.first_rank == 0:
+            say(self.surroundings.describe())
         os.execvpe(command[0], command, passed)
 
     def run(self, stop: StopRequests, environ: Mapping[str, str]) -> tuple[int, Cause | None]:

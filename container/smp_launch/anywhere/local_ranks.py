@@ -1,4 +1,4 @@
-"""Stands where mpirun does, for ranks of one host that need no MPI: ``python -m smp_launch.local_ranks 4 -- program…``.
+"""Stands where mpirun does, for ranks of one host that need no MPI: ``python -m smp_launch.anywhere.local_ranks 4 -- program…``.
 
 Each program is started with the number of its rank on this host as first argument. SIGUSR2 reaches all of them. The first that
 fails ends the others, and its exit code is that of this process; for a signal it is 128 and the signal's number, as a shell has it.

@@ -15,14 +15,14 @@ from smp_config.errors import ConfigError
 from smp_config.job import MP_PARAMETERS, decoded_hyperparameter
 from smp_config.parameters import ModelParallelParameters
 from smp_config.values import dictionary
+from smp_launch.anywhere.local_job import LocalJob, plan
+from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE
+from smp_launch.anywhere.surroundings import Given, Kind, recognise
 from smp_launch.errors import CANNOT_START, LaunchError, Stopped
 from smp_launch.failure import Cause, write_failure
 from smp_launch.leader import stop_code
-from smp_launch.local_job import LocalJob, plan
-from smp_launch.plain_rank import PARAMETERS_VARIABLE
 from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
 from smp_launch.supervise import LAST_RESORT, grace_seconds, say
-from smp_launch.surroundings import Given, Kind, recognise
 from smp_launch.tree import Tree
 
 

@@ -1,4 +1,4 @@
-"""The wrapper around a script that ``smp-launch run`` starts: ``python -m smp_launch.plain_rank 0 -- train.py --epochs 3``.
+"""The wrapper around a script of ``smp-launch run``: ``python -m smp_launch.anywhere.plain_rank 0 -- train.py --epochs 3``.
 
 It gives the rank its variables, whatever stands around the job, and has the script run to its end. There is no folder tree of a
 platform, and the script stays in the folder in which the job was started.
@@ -13,12 +13,12 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from smp_config.interfaces import LOOPBACK, interface_towards
 from smp_config.launchers import ADDRESS_VARIABLE, PORT_VARIABLE
+from smp_launch.anywhere.surroundings import Kind, Surroundings
 from smp_launch.discovered import make_findable
 from smp_launch.environment import cpu_count
-from smp_launch.network import LOOPBACK, interface_towards
 from smp_launch.script import Place, Program, run_to_end
-from smp_launch.surroundings import Kind, Surroundings
 
 #: Carries what the launcher has recognised to its ranks.
 SURROUNDINGS_VARIABLE = "SMP_LAUNCH_SURROUNDINGS"
