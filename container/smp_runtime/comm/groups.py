@@ -184,7 +184,14 @@ def callable_addresses(environ: Mapping[str, str]) -> list[str]:
     """What other hosts may call this one, where its launcher has not said it: its name, then the addresses of its interfaces."""
     if given := environ.get("MASTER_ADDR"):
         return [given]
-    return [socket.gethostname(), *(address for name, address in addresses().items() if name != LOOPBACK)]
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        names = []  # it means nothing here, where this rank connects to itself
+    else:
+        names = [name]
+    return [*names, *(address for name, address in addresses().items() if name != LOOPBACK)] or ["127.0.0.1"]
 
 
 def answering(called: Sequence[str], port: int) -> str:
