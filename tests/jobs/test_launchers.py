@@ -143,7 +143,7 @@ def test_mpirun_with_a_hostfile_of_two_hosts(trained, tmp_path, hosts, inside):
     there = shlex.join(
         [*second.command(named(second.name)), "env", f"GLOO_SOCKET_IFNAME={second.interface}", "sh", "-c"]
     )
-    agent.write_text(f'#!/bin/sh\nshift\nexec {there} "$*"\n')
+    agent.write_text(f'#!/bin/sh\necho "asked for $1"\nshift\nexec {there} "$*"\n')
     agent.chmod(0o755)
     mpi = OpenMpi.find(os.environ)
     agent_parameter = mpi.dialect.agent
@@ -163,7 +163,8 @@ def test_mpirun_with_a_hostfile_of_two_hosts(trained, tmp_path, hosts, inside):
     for name in ("SM_HP_MP_PARAMETERS", "PYTHONPATH", "OMP_NUM_THREADS", "SMP_TIMEOUT_SECONDS"):
         options += ["-x", name]
     environ = clean(**GIVEN, GLOO_SOCKET_IFNAME=first.interface)
-    run([*enter, mpi.path, *options, *inside, *trained], folder=tmp_path, environs=[environ])
+    log = run([*enter, mpi.path, *options, *inside, *trained], folder=tmp_path, environs=[environ])
+    assert f"asked for {second.address}" in log
 
 
 @pytest.mark.parametrize("tasks", [1, 2], ids=["a task for each host", "a task for each rank"])
@@ -185,3 +186,14 @@ def test_the_hosts_of_a_training_operator(trained, tmp_path, hosts):
     commands = [[*enter, *LAUNCH, *trained] for _, enter in hosts]
     environs = [clean(**GIVEN, **pod, RANK=str(n), PET_NODE_RANK=str(n)) for n in range(2)]
     run(*commands, folder=tmp_path, environs=environs)
+
+
+def test_workers_of_ray_train(trained, tmp_path):
+    pytest.importorskip("ray.train.torch", reason='ray is not installed: pip install "ray[train]"')
+    # The example has a folder of its own for weights, which the test then finds where it looks.
+    words = [word for word in trained[1:] if word not in ("--model_dir", str(tmp_path))]
+    (tmp_path / "model").symlink_to(tmp_path)
+    example = ROOT / "examples" / "ray_train.py"
+    sizes = ["--workers", 4, "--cpus", 0.4, "--folder", tmp_path]
+    log = run([sys.executable, example, *sizes, "--", *words], folder=tmp_path, environs=[clean()])
+    assert "world_rank=3" in log
