@@ -18,6 +18,8 @@ import torch
 from support import fake_slurm
 from support.jobs import ENTRYPOINTS, TINY
 
+from smp_launch.network import reserved_port
+
 pytestmark = [pytest.mark.job, pytest.mark.full, pytest.mark.timeout(240)]
 
 ROOT = ENTRYPOINTS.parent
@@ -27,6 +29,9 @@ PARAMETERS = json.dumps({"pipeline_parallel_degree": 2, "ddp": True, "microbatch
 GIVEN = {"SM_HP_MP_PARAMETERS": PARAMETERS}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LAUNCH = [sys.executable, "-m", "smp_launch", "run"]
+#: In a namespace that was just made every port is free.
+PORT = 29400
+
 #: Seconds for a whole job on a busy machine.
 PATIENCE = 150.0
 
@@ -49,7 +54,7 @@ def clean(**more):
     return {**inherited, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SMP_TIMEOUT_SECONDS": "90", **as_root, **more}
 
 
-def run(*commands, folder, environs=()):
+def run(*commands, folder, environs=(), patience=PATIENCE):
     """Run commands at the same time, to their end."""
     with contextlib.ExitStack() as stack:
         started = []
@@ -61,7 +66,7 @@ def run(*commands, folder, environs=()):
             )
             stack.callback(process.kill)
             started.append(process)
-        codes = [process.wait(PATIENCE) for process in started]
+        codes = [process.wait(patience) for process in started]
     logs = "\n".join(path.read_text() for path in sorted(folder.glob("log-*")))
     assert not any(codes), f"{codes}\n{logs}"
     return logs
@@ -115,7 +120,7 @@ def test_ranks_of_this_machine(trained, tmp_path):
 
 def test_two_hosts_that_are_named_by_hand(trained, tmp_path, hosts):
     (first, _), _ = hosts
-    shared = ["--processes", 2, "--parameters", PARAMETERS, "--hosts", 2, "--master", f"{first.address}:29400"]
+    shared = ["--processes", 2, "--parameters", PARAMETERS, "--hosts", 2, "--master", f"{first.address}:{PORT}"]
     commands = [[*enter, *LAUNCH, *shared, "--host-rank", n, *trained] for n, (_, enter) in enumerate(hosts)]
     log = run(*commands, folder=tmp_path, environs=[clean(), clean()])
     assert "2 ranks on" in log
@@ -125,7 +130,7 @@ def test_two_hosts_that_are_named_by_hand(trained, tmp_path, hosts):
 @pytest.mark.parametrize("inside", [[], ["--no-python", *LAUNCH]], ids=["torchrun", "torchrun smp-launch"])
 def test_torchrun_on_two_hosts(trained, tmp_path, hosts, inside):
     (first, _), _ = hosts
-    nodes = ["--nnodes", 2, "--nproc-per-node", 2, "--master-addr", first.address, "--master-port", 29400]
+    nodes = ["--nnodes", 2, "--nproc-per-node", 2, "--master-addr", first.address, "--master-port", PORT]
     commands = [[*enter, *TORCHRUN, *nodes, "--node-rank", n, *inside, *trained] for n, (_, enter) in enumerate(hosts)]
     # smp-launch finds the interface by itself; without it, one says it where a host's name does not.
     environs = [clean(**GIVEN, **({} if inside else {"GLOO_SOCKET_IFNAME": host.interface})) for host, _ in hosts]
@@ -186,6 +191,40 @@ def test_the_hosts_of_a_training_operator(trained, tmp_path, hosts):
     commands = [[*enter, *LAUNCH, *trained] for _, enter in hosts]
     environs = [clean(**GIVEN, **pod, RANK=str(n), PET_NODE_RANK=str(n)) for n in range(2)]
     run(*commands, folder=tmp_path, environs=environs)
+
+
+FAILS = """
+import torch
+import smdistributed.modelparallel.torch as smp
+
+smp.init()
+model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)))
+
+@smp.step
+def step(x, y):
+    loss = (model(x) - y).pow(2).mean()
+    model.backward(loss)
+    return loss
+
+while True:
+    step(torch.ones(4, 8), torch.zeros(4, 4))
+    if smp.rank() == 3:
+        raise ValueError("boom")
+"""
+
+
+def test_a_failure_on_one_host_ends_the_other_which_names_it(tmp_path):
+    """Two launchers that know nothing of one another but where their ranks meet, on addresses of this machine."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    with reserved_port() as port:
+        shared = ["--processes", 2, "--parameters", PARAMETERS, "--hosts", 2, "--master", f"127.0.0.1:{port}"]
+        commands = [
+            [*LAUNCH, *shared, "--host-rank", n, "--failure-file", f"failure-{n}", "fails.py"] for n in range(2)
+        ]
+        with pytest.raises(AssertionError, match=r"^\[1, 1\]"):  # long before the ranks' own deadline of 90 seconds
+            run(*commands, folder=tmp_path, environs=[clean(), clean()], patience=60.0)
+    assert "ValueError: boom" in (tmp_path / "failure-1").read_text().splitlines()[0]
+    assert "rank 3" in (tmp_path / "failure-0").read_text().splitlines()[0]
 
 
 def test_workers_of_ray_train(trained, tmp_path):

@@ -108,7 +108,7 @@ def test_ranks_of_this_machine(folder):
     [
         pytest.param("raise", 1, "ValueError: boom", id="raise"),
         pytest.param("exit", 7, "ended with exit code 7", id="exit", marks=pytest.mark.full),
-        pytest.param("die", 137, "was killed by signal 9 (SIGKILL)", id="die"),
+        pytest.param("die", 137, "was killed by signal 9 (SIGKILL)", id="die", marks=pytest.mark.full),
     ],
 )
 def test_the_first_failure_ends_all_ranks_and_is_told(folder, what, expected, cause):
@@ -130,10 +130,23 @@ def test_a_stop_reaches_every_rank(folder):
     assert (folder / "1.saved").exists()
 
 
+@pytest.mark.full
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(folder):
+    with subprocess.Popen(command("--processes", 2, "train.py", "save"), stdout=subprocess.PIPE, text=True) as job:
+        for _ in range(2):
+            assert job.stdout.readline().startswith("rank ")
+        job.kill()
+        job.wait(PATIENCE)
+    deadline = time.monotonic() + PATIENCE
+    while not ((folder / "0.saved").exists() and (folder / "1.saved").exists()):
+        assert time.monotonic() < deadline, "SIGTERM has not reached the ranks"
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize(
     ("tasks", "words"),
     [
-        pytest.param(2, (), id="a task for each rank"),
+        pytest.param(2, (), id="a task for each rank", marks=pytest.mark.full),
         pytest.param(1, ("--processes", 2), id="a task for each host"),
     ],
 )

@@ -108,11 +108,11 @@ def test_ranks_of_two_launches_are_told_apart(ranks, second, words):
 
 @pytest.fixture
 def meeting(monkeypatch):
-    """``meeting(port)``: ranks meet there, for a second at most; gives the environment."""
+    """``meeting(port)``: ranks meet there, for half a second; gives the environment."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
 
     def at(port):
-        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SMP_TIMEOUT_SECONDS": "1"}.items():
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SMP_TIMEOUT_SECONDS": "0.5"}.items():
             monkeypatch.setenv(name, value)
         return os.environ
 
@@ -128,14 +128,15 @@ def free_port():
 def test_nobody_keeps_the_store(meeting):
     port = free_port()
     with pytest.raises(
-        SMPRuntimeError, match=rf"rank 1 of 2 waited 1 s for the store of the job at 127.0.0.1:{port}.*rank 0 keeps it"
+        SMPRuntimeError,
+        match=rf"rank 1 of 2 waited 0.5 s for the store of the job at 127.0.0.1:{port}.*rank 0 keeps it",
     ):
         StoreCarrier.at_meeting_place(1, 2, meeting(port))
 
 
 def test_nobody_comes_to_the_store(meeting):
     with pytest.raises(
-        SMPRuntimeError, match=r"rank 0 of 2 waited 1 s for the other ranks.*MASTER_ADDR and MASTER_PORT"
+        SMPRuntimeError, match=r"rank 0 of 2 waited 0.5 s for the other ranks.*MASTER_ADDR and MASTER_PORT"
     ):
         StoreCarrier.at_meeting_place(0, 2, meeting(free_port()))
 

@@ -8,6 +8,7 @@ It imports nothing of weight: it only waits.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -16,6 +17,9 @@ from collections.abc import Sequence
 
 #: Seconds between SIGTERM to ranks that outlive another's failure and SIGKILL: to them a rank is gone, and they say so.
 _PATIENCE = 2.5
+
+#: Of prctl (linux/prctl.h).
+_PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,6 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         0 when all ranks ended with 0, else what the first that failed ended with.
     """
     number, _, *program = arguments
+    _end_with_parent()
     alive: set[int] = set()
 
     def pass_on(sent: int) -> None:
@@ -56,6 +61,12 @@ def main(arguments: Sequence[str]) -> int:
             pass_on(signal.SIGTERM)
             signal.setitimer(signal.ITIMER_REAL, _PATIENCE)
     return first if first >= 0 else 128 - first
+
+
+def _end_with_parent() -> None:
+    """SIGTERM, which the ranks get too, when the launcher is killed: nobody else would end them."""
+    with contextlib.suppress(OSError, AttributeError):  # not on this system
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 if __name__ == "__main__":
