@@ -32,14 +32,19 @@ if what == "tell":
     with open(f"{rank}.json", "w") as file:
         json.dump({"argv": sys.argv[1:], "pid": os.getpid(), **{name: os.environ.get(name) for name in names}}, file)
     sys.exit()
-if what == "save":
+if what == "save" or (what == "raise" and rank != 1):
     def save(*_):
         open(f"{rank}.saved", "w").close()
         sys.exit(0)
     signal.signal(signal.SIGTERM, save)
 print("rank", rank, "is there", flush=True)
+if rank != 1:
+    open(f"{rank}.there", "w").close()
 if rank == 1:
     if what == "raise":
+        until = time.monotonic() + 30
+        while not (os.path.exists("0.there") and os.path.exists("2.there")) and time.monotonic() < until:
+            time.sleep(0.01)
         raise ValueError("boom")
     if what == "exit":
         os._exit(7)
@@ -118,6 +123,9 @@ def test_the_first_failure_ends_all_ranks_and_is_told(folder, what, expected, ca
     assert time.monotonic() - started < PATIENCE / 2
     assert f"{cause}" in (folder / "out" / "failure").read_text().splitlines()[0]
     assert "smp-launch: failed: rank 1 (" in log
+    if what == "raise":  # the others got SIGTERM
+        assert (folder / "0.saved").exists()
+        assert (folder / "2.saved").exists()
 
 
 def test_a_stop_reaches_every_rank(folder):
