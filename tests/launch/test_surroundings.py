@@ -67,6 +67,13 @@ def seen(environ, **given):
         ),
         (TASK, {}, (Kind.SLURM_STEP, True, 3, 2, 4), ("node02", "node01", STEP_PORT)),
         ({**TASK, **MEETING}, {}, (Kind.SLURM_STEP, True, 3, 2, 4), ("node02", "node01", 29400)),
+        # srun --mpi=pmi2, which may be the default of a cluster.
+        (
+            {**TASK, "PMI_RANK": "3", "PMI_SIZE": "4"},
+            {},
+            (Kind.SLURM_STEP, True, 3, 2, 4),
+            ("node02", "node01", STEP_PORT),
+        ),
         (HOST, {"processes": 4}, (Kind.SLURM_STEP, False, 4, 4, 8), ("node02", "node01", STEP_PORT)),
         (HOST, {}, (Kind.SLURM_STEP, False, 1, 1, 2), ("node02", "node01", STEP_PORT)),
         # A shell inside a step of one task.
@@ -177,6 +184,7 @@ def test_a_sagemaker_job(tmp_path):
     place, where = seen(environ, processes=2)
     assert place == (Kind.SAGEMAKER, False, 2, 2, 4)
     assert where == ("algo-2", "algo-1", derived_port("gpt", "algo-1", "algo-2"))
+    assert seen({**environ, "MASTER_PORT": "7777"})[1] == ("algo-2", "algo-1", 7777)
     with pytest.raises(ConfigError, match="this host is 'algo-3'"):
         seen({**environ, "CURRENT_HOST": "algo-3"})
 

@@ -131,7 +131,9 @@ def recognise(environ: Mapping[str, str], given: Given) -> Surroundings:
     if _is_pod(environ):
         return _of_pod(environ, given)
     # One task of a step for each host is a host; several are ranks.
-    started = started_by(environ)
+    # A step always has a place to meet, so that its tasks need no MPI, whatever srun sets for one.
+    has_place = {ADDRESS_VARIABLE: "the first host", PORT_VARIABLE: "1"} if environ.get("SLURM_STEP_ID") else {}
+    started = started_by({**has_place, **environ})
     if started is None or (started.launcher is Launcher.SLURM and _tasks_are_hosts(environ)):
         if place_of_step(environ) is not None:
             return _of_hosts_of_step(environ, given)
@@ -319,7 +321,8 @@ def _of_sagemaker(environ: Mapping[str, str], given: Given) -> Surroundings | No
             f"this host is {here!r}, which is not among the hosts {hosts} of {tree.config_dir / 'resourceconfig.json'}; the name "
             f"comes from {HOST_VARIABLE} or from current_host there; set {HOST_VARIABLE} to one of the hosts"
         )
-    port = derived_port(environ.get("TRAINING_JOB_NAME", ""), *hosts)
+    asked = environ.get(PORT_VARIABLE)
+    port = _port(asked) if asked else derived_port(environ.get("TRAINING_JOB_NAME", ""), *hosts)
     named = {**environ, "SMP_HOST": str(here)}
     return _of_hosts(Kind.SAGEMAKER, named, _ranks(environ, given), len(hosts), hosts.index(here), str(hosts[0]), port)
 
