@@ -13,6 +13,7 @@ import json
 import math
 import os
 import signal
+import threading
 from pathlib import Path
 
 import torch
@@ -203,7 +204,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.received = False
-        signal.signal(signal.SIGTERM, self._remember)
+        if threading.current_thread() is threading.main_thread():  # in Ray's workers the script has another
+            signal.signal(signal.SIGTERM, self._remember)
 
     def _remember(self, *_: object) -> None:
         self.received = True

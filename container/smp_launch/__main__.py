@@ -1,4 +1,4 @@
-"""``python -m smp_launch train``: what a host of a training job runs."""
+"""``python -m smp_launch``: ``train`` is what a host of a SageMaker job runs, ``run`` starts a script anywhere."""
 
 from __future__ import annotations
 
@@ -12,40 +12,38 @@ import click
 from smp_config.errors import ConfigError
 from smp_config.job import JobSettings
 from smp_config.version import __version__
+from smp_launch.anywhere.run_command import run_script
 from smp_launch.environment import TrainingEnvironment, gpu_count
-from smp_launch.errors import LaunchError, Stopped
+from smp_launch.errors import CANNOT_START, LaunchError, Stopped
 from smp_launch.failure import Cause, write_failure
 from smp_launch.hosts import SIMULATED_VARIABLE, Kind, Layout
 from smp_launch.leader import Job, run_job, run_over_hosts, stop_code
 from smp_launch.locked_folders import LeaderStatus, StatusDir
 from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
-from smp_launch.supervise import grace_seconds, say
+from smp_launch.supervise import LAST_RESORT, grace_seconds, say
 from smp_launch.toolkit import prepare_code
 from smp_launch.tree import Tree
 from smp_launch.worker import serve_leader, wait_for_leader
-
-#: Exit code when the job's settings or this machine cannot work.
-_CANNOT_START = 2
-
-#: Seconds after the ranks' grace until the launcher gives up, even when it is blocked.
-_LAST_RESORT = 8.0
 
 
 @click.group()
 @click.version_option(__version__)
 def main() -> None:
-    """Start training jobs from a SageMaker folder tree."""
+    """Start training jobs: from a SageMaker folder tree, or a script wherever this machine stands."""
 
 
 @main.command()
 def train() -> None:
     """Run the training job of this host's tree (/opt/ml, or where SAGEMAKER_BASE_DIR says)."""
     lifeline = os.environ.get(LIFELINE_VARIABLE) == "1"
-    with StopRequests(lifeline, patience=grace_seconds(os.environ) + _LAST_RESORT) as stop:
+    with StopRequests(lifeline, patience=grace_seconds(os.environ) + LAST_RESORT) as stop:
         code = run(stop, os.environ)
         # Docker Compose stops all containers when the first has ended; the others' jobs have ended by then, too.
         stop.job_has_ended()
     sys.exit(code)
+
+
+main.add_command(run_script)
 
 
 def run(stop: StopRequests, environ: Mapping[str, str]) -> int:
@@ -54,7 +52,7 @@ def run(stop: StopRequests, environ: Mapping[str, str]) -> int:
     try:
         code, cause = _run(tree, stop, environ)
     except (ConfigError, LaunchError) as error:
-        code, cause = _CANNOT_START, Cause(f"the job cannot start: {error}")
+        code, cause = CANNOT_START, Cause(f"the job cannot start: {error}")
     except Stopped as error:
         code, cause = stop_code(error.by), Cause(str(error))
     except Exception as error:
@@ -97,7 +95,7 @@ def _lead(training: TrainingEnvironment, stop: StopRequests, environ: Mapping[st
             settings, layout = _settings(training, environ)
             code, cause = run_job(Job.read(training, settings, layout, environ), stop, environ)
         except (ConfigError, LaunchError) as error:
-            status_dir.publish(LeaderStatus(_CANNOT_START, f"the job cannot start: {error}"))
+            status_dir.publish(LeaderStatus(CANNOT_START, f"the job cannot start: {error}"))
             raise
         status_dir.publish(LeaderStatus(code, cause.headline if cause else ""))
         return code, cause

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+#: Exit code when the job's settings or this machine cannot work.
+CANNOT_START = 2
+
 
 class LaunchError(RuntimeError):
     """The job cannot start here: a program, a file or another host is missing."""

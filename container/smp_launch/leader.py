@@ -186,9 +186,9 @@ def run_job(
     if outcome.returncode == 0 and not collector.records:
         return 0, None
     if others is not None and (cause := _lost_host(others, collector)) is not None:
-        return _exit_code(outcome), cause
+        return exit_code(outcome), cause
     program = job.mpi.path.name if job.mpi else job.entry_point
-    return _exit_code(outcome), _cause(collector, outcome, program)
+    return exit_code(outcome), cause_of(collector, outcome, program)
 
 
 def _lost_host(followers: Followers, collector: FailureCollector) -> Cause | None:
@@ -203,7 +203,8 @@ def _lost_host(followers: Followers, collector: FailureCollector) -> Cause | Non
     )
 
 
-def _cause(collector: FailureCollector, outcome: Outcome, program: str) -> Cause:
+def cause_of(collector: FailureCollector, outcome: Outcome, program: str) -> Cause:
+    """Why a run of ``program`` failed, by how it ended and what its ranks have told."""
     if outcome.overdue and not collector.records and outcome.stopped_by:
         return Cause(
             f"the job was stopped by {outcome.stopped_by}, and its processes {outcome.overdue}, so they were killed; "
@@ -219,7 +220,8 @@ def stop_code(reason: str) -> int:
     return _STOP_CODES.get(reason, 143)
 
 
-def _exit_code(outcome: Outcome) -> int:
+def exit_code(outcome: Outcome) -> int:
+    """The exit code of a run that did not end well, as a shell has them."""
     if outcome.stopped_by:
         return stop_code(outcome.stopped_by)
     return outcome.returncode if 0 < outcome.returncode < 256 else 1

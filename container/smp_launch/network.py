@@ -5,20 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from smp_config.instances import instance
+from smp_config.interfaces import LOOPBACK as LOOPBACK
 
 #: The port on which the ranks of a job meet.
 PORT_VARIABLE = "MASTER_PORT"
 
 #: Shared memory for each rank, in bytes, below which NCCL or data loader workers are likely to fail.
 SHARED_MEMORY_PER_RANK = 128 * 2**20
-
-#: The interface that reaches this machine only.
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 _MIB = 2**20
 

@@ -30,6 +30,9 @@ GRACE_VARIABLE = "SMP_LAUNCH_GRACE_SECONDS"
 #: The platform kills 120 s after SIGTERM; the rest is for the launcher to end well.
 DEFAULT_GRACE = 110.0
 
+#: Seconds after the ranks' grace until the launcher gives up, even when it is blocked.
+LAST_RESORT = 8.0
+
 #: Seconds that mpirun has to tell how the ranks ended; 4.1 needs 2.4 when some ignore SIGTERM.
 _MPIRUN_PATIENCE = 3.5
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from smp_config import ConfigError, JobSettings, Topology
 from smp_config.instances import instance
 from smp_config.parameters import KEYS
+from smp_config.values import literal as _literal
 from smp_estimator.cli.checkpoint import checkpoint
 from smp_estimator.cli.console import console
 from smp_estimator.cli.images import images
@@ -20,7 +21,6 @@ from smp_estimator.cli.migrate import migrate
 from smp_estimator.cli.models import models
 from smp_estimator.cli.planning import plan, suggest
 from smp_estimator.cli.run import run
-from smp_estimator.cli.values import literal as _literal
 from smp_estimator.sdk_found import SDKMissing
 
 LOCAL_TYPES = ("local", "local_gpu")

@@ -13,8 +13,8 @@ import click
 
 from smp_config import ConfigError
 from smp_config.instances import GIB
+from smp_config.values import dictionary
 from smp_estimator.cli.console import console
-from smp_estimator.cli.values import dictionary
 
 
 class _Planning(click.Command):

@@ -14,7 +14,7 @@ import click
 
 from smp_config import ConfigError
 from smp_config.job import SCRIPT_ARGUMENTS_VARIABLE
-from smp_estimator.cli.values import dictionary
+from smp_config.values import dictionary
 from smp_estimator.local.bootstrap import is_foreign
 from smp_estimator.local.uris import address_of
 from smp_estimator.sdk_found import installed_major

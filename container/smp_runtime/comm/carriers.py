@@ -6,14 +6,20 @@ import atexit
 import contextlib
 import os
 import pickle
+import socket
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from smp_config.launchers import ELASTIC_VARIABLE
 from smp_runtime.comm.waiting import FAILED, Place, Wait, script_s_call, timeout_seconds
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
+from smp_runtime.tensors.torch_private import default_store
 
 #: Where ranks tell where they are; no channel of :mod:`smp_runtime.comm.control`.
 _PLACES_CHANNEL = 4
@@ -142,23 +148,85 @@ class _EndsProcess:
 
 
 class StoreCarrier:
-    """Messages over a ``TCPStore``: for ``torchrun`` and other launchers that set ``MASTER_ADDR`` and ``RANK``."""
+    """Messages over a store of PyTorch: for ``torchrun`` and all others whose ranks meet without MPI.
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        import torch.distributed as dist
+    Args:
+        store: reaches all ranks.
+        environ: of this process.
 
-        self.rank = int(environ["RANK"])
-        self.size = int(environ["WORLD_SIZE"])
+    Raises:
+        SMPRuntimeError: another process has this rank, or ranks know different numbers of ranks.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, environ: Mapping[str, str]) -> None:
+        self.rank, self.size = rank, size
         self.call = ""
         self._lost = dist.DistNetworkError
-        rendezvous = dist.rendezvous("env://", rank=self.rank, world_size=self.size)
-        base, _, _ = next(iter(rendezvous))
         # Some versions of PyTorch take the same store when an agent starts the ranks again.
-        self._store = dist.PrefixStore(f"smp-control/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", base)
+        self._store = dist.PrefixStore(f"smp-control/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         self._store.set_timeout(timedelta(seconds=timeout_seconds()))
         self._sequence: dict[tuple[int, int, int], int] = defaultdict(int)
+        self._require_same_job(environ)
         #: How often this rank has joined; all have equally often.
         self._joined = self._store.add(f"joined/{self.rank}", 1)
+
+    @classmethod
+    def at_meeting_place(cls, rank: int, size: int, environ: Mapping[str, str]) -> StoreCarrier:
+        """Meet the others at ``MASTER_ADDR`` and ``MASTER_PORT``, where rank 0 or torchrun's agent keeps a store.
+
+        Raises:
+            SMPRuntimeError: nobody was there in time, or the port is taken.
+        """
+        place = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+        patience = timeout_seconds()
+        try:
+            meeting = dist.rendezvous("env://", rank=rank, world_size=size, timeout=timedelta(seconds=patience))
+            store, _, _ = next(iter(meeting))
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            said = str(error).splitlines()[0]
+            named = f"{place}, which MASTER_ADDR and MASTER_PORT name"
+            if rank == 0 and "joined" in said:
+                raise SMPRuntimeError(
+                    f"rank 0 of {size} waited {patience:g} s for the other ranks at {named} ({said}); see whether all {size} were "
+                    "started, with these values and a RANK of their own, and whether they reach that port, or raise "
+                    "SMP_TIMEOUT_SECONDS"
+                ) from None
+            if rank == 0:
+                raise SMPRuntimeError(
+                    f"rank 0 of {size} cannot keep the store of the job at {named} ({said}); rank 0 must run on that host, and "
+                    "nothing else may use the port, such as another job, or another process that is rank 0 of this one: give each "
+                    "job a MASTER_PORT of its own, and each process its RANK"
+                ) from None
+            raise SMPRuntimeError(
+                f"rank {rank} of {size} waited {patience:g} s for the store of the job at {named} ({said}); rank 0 keeps it: see "
+                "whether it runs there, and whether this host reaches that port, or raise SMP_TIMEOUT_SECONDS"
+            ) from None
+        return cls(store, rank, size, environ)
+
+    @classmethod
+    def of_process_group(cls, environ: Mapping[str, str]) -> StoreCarrier:
+        """The ranks of ``torch.distributed``, which the script has started, through the store at which they have met."""
+        return cls(default_store(), dist.get_rank(), dist.get_world_size(), environ)
+
+    def _require_same_job(self, environ: Mapping[str, str]) -> None:
+        """Notice ranks of another launch, which would take each other's messages or wait for ever."""
+        if ELASTIC_VARIABLE in environ:
+            return  # its agents count the ranks, and the store may be that of ranks before
+        said = int(self._store.compare_set("size", "", str(self.size)))
+        if said != self.size:
+            raise SMPRuntimeError(
+                f"this process is rank {self.rank} of {self.size}, but another that has come to the same store is one of {said}: "
+                "ranks of two launches meet at one MASTER_ADDR and MASTER_PORT, or WORLD_SIZE differs between hosts; start all "
+                "ranks with the same WORLD_SIZE, and each job with a MASTER_PORT of its own"
+            )
+        me = f"{socket.gethostname()} process {os.getpid()} started {_start_of_process()}"
+        first = self._store.compare_set(f"who/{self.rank}", "", me).decode()
+        if first != me:
+            raise SMPRuntimeError(
+                f"two processes are rank {self.rank} of {self.size}: {_place(first)} and {_place(me)}; the same RANK was given "
+                "twice, or a rank was started again while the others of its job go on: give each its own RANK, and restart all "
+                "together"
+            )
 
     def _key(self, source: int, dest: int, channel: int) -> str:
         number = self._sequence[source, dest, channel]
@@ -216,3 +284,20 @@ class StoreCarrier:
 
     def _place(self, rank: int) -> str:
         return f"{self._joined}/place/{rank}"
+
+
+def process_group_size() -> int:
+    """Ranks of ``torch.distributed``, where the script has started it; else 0."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _start_of_process() -> str:
+    """When this process began, in ticks of the system: numbers of processes repeat, and containers have the same."""
+    try:
+        return Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
+    except OSError:
+        return ""
+
+
+def _place(who: str) -> str:
+    return who.partition(" started ")[0]

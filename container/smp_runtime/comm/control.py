@@ -14,7 +14,9 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from smp_runtime.comm.carriers import MpiCarrier, SoloCarrier, StoreCarrier
+from smp_config import ConfigError
+from smp_config.launchers import Started, require_meeting_place, started_by
+from smp_runtime.comm.carriers import MpiCarrier, SoloCarrier, StoreCarrier, process_group_size
 from smp_runtime.comm.waiting import ENDED, Carrier, left_text
 from smp_runtime.comm.waiting import timeout_seconds as timeout_seconds
 from smp_runtime.errors import DeadlineError, RankLeftError, SMPError, SMPRuntimeError, SMPUserError
@@ -179,16 +181,45 @@ def _comes_from_us(trace: types.TracebackType | None) -> bool:
 
 
 def connect(environ: Mapping[str, str] | None = None) -> ControlPlane:
-    """Join the job that started this process: MPI's, else ``torchrun``'s, else a job of one process."""
+    """Join the job that started this process: MPI's, else one whose ranks meet at a store, else a job of one process.
+
+    Where the script, or what calls it, has started ``torch.distributed``, its ranks are those of the job: Ray Train and the like
+    need not say anything in the environment.
+
+    Raises:
+        ConfigError: variables of launchers are incomplete, or contradict one another.
+        SMPRuntimeError: there is no way to the other ranks.
+    """
     environ = os.environ if environ is None else environ
-    if int(environ.get("OMPI_COMM_WORLD_SIZE", environ.get("PMI_SIZE", "0"))) > 0:
-        try:
-            return ControlPlane(MpiCarrier())
-        except ImportError as error:
-            raise SMPRuntimeError(
-                f"this process was started by mpirun, but mpi4py cannot be imported ({error}); install it with "
-                "pip install mpi4py"
-            ) from error
-    if int(environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in environ:
-        return ControlPlane(StoreCarrier(environ))
+    try:
+        started = started_by(environ)
+    except ConfigError:
+        if not process_group_size() > 1:
+            raise
+        started = None  # what is left over from another job says nothing to ranks that have met
+    if started is not None and started.launcher.speaks_mpi:
+        return ControlPlane(_mpi(started))
+    if process_group_size() > 1:
+        return ControlPlane(StoreCarrier.of_process_group(environ))
+    if started is not None:
+        require_meeting_place(started, environ)
+        return ControlPlane(StoreCarrier.at_meeting_place(started.rank, started.size, environ))
     return ControlPlane(SoloCarrier())
+
+
+def _mpi(started: Started) -> MpiCarrier:
+    """The way to ranks that MPI has started; the MPI of mpi4py may be another than the launcher's, and know of none."""
+    try:
+        carrier = MpiCarrier()
+    except ImportError as error:
+        raise SMPRuntimeError(
+            f"this process was started by mpirun, but mpi4py cannot be imported ({error}); install it with pip install mpi4py"
+        ) from error
+    if (carrier.rank, carrier.size) != (started.rank, started.size):
+        raise SMPRuntimeError(
+            f"MPI says that this is rank {carrier.rank} of {carrier.size}, but {started.said} were set by its launcher, "
+            f"{started.launcher.value}: the MPI library that mpi4py uses does not know that launcher, so every process would train "
+            "alone; use the mpirun that belongs to mpi4py's MPI, or start the ranks with 'smp-launch run SCRIPT', which needs no "
+            "MPI"
+        )
+    return carrier

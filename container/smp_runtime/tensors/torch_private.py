@@ -249,7 +249,8 @@ def device_asked_for(*args: Any, **kwargs: Any) -> torch.device | None:
 
 #: The store through which the ranks of the default group have met.
 default_store: Callable[[], dist.Store] = _private(
-    "agrees on checkpoints that are written in the background", "distributed.distributed_c10d._get_default_store"
+    "agrees on checkpoints that are written in the background, and meets ranks of groups that a script has started",
+    "distributed.distributed_c10d._get_default_store",
 )
 
 #: End collectives that are under way, and all groups; no rank need take part. PyTorch has it since 2.6.

@@ -1,4 +1,4 @@
-"""Dictionaries as a command line has them: written out, or the name of a file."""
+"""Dictionaries as command lines have them: written out, or the name of a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from smp_config import ConfigError
+from smp_config.errors import ConfigError
 
 
 def literal(text: str, what: str) -> Any:

@@ -1,0 +1,50 @@
+"""The network interfaces of this machine and their addresses, and which of them leads to another host."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import sys
+
+#: The interface that reaches this machine only.
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+#: Asks Linux for the address of an interface (linux/sockios.h); where its answer has it (linux/if.h, a sockaddr_in).
+_SIOCGIFADDR = 0x8915
+_ADDRESS = slice(20, 24)
+
+
+def addresses() -> dict[str, str]:
+    """By interface, its address of IP version 4; empty where the system does not tell."""
+    found = {}
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            for _, name in socket.if_nameindex():
+                try:
+                    answer = fcntl.ioctl(asking, _SIOCGIFADDR, name.encode()[:15].ljust(256, b"\0"))
+                except OSError:
+                    continue  # it has none
+                found[name] = socket.inet_ntoa(answer[_ADDRESS])
+    except OSError:
+        return {}
+    return found
+
+
+def interface_towards(address: str) -> str | None:
+    """The interface of this machine through which it reaches ``address``, or which has it; None where that cannot be told.
+
+    A backend left alone takes the one that this machine's own name means, which many machines map to loopback.
+
+    Args:
+        address: of a host, or its name.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # asks the routes of the system; nothing is sent
+            own, other = probe.getsockname()[0], probe.getpeername()[0]
+    except OSError:
+        return None
+    known = {found: name for name, found in addresses().items()}
+    # To itself a machine speaks by loopback, whichever of its addresses it calls; the one that others call is meant.
+    name = known.get(other) or known.get(own)
+    return None if name == LOOPBACK else name

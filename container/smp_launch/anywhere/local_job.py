@@ -1,0 +1,184 @@
+"""The ranks of one host where there is no SageMaker: started, supervised and ended together, without MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from smp_config.errors import ConfigError
+from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE, SURROUNDINGS_VARIABLE, prepare, to_text
+from smp_launch.anywhere.surroundings import Kind, Surroundings
+from smp_launch.environment import EMULATION_LINE, emulates_cuda
+from smp_launch.errors import LaunchError
+from smp_launch.failure import REPORT_VARIABLE, Cause, FailureCollector
+from smp_launch.leader import cause_of, exit_code
+from smp_launch.locked_folders import private_dir
+from smp_launch.network import reserved_port, shared_memory_warning
+from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
+from smp_launch.supervise import FAILURE_PATIENCE, FAILURE_PATIENCE_ALONE, Supervisor, grace_seconds, say, show
+
+if TYPE_CHECKING:
+    from smp_config.parameters import ModelParallelParameters
+
+#: A task that fails ends the step: SLURM lets the others go on otherwise, unless its administrator says so.
+_SRUN = ("srun", "--kill-on-bad-exit=1")
+
+
+@dataclass(frozen=True)
+class LocalJob:
+    """All that is known before the first process starts.
+
+    Attributes:
+        surroundings: where the ranks stand.
+        script: a Python or shell script, as it was written.
+        words: of its command line.
+        parameters: of the model parallel library; None where the script has its own, or none.
+        again: what is run for each task of an allocation: this very command.
+    """
+
+    surroundings: Surroundings
+    script: str
+    words: tuple[str, ...]
+    parameters: ModelParallelParameters | None
+    again: tuple[str, ...]
+
+    def check(self) -> None:
+        """Raise ConfigError where the degrees do not fit the number of ranks."""
+        if self.parameters is not None and self.surroundings.size:
+            self.parameters.topology(self.surroundings.size)
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """What all ranks of this host inherit."""
+        passed = {name: value for name, value in environ.items() if name != LIFELINE_VARIABLE}
+        if self.parameters is not None:
+            passed[PARAMETERS_VARIABLE] = json.dumps(self.parameters.to_mp_parameters())
+        return passed
+
+    def command(self) -> list[str]:
+        """What this process runs, or becomes."""
+        surroundings = self.surroundings
+        if surroundings.kind is Kind.SLURM_ALLOCATION:
+            return [*_SRUN, *self.again]
+        local = str(surroundings.local_rank) if surroundings.is_rank else "{}"
+        rank = [sys.executable, "-m", "smp_launch.anywhere.plain_rank", local, "--", self.script, *self.words]
+        if surroundings.is_rank:
+            return rank
+        return [sys.executable, "-m", "smp_launch.anywhere.local_ranks", str(surroundings.ranks), "--", *rank]
+
+    def describe(self, environ: Mapping[str, str]) -> list[str]:
+        """What was recognised and would be started, line by line."""
+        surroundings = self.surroundings
+        lines = [f"surroundings: {surroundings.describe()}"]
+        if self.parameters is not None:
+            lines.append(f"parameters: {json.dumps(self.parameters.to_mp_parameters(), sort_keys=True)}")
+        if surroundings.size:
+            after = self.environment(environ)
+            prepare(surroundings, surroundings.local_rank, after)
+            # Those of the parameters are told above.
+            new = {
+                name: value
+                for name, value in after.items()
+                if environ.get(name) != value and name != PARAMETERS_VARIABLE
+            }
+            if not surroundings.port and not surroundings.uses_mpi:
+                new["MASTER_PORT"] = "(a free port)"
+            lines.append(
+                f"variables of rank {surroundings.first_rank}: " + " ".join(f"{k}={v}" for k, v in sorted(new.items()))
+            )
+        return [*lines, f"command: {shlex.join(self.command())}"]
+
+    def become(self, environ: Mapping[str, str]) -> NoReturn:
+        """Let this process be the rank, or srun: what has started it signals it, and sees how it ends.
+
+        Raises:
+            LaunchError: there is no srun.
+        """
+        command, passed = self.command(), dict(environ)
+        if self.surroundings.is_rank:
+            passed = {**self.environment(environ), SURROUNDINGS_VARIABLE: to_text(self.surroundings)}
+        elif shutil.which(command[0], path=environ.get("PATH")) is None:
+            raise LaunchError(
+                f"SLURM_JOB_ID is {environ.get('SLURM_JOB_ID')}, so this is an allocation of SLURM, but no folder of PATH has "
+                "srun, which starts its tasks; add the folder, or unset SLURM_JOB_ID to run on this machine alone"
+            )
+        if self.surroundings.first_rank == 0:
+            say(self.surroundings.describe())
+        os.execvpe(command[0], command, passed)
+
+    def run(self, stop: StopRequests, environ: Mapping[str, str]) -> tuple[int, Cause | None]:
+        """Run the ranks of this host to their end.
+
+        Returns:
+            The exit code, and why the job failed when it is not 0.
+        """
+        with _meeting_place(self.surroundings) as surroundings, private_dir(Path(tempfile.gettempdir())) as reports:
+            say(f"{surroundings.describe()}; they run {self.script}")
+            if warning := shared_memory_warning(surroundings.ranks):
+                say(warning)
+            if emulates_cuda(environ):
+                say(EMULATION_LINE)
+            collector = FailureCollector(lambda rank: surroundings.host, mpirun=False)
+            supervisor = Supervisor(
+                stop,
+                collector,
+                failure_patience=FAILURE_PATIENCE_ALONE if surroundings.size == 1 else FAILURE_PATIENCE,
+                ranks=surroundings.ranks,
+                grace=grace_seconds(environ),
+            )
+            passed = {
+                **self.environment(environ),
+                SURROUNDINGS_VARIABLE: to_text(surroundings),
+                REPORT_VARIABLE: str(reports),
+            }
+            outcome = supervisor.run(self.command(), passed, os.getcwd())
+            collector.read_reports(reports)
+        show(collector.finish(), 2)
+        if outcome.returncode == 0 and not collector.records:
+            return 0, None
+        return exit_code(outcome), cause_of(collector, outcome, self.script)
+
+
+def plan(
+    surroundings: Surroundings,
+    script: str,
+    words: Sequence[str],
+    parameters: ModelParallelParameters | None,
+    again: Sequence[str],
+) -> LocalJob:
+    """The job of a script.
+
+    Raises:
+        ConfigError: the script is not there or of no kind that can be started, or the degrees do not fit the ranks.
+    """
+    path = Path(script)
+    if not path.is_file():
+        raise ConfigError(
+            f"SCRIPT {script!r} is no file in {Path.cwd()}; give its path from there, and its own words behind it"
+        )
+    if path.suffix not in (".py", ".sh"):
+        raise ConfigError(
+            f"SCRIPT {script!r} ends in {path.suffix or 'nothing'!r}; .py is run with Python and .sh with bash: rename it, or "
+            "call it from a shell script"
+        )
+    job = LocalJob(surroundings, script, tuple(words), parameters, tuple(again))
+    job.check()
+    return job
+
+
+@contextlib.contextmanager
+def _meeting_place(surroundings: Surroundings) -> Iterator[Surroundings]:
+    """The same with a port that nobody else gets, where the ranks of this host are all there are."""
+    if surroundings.port:
+        yield surroundings
+        return
+    with reserved_port() as port:
+        yield replace(surroundings, port=port)

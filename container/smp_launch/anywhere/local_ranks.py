@@ -1,0 +1,73 @@
+"""Stands where mpirun does, for ranks of one host that need no MPI: ``python -m smp_launch.anywhere.local_ranks 4 -- program…``.
+
+Each program is started with the number of its rank on this host as first argument. SIGUSR2 reaches all of them. The first that
+fails ends the others, and its exit code is that of this process; for a signal it is 128 and the signal's number, as a shell has it.
+It imports nothing of weight: it only waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+#: Seconds between SIGTERM to ranks that outlive another's failure and SIGKILL: to them a rank is gone, and they say so.
+_PATIENCE = 2.5
+
+#: Of prctl (linux/prctl.h).
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the ranks to their end.
+
+    Args:
+        arguments: the number of ranks, ``--``, the program and its arguments; ``{}`` among them becomes the rank's number.
+
+    Returns:
+        0 when all ranks ended with 0, else what the first that failed ended with.
+    """
+    number, _, *program = arguments
+    _end_with_parent()
+    alive: set[int] = set()
+
+    def pass_on(sent: int) -> None:
+        for pid in list(alive):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sent)
+
+    def end(number: int, frame: object) -> None:
+        pass_on(signal.SIGKILL)
+
+    # Before the first rank is there, which inherits nothing of it: handlers go with the new program.
+    for sent in (signal.SIGUSR2, signal.SIGTERM):
+        signal.signal(sent, lambda number, frame: pass_on(number))
+    signal.signal(signal.SIGALRM, end)
+    for local in range(int(number)):
+        process = subprocess.Popen([word.replace("{}", str(local)) for word in program], stdin=subprocess.DEVNULL)
+        process.returncode = 0  # collected below, in the order in which they end
+        alive.add(process.pid)
+    first = 0
+    while alive:
+        pid, status = os.wait()
+        alive.discard(pid)
+        code = os.waitstatus_to_exitcode(status)
+        if code and not first:
+            first = code
+            pass_on(signal.SIGTERM)
+            signal.setitimer(signal.ITIMER_REAL, _PATIENCE)
+    return first if first >= 0 else 128 - first
+
+
+def _end_with_parent() -> None:
+    """SIGTERM, which the ranks get too, when the launcher is killed: nobody else would end them."""
+    with contextlib.suppress(OSError, AttributeError):  # not on this system
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,123 @@
+"""The wrapper around a script of ``smp-launch run``: ``python -m smp_launch.anywhere.plain_rank 0 -- train.py --epochs 3``.
+
+It gives the rank its variables, whatever stands around the job, and has the script run to its end. There is no folder tree of a
+platform, and the script stays in the folder in which the job was started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from smp_config.interfaces import LOOPBACK, interface_towards
+from smp_config.launchers import ADDRESS_VARIABLE, PORT_VARIABLE
+from smp_launch.anywhere.surroundings import Kind, Surroundings
+from smp_launch.discovered import make_findable
+from smp_launch.environment import cpu_count
+from smp_launch.script import Place, Program, run_to_end
+
+#: Carries what the launcher has recognised to its ranks.
+SURROUNDINGS_VARIABLE = "SMP_LAUNCH_SURROUNDINGS"
+
+#: As the training toolkit calls them; the runtime, Transformers and Accelerate read them.
+PARAMETERS_VARIABLE = "SM_HP_MP_PARAMETERS"
+FRAMEWORK_VARIABLE = "SM_FRAMEWORK_PARAMS"
+
+#: Says to Transformers and Accelerate that there are ranks.
+_WITH_RANKS = '{"sagemaker_mpi_enabled": true}'
+
+#: What launchers above leave behind that says something else of ranks that they have not started.
+_OF_OTHERS = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "PET_")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the script of this rank.
+
+    Args:
+        arguments: ``[local rank, "--", script, *words]``.
+
+    Returns:
+        The exit code; where other ranks are, a failing script ends the process instead.
+    """
+    local, _, script, *words = arguments
+    place = Place()
+
+    def enter() -> Program:
+        surroundings = from_text(os.environ.pop(SURROUNDINGS_VARIABLE))
+        place.is_supervised = not surroundings.is_rank
+        place.is_alone = surroundings.size == 1
+        place.host = surroundings.host
+        place.rank = rank_of(surroundings, int(local))
+        prepare(surroundings, int(local), os.environ)
+        path = Path(script).absolute()
+        make_findable(os.environ, None, smddp=False, libraries=PARAMETERS_VARIABLE in os.environ)
+        return Program(path, words, path.parent)
+
+    return run_to_end(place, enter)
+
+
+def rank_of(surroundings: Surroundings, local: int) -> int:
+    """The number in the job of a rank of this host."""
+    return surroundings.first_rank if surroundings.is_rank else surroundings.first_rank + local
+
+
+def rank_variables(surroundings: Surroundings, local: int, with_parameters: bool) -> dict[str, str]:
+    """Where this rank stands; for the runtime, for libraries, and for scripts that read the environment.
+
+    ``LOCAL_RANK`` is left out where the job has parameters of the model parallel library: as in a job of the platform, it would
+    make the Transformers ``Trainer`` start a second, contradicting way of distributing.
+    """
+    rank = str(rank_of(surroundings, local))
+    values = {
+        "SMP_RANK": rank,
+        "SMP_WORLD_SIZE": str(surroundings.size),
+        "SMP_LOCAL_RANK": str(local),
+        "SMP_LOCAL_SIZE": str(surroundings.ranks),
+        "SMP_HOST": surroundings.host,
+    }
+    if not surroundings.uses_mpi:
+        values |= {
+            "RANK": rank,
+            "WORLD_SIZE": str(surroundings.size),
+            "LOCAL_WORLD_SIZE": str(surroundings.ranks),
+            ADDRESS_VARIABLE: surroundings.address,
+            PORT_VARIABLE: str(surroundings.port),
+        }
+    return values if with_parameters else {**values, "LOCAL_RANK": str(local)}
+
+
+def prepare(surroundings: Surroundings, local: int, environ: MutableMapping[str, str]) -> None:
+    """Make ``environ`` the environment of a rank; what the user has set of threads and interfaces stays."""
+    if not surroundings.uses_mpi:
+        for name in [name for name in environ if name.startswith(_OF_OTHERS)]:
+            del environ[name]
+    with_parameters = bool(environ.get(PARAMETERS_VARIABLE))
+    if with_parameters:
+        environ.pop("LOCAL_RANK", None)
+        environ.setdefault(FRAMEWORK_VARIABLE, _WITH_RANKS)
+    environ.update(rank_variables(surroundings, local, with_parameters))
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // surroundings.ranks)))
+    interface = LOOPBACK if surroundings.one_host and not surroundings.uses_mpi else None
+    if not surroundings.one_host and surroundings.address:
+        interface = interface_towards(surroundings.address)
+    if interface:
+        environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def to_text(surroundings: Surroundings) -> str:
+    """As JSON, for an environment variable."""
+    return json.dumps(asdict(surroundings))
+
+
+def from_text(text: str) -> Surroundings:
+    """The opposite of :func:`to_text`."""
+    given: Mapping[str, object] = json.loads(text)
+    return Surroundings(**{**given, "kind": Kind(given["kind"])})  # type: ignore[arg-type]  # as they were written
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,121 @@
+"""``smp-launch run``: a script as a job, wherever this machine stands."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from smp_config.errors import ConfigError
+from smp_config.job import MP_PARAMETERS, decoded_hyperparameter
+from smp_config.parameters import ModelParallelParameters
+from smp_config.values import dictionary
+from smp_launch.anywhere.local_job import LocalJob, plan
+from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE
+from smp_launch.anywhere.surroundings import Given, Kind, recognise
+from smp_launch.errors import CANNOT_START, LaunchError, Stopped
+from smp_launch.failure import Cause, write_failure
+from smp_launch.leader import stop_code
+from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
+from smp_launch.supervise import LAST_RESORT, grace_seconds, say
+from smp_launch.tree import Tree
+
+
+@click.command("run", context_settings={"allow_interspersed_args": False})
+@click.argument("script")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+@click.option("--processes", type=click.IntRange(1), metavar="N", help="Ranks of each host; default: its GPUs, or 1.")
+@click.option(
+    "--parameters", metavar="JSON|FILE", help="mp_parameters, as for smp.init(); default: SM_HP_MP_PARAMETERS."
+)
+@click.option("--hosts", type=click.IntRange(1), metavar="N", help="How many hosts, where nothing here says it.")
+@click.option("--host-rank", type=click.IntRange(0), metavar="I", help="Which of them this is, from 0.")
+@click.option("--master", metavar="ADDRESS:PORT", help="Where the ranks meet, on host 0.")
+@click.option("--failure-file", type=click.Path(dir_okay=False), help="Where the first cause of a failure is written.")
+@click.option(
+    "--print", "only_print", is_flag=True, help="Say what was recognised and would be started, and start nothing."
+)
+def run_script(
+    script: str,
+    words: tuple[str, ...],
+    processes: int | None,
+    parameters: str | None,
+    hosts: int | None,
+    host_rank: int | None,
+    master: str | None,
+    failure_file: str | None,
+    only_print: bool,
+) -> None:
+    """Run SCRIPT, and WORDS as its own command line, on every rank.
+
+    What stands around is recognised: SLURM, torchrun, mpirun, Kubernetes' training operator, a SageMaker job; without any
+    of them the ranks run on this machine.
+
+    The exit code is 0 when all ranks ended well, 2 when the job cannot start, else that of the first rank that failed.
+    """
+    environ = os.environ
+    again = [sys.executable, "-m", "smp_launch", *sys.argv[1:]]
+    try:
+        surroundings = recognise(environ, Given(processes, hosts, host_rank, master))
+        job = plan(surroundings, script, words, _parameters(parameters, surroundings.kind, environ), again)
+    except ConfigError as error:
+        sys.exit(_end(CANNOT_START, Cause(f"the job cannot start: {error}"), failure_file))
+    if only_print:
+        click.echo("\n".join(job.describe(environ)))
+        return
+    sys.exit(_run(job, failure_file, environ))
+
+
+def _run(job: LocalJob, failure_file: str | None, environ: Mapping[str, str]) -> int:
+    try:
+        if job.surroundings.is_rank or job.surroundings.kind is Kind.SLURM_ALLOCATION:
+            job.become(environ)
+        lifeline = environ.get(LIFELINE_VARIABLE) == "1"
+        with StopRequests(lifeline, patience=grace_seconds(environ) + LAST_RESORT) as stop:
+            code, cause = job.run(stop, environ)
+            code = _end(code, cause, failure_file)
+            stop.job_has_ended()
+            return code
+    except (ConfigError, LaunchError) as error:
+        return _end(CANNOT_START, Cause(f"the job cannot start: {error}"), failure_file)
+    except Stopped as error:
+        return _end(stop_code(error.by), Cause(str(error)), failure_file)
+
+
+def _end(code: int, cause: Cause | None, failure_file: str | None) -> int:
+    """Tell why the job failed, if it did; gives the exit code."""
+    if cause is not None:
+        say(f"failed: {cause.headline}")
+        if failure_file:
+            try:
+                write_failure(Path(failure_file), cause)
+            except OSError as error:
+                say(f"{failure_file} cannot be written: {error}")
+    return code
+
+
+def _parameters(given: str | None, kind: Kind, environ: Mapping[str, str]) -> ModelParallelParameters | None:
+    """Those of the command line, else of the environment, else of a SageMaker job.
+
+    Raises:
+        ConfigError: they cannot be read, or cannot work.
+    """
+    found: Any = None
+    if given is not None:
+        found = dictionary(given, "--parameters")
+    elif text := environ.get(PARAMETERS_VARIABLE):
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"{PARAMETERS_VARIABLE} is no JSON ({error}); it holds the job's mp_parameters: correct or unset it, or give "
+                "--parameters"
+            ) from None
+    elif kind is Kind.SAGEMAKER:
+        found = decoded_hyperparameter(Tree.from_environment(environ).read_config("hyperparameters").get(MP_PARAMETERS))
+    return None if found is None else ModelParallelParameters.from_mp_parameters(found)

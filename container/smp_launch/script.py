@@ -1,0 +1,241 @@
+"""The script of a rank, run to its end in this process.
+
+The forwarded signal becomes SIGTERM, and the launcher hears in one line why the script failed before the process ends, which
+makes mpirun, or what stands in its place, end all others.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from smp_launch import ending
+from smp_launch.output import STARTED_PREFIX
+from smp_launch.processes import adopt_orphans
+from smp_launch.script_words import forgive_parameters
+
+
+@dataclass
+class Place:
+    """Which rank this is, as far as it is known when something fails."""
+
+    rank: int = 0
+    host: str = ""
+    is_alone: bool = False  # without other ranks: its failure ends by the interpreter's own exit
+    is_supervised: bool = True  # a launcher of this package reads its lines, and forwards a stop as SIGUSR2
+
+
+@dataclass(frozen=True)
+class Program:
+    """A script, the words behind it, and the folder of the files that it may import beside its own."""
+
+    script: Path
+    words: Sequence[str]
+    folder: Path
+
+
+def run_to_end(place: Place, enter: Callable[[], Program]) -> int:
+    """Run a rank's script.
+
+    Args:
+        enter: makes this process the rank, says in ``place`` which, and gives its program; what it raises is the rank's failure.
+
+    Returns:
+        The exit code; a rank that is not alone ends the process instead when it fails.
+    """
+    failed: BaseException  # kept to the end: what its frames hold may take its time, or hang, when it is released
+    try:
+        program = enter()
+        if program.script.suffix == ".sh":
+            _run_shell(place, program)
+        else:
+            if place.is_supervised:
+                _translate_stop_signal()
+                _announce(place.rank)
+            _whole_lines()
+            forgive_parameters(program.words)
+            _run_python(program)
+    except SystemExit as error:
+        if error.code in (None, 0):
+            return 0
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        failed, code = error, error.code if isinstance(error.code, int) else 1
+        _tell(place, error)
+    except _ShellError as error:
+        failed, code = error, error.code
+        _tell(place, error, "ScriptError")
+    except BaseException as error:
+        failed, code = error, 1
+        _strip_own_frames(error)
+        ending.explain(error)
+        # Before the script's hook sees it, which may abort the job.
+        _tell(place, error)
+        ending.show(error, place.rank)
+    else:
+        return 0
+    code = code if 0 < code < 256 else 1
+    if not place.is_alone:
+        ending.abort(code, failed)
+    return code
+
+
+def _tell(place: Place, error: BaseException, name: str | None = None) -> None:
+    if place.is_supervised:
+        ending.tell(place.rank, place.host, error, name)
+
+
+def _translate_stop_signal() -> None:
+    """From now on SIGUSR2, which mpirun forwards, is SIGTERM for the main thread.
+
+    A thread waits for it, because a Python handler would not run while the main thread is inside native code (a
+    receive that never ends). To the main thread, because only a signal of its own wakes it from a system call.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    main_thread = threading.main_thread().ident or 0
+
+    def translate() -> None:
+        while True:
+            signal.sigwait({signal.SIGUSR2})
+            signal.pthread_kill(main_thread, signal.SIGTERM)
+
+    threading.Thread(target=translate, daemon=True, name="stop-signal").start()
+
+
+def _announce(rank: int) -> None:
+    """Tell the launcher that signals may come, and which process to watch."""
+    os.write(2, f"{STARTED_PREFIX}{rank} {os.getpid()}\n".encode())
+
+
+class _Descriptor(io.RawIOBase):
+    """Writes to a descriptor, always all of it.
+
+    Not ``io.BufferedWriter``: a signal handler that prints while the script prints would make it raise, and a script
+    that cannot say that it saves may not save.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        while left:
+            left = left[os.write(self._descriptor, left) :]
+        return len(data)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+
+def _whole_lines() -> None:
+    """Write each line at once when it ends, so that ranks cannot meet inside a line; never later than its end."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        before = getattr(sys, name)
+        try:
+            before.flush()
+        except (OSError, ValueError, AttributeError):
+            continue  # closed by whoever started us: keep what there is
+        errors = "backslashreplace" if name == "stderr" else before.errors
+        stream = io.TextIOWrapper(
+            cast("IO[bytes]", _Descriptor(descriptor)), encoding=before.encoding, errors=errors, line_buffering=True
+        )
+        stream.mode = "w"  # type: ignore[misc]
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _run_python(program: Program) -> None:
+    """Run the script as ``python script words…`` would, in this process."""
+    script = program.script
+    sys.argv = [str(script), *program.words]
+    folders = list(dict.fromkeys([str(script.parent), str(program.folder)]))
+    if getattr(sys.flags, "safe_path", False):
+        sys.path[:0] = folders
+    else:
+        sys.path[:1] = folders  # the first entry is where `-m` looked
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=str(script), __builtins__=builtins, __cached__=None, __loader__=None, __spec__=None)
+    code = compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+    # It stays there: what the script pickles or registers to run at exit must find its own __main__.
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+def _run_shell(place: Place, program: Program) -> None:
+    """Run the script with bash; a stop reaches bash and everything it started, and all may finish.
+
+    mpirun forwards SIGUSR2 to the whole process group, and it would end whatever does not expect it. So bash and its
+    children begin with SIGUSR2 ignored. Blocked would be worse: it would stay pending, and a program that wants the
+    signal and sets a handler would never get it.
+
+    A bash without a trap for SIGTERM dies at once; the programs that it ran may still save, and how they end is how
+    the script ended.
+    """
+    if not place.is_supervised:  # whoever started this process signals it, and sees how it ends
+        os.execvp("bash", ["bash", str(program.script), *program.words])
+    adopt_orphans()
+    stopping = False
+
+    def pass_on(number: int, frame: object) -> None:
+        nonlocal stopping
+        if not stopping:
+            stopping = True
+            os.killpg(os.getpgrp(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.signal(signal.SIGUSR2, pass_on)
+    process = subprocess.Popen(["bash", str(program.script), *program.words], preexec_fn=_ignore_stop_signal)
+    _announce(place.rank)  # now that there is somebody to pass a stop on to
+    code = process.wait()
+    if stopping and code == -signal.SIGTERM and set(_rest()) - {code} == {0}:
+        return
+    if code:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise _ShellError(f"{program.script.name} {how}; its last words are in the log", abs(code))
+
+
+def _rest() -> Iterator[int]:
+    """The exit codes of all processes that bash left behind, as they end."""
+    while True:
+        try:
+            yield os.waitstatus_to_exitcode(os.wait()[1])
+        except ChildProcessError:
+            return
+
+
+def _ignore_stop_signal() -> None:
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
+class _ShellError(RuntimeError):
+    """A shell script that did not end well."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def _strip_own_frames(error: BaseException) -> None:
+    """Begin the traceback with the script, where there is one."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    if trace is not None or isinstance(error, SyntaxError):
+        error.__traceback__ = trace
