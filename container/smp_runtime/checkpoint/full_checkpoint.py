@@ -39,7 +39,7 @@ from smp_runtime.checkpoint.files.whole_file import (
     write_tensors,
 )
 from smp_runtime.checkpoint.folder_transaction import failure_of, refuse_if_any_failed, words_of
-from smp_runtime.checkpoint.full_transaction import finish, full_transaction
+from smp_runtime.checkpoint.full_transaction import finish_at, full_transaction
 from smp_runtime.checkpoint.load_partial import Loading
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.optim.whole_state import HALF_KEY
@@ -138,7 +138,7 @@ def resume(
     if tag is None:
         raise SMPUserError("a full checkpoint is resumed by its file name, but tag is None: pass tag=")
     file = folder / tag
-    finished = failure_of(lambda: finish(folder, tag)) if session.ranks.local_rank == 0 else None
+    finished = failure_of(lambda: finish_at(file)) if session.ranks.local_rank == 0 else None
     _refuse_on_all(session, file, None if finished is None else CheckpointError(finished))
     for look in range(1, _LOOKS + 1):
         failure: Exception | None = None

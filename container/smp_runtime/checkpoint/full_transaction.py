@@ -100,10 +100,13 @@ def full_transaction(folder: Path, tag: str) -> Iterator[FullTransaction]:
         transaction.close()
 
 
-def finish(folder: Path, tag: str) -> None:
+def finish(folder: Path, tag: str | None) -> None:
     """Move files of published checkpoints to their names, as far as a killed job has not.
 
     Several processes may do so at once: every step can be made once only, and the folder is of one save alone.
+
+    Args:
+        tag: of the checkpoints; None for all.
 
     Raises:
         CheckpointError: they cannot be moved, so that the files with these names are of two saves.
@@ -113,7 +116,7 @@ def finish(folder: Path, tag: str) -> None:
             _finish(folder, published)
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"the checkpoint {folder / tag} was saved by a job that was stopped before all of its files had their names, and "
+                f"a checkpoint in {folder} was saved by a job that was stopped before all of its files had their names, and "
                 f"the rest in {published} cannot be moved ({error}); make {folder} writable, or move the files of "
                 f"{published / _ENTRIES} into it"
             ) from error
@@ -147,9 +150,17 @@ def _if_there(step: Callable[[], object]) -> None:
         step()
 
 
-def _folders(folder: Path, tag: str, ending: str) -> list[Path]:
-    """What saves under a tag have left, the oldest first."""
-    pattern = re.compile(rf"\.{re.escape(tag)}\.[0-9a-f]{{16}}\.{ending}")
+def finish_at(path: Path) -> None:
+    """The same for a file of weights, or for a folder of Transformers, whatever the tags are; raises as :func:`finish`."""
+    if path.is_dir():
+        finish(path, None)
+    else:
+        finish(path.parent, path.name)
+
+
+def _folders(folder: Path, tag: str | None, ending: str) -> list[Path]:
+    """What saves under a tag, or under any, have left, the oldest first."""
+    pattern = re.compile(rf"\.{'.+' if tag is None else re.escape(tag)}\.[0-9a-f]{{16}}\.{ending}")
     try:
         found = [
             path
