@@ -60,18 +60,15 @@ def bytes_of(content: Any) -> int:
     if isinstance(content, bytes):
         return len(content)
     storages: dict[int, int] = {}
-    _add_storages(content, storages, 0)
+    # Without recursion, and each container once: content may be deep, and hold the same thing in many places.
+    waiting, seen = [content], set[int]()
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, torch.Tensor):
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor without storage
+                storage = found.untyped_storage()
+                storages[storage.data_ptr() or id(storage)] = storage.nbytes()
+        elif isinstance(found, Mapping | list | tuple | set) and id(found) not in seen:
+            seen.add(id(found))
+            waiting.extend(found.values() if isinstance(found, Mapping) else found)
     return sum(storages.values())
-
-
-def _add_storages(content: Any, storages: dict[int, int], depth: int) -> None:
-    if isinstance(content, torch.Tensor):
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor without storage
-            storage = content.untyped_storage()
-            storages[storage.data_ptr() or id(storage)] = storage.nbytes()
-    elif depth < 20 and isinstance(content, Mapping):
-        for value in list(content.values()):
-            _add_storages(value, storages, depth + 1)
-    elif depth < 20 and isinstance(content, list | tuple | set):
-        for value in content:
-            _add_storages(value, storages, depth + 1)
