@@ -55,7 +55,7 @@ class _Small:
     def tensors(self):
         yield from self.model.module.parameters()
         for state in self.optimizer.state.values():
-            yield from (state["exp_avg"], state["exp_avg_sq"]) if "exp_avg" in state else ()
+            yield from (state[key] for key in ("exp_avg", "exp_avg_sq") if isinstance(state.get(key), torch.Tensor))
 
     @torch.no_grad()
     def fill(self, number: float) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from smp_runtime.checkpoint.files.manifest_checks import DIGEST, digest_of
+from smp_runtime.checkpoint.files.records import DIGEST, digest_of
 
 #: What stands where a number, a name or a list was.
 _STRANGE: list[Any] = [

@@ -146,7 +146,11 @@ class FolderLock:
         if not _is_at(descriptor, self.path):  # its former holder has removed it meanwhile
             os.close(descriptor)
             return
-        self._write(self._me, descriptor)
+        try:
+            self._write(self._me, descriptor)
+        except OSError:
+            self.path.unlink(missing_ok=True)
+            raise
         if not has_locks:
             time.sleep(_RACE_SECONDS)
             if Holder.read(self.path) != self._me:  # another job came at the same time, and wrote last

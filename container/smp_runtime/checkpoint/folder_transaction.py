@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from smp_runtime.checkpoint.files.disk_space import naming_full_disk
 from smp_runtime.checkpoint.files.manifest import (
     MANIFEST,
     NEWEST,
@@ -181,10 +182,11 @@ class FolderTransaction:
         return self.final.with_name(f".{self.final.name}.{token}.tmp")
 
     def _restart(self, token: str) -> None:
-        self.final.parent.mkdir(parents=True, exist_ok=True)
-        self._locks.hold(self.final.parent)
         writing = self._writing(token)
-        writing.mkdir()
+        with naming_full_disk(self.final, None):
+            self.final.parent.mkdir(parents=True, exist_ok=True)
+            self._locks.hold(self.final.parent)
+            writing.mkdir()
         try:
             write_text(Holder.of_this_process().to_json(), writing / _OWNER)
             write_text(token, writing / _TOKEN)

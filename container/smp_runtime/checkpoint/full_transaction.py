@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from smp_runtime.checkpoint.files.disk_space import naming_full_disk
 from smp_runtime.checkpoint.files.opened_files import is_plain_name, read_text
 from smp_runtime.checkpoint.files.whole_file import write_text
 from smp_runtime.checkpoint.folder_lock import FolderLock
@@ -92,8 +93,9 @@ class FullTransaction:
 @contextlib.contextmanager
 def full_transaction(folder: Path, tag: str) -> Iterator[FullTransaction]:
     """A transaction that is closed at the end of the block, whether it was committed or not."""
-    folder.mkdir(parents=True, exist_ok=True)
-    transaction = FullTransaction(folder, tag)
+    with naming_full_disk(folder / tag, None):
+        folder.mkdir(parents=True, exist_ok=True)
+        transaction = FullTransaction(folder, tag)
     try:
         yield transaction
     finally:

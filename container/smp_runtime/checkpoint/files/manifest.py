@@ -13,9 +13,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smp_runtime.checkpoint.files.manifest_checks import DIGEST, check_manifest, digest_of
 from smp_runtime.checkpoint.files.opened_files import MANIFEST as MANIFEST
-from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, Identity, read_text
+from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, Identity, is_plain_name, read_text
+from smp_runtime.checkpoint.files.records import DIGEST, are_texts, check, check_count, check_text, digest_of
+from smp_runtime.checkpoint.files.records import FileRecord as FileRecord
+from smp_runtime.checkpoint.files.records import OptimizerRecord as OptimizerRecord
+from smp_runtime.checkpoint.files.records import Piece as Piece
+from smp_runtime.checkpoint.files.records import TensorRecord as TensorRecord
 from smp_runtime.errors import CheckpointError
 
 #: Version of the layout; a reader refuses a newer one. Manifests of 1 may lack the checksum of themselves, later ones may not.
@@ -35,98 +39,6 @@ EXTRA = "extra"
 
 #: A checkpoint that one of the same tag takes the place of: ``.100_partial.old``, ``.100_partial.2.old``, …
 _FORMER = re.compile(rf"\.(.+{PARTIAL})(?:\.\d+)?\.old")
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """A file of a checkpoint.
-
-    Attributes:
-        bytes: its length.
-        sha256: hexadecimal checksum.
-        copies: checksums of copies that other hosts have written into folders of their own, where they differ.
-    """
-
-    bytes: int
-    sha256: str
-    copies: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class TensorRecord:
-    """A parameter or a buffer.
-
-    Attributes:
-        shape: of the whole tensor.
-        dtype: in which the model had it, such as ``"float32"``.
-        tensor_axis: dim along which tensor parallel ranks had parts, or None.
-        trained: whether it was a parameter with ``requires_grad``.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    aliases: tuple[str, ...] = ()
-    stage: int = 0
-    tensor_axis: int | None = None
-    trained: bool = True
-
-    @property
-    def elements(self) -> int:
-        """Elements of the whole tensor."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Which part of a tensor a file has.
-
-    The part is the elements ``flat`` of the flattened slice ``tensor`` of the whole tensor.
-
-    Attributes:
-        tensor: start and stop along the record's ``tensor_axis``, of several runs one after the other; None for all of it.
-        flat: start and stop in the flattened slice; None for all of it.
-        place: index of the flat buffer in ``fp32_flat_groups`` and first element there; None when the part is a
-            tensor of its own, ``file[key][name]`` (for optimizer states ``file["state"][name][key]``).
-        whole_object: no part of the tensor, but an object that belongs to all of it, such as a step counter.
-    """
-
-    tensor: tuple[int, ...] | None = None
-    flat: tuple[int, int] | None = None
-    place: tuple[int, int] | None = None
-    whole_object: bool = False
-
-    def to_list(self) -> list[Any]:
-        """As in the manifest."""
-        if self.tensor is not None and len(self.tensor) > 2:
-            cuts: tuple[Any, ...] | None = ([*self.tensor], None)
-        else:
-            cuts = self.tensor
-        if self.whole_object:
-            return [] if cuts is None else [*cuts]
-        return [*(cuts or (None, None)), *(self.flat or (None, None)), *(self.place or ())]
-
-    @classmethod
-    def from_list(cls, values: list[Any]) -> Piece:
-        """From the manifest."""
-        cuts = tuple(values[0]) if values and isinstance(values[0], list) else None
-        if len(values) in (0, 2):
-            return cls(tensor=cuts or (tuple(values) if values else None), whole_object=True)
-        pairs = [None if values[i] is None else (values[i], values[i + 1]) for i in range(0, len(values), 2)]
-        return cls(cuts or pairs[0], pairs[1], pairs[2] if len(pairs) > 2 else None)
-
-
-@dataclass
-class OptimizerRecord:
-    """The optimizer of a checkpoint.
-
-    Attributes:
-        groups: settings of each parameter group as far as JSON has them, and ``"params"``: global names.
-        states: keys of its state that have the shape of the parameter, such as ``"exp_avg"``.
-    """
-
-    type: str
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    states: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -224,10 +136,39 @@ class Manifest:
                 has_content=bool(data.get("has_content", True)),
                 is_older=version == _WITHOUT_DIGEST,
             )
-            check_manifest(manifest)
+            manifest.check()
         except (KeyError, TypeError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ValueError(f"it lacks what a manifest has ({error!r})"[:300]) from None
         return manifest
+
+    def check(self) -> None:
+        """Make sure that everything in it is of its type and within its bounds.
+
+        Raises:
+            ValueError: something is not; it says what.
+        """
+        for key in ("tag", "library", "precision", "save"):
+            check_text(getattr(self, key), key)
+        check_count(self.steps, "steps")
+        saved = self.saved
+        check(isinstance(saved, int | float) and math.isfinite(saved) and saved >= 0, "saved", saved)
+        check(are_texts(self.translations), "translations", self.translations)
+        check(isinstance(self.topology, dict), "topology", self.topology)
+        for key in ("world_size", "pipeline", "tensor", "sharded"):
+            check_count(self.topology.get(key, 1), f"topology.{key}")
+        for name, record in self.files.items():
+            check(is_plain_name(name), "files", name)
+            record.check(f"files.{name}")
+        tensors = {**self.parameters, **self.buffers}
+        for name, tensor in tensors.items():
+            tensor.check(name)
+        for file, keys in self.pieces.items():
+            check(is_plain_name(file), "pieces", file)
+            for key, pieces in keys.items():
+                for name, piece in pieces.items():
+                    piece.check(f"pieces.{file}.{key}.{name}", tensors.get(name))
+        if self.optimizer is not None:
+            self.optimizer.check()
 
     # -- questions -------------------------------------------------------------------------------------------------
 

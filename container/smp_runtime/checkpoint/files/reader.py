@@ -222,12 +222,13 @@ class CheckpointReader:
             self._content(file)
 
     def check(self, files: Iterable[str]) -> None:
-        """Make sure that files have what the manifest says, in its size, before anything of it is loaded.
+        """Make sure that files have what the manifest says, in its size, and no state that it does not, before any is loaded.
 
         Raises:
             CheckpointError: one does not.
         """
         for file in files:
+            self._check_states(file)
             for key, found in self.manifest.pieces.get(file, {}).items():
                 for name, piece in found.items():
                     if key == EXTRA:
@@ -240,6 +241,18 @@ class CheckpointReader:
                         if tensor.numel() != expected or tensor.is_meta:
                             why = ValueError(f"it has {tensor.numel():,} elements instead of {expected:,}")
                             raise self._lacking(file, f"{key} of {name}", why)
+
+    def _check_states(self, file: str) -> None:
+        """An optimizer that gets some of its states, and not others, fails steps later or goes on with old ones."""
+        content, pieces = self._content(file), self.manifest.pieces.get(file, {})
+        states = content.get("state") if isinstance(content, dict) else None
+        for name, values in states.items() if isinstance(states, dict) else ():
+            for key in values if isinstance(values, dict) else ():
+                if name not in pieces.get(key, {}):
+                    raise CheckpointError(
+                        f"{self.folder / file} has the state {key!r} of {name}, of which its manifest does not know: one of "
+                        "them was changed; use another checkpoint"
+                    )
 
     def close(self) -> None:
         """Let the files go."""
