@@ -30,8 +30,9 @@ _BEAT_SECONDS = 5.0
 #: Seconds within which two jobs that find no lock have both written theirs.
 _RACE_SECONDS = 0.5
 _DEAD_SECONDS = 20.0
-#: Folders whose locks a job keeps: scripts that save every checkpoint into a folder of its own have many.
-_MOST_FOLDERS = 8
+#: Folders whose locks a job keeps, such as those of the latest and of the best: scripts that save every checkpoint into a folder of
+#: its own have many, and remove them.
+_MOST_FOLDERS = 2
 #: Descriptors of locks of this process; guarded by the interpreter's own lock, a set's operations being whole.
 _held: set[int] = set()
 
