@@ -66,7 +66,22 @@ def holder(tmp_path):
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
-    process.communicate()
+    process.wait()
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        pipe.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_patience(monkeypatch):
+    monkeypatch.setattr(folder_lock, "_PATIENCE_SECONDS", 0.1)
+
+
+def test_a_job_that_is_about_to_end_is_waited_for(tmp_path, holder, monkeypatch):
+    monkeypatch.setattr(folder_lock, "_PATIENCE_SECONDS", 20.0)
+    ending = threading.Timer(0.3, holder.stdin.close)
+    ending.start()
+    FolderLock(tmp_path / LOCK).release()
+    assert holder.wait() == 0
 
 
 def _saving():

@@ -27,6 +27,8 @@ LOCK = ".smp-saving"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF}
 #: Seconds between two signs of life where there are no locks, and those without one after which a holder has ended.
 _BEAT_SECONDS = 5.0
+#: Seconds for which a lock is waited for: the job before this one may be about to end.
+_PATIENCE_SECONDS = 3.0
 #: Seconds within which two jobs that find no lock have both written theirs.
 _RACE_SECONDS = 0.5
 _DEAD_SECONDS = 20.0
@@ -124,21 +126,26 @@ class FolderLock:
         self._me = Holder.of_this_process()
         self._descriptor = -1
         self._over = threading.Event()
+        deadline = time.monotonic() + _PATIENCE_SECONDS
         while self._descriptor < 0:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
             try:
-                self._lock(descriptor)
+                self._lock(descriptor, deadline)
             except BaseException:
                 os.close(descriptor)
                 raise
 
-    def _lock(self, descriptor: int) -> None:
+    def _lock(self, descriptor: int, deadline: float) -> None:
         """Have the lock of an opened file, or leave the file closed where it is no more the one at ``path``."""
         has_locks = True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise self._taken() from None
+            if time.monotonic() > deadline:
+                raise self._taken() from None
+            os.close(descriptor)
+            time.sleep(0.05)
+            return
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
