@@ -123,6 +123,48 @@ def test_a_file_that_is_a_link_is_not_followed(saved, tmp_path):
         smp.resume_from_checkpoint(str(tmp_path))
 
 
+def _pipe(path):
+    import os
+
+    os.mkfifo(path)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (_pipe, "a named pipe"),
+        (lambda path: path.mkdir(), "a folder"),
+        (lambda path: path.symlink_to("/dev/zero"), "a link"),
+    ],
+)
+@pytest.mark.parametrize("name", ["manifest.json", "model_0.pt", "user_content.pt"])
+def test_what_is_no_file_is_refused_at_once_and_named(saved, tmp_path, make, kind, name):
+    file = saved[2].with_name(name)
+    file.unlink()
+    make(file)
+    with pytest.raises(CheckpointError, match=f"{name} is {kind}, where a checkpoint has a file"):
+        smp.resume_from_checkpoint(str(tmp_path))
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (_pipe, "is a named pipe|there is no checkpoint file"),
+        (lambda path: path.mkdir(), "is a folder|there is no checkpoint file"),
+        (lambda path: path.symlink_to("/dev/zero"), "is a device|there is no checkpoint file"),
+    ],
+)
+@pytest.mark.parametrize("name", ["w", "w_optimizer", "user_content_w"])
+def test_what_is_no_file_of_a_full_checkpoint_is_refused_at_once(saved, tmp_path, make, said, name):
+    smp.save_checkpoint(str(tmp_path), tag="w", partial=False)
+    (tmp_path / name).unlink()
+    make(tmp_path / name)
+    with pytest.raises(CheckpointError, match=said):
+        smp.resume_from_checkpoint(str(tmp_path), tag="w", partial=False)
+
+
 def test_more_elements_than_the_file_can_have_are_refused_before_there_is_room_made_for_them(saved, tmp_path):
     _, _, file = saved
     data = json.loads(file.read_text())
