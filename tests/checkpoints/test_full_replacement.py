@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from unittest import mock
 
 import pytest
@@ -185,6 +186,7 @@ def test_while_another_job_saves_the_same_tag_weights_optimizer_and_content_are_
                 one.save(tmp_path, "w", number)
                 if number == 1:
                     os.write(writing, b"x")
+                time.sleep(0.02)  # less than a training step, but time to read something on a loaded machine
         finally:
             os._exit(1)
     os.close(writing)
@@ -193,13 +195,14 @@ def test_while_another_job_saves_the_same_tag_weights_optimizer_and_content_are_
         session.init({})
         try:
             one = _One()
-            found = []
-            for _ in range(40):
+            found, tries, deadline = set(), 0, time.monotonic() + 60
+            while (tries < 40 or len(found) < 2) and time.monotonic() < deadline:
+                tries += 1
                 try:
-                    found.append(one.resumed(tmp_path, "w"))
-                except CheckpointError as error:
-                    assert "another job saves it all the time" in str(error) or "another save than" in str(error)
-            assert len(set(found)) > 1
+                    found.add(one.resumed(tmp_path, "w"))
+                except CheckpointError:
+                    assert one.numbers() == {0.0}
+            assert len(found) > 1
         finally:
             session.shutdown()
     finally:

@@ -48,7 +48,7 @@ Needs = Callable[[FoundCheckpoint], Needed]
 #: A checkpoint on any host: its name, and which save it is.
 _Key = tuple[str, "str | None"]
 #: How often it is looked again for checkpoints that another job has replaced meanwhile.
-_LOOKS = 5
+_LOOKS = 10
 #: In place of a save: hosts have the name in common, but no save of it.
 _DIFFERENT = "different"
 

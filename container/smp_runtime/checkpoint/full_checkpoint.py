@@ -57,7 +57,7 @@ USER_CONTENT = "user_content"
 #: Follows the tag in the name of the optimizer's file.
 OPTIMIZER = "_optimizer"
 #: How often files that another job replaces meanwhile are opened again.
-_LOOKS = 5
+_LOOKS = 10
 
 
 def save(
