@@ -16,6 +16,7 @@ from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smp_estimator.cli.main import main
+from smp_runtime.checkpoint.files.records import digest_of
 
 VOCABULARY, SEQ, BATCH = 43, 8, 4
 
@@ -222,10 +223,11 @@ def test_a_damaged_file_is_named(saved, name, damage):
 
 
 def _edit(folder, change):
+    """Change a manifest, with a checksum of itself that fits."""
     file = folder / "manifest.json"
     data = json.loads(file.read_text())
     change(data)
-    file.write_text(json.dumps(data))
+    file.write_text(json.dumps({**data, "digest": digest_of(data)}))
 
 
 def _pieces_of(data, key, name):

@@ -17,6 +17,7 @@ from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.checkpoint import object_files as objects
+from smp_runtime.checkpoint.folder_lock import LOCK
 from smp_runtime.errors import CheckpointError, SMPUserError
 
 
@@ -137,7 +138,7 @@ def test_a_plain_file_of_another_library_loads_through_a_translation(trained, tm
 def test_only_the_wanted_number_is_kept_and_the_newest_named(trained, tmp_path):
     for tag in ("1", "2", "3", "2"):
         smp.save_checkpoint(str(tmp_path), tag=tag, num_kept_partial_checkpoints=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["2_partial", "3_partial", "newest"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [LOCK, "2_partial", "3_partial", "newest"]
     assert (tmp_path / "newest").read_text() == "2_partial"
 
 
@@ -153,17 +154,21 @@ def test_a_tag_or_a_folder_name_resumes_and_a_wrong_one_names_the_others(trained
         smp.resume_from_checkpoint(str(tmp_path / "nowhere"))
 
 
-def test_an_empty_user_content_file_is_tolerated(trained, tmp_path):
-    smp.save_checkpoint(str(tmp_path), tag="one", user_content={"a": 1})
+def test_an_empty_user_content_is_tolerated_where_nothing_is_lost(trained, tmp_path):
+    smp.save_checkpoint(str(tmp_path), tag="one")
     (tmp_path / "one_partial" / "user_content.pt").write_bytes(b"")
     assert smp.resume_from_checkpoint(str(tmp_path)) is None
+    smp.save_checkpoint(str(tmp_path), tag="two", user_content={"a": 1})
+    (tmp_path / "two_partial" / "user_content.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"user_content.pt has 0 bytes, but [\d,]+ were saved.*tag='one_partial'"):
+        smp.resume_from_checkpoint(str(tmp_path), tag="two")
 
 
 def test_content_that_could_run_code_is_refused_when_saved_and_the_former_stays(trained, tmp_path):
     smp.save_checkpoint(str(tmp_path), tag="good", user_content="fine")
     with pytest.raises(CheckpointError, match=r"rank 0: SMPUserError: user_content .*\(of time.localtime\).*__dict__"):
         smp.save_checkpoint(str(tmp_path), tag="bad", user_content={"time": time.localtime})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["good_partial", "newest"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [LOCK, "good_partial", "newest"]
     assert smp.resume_from_checkpoint(str(tmp_path)) == "fine"
 
 
@@ -189,7 +194,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(ranks, tmp_path):
             saving.write_recorded = original
 
     ranks(run, 2, str(tmp_path), config={"ddp": True})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["good_partial", "newest"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != LOCK) == ["good_partial", "newest"]
 
 
 def test_hosts_with_folders_of_their_own_each_keep_them_in_order(ranks, tmp_path):
@@ -210,7 +215,7 @@ def test_hosts_with_folders_of_their_own_each_keep_them_in_order(ranks, tmp_path
 
     ranks(run, 2, str(tmp_path), init=False)
     for host, rng in (("algo-1", "rng_0.pt"), ("algo-2", "rng_1.pt")):
-        assert sorted(p.name for p in (tmp_path / host).iterdir()) == ["b_partial", "newest"]
+        assert sorted(p.name for p in (tmp_path / host).iterdir() if p.name != LOCK) == ["b_partial", "newest"]
         assert (tmp_path / host / "b_partial" / rng).exists()
         assert (tmp_path / host / "b_partial" / "model_0.pt").exists()
 

@@ -24,7 +24,7 @@ ELSEWHERE = {
     "replacement at degree 1": "tensor_parallel/test_replacement.py::one_rank_is_enough_when_a_scope_asks",
     "translate_functions": "tensor_parallel/test_parts.py::every_alias_of_the_translations",
     "model_0.pt, partition_count, fp32_flat_groups": "checkpoints/test_model_features.py::flat_groups_are_what_tools",
-    "an empty user_content.pt": "checkpoints/test_partial_and_full.py::an_empty_user_content_file_is_tolerated",
+    "an empty user_content.pt": "checkpoints/test_partial_and_full.py::an_empty_user_content_is_tolerated_where_nothing_is_lost",
     "weights of Transformers without newest": "checkpoints/test_transformers_format.py::every_layout_is_read",
     'init_process_group("smddp") without an import': "smddp/test_jobs.py::unmodified_ddp_and_fsdp2_scripts",
     "older fp16 helpers": "checkpoints/test_model_features.py::names_that_older_helper_scripts_read",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ from smp_runtime.checkpoint.files.manifest import (
     newest_name,
     verify,
 )
+from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, ReplacedError
+from smp_runtime.checkpoint.files.verification import uncovered
 from smp_runtime.comm.control import host_name
 from smp_runtime.errors import CheckpointError
 
@@ -25,11 +28,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp")
 
-#: The files that a rank needs of a checkpoint, or None for all; raises when the checkpoint does not fit its model.
-Needs = Callable[[FoundCheckpoint], "set[str] | None"]
+
+@dataclass(frozen=True)
+class Needed:
+    """What a rank needs of a checkpoint.
+
+    Attributes:
+        files: the opened folder; what is verified here is what is read later.
+        names: of files; None for all.
+    """
+
+    files: CheckpointFiles
+    names: set[str] | None
+
+
+#: Raises when the checkpoint does not fit the rank's model.
+Needs = Callable[[FoundCheckpoint], Needed]
 
 #: A checkpoint on any host: its name, and which save it is.
 _Key = tuple[str, "str | None"]
+#: How often it is looked again for checkpoints that another job has replaced meanwhile.
+_LOOKS = 10
 #: In place of a save: hosts have the name in common, but no save of it.
 _DIFFERENT = "different"
 
@@ -43,36 +62,90 @@ def find_checkpoint(session: Session, path: Path, tag: str | None, needs: Needs)
     Raises:
         CheckpointError: on every rank: there is none, it is damaged, or it belongs to another model.
     """
-    everyone = list(range(session.ranks.control.size))
-    found, listed, pointed = _look(session, path)
-    names = [name for name, _ in listed[0] if all(name in dict(view) for view in listed)]
-    candidates = _candidates(listed, set(pointed), tag)
+    for _ in range(_LOOKS):
+        found = _find(session, path, tag, needs, _look(session, path))
+        if found is not None:
+            return found
+    raise CheckpointError(
+        f"another job saves into {path} faster than its checkpoints can be read: {_LOOKS} times one was replaced meanwhile; resume "
+        "when that job has ended, or with the tag of a checkpoint that it leaves alone"
+    )
+
+
+def _find(session: Session, path: Path, tag: str | None, needs: Needs, seen: _Seen) -> FoundCheckpoint | None:
+    """The same, of what was seen; None where that is not what there is any more. Raises as :func:`find_checkpoint`."""
+    names = [name for name, _ in seen.listed[0] if all(name in dict(view) for view in seen.listed)]
+    candidates = _candidates(seen.listed, set(seen.pointed), tag)
     if not candidates:
-        raise _nothing(path, tag, [list(dict(view)) for view in listed], pointed[0])
+        if _has_changed(session, path, seen):
+            return None
+        raise _nothing(path, tag, [list(dict(view)) for view in seen.listed], seen.pointed[0])
     refused: list[str] = []
     for name, save in candidates:
-        if save == _DIFFERENT:
-            here = [c for c in found.values() if c.name == name and c.manifest is None]
-            problems = _merged(session.ranks.control.allgather([why for c in here for why in c.problems], everyone))
-            problems = problems or ["hosts have different saves of it"]
-        else:
-            problems = _problems(session, found[name, save], needs)
+        is_common = save != _DIFFERENT
+        problems = _problems(session, seen.found[name, save], needs) if is_common else _different(session, name, seen)
         if not problems:
-            chosen = found[name, save]
-            if refused and session.ranks.rank == 0:
-                logger.warning("%s; resuming from %s instead", "; ".join(refused), chosen.folder)
-            elif chosen.is_former and chosen.folder.with_name(name).exists() and session.ranks.local_rank == 0:
-                logger.warning("%s is not the same on all hosts; resuming from %s", path / name, chosen.folder)
+            chosen = seen.found[name, save]
+            _warn(session, path / name, chosen, refused, seen if tag is None else None)
             return chosen
+        if _has_changed(session, path, seen):
+            return None
         refused.append(f"the checkpoint {path / name} is not whole: {', '.join(problems)}")
         if tag is not None:
-            others = [c.name for c in reversed(found.values()) if c.name != name and c.name in names and c.is_whole]
-            raise CheckpointError(f"{refused[0]}; {_previous(list(dict.fromkeys(others)))}")
+            whole = [c.name for c in reversed(seen.found.values()) if c.name != name and c.name in names and c.is_whole]
+            raise CheckpointError(f"{refused[0]}; {_previous(list(dict.fromkeys(whole)))}")
     raise CheckpointError(f"{'; '.join(refused)}; {_previous([])}")
 
 
-def _look(session: Session, path: Path) -> tuple[dict[_Key, FoundCheckpoint], list[list[_Key]], list[str | None]]:
-    """What this rank finds in a folder; by rank, what there is, the newest first; and what ``newest`` names there."""
+def _different(session: Session, name: str, seen: _Seen) -> list[str]:
+    """Why hosts have no save of a checkpoint in common; all ranks call it."""
+    here = [why for c in seen.found.values() if c.name == name and c.manifest is None for why in c.problems]
+    found = _merged(session.ranks.control.allgather(here, list(range(session.ranks.control.size))))
+    return found or ["hosts have different saves of it"]
+
+
+def _warn(session: Session, wanted: Path, chosen: FoundCheckpoint, refused: Sequence[str], seen: _Seen | None) -> None:
+    """Say what else than one might think is resumed; with ``seen``, also that ``newest`` names one that is not."""
+    if refused and session.ranks.rank == 0:
+        logger.warning("%s; resuming from %s instead", "; ".join(refused), chosen.folder)
+    elif chosen.is_former and chosen.folder.with_name(chosen.name).exists() and session.ranks.local_rank == 0:
+        logger.warning("%s is not the same on all hosts; resuming from %s", wanted, chosen.folder)
+    elif seen is not None and session.ranks.rank == 0:
+        saved = chosen.manifest.saved if chosen.manifest is not None else 0.0
+        others = [c for c in seen.found.values() if c.is_whole and not c.is_former]
+        later = [c.name for c in others if c.manifest is not None and c.manifest.saved > saved]
+        if later:
+            logger.warning(
+                "resuming from %s, which the file %s names, though %s was saved later; pass tag= to choose",
+                chosen.folder,
+                NEWEST,
+                ", ".join(later),
+            )
+
+
+def _has_changed(session: Session, path: Path, seen: _Seen) -> bool:
+    """Whether another job has saved meanwhile, so that what looks damaged may be no more than gone; all ranks call it."""
+    now = _look(session, path)
+    return (now.listed, now.pointed) != (seen.listed, seen.pointed)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a rank finds in a folder.
+
+    Attributes:
+        found: by name and save.
+        listed: by rank, what there is, the newest first.
+        pointed: by rank, what ``newest`` names there.
+    """
+
+    found: dict[_Key, FoundCheckpoint]
+    listed: list[list[_Key]]
+    pointed: list[str | None]
+
+
+def _look(session: Session, path: Path) -> _Seen:
+    """What there is now; all ranks call it."""
     found: dict[_Key, FoundCheckpoint] = {}
     failure = None
     try:
@@ -84,7 +157,7 @@ def _look(session: Session, path: Path) -> tuple[dict[_Key, FoundCheckpoint], li
     for rank, (_, _, why) in enumerate(views):
         if why:
             raise CheckpointError(f"rank {rank} cannot look for checkpoints in {path} ({why}); check the path")
-    return found, [listed for listed, _, _ in views], [pointed for _, pointed, _ in views]
+    return _Seen(found, [listed for listed, _, _ in views], [pointed for _, pointed, _ in views])
 
 
 def _candidates(listed: Sequence[Sequence[_Key]], pointed: set[str | None], tag: str | None) -> list[_Key]:
@@ -119,6 +192,7 @@ def _problems(session: Session, checkpoint: FoundCheckpoint, needs: Needs) -> li
     """What is wrong with a checkpoint on any rank; its host's ranks share the reading of the files out among them."""
     everyone = list(range(session.ranks.control.size))
     wanted: list[str] | None = None
+    opened: CheckpointFiles | None = None
     refusal: str | None = None
     failure: Exception | None = None
     problems: list[str] = []
@@ -127,9 +201,15 @@ def _problems(session: Session, checkpoint: FoundCheckpoint, needs: Needs) -> li
         problems = list(checkpoint.problems)
     else:
         try:
-            files = needs(checkpoint)
-            wanted = sorted(manifest.files if files is None else files)
-            problems = missing_files(checkpoint.folder, manifest, wanted)
+            # A manifest that contradicts itself is damage, and no sign of another model.
+            problems = uncovered(manifest)
+            if not problems:
+                needed = needs(checkpoint)
+                opened, names = needed.files, needed.names
+                wanted = sorted(manifest.files if names is None else names)
+                problems = missing_files(opened, manifest, wanted)
+        except ReplacedError as error:
+            problems = [str(error)]
         except CheckpointError as error:
             refusal = str(error)
         except Exception as error:  # whatever it is, the other ranks wait to be told
@@ -141,14 +221,14 @@ def _problems(session: Session, checkpoint: FoundCheckpoint, needs: Needs) -> li
     if refusals:
         raise CheckpointError(refusals[0])
     said = _merged([found for _, _, found, _ in views])
-    if said or manifest is None:
+    if said or manifest is None or opened is None:
         return said
     here = sorted({name for host, names, _, _ in views if host == host_name() for name in names or ()})
     mine = _share(manifest, here, session.ranks.local_rank, session.ranks.local_size)
     try:
-        problems = verify(checkpoint.folder, manifest, mine)
-    except OSError as error:
-        problems = [f"it cannot be read ({error})"]
+        problems = verify(opened, manifest, mine)
+    except Exception as error:  # whatever it is, the other ranks wait to be told
+        problems = [f"it cannot be read ({type(error).__name__}: {error})"]
     return _merged(session.ranks.control.allgather(problems, everyone))
 
 

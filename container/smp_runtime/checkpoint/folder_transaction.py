@@ -7,10 +7,13 @@ import logging
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from smp_runtime.checkpoint.files.disk_space import naming_full_disk
 from smp_runtime.checkpoint.files.manifest import (
     MANIFEST,
     NEWEST,
@@ -21,6 +24,7 @@ from smp_runtime.checkpoint.files.manifest import (
     newest_name,
 )
 from smp_runtime.checkpoint.files.whole_file import write_text
+from smp_runtime.checkpoint.folder_lock import Holder, SavingLocks
 from smp_runtime.comm.control import host_name
 from smp_runtime.errors import CheckpointError
 
@@ -30,12 +34,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp")
 
+#: In a folder that is written: which save it is, and whose.
+_TOKEN, _OWNER = ".token", ".owner"
+#: Seconds after which what nobody writes to any more is left over, where it cannot be seen whether its job lives.
+_ABANDONED_SECONDS = 3600.0
+
 
 class FolderTransaction:
     """Makes a folder appear whole: all ranks enter, write into :attr:`writing`, and commit together.
 
     Works on a folder that all hosts share and on one that each host has of its own: the first rank leaves a token
-    in the folder, and the first rank of a host that does not see it knows that it must keep its own folder in order.
+    in the folder, and the first rank of a host that does not see it knows that it must keep its own folder in order. A rank
+    that keeps a folder in order holds its lock until the job ends: another job that saves there is refused.
 
     Args:
         session: all its ranks take part.
@@ -54,17 +64,19 @@ class FolderTransaction:
         control, everyone = session.ranks.control, list(range(session.ranks.control.size))
         self._rank = session.ranks.rank
         self.final = final
-        self.writing = final.with_name(f".{final.name}.tmp")
+        self._locks = SavingLocks.of(session)
         self.keeps_order = session.ranks.rank == 0
         #: What :meth:`_publish` has done so far, the last first, as what takes it back.
         self._done: list[Callable[[], object]] = []
         token = ""
         if self.keeps_order:
             token = f"{random.SystemRandom().getrandbits(64):016x}"
-            problem = problem or _failure_of(lambda: self._restart(token))
+            problem = problem or failure_of(lambda: self._restart(token))
         self.token = token = control.broadcast(token, everyone)
+        #: Of this save alone: whoever else writes under the same tag writes elsewhere.
+        self.writing = self._writing(token)
         if not self.keeps_order and session.ranks.local_rank == 0:
-            problem = problem or _failure_of(lambda: self._join(token))
+            problem = problem or failure_of(lambda: self._join(token))
         found = control.allgather((self.keeps_order, host_name(), problem), everyone)
         failures = [(rank, why) for rank, (_, _, why) in enumerate(found) if why]
         if failures:
@@ -74,7 +86,7 @@ class FolderTransaction:
         separate = sum(keeps for keeps, _, _ in found) > 1
         self.hosts = [names.index(name) for _, name, _ in found] if separate else None
 
-    def commit(self, exchange: Exchange, verdict: str | CheckpointError | None, keep: int | None) -> None:
+    def commit(self, exchange: Exchange, verdict: Verdict | None, keep: int | None) -> None:
         """Write the manifest, rename the folder, point ``newest`` at it, and remove old ones.
 
         Hosts with folders of their own go through this step by step: nothing is removed before all have the new
@@ -82,23 +94,23 @@ class FolderTransaction:
 
         Args:
             exchange: every rank calls this with one.
-            verdict: on rank 0 the manifest's text, or why there is none; ignored elsewhere.
+            verdict: on rank 0; ignored elsewhere.
             keep: how many partial checkpoints stay, or None for all.
 
         Raises:
             CheckpointError: on every rank, when there is no manifest or a rank cannot rename; the former checkpoint
                 stays the newest.
         """
-        text = exchange.broadcast(verdict)
+        manifest, refusal = exchange.broadcast(None if verdict is None else [verdict.manifest, verdict.refusal])
         error: CheckpointError | None
-        if isinstance(text, str):
-            error = self._agreed(exchange, lambda: self._prepare(text))
+        if manifest is not None:
+            error = self._agreed(exchange, lambda: self._prepare(manifest))
             if error is None:
                 error = self._agreed(exchange, self._publish)
                 if error is not None:
                     self._withdraw()
         else:
-            error = text or not_saved(self.final, [(0, "it has no manifest")])
+            error = CheckpointError(refusal)
         if error is None:
             self._tidy(keep)
         else:
@@ -114,15 +126,16 @@ class FolderTransaction:
 
     def _agreed(self, exchange: Exchange, step: Callable[[], object]) -> CheckpointError | None:
         """Do something where a folder is kept in order; on every rank the same error if it failed on any."""
-        failures = exchange.gather(_failure_of(step) if self.keeps_order else None)
+        failures = exchange.gather(failure_of(step) if self.keeps_order else None)
         broken = [(rank, why) for rank, why in enumerate(failures or []) if why]
-        error: CheckpointError | None = exchange.broadcast(not_saved(self.final, broken) if broken else None)
-        return error
+        refusal: str | None = exchange.broadcast(str(not_saved(self.final, broken)) if broken else None)
+        return None if refusal is None else CheckpointError(refusal)
 
     def _prepare(self, manifest: str) -> None:
         """Make the folder whole under its hidden name."""
         write_text(manifest, self.writing / MANIFEST)
-        self._token_file.unlink(missing_ok=True)
+        for name in (_TOKEN, _OWNER):
+            (self.writing / name).unlink(missing_ok=True)
         _sync(self.writing)
 
     def _publish(self) -> None:
@@ -165,34 +178,63 @@ class FolderTransaction:
                 "; ".join(problems),
             )
 
-    @property
-    def _token_file(self) -> Path:
-        return self.writing / ".token"
+    def _writing(self, token: str) -> Path:
+        return self.final.with_name(f".{self.final.name}.{token}.tmp")
 
     def _restart(self, token: str) -> None:
-        shutil.rmtree(self.writing, ignore_errors=True)
-        self.writing.mkdir(parents=True)
-        self._token_file.write_text(token)
+        writing = self._writing(token)
+        with naming_full_disk(self.final, None):
+            self.final.parent.mkdir(parents=True, exist_ok=True)
+            self._locks.hold(self.final.parent)
+            writing.mkdir()
+        try:
+            write_text(Holder.of_this_process().to_json(), writing / _OWNER)
+            write_text(token, writing / _TOKEN)
+        except Exception:
+            shutil.rmtree(writing, ignore_errors=True)
+            raise
 
     def _join(self, token: str) -> None:
         """Take part in the first rank's folder, or make one for this host."""
-        if not self._token_file.is_file() or self._token_file.read_text() != token:
+        file = self.writing / _TOKEN
+        if not file.is_file() or file.read_text() != token:
             self.keeps_order = True
             self._restart(token)
 
 
-def not_saved(final: Path, failures: list[tuple[int, str]]) -> CheckpointError:
-    """The error of a checkpoint that some ranks could not write."""
+@dataclass(frozen=True)
+class Verdict:
+    """What rank 0 makes of the reports of all.
+
+    Attributes:
+        manifest: its text; None if there is nothing to publish.
+        refusal: then, why.
+    """
+
+    manifest: str | None
+    refusal: str = ""
+
+
+def not_saved(
+    final: Path, failures: list[tuple[int, str]], former: str = "the former one is still the newest"
+) -> CheckpointError:
+    """The error of a checkpoint that some ranks could not write.
+
+    Args:
+        former: what became of the former one.
+    """
     broken = "; ".join(f"rank {rank}: {why}" for rank, why in failures)
-    return CheckpointError(f"the checkpoint {final} was not saved ({broken}); the former one is still the newest")
+    return CheckpointError(f"the checkpoint {final} was not saved ({broken}); {former}")
 
 
-def refuse_if_any_failed(session: Session, failure: str | None, final: Path) -> None:
-    """Raise on every rank when any rank could not write its part; every rank calls it."""
+def refuse_if_any_failed(
+    session: Session, failure: str | None, final: Path, former: str = "the former one is still the newest"
+) -> None:
+    """Raise on every rank when any rank could not write its part; every rank calls it. See :func:`not_saved`."""
     failures = session.ranks.control.allgather(failure, list(range(session.ranks.control.size)))
     broken = [(rank, why) for rank, why in enumerate(failures) if why]
     if broken:
-        raise not_saved(final, broken)
+        raise not_saved(final, broken, former)
 
 
 def prune(parent: Path, keep: int, newest: str) -> list[str]:
@@ -213,7 +255,8 @@ def prune(parent: Path, keep: int, newest: str) -> list[str]:
 def remove_leftovers(final: Path, separate: bool) -> list[str]:
     """Remove what killed jobs have left beside whole checkpoints, and those that new ones have replaced.
 
-    Checkpoints are written one at a time, so when one has its name nothing else is being written.
+    A job writes its checkpoints one at a time, so when one has its name it writes nothing else; what another job writes, which
+    the lock should have kept away, stays as long as that job may live.
 
     Args:
         separate: whether hosts have folders of their own: then each lacks files that others have.
@@ -228,7 +271,20 @@ def remove_leftovers(final: Path, separate: bool) -> list[str]:
 
     parent = final.parent
     replaced = [p for p in parent.glob(".*.old") if (name := name_of_former(p)) is not None and is_replaced(name)]
-    return _remove([*parent.glob(f".*{PARTIAL}*.removed"), *parent.glob(f".*{PARTIAL}.tmp"), *replaced])
+    unfinished = [folder for folder in parent.glob(f".*{PARTIAL}*.tmp") if _is_left_over(folder)]
+    return _remove([*parent.glob(f".*{PARTIAL}*.removed"), *unfinished, *replaced])
+
+
+def _is_left_over(folder: Path) -> bool:
+    """Whether nobody writes a checkpoint there any more."""
+    holder = Holder.read(folder / _OWNER)
+    if holder is None or holder.is_me:
+        return True
+    ended = holder.has_ended()
+    if ended is None:
+        newest = max((file.stat().st_mtime for file in [folder, *folder.iterdir()]), default=0.0)
+        return time.time() - newest > _ABANDONED_SECONDS
+    return ended
 
 
 def _remove(folders: Iterable[Path]) -> list[str]:
@@ -254,13 +310,18 @@ def _free_name_of_former(final: Path) -> Path:
     return next(path for name in names if not (path := final.with_name(name)).exists())
 
 
-def _failure_of(step: Callable[[], object]) -> str | None:
+def failure_of(step: Callable[[], object]) -> str | None:
     """Do it; why it failed, or None. Whatever it is, the other ranks wait to be told."""
     try:
         step()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return words_of(error)
     return None
+
+
+def words_of(error: Exception) -> str:
+    """An error for other ranks; one of ours says everything by itself."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def _point(parent: Path, name: str | None) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +15,13 @@ import torch
 from smp_runtime.checkpoint.export import Planned, write_streamed
 from smp_runtime.checkpoint.files.manifest import EXTRA, MODULE, FoundCheckpoint, Manifest, Piece
 from smp_runtime.checkpoint.files.name_translation import Translate, names_of_each, record_of, renamed
+from smp_runtime.checkpoint.files.opened_files import refuse_other_kinds
 from smp_runtime.checkpoint.files.reader import CheckpointReader
 from smp_runtime.checkpoint.files.transformers_format import (
     PICKLED,
     SAFETENSORS,
     config_of,
+    files_of,
     is_transformers_name,
     read_weights,
     save_ids,
@@ -34,7 +38,8 @@ from smp_runtime.checkpoint.files.whole_file import (
     write_bytes,
     write_tensors,
 )
-from smp_runtime.checkpoint.folder_transaction import refuse_if_any_failed
+from smp_runtime.checkpoint.folder_transaction import failure_of, refuse_if_any_failed, words_of
+from smp_runtime.checkpoint.full_transaction import finish_at, full_transaction
 from smp_runtime.checkpoint.load_partial import Loading
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.optim.whole_state import HALF_KEY
@@ -51,6 +56,8 @@ logger = logging.getLogger("smp")
 USER_CONTENT = "user_content"
 #: Follows the tag in the name of the optimizer's file.
 OPTIMIZER = "_optimizer"
+#: How often files that another job replaces meanwhile are opened again.
+_LOOKS = 10
 
 
 def save(
@@ -63,7 +70,7 @@ def save(
     *,
     translates: bool,
 ) -> None:
-    """Write ``<tag>``, ``<tag>_optimizer`` and ``user_content_<tag>``; every rank calls it, rank 0 writes.
+    """Write ``<tag>``, ``<tag>_optimizer`` and ``user_content_<tag>``, all or none; every rank calls it, rank 0 writes.
 
     Args:
         user_content: gives the content of its file, with the id of the save in it.
@@ -78,32 +85,32 @@ def save(
     try:
         optimizer_state = optimizer.full_state_dict(gather_to_rank0=True) if optimizer is not None else None
 
-        def write(write_weights: Callable[[str], object]) -> None:
+        def write(write_weights: Callable[[Path, str], object]) -> None:
             save_id = uuid.uuid4().hex
             content = user_content(save_id)
-            folder.mkdir(parents=True, exist_ok=True)
-            if optimizer_state is not None:
-                write_tensors({**optimizer_state, SAVE_ID: save_id}, folder / f"{tag}{OPTIMIZER}")
-            else:  # of an earlier save
-                (folder / f"{tag}{OPTIMIZER}").unlink(missing_ok=True)
-            write_bytes(content, folder / f"{USER_CONTENT}_{tag}")
-            write_weights(save_id)  # the file that is looked for comes last
+            with full_transaction(folder, tag) as transaction:
+                writing = transaction.writing
+                if optimizer_state is not None:
+                    write_tensors({**optimizer_state, SAVE_ID: save_id}, writing / f"{tag}{OPTIMIZER}")
+                write_bytes(content, writing / f"{USER_CONTENT}_{tag}")
+                write_weights(writing / tag, save_id)
+                transaction.commit([f"{tag}{OPTIMIZER}", *(former.name for former in files_of(file))])
 
         if is_transformers_name(tag):
             config = config_of(model.module) if translates else None
 
             def write_planned(planned: Planned) -> None:
                 tensors, make = planned
-                write(lambda save_id: write_transformers(file, tensors, config, make=make, save_id=save_id))
+                write(lambda to, save_id: write_transformers(to, tensors, config, make=make, save_id=save_id))
 
             write_streamed(model, renamed, write_planned)
         else:
             state = model.state_to_save()
             if session.ranks.rank == 0:
-                write(lambda save_id: write_whole(model, renamed, state, file, save_id))
+                write(lambda to, save_id: write_whole(model, renamed, state, to, save_id))
     except Exception as error:  # whatever it is, the other ranks wait to be told
-        failure = f"{type(error).__name__}: {error}"
-    refuse_if_any_failed(session, failure, file)
+        failure = words_of(error)
+    refuse_if_any_failed(session, failure, file, "the former files of that tag stay")
     if session.ranks.rank == 0 and tag == PICKLED and weights_of(folder) != file and (folder / SAFETENSORS).exists():
         logger.warning(
             "%s was saved, but Transformers takes %s from the same folder first; save into a folder of its own",
@@ -131,26 +138,33 @@ def resume(
     if tag is None:
         raise SMPUserError("a full checkpoint is resumed by its file name, but tag is None: pass tag=")
     file = folder / tag
-    optimizer_file, content_file = folder / f"{tag}{OPTIMIZER}", folder / f"{USER_CONTENT}_{tag}"
-    failure: Exception | None = None
-    optimizer_state: dict[str, Any] | None = None
-    try:
-        plan = plan_weights(session, model, file, translate_function, strict=strict)
-        content, save_id = unwrapped(read_user_content(content_file, trusted=trusted))
-        ids = {**save_ids(file), str(content_file): save_id}
-        if optimizer is not None and optimizer_file.is_file():
-            optimizer_state = read_full_state(optimizer_file, optimizer)
-            ids[str(optimizer_file)] = optimizer_state.pop(SAVE_ID, None)
-        refuse_other_saves(ids)
-    except Exception as error:  # whatever it is, the other ranks must not load either
-        failure = error
-    said = None if failure is None else f"{type(failure).__name__}: {failure}"
-    everyone = session.ranks.control.allgather(said, list(range(session.ranks.control.size)))
-    if failure is not None:
-        raise failure
-    for rank, why in enumerate(everyone):
-        if why:
-            raise CheckpointError(f"rank {rank} cannot load {file} ({why}); nothing was loaded")
+    finished = failure_of(lambda: finish_at(file)) if session.ranks.local_rank == 0 else None
+    _refuse_on_all(session, file, None if finished is None else CheckpointError(finished))
+    for look in range(1, _LOOKS + 1):
+        failure: Exception | None = None
+        opened: _Opened | None = None
+        before = _identities(file)
+        try:
+            opened = _open(session, file, model, optimizer, translate_function, strict=strict, trusted=trusted)
+        except Exception as error:  # whatever it is, the other ranks must not load either
+            failure = error
+        mine = (_identities(file) != before, opened.save_id if opened is not None else None)
+        views = session.ranks.control.allgather(mine, _everyone(session))
+        # Of a job that saves meanwhile, ranks may have met different saves.
+        differ = any(moved for moved, _ in views) or len({found for _, found in views if found}) > 1
+        if differ and look < _LOOKS:
+            continue
+        if differ and failure is None:
+            failure = CheckpointError(
+                f"{file} is of different saves on different ranks, or at different times: another job saves it all the time, or "
+                "hosts have different files; resume when that job has ended, or copy the files of one save to every host"
+            )
+        _refuse_on_all(session, file, failure)
+        break
+    if opened is None:
+        raise AssertionError("files that cannot be opened are refused")
+    plan, content, optimizer_state = opened.plan, opened.content, opened.optimizer_state
+    optimizer_file = folder / f"{tag}{OPTIMIZER}"
     if optimizer is not None and optimizer_state is None and session.ranks.rank == 0:
         logger.warning(
             "%s has no optimizer state beside it (%s): only the weights are loaded", file, optimizer_file.name
@@ -159,6 +173,80 @@ def resume(
     if optimizer is not None and optimizer_state is not None:
         load_full_state(model, optimizer, optimizer_state)
     return content
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """Files of a full checkpoint that are open, and of one save.
+
+    Attributes:
+        optimizer_state: None if there is none.
+        save_id: None for files from elsewhere.
+    """
+
+    plan: Loading
+    content: Any
+    optimizer_state: dict[str, Any] | None
+    save_id: str | None
+
+
+def _open(
+    session: Session,
+    file: Path,
+    model: DistributedModel,
+    optimizer: DistributedOptimizer | None,
+    translate_function: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None,
+    *,
+    strict: bool,
+    trusted: bool,
+) -> _Opened:
+    """Open the files that belong to ``file``; nothing is loaded. Raises as :func:`resume`."""
+    optimizer_file = file.with_name(f"{file.name}{OPTIMIZER}")
+    content_file = file.with_name(f"{USER_CONTENT}_{file.name}")
+    plan = plan_weights(session, model, file, translate_function, strict=strict)
+    content, save_id = unwrapped(read_user_content(content_file, trusted=trusted))
+    weights = save_ids(file)
+    ids = {**weights, str(content_file): save_id}
+    if any(weights.values()) and content_file.is_file() and content_file.stat().st_size == 0:
+        raise CheckpointError(
+            f"{content_file} is empty, but the save that wrote {file.name} wrote it: copy it again, or remove it to resume without "
+            "user content"
+        )
+    optimizer_state: dict[str, Any] | None = None
+    refuse_other_kinds(optimizer_file)
+    if optimizer is not None and optimizer_file.is_file():
+        optimizer_state = read_full_state(optimizer_file, optimizer)
+        ids[str(optimizer_file)] = optimizer_state.pop(SAVE_ID, None)
+    refuse_other_saves(ids)
+    return _Opened(plan, content, optimizer_state, next((found for found in ids.values() if found), None))
+
+
+def _identities(file: Path) -> dict[str, tuple[int, ...]]:
+    """Which files there are for :func:`_open`: none that was replaced meanwhile has the same number and time."""
+    found = weights_of(file)
+    names = {*files_of(file), *(files_of(found) if found is not None else ())}
+    names |= {file.with_name(f"{file.name}{OPTIMIZER}"), file.with_name(f"{USER_CONTENT}_{file.name}")}
+    about: dict[str, tuple[int, ...]] = {}
+    for each in names:
+        with contextlib.suppress(OSError):
+            now = each.stat()
+            about[str(each)] = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns)
+    return about
+
+
+def _refuse_on_all(session: Session, file: Path, failure: Exception | None) -> None:
+    """Raise on every rank what any of them has met; all ranks call it."""
+    said = None if failure is None else f"{type(failure).__name__}: {failure}"
+    everyone = session.ranks.control.allgather(said, _everyone(session))
+    if failure is not None:
+        raise failure
+    for rank, why in enumerate(everyone):
+        if why:
+            raise CheckpointError(f"rank {rank} cannot load {file} ({why}); nothing was loaded")
+
+
+def _everyone(session: Session) -> list[int]:
+    return list(range(session.ranks.control.size))
 
 
 def write_whole(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from smp_runtime.checkpoint.files.tensor_regions import Region
-from smp_runtime.errors import SMPUserError
+from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.tensor_parallel.random_tracker import tracker_state
 
 if TYPE_CHECKING:
@@ -152,13 +152,35 @@ def random_state(session: Session) -> dict[str, Any]:
     return state
 
 
+def check_random_state(state: Any) -> None:
+    """Make sure that what a file has is a random state; None, for no file, is.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    if state is None:
+        return
+    values = [state.get(key) for key in ("cpu", "cuda") if key in state] if isinstance(state, Mapping) else [None]
+    if "cpu" not in state or not all(isinstance(v, torch.Tensor) and v.dtype == torch.uint8 for v in values):
+        raise CheckpointError(
+            f"the file of this rank's random state holds {type(state).__name__} without PyTorch's state of a generator; the "
+            "checkpoint is damaged or written by something else: resume from another tag"
+        )
+
+
 def restore_random_state(session: Session, state: dict[str, Any] | None, same_topology: bool) -> None:
     """Continue a rank's random numbers; with other degrees every rank keeps its own, since none corresponds."""
     if state is None or not same_topology:
         if session.ranks.rank == 0:
             logger.info("random numbers go on from this job's seeds: the checkpoint was saved with other degrees")
         return
-    torch.set_rng_state(state["cpu"])
-    if session.ranks.device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], session.ranks.device)
-    tracker_state(session.ranks, state.get("tensor_parallel"))
+    try:
+        torch.set_rng_state(state["cpu"])
+        if session.ranks.device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], session.ranks.device)
+        tracker_state(session.ranks, state.get("tensor_parallel"))
+    except (RuntimeError, TypeError, KeyError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"the random state of rank {session.ranks.rank} cannot be taken from the checkpoint ({type(error).__name__}: {error}); "
+            "it is damaged or of another version of PyTorch: resume from another tag"
+        ) from error

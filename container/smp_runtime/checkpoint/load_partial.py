@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,7 @@ class Loading:
         self._strict = strict
         self.folder = checkpoint.folder
         self.manifest: Manifest = checkpoint.manifest
-        self.reader = reader or CheckpointReader(checkpoint.folder, self.manifest)
+        self.reader = reader or CheckpointReader(checkpoint.folder, self.manifest, checkpoint.identity)
         self._state_keys = self.reader.state_keys()
         self._title = f"the checkpoint {checkpoint.folder.parent / checkpoint.name}"
         records = saved_records(model)
@@ -234,14 +235,38 @@ class Loading:
         """Let a model that is not partitioned yet have the partition that was saved, if it fits."""
         if self._model.partitioned or not self._fits_partition():
             return
-        assignment = Assignment.load(self.folder / PARTITION)
         try:
+            assignment = self._saved_partition()
             assignment.check(self._model.module, self._session.ranks.size(Group.PP))
         except SMPUserError as error:
             if self._session.ranks.rank == 0:
                 logger.info("the model is partitioned anew: %s", error)
             return
         self._model.adopt(assignment)
+
+    def _saved_partition(self) -> Assignment:
+        """The partition of the file that was verified, whatever has its name by now."""
+        try:
+            return Assignment.from_dict(json.loads(self.reader.files.text(PARTITION)))
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"{self._title} has no partition in {PARTITION} ({error}); resume from another tag"
+            ) from None
+
+    def check(self) -> None:
+        """Make sure that the files of this rank have what the manifest says; nothing is loaded.
+
+        Raises:
+            CheckpointError: they do not.
+        """
+        wanted = self.files()
+        files = [file for file in self.manifest.pieces if wanted is None or file in wanted]
+        self.reader.check(files)
+        if self._optimizer is not None:
+            self.reader.settings()
+            self.reader.loss_scale()
+        if not self._model.partitioned and self._fits_partition():
+            self._saved_partition()
 
     def load(self) -> None:
         """Load now, or as soon as the parameters have a place; settings of the optimizer are loaded now."""
@@ -260,10 +285,8 @@ class Loading:
         if self._states and settings is not None:
             for group, saved in zip(optimizer.param_groups, settings, strict=True):
                 group.update(unshared({key: value for key, value in saved.items() if key != "params"}))
-        for file in sorted(self.manifest.files):
-            if file.startswith("fp16_states_"):
-                optimizer.load_loss_scale(self.reader.content(file).get("loss_scaler"))
-                break
+        if any(file.startswith("fp16_states_") for file in self.manifest.files):
+            optimizer.load_loss_scale(self.reader.loss_scale())
 
     @torch.no_grad()
     def load_tensors(self) -> None:

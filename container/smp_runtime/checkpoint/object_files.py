@@ -12,7 +12,7 @@ import torch
 from torch.serialization import default_restore_location
 
 from smp_config import Group
-from smp_runtime.checkpoint.files.whole_file import read_tensors, whole_file
+from smp_runtime.checkpoint.files.whole_file import read_tensors, write_tensors
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 
@@ -39,11 +39,14 @@ def save(
     pickle_protocol: int = 2,
     v3: bool = False,
 ) -> None:
-    """``torch.save(obj, f)``; with ``partial`` the file name ends in ``_`` and this rank's model parallel rank."""
+    """``torch.save(obj, f)``; with ``partial`` the file name ends in ``_`` and this rank's model parallel rank.
+
+    Raises:
+        CheckpointError: the disk is full; the former file stays.
+    """
     path = Path(_name(f) + (f"_{partial_suffix(session, v3=v3)}" if partial else ""))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as temporary:
-        torch.save(obj, temporary, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
+    write_tensors(obj, path, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
 
 
 def load(

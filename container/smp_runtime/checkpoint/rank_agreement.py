@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import pickle
+import hashlib
+import hmac
+import json
+import secrets
 from datetime import timedelta
 from typing import Any, Protocol
 
 from smp_runtime.comm.control import RUNTIME_CHANNEL, ControlPlane, timeout_seconds
-from smp_runtime.errors import DeadlineError
+from smp_runtime.errors import CheckpointError, DeadlineError
 from smp_runtime.tensors.torch_private import default_store
 
 
 class Exchange(Protocol):
-    """Brings objects to the first rank and back; every rank makes the same calls in the same order."""
+    """Brings values that JSON has to the first rank and back; every rank makes the same calls in the same order."""
 
     def gather(self, payload: Any) -> list[Any] | None:
-        """Every rank's object, in the order of ranks, on rank 0; None elsewhere."""
+        """Every rank's value, in the order of ranks, on rank 0; None elsewhere."""
         ...
 
     def broadcast(self, payload: Any) -> Any:
-        """Rank 0's object on every rank."""
+        """Rank 0's value on every rank."""
         ...
 
     def finish(self) -> None:
@@ -53,16 +56,21 @@ class ControlExchange:
 class StoreExchange:
     """Over a connection of its own to the store of ``torch.distributed``, for a thread that no collective may wait for.
 
+    Whoever reaches the store's port can write to it: values are JSON, from which nothing is run, and signed with a secret that
+    only the job's ranks know. Each is signed for its place, so that none can be moved to another.
+
     Args:
         store: a clone of the default store, which no other thread uses.
         title: the same on every rank, and used once.
+        secret: the same on every rank, which never goes through this connection.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, title: str) -> None:
+    def __init__(self, store: Any, rank: int, size: int, title: str, secret: bytes) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._title = title
+        self._secret = secret
         self._calls = 0
 
     def gather(self, payload: Any) -> list[Any] | None:
@@ -70,7 +78,7 @@ class StoreExchange:
         self._calls += 1
         key = f"{self._title}/{self._calls}"
         if self._rank != 0:
-            self._store.set(f"{key}/{self._rank}", pickle.dumps(payload))
+            self._put(f"{key}/{self._rank}", payload)
             return None
         return [payload, *(self._take(f"{key}/{rank}", f"rank {rank}") for rank in range(1, self._size))]
 
@@ -80,7 +88,7 @@ class StoreExchange:
         key = f"{self._title}/{self._calls}"
         if self._rank == 0:
             for rank in range(1, self._size):
-                self._store.set(f"{key}/{rank}", pickle.dumps(payload))
+                self._put(f"{key}/{rank}", payload)
             return payload
         return self._take(f"{key}/{self._rank}", "rank 0")
 
@@ -88,6 +96,13 @@ class StoreExchange:
         """See :class:`Exchange`."""
         # Rank 0 may hold the store itself: it leaves last.
         self.gather(None)
+
+    def _put(self, key: str, payload: Any) -> None:
+        text = json.dumps(payload).encode()
+        self._store.set(key, self._signature(key, text) + text)
+
+    def _signature(self, key: str, text: bytes) -> bytes:
+        return hmac.new(self._secret, key.encode() + b"\0" + text, hashlib.sha256).digest()
 
     def _take(self, key: str, whom: str) -> Any:
         try:
@@ -98,21 +113,33 @@ class StoreExchange:
                 f"{timeout_seconds():.0f} s ({str(error).splitlines()[0]}); look for the first error of that rank, or raise "
                 "SMP_TIMEOUT_SECONDS"
             ) from None
-        value = pickle.loads(self._store.get(key))
+        value = self._store.get(key)
         self._store.delete_key(key)
-        return value
+        signature, text = value[: hashlib.sha256().digest_size], value[hashlib.sha256().digest_size :]
+        if not hmac.compare_digest(signature, self._signature(key, text)):
+            raise CheckpointError(
+                f"what the job's store has in the place of {whom}'s part of a checkpoint ({len(value):,} bytes) is not from a rank "
+                "of this job: another process writes to the store; keep its port from others, and save again"
+            )
+        return json.loads(text)
 
 
 def background_exchange(control: ControlPlane, title: str) -> Exchange | None:
-    """An exchange for another thread; None where this version of PyTorch has no second connection to its store."""
+    """An exchange for another thread; None where this version of PyTorch has no second connection to its store.
+
+    Every rank calls it.
+    """
     if control.size == 1:
         return ControlExchange(control)
+    secret = control.broadcast(secrets.token_bytes(32) if control.rank == 0 else None, list(range(control.size)))
     import torch.distributed as dist
 
     store: Any = default_store()
     if not hasattr(dist.Store, "clone"):
         return None
     try:
-        return StoreExchange(dist.PrefixStore("smp-checkpoint", store.clone()), control.rank, control.size, title)
+        return StoreExchange(
+            dist.PrefixStore("smp-checkpoint", store.clone()), control.rank, control.size, title, secret
+        )
     except RuntimeError:  # a store of another kind
         return None

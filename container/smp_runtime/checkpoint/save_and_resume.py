@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 from smp_config import Group
 from smp_runtime.checkpoint import full_checkpoint as full
 from smp_runtime.checkpoint.adapters import find_adapters, load_adapters
-from smp_runtime.checkpoint.files.manifest import PARTIAL, USER_CONTENT, FoundCheckpoint
+from smp_runtime.checkpoint.files.manifest import MANIFEST, NEWEST, PARTIAL, USER_CONTENT, FoundCheckpoint
+from smp_runtime.checkpoint.files.opened_files import is_plain_name
+from smp_runtime.checkpoint.files.transformers_format import CONFIG, INDEX
 from smp_runtime.checkpoint.files.whole_file import read_user_content, user_content_bytes, wrapped
-from smp_runtime.checkpoint.find_checkpoint import find_checkpoint
-from smp_runtime.checkpoint.live_state import random_file, restore_random_state
+from smp_runtime.checkpoint.find_checkpoint import Needed, find_checkpoint
+from smp_runtime.checkpoint.folder_lock import LOCK
+from smp_runtime.checkpoint.live_state import check_random_state, random_file, restore_random_state
 from smp_runtime.checkpoint.load_partial import Loading
-from smp_runtime.checkpoint.save_partial import Saver, check_tag
+from smp_runtime.checkpoint.save_partial import Saver
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
     from smp_runtime.job.session import Session
 
 logger = logging.getLogger("smp")
+
+#: Bytes that a tag may have: names of files have at most 255, and a save's are longer than its tag.
+_LONGEST_TAG = 150
 
 
 def save_checkpoint(  # noqa: PLR0913 - the documented signature
@@ -62,12 +68,12 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
         trust_user_content: let ``user_content`` hold any object that can be pickled; it must be trusted when resumed.
 
     Raises:
-        SMPUserError: content that could not be loaded back, a tag with a slash.
-        CheckpointError: some rank could not write, now or in the last asynchronous save; the former checkpoint stays
-            the newest.
+        SMPUserError: content that could not be loaded back, a tag with a slash, or one that means another file.
+        CheckpointError: some rank could not write, now or in the last asynchronous save, or another job saves there; the
+            former checkpoint stays the newest.
     """
     tag = str(tag)
-    check_tag(tag)
+    check_tag(tag, partial=partial)
     if num_kept_partial_checkpoints is not None and num_kept_partial_checkpoints < 1:
         raise SMPUserError(f"num_kept_partial_checkpoints is {num_kept_partial_checkpoints}; keep at least 1, or None")
     if async_save and not partial:
@@ -102,6 +108,7 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
         content,
         keep=num_kept_partial_checkpoints,
         in_background=async_save,
+        has_content=user_content is not None,
     )
 
 
@@ -174,14 +181,15 @@ def resume_from_checkpoint(
     Saver.of(session).wait()
     plans: dict[str, Loading] = {}
 
-    def needs(checkpoint: FoundCheckpoint) -> set[str] | None:
+    def needs(checkpoint: FoundCheckpoint) -> Needed:
         sharded = session.ranks.cfg.sharded_data_parallel_degree > 1
         if checkpoint.manifest is not None:
             sharded = sharded or checkpoint.manifest.topology.get("sharded", 1) > 1
-        plans[checkpoint.name] = plan = Loading(
+        plan = Loading(
             session, checkpoint, model, optimizer, strict=strict, states=load_sharded_optimizer_state or not sharded
         )
-        return plan.files()
+        plans[checkpoint.name] = plan
+        return Needed(plan.reader.files, plan.files())
 
     found = find_checkpoint(session, folder, tag, needs)
     plan = plans[found.name]
@@ -192,11 +200,17 @@ def resume_from_checkpoint(
             found.folder,
         )
     content: Any = None
+    random_state: Any = None
     with _raised_on_all(session):
-        content = read_user_content(found.folder / USER_CONTENT, trusted=trust_user_content)
+        # All that may be wrong with the files' content is found before anything of them is loaded.
+        plan.check()
+        if USER_CONTENT in plan.manifest.files:
+            file = found.folder / USER_CONTENT
+            content = read_user_content(file, trusted=trust_user_content, files=plan.reader.files)
+        random_state = plan.reader.content(random_file(session.ranks.rank)) if plan.same_topology else None
+        check_random_state(random_state)
     plan.adopt_partition()
     with _raised_on_all(session):
-        random_state = plan.reader.content(random_file(session.ranks.rank))
         plan.load()
         restore_random_state(session, random_state, plan.same_topology)
     if load_optimizer and plan.manifest.steps:  # else the weights begin a training of their own
@@ -223,6 +237,32 @@ def _raised_on_all(session: Session) -> Iterator[None]:
     for why in everyone:
         if why:
             raise CheckpointError(why)
+
+
+def check_tag(tag: str, *, partial: bool = True) -> None:
+    """Make sure that a tag can be a file name, and is not the name of a file that means something else.
+
+    Args:
+        partial: whether of a partial checkpoint, whose tag does not become a file's name as it is.
+
+    Raises:
+        SMPUserError: it cannot, or it is.
+    """
+    if not tag.isprintable() or not is_plain_name(tag) or tag.startswith("."):
+        raise SMPUserError(f"the tag is {tag!r}, but it becomes a file name: use letters, digits, '-' and '_'")
+    if len(tag.encode()) > _LONGEST_TAG:
+        raise SMPUserError(
+            f"the tag {tag[:20]!r}… has {len(tag.encode()):,} bytes, but it becomes part of file names: use at most {_LONGEST_TAG}"
+        )
+    reserved = tag in (NEWEST, MANIFEST)
+    if not partial:
+        reserved = reserved or tag in (CONFIG, LOCK) or tag.startswith(f"{full.USER_CONTENT}_")
+        reserved = reserved or tag.endswith((PARTIAL, full.OPTIMIZER, INDEX))
+    if reserved:
+        raise SMPUserError(
+            f"the tag is {tag!r}, which is the name of a file that belongs to checkpoints themselves, and would be taken for it: "
+            "use another, such as the number of steps"
+        )
 
 
 def _models(session: Session) -> list[DistributedModel]:

@@ -31,12 +31,12 @@ from smp_runtime.checkpoint.files.manifest import (
 from smp_runtime.checkpoint.files.name_translation import translation_names
 from smp_runtime.checkpoint.files.transformers_format import CONFIG, config_of
 from smp_runtime.checkpoint.files.whole_file import write_recorded
-from smp_runtime.checkpoint.folder_transaction import FolderTransaction, not_saved
+from smp_runtime.checkpoint.folder_transaction import FolderTransaction, Verdict, not_saved, words_of
 from smp_runtime.checkpoint.live_state import random_file, random_state, updated
 from smp_runtime.checkpoint.rank_agreement import ControlExchange, Exchange, background_exchange
 from smp_runtime.checkpoint.rank_contents import Apart, Contents, Share, contents_of, optimizer_record
 from smp_runtime.comm.control import timeout_seconds
-from smp_runtime.errors import CheckpointError, DeadlineError, SMPUserError
+from smp_runtime.errors import DeadlineError
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
@@ -62,6 +62,20 @@ class Report:
     parameters: dict[str, TensorRecord] = field(default_factory=dict)
     buffers: dict[str, TensorRecord] = field(default_factory=dict)
 
+    def to_json(self) -> list[Any]:
+        """As a manifest has it, for rank 0."""
+        return [self.failure, Manifest("", files=self.files, **self._tensors()).to_json()]
+
+    @classmethod
+    def from_json(cls, found: list[Any]) -> Report:
+        """From :meth:`to_json`."""
+        failure, text = found
+        told = Manifest.from_json(text)
+        return cls(failure, told.files, told.pieces, told.parameters, told.buffers)
+
+    def _tensors(self) -> dict[str, Any]:
+        return {"pieces": self.pieces, "parameters": self.parameters, "buffers": self.buffers}
+
 
 @dataclass(frozen=True)
 class Described:
@@ -74,6 +88,7 @@ class Described:
     translations: list[str]
     order: list[str]
     steps: int
+    has_content: bool
 
 
 class Saver:
@@ -129,8 +144,13 @@ class Saver:
         *,
         keep: int | None,
         in_background: bool,
+        has_content: bool = True,
     ) -> None:
-        """Save a checkpoint; every rank calls it. See ``save_checkpoint``."""
+        """Save a checkpoint; every rank calls it. See ``save_checkpoint``.
+
+        Args:
+            has_content: whether ``user_content`` is anything but None.
+        """
         session = self._session
         problem: str | None = None
         content = b""
@@ -142,7 +162,7 @@ class Saver:
             if session.ranks.rank == 0:
                 content = user_content()
         except Exception as error:  # whatever it is, the other ranks wait to be told
-            problem = problem or _words(error)
+            problem = problem or words_of(error)
         transaction = FolderTransaction(session, final, problem)
         if transaction.hosts is not None:  # the same file on every host
             content = session.ranks.control.broadcast(content, list(range(session.ranks.control.size)))
@@ -150,9 +170,11 @@ class Saver:
         # Apart from what follows, where ranks may wait for each other.
         described, undescribed = None, None
         try:
-            described = describe(session, tag, model, optimizer) if session.ranks.rank == 0 else None
+            described = (
+                describe(session, tag, model, optimizer, has_content=has_content) if session.ranks.rank == 0 else None
+            )
         except Exception as error:  # whatever it is, the other ranks wait to be told
-            undescribed = _words(error)
+            undescribed = words_of(error)
         report, jobs, first = Report(), dict[str, Callable[[], Any]](), None
         try:
             apart = Apart(self._copied, self._sharding_group(model)) if exchange is not None else None
@@ -161,7 +183,7 @@ class Saver:
             first = made.first
             jobs = self._jobs(made, model, content, transaction, snapshot=exchange is not None)
         except Exception as error:  # whatever it is, the other ranks wait to be told
-            report.failure = _words(error)
+            report.failure = words_of(error)
         report.failure = undescribed or report.failure
         together = session.ranks.cfg.sharded_data_parallel_degree > 1
         complete = functools.partial(_complete, transaction, report, first, jobs, described, keep, together)
@@ -237,10 +259,6 @@ class Saver:
         return buffer
 
 
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 def _given(value: Any) -> Callable[[], Any]:
     return lambda: value
 
@@ -277,26 +295,32 @@ def _complete(
         for name, make in jobs.items() if goes_on else ():
             report.files[name] = write_recorded(make(), transaction.writing / name)
     except Exception as error:  # whatever it is, the other ranks wait to be told
-        report.failure = _words(error)
-    reports = exchange.gather(report)
+        report.failure = words_of(error)
+    reports = exchange.gather(report.to_json())
     verdict = None if reports is None else _verdict(transaction, described, reports)
     transaction.commit(exchange, verdict, keep)
 
 
-def _verdict(
-    transaction: FolderTransaction, described: Described | None, reports: list[Report]
-) -> str | CheckpointError:
+def _verdict(transaction: FolderTransaction, described: Described | None, reports: list[Any]) -> Verdict:
     """The manifest's text, or why there is none; never raises, since the other ranks wait for it."""
-    broken = [(rank, report.failure) for rank, report in enumerate(reports) if report.failure]
     try:
+        found = [Report.from_json(report) for report in reports]
+        broken = [(rank, report.failure) for rank, report in enumerate(found) if report.failure]
         if described is not None and not broken:
-            return merge(described, reports, transaction.token).to_json()
+            return Verdict(merge(described, found, transaction.token).to_json())
     except Exception as error:
-        broken = [(0, _words(error))]
-    return not_saved(transaction.final, broken)
+        broken = [(0, words_of(error))]
+    return Verdict(None, str(not_saved(transaction.final, broken)))
 
 
-def describe(session: Session, tag: str, model: DistributedModel, optimizer: DistributedOptimizer | None) -> Described:
+def describe(
+    session: Session,
+    tag: str,
+    model: DistributedModel,
+    optimizer: DistributedOptimizer | None,
+    *,
+    has_content: bool = True,
+) -> Described:
     """What the manifest says besides what ranks have written."""
     topology = {
         "world_size": session.ranks.control.size,
@@ -316,6 +340,7 @@ def describe(session: Session, tag: str, model: DistributedModel, optimizer: Dis
         translation_names(session.module_manager.translate_functions),
         list(model.module.state_dict(keep_vars=True)),
         session.progress.step,
+        has_content,
     )
 
 
@@ -335,6 +360,7 @@ def merge(described: Described, reports: list[Report], save: str) -> Manifest:
         translations=described.translations,
         save=save,
         steps=described.steps,
+        has_content=described.has_content,
     )
     for report in reports:
         for name, record in report.files.items():
@@ -359,13 +385,3 @@ def merge(described: Described, reports: list[Report], save: str) -> Manifest:
         }
         manifest.optimizer.states = sorted(keys - {"module", "master"})
     return manifest
-
-
-def check_tag(tag: str) -> None:
-    """Make sure that a tag can be a file name.
-
-    Raises:
-        SMPUserError: it cannot.
-    """
-    if not tag or "/" in tag or tag.startswith("."):
-        raise SMPUserError(f"the tag is {tag!r}, but it becomes a file name: use letters, digits, '-' and '_'")

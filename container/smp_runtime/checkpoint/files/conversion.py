@@ -28,6 +28,7 @@ from smp_runtime.checkpoint.files.transformers_format import (
     write_transformers,
 )
 from smp_runtime.checkpoint.files.whole_file import write_tensors
+from smp_runtime.checkpoint.full_transaction import finish_at
 from smp_runtime.errors import SMPUserError
 
 #: A parameter of a distributed model has this in its name.
@@ -59,6 +60,7 @@ def full_weights(path: Path, config: str | None) -> Weights | None:
     """
     if path.is_dir() and (path.name.endswith(PARTIAL) or any(path.glob(f"*{PARTIAL}")) or weights_of(path) is None):
         return None
+    finish_at(path)
     if not path.exists():
         return None
     state = {name: value for name, value in read_weights(path).items() if isinstance(value, torch.Tensor)}

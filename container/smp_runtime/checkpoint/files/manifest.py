@@ -5,7 +5,6 @@ Plain Python and JSON: nothing here needs torch or a running job, so a checkpoin
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -14,12 +13,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from smp_runtime.checkpoint.files.opened_files import MANIFEST as MANIFEST
+from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, Identity, is_plain_name, read_text
+from smp_runtime.checkpoint.files.records import DIGEST, are_texts, check, check_count, check_text, digest_of
+from smp_runtime.checkpoint.files.records import FileRecord as FileRecord
+from smp_runtime.checkpoint.files.records import OptimizerRecord as OptimizerRecord
+from smp_runtime.checkpoint.files.records import Piece as Piece
+from smp_runtime.checkpoint.files.records import TensorRecord as TensorRecord
 from smp_runtime.errors import CheckpointError
 
-#: Version of the layout; a reader refuses a newer one.
-FORMAT = 1
+#: Version of the layout; a reader refuses a newer one. Manifests of 1 may lack the checksum of themselves, later ones may not.
+FORMAT = 2
+_WITHOUT_DIGEST = 1
 
-MANIFEST = "manifest.json"
 NEWEST = "newest"
 PARTIAL = "_partial"
 USER_CONTENT = "user_content.pt"
@@ -31,101 +37,8 @@ MASTER = "master"
 #: Objects of modules that have a state of their own making (``get_extra_state``).
 EXTRA = "extra"
 
-_CHUNK = 1 << 20
 #: A checkpoint that one of the same tag takes the place of: ``.100_partial.old``, ``.100_partial.2.old``, …
 _FORMER = re.compile(rf"\.(.+{PARTIAL})(?:\.\d+)?\.old")
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """A file of a checkpoint.
-
-    Attributes:
-        bytes: its length.
-        sha256: hexadecimal checksum.
-        copies: checksums of copies that other hosts have written into folders of their own, where they differ.
-    """
-
-    bytes: int
-    sha256: str
-    copies: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class TensorRecord:
-    """A parameter or a buffer.
-
-    Attributes:
-        shape: of the whole tensor.
-        dtype: in which the model had it, such as ``"float32"``.
-        tensor_axis: dim along which tensor parallel ranks had parts, or None.
-        trained: whether it was a parameter with ``requires_grad``.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    aliases: tuple[str, ...] = ()
-    stage: int = 0
-    tensor_axis: int | None = None
-    trained: bool = True
-
-    @property
-    def elements(self) -> int:
-        """Elements of the whole tensor."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Which part of a tensor a file has.
-
-    The part is the elements ``flat`` of the flattened slice ``tensor`` of the whole tensor.
-
-    Attributes:
-        tensor: start and stop along the record's ``tensor_axis``, of several runs one after the other; None for all of it.
-        flat: start and stop in the flattened slice; None for all of it.
-        place: index of the flat buffer in ``fp32_flat_groups`` and first element there; None when the part is a
-            tensor of its own, ``file[key][name]`` (for optimizer states ``file["state"][name][key]``).
-        whole_object: no part of the tensor, but an object that belongs to all of it, such as a step counter.
-    """
-
-    tensor: tuple[int, ...] | None = None
-    flat: tuple[int, int] | None = None
-    place: tuple[int, int] | None = None
-    whole_object: bool = False
-
-    def to_list(self) -> list[Any]:
-        """As in the manifest."""
-        if self.tensor is not None and len(self.tensor) > 2:
-            cuts: tuple[Any, ...] | None = ([*self.tensor], None)
-        else:
-            cuts = self.tensor
-        if self.whole_object:
-            return [] if cuts is None else [*cuts]
-        return [*(cuts or (None, None)), *(self.flat or (None, None)), *(self.place or ())]
-
-    @classmethod
-    def from_list(cls, values: list[Any]) -> Piece:
-        """From the manifest."""
-        cuts = tuple(values[0]) if values and isinstance(values[0], list) else None
-        if len(values) in (0, 2):
-            return cls(tensor=cuts or (tuple(values) if values else None), whole_object=True)
-        pairs = [None if values[i] is None else (values[i], values[i + 1]) for i in range(0, len(values), 2)]
-        return cls(cuts or pairs[0], pairs[1], pairs[2] if len(pairs) > 2 else None)
-
-
-@dataclass
-class OptimizerRecord:
-    """The optimizer of a checkpoint.
-
-    Attributes:
-        groups: settings of each parameter group as far as JSON has them, and ``"params"``: global names.
-        states: keys of its state that have the shape of the parameter, such as ``"exp_avg"``.
-    """
-
-    type: str
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    states: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -145,6 +58,8 @@ class Manifest:
             parameters have the names of the distributed modules.
         save: the same on every host, and other for every save: tells apart what was saved under one tag.
         steps: optimizer steps that the training had made; 0 where nobody counted.
+        has_content: whether the script has saved user content, other than None.
+        is_older: whether it was written before manifests had a checksum of themselves.
     """
 
     tag: str
@@ -160,6 +75,8 @@ class Manifest:
     translations: list[str] = field(default_factory=list)
     save: str = ""
     steps: int = 0
+    has_content: bool = True
+    is_older: bool = False
 
     # -- JSON ------------------------------------------------------------------------------------------------------
 
@@ -169,6 +86,7 @@ class Manifest:
             "format": FORMAT,
             "save": self.save,
             "steps": self.steps,
+            "has_content": self.has_content,
             **{key: getattr(self, key) for key in ("tag", "saved", "library", "topology", "precision", "translations")},
             "files": {name: asdict(record) for name, record in self.files.items()},
             "parameters": {name: asdict(record) for name, record in self.parameters.items()},
@@ -179,22 +97,28 @@ class Manifest:
                 for file, keys in self.pieces.items()
             },
         }
-        return json.dumps(data, separators=(",", ":")) + "\n"
+        return json.dumps({**data, DIGEST: digest_of(data)}, separators=(",", ":")) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """From the text of ``manifest.json``.
 
         Raises:
-            ValueError: it is something else, or of a newer format.
+            ValueError: it is something else, was changed, says what cannot be, or is of a newer format.
         """
-        data = json.loads(text)
+        try:
+            data = json.loads(text)
+        except RecursionError:
+            raise ValueError("it is nested too deeply for a manifest") from None
         if not isinstance(data, dict) or "files" not in data or "pieces" not in data:
             raise ValueError("it is no manifest")
-        if data.get("format") != FORMAT:
-            raise ValueError(f"it has format {data.get('format')}, and this version reads format {FORMAT}")
+        version = data.get("format")
+        if version not in (_WITHOUT_DIGEST, FORMAT):
+            raise ValueError(f"it has format {str(version)[:20]}, and this version reads format {FORMAT}")
+        if (version == FORMAT or DIGEST in data) and data.get(DIGEST) != digest_of(data):
+            raise ValueError("its content was changed after it was saved (its checksum differs)")
         try:
-            return cls(
+            manifest = cls(
                 **{key: data[key] for key in ("tag", "saved", "library", "topology", "precision", "translations")},
                 files={name: FileRecord(**_tupled(record)) for name, record in data["files"].items()},
                 parameters={name: TensorRecord(**_tupled(record)) for name, record in data["parameters"].items()},
@@ -207,11 +131,44 @@ class Manifest:
                     }
                     for file, keys in data["pieces"].items()
                 },
-                save=str(data.get("save", "")),
-                steps=int(data.get("steps", 0)),
+                save=data.get("save", ""),
+                steps=data.get("steps", 0),
+                has_content=bool(data.get("has_content", True)),
+                is_older=version == _WITHOUT_DIGEST,
             )
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise ValueError(f"it lacks what a manifest has ({error!r})") from error
+            manifest.check()
+        except (KeyError, TypeError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise ValueError(f"it lacks what a manifest has ({error!r})"[:300]) from None
+        return manifest
+
+    def check(self) -> None:
+        """Make sure that everything in it is of its type and within its bounds.
+
+        Raises:
+            ValueError: something is not; it says what.
+        """
+        for key in ("tag", "library", "precision", "save"):
+            check_text(getattr(self, key), key)
+        check_count(self.steps, "steps")
+        saved = self.saved
+        check(isinstance(saved, int | float) and math.isfinite(saved) and saved >= 0, "saved", saved)
+        check(are_texts(self.translations), "translations", self.translations)
+        check(isinstance(self.topology, dict), "topology", self.topology)
+        for key in ("world_size", "pipeline", "tensor", "sharded"):
+            check_count(self.topology.get(key, 1), f"topology.{key}")
+        for name, record in self.files.items():
+            check(is_plain_name(name), "files", name)
+            record.check(f"files.{name}")
+        tensors = {**self.parameters, **self.buffers}
+        for name, tensor in tensors.items():
+            tensor.check(name)
+        for file, keys in self.pieces.items():
+            check(is_plain_name(file), "pieces", file)
+            for key, pieces in keys.items():
+                for name, piece in pieces.items():
+                    piece.check(f"pieces.{file}.{key}.{name}", tensors.get(name))
+        if self.optimizer is not None:
+            self.optimizer.check()
 
     # -- questions -------------------------------------------------------------------------------------------------
 
@@ -241,13 +198,17 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: there is none, or it is damaged: the folder is no whole checkpoint.
     """
-    file = folder / MANIFEST
+    return _manifest_in(CheckpointFiles(folder))
+
+
+def _manifest_in(files: CheckpointFiles) -> Manifest:
+    file = files.folder / MANIFEST
     try:
-        return Manifest.from_json(file.read_text(encoding="utf-8"))
+        return Manifest.from_json(files.text(MANIFEST))
     except OSError:
         raise CheckpointError(
-            f"the folder {folder} has no {MANIFEST}: it was not saved to its end, is not copied completely, or was written by "
-            "another library; use another checkpoint"
+            f"the folder {files.folder} has no {MANIFEST}: it was not saved to its end, is not copied completely, or was written "
+            "by another library; use another checkpoint"
         ) from None
     except ValueError as error:
         raise CheckpointError(
@@ -255,51 +216,49 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
 
 
-def missing_files(folder: Path, manifest: Manifest, files: Iterable[str] | None = None) -> list[str]:
-    """What is wrong with the files at first sight, in words: absent ones, and those of another length.
+def missing_files(
+    folder: Path | CheckpointFiles, manifest: Manifest, files: Iterable[str] | None = None, *, read: bool = False
+) -> list[str]:
+    """What is wrong with the files at first sight, in words: absent ones, other things than files, and other lengths.
 
     Args:
         files: names to look at; default: all.
+        read: whether each is also read to its end, and compared with its checksum.
     """
+    opened = folder if isinstance(folder, CheckpointFiles) else CheckpointFiles(folder)
     problems = []
-    for name in manifest.files if files is None else files:
-        expected, copies = manifest.files[name].bytes, manifest.files[name].copies
+    for name in list(manifest.files if files is None else files):
+        record = manifest.files[name]
         try:
-            found = (folder / name).stat().st_size
-        except OSError:
+            found = opened.size(name)
+            if found == 0 and may_be_empty(manifest, name):
+                continue
+            # Copies of other hosts may be of another length.
+            if found != record.bytes and not record.copies:
+                problems.append(f"{name} has {found:,} bytes, but {record.bytes:,} were saved")
+            elif read and opened.checksum(name) not in (record.sha256, *record.copies):
+                problems.append(f"{name} has other content than was saved (its checksum differs)")
+        except FileNotFoundError:
             problems.append(f"{name} is missing")
-            continue
-        # Scripts empty the user content's file to get rid of it.
-        if found != expected and not copies and not (name == USER_CONTENT and found == 0):
-            problems.append(f"{name} has {found:,} bytes, but {expected:,} were saved")
+        except OSError as error:
+            problems.append(f"{name} cannot be read ({error.strerror or error})")
+        except CheckpointError as error:
+            problems.append(str(error))
     return problems
 
 
-def verify(folder: Path, manifest: Manifest, files: Iterable[str] | None = None) -> list[str]:
+def may_be_empty(manifest: Manifest, name: str) -> bool:
+    """Whether an empty file says what was saved: scripts empty the user content's file, and lose nothing if it held None."""
+    return name == USER_CONTENT and (manifest.is_older or not manifest.has_content)
+
+
+def verify(folder: Path | CheckpointFiles, manifest: Manifest, files: Iterable[str] | None = None) -> list[str]:
     """What is wrong with the files, in words, after reading each to its end; empty if nothing is.
 
     Args:
         files: names to look at; default: all.
     """
-    names = list(manifest.files if files is None else files)
-    problems = []
-    for name in names:
-        found = missing_files(folder, manifest, [name])
-        if not found and not (name == USER_CONTENT and (folder / name).stat().st_size == 0):
-            record = manifest.files[name]
-            if checksum(folder / name) not in (record.sha256, *record.copies):
-                found = [f"{name} has other content than was saved (its checksum differs)"]
-        problems += found
-    return problems
-
-
-def checksum(file: Path) -> str:
-    """The sha256 of a file, hexadecimal."""
-    digest = hashlib.sha256()
-    with open(file, "rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+    return missing_files(folder, manifest, files, read=True)
 
 
 @dataclass(frozen=True)
@@ -310,12 +269,14 @@ class FoundCheckpoint:
         name: such as ``"100_partial"``.
         manifest: None if it has no readable one.
         problems: why it is not whole, in words; empty if it is, as far as names and lengths tell.
+        identity: of the folder that was looked at; None where nobody looked.
     """
 
     name: str
     folder: Path
     manifest: Manifest | None
     problems: tuple[str, ...] = ()
+    identity: Identity | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -337,10 +298,12 @@ def inspect_folder(folder: Path, name: str | None = None) -> FoundCheckpoint:
     """A checkpoint folder with its manifest, or with what is wrong with it."""
     name = name or folder.name
     try:
-        manifest = read_manifest(folder)
+        files = CheckpointFiles(folder)
+        manifest = _manifest_in(files)
     except CheckpointError as error:
         return FoundCheckpoint(name, folder, None, (str(error),))
-    return FoundCheckpoint(name, folder, manifest, tuple(missing_files(folder, manifest)))
+    problems = tuple(missing_files(files, manifest))
+    return FoundCheckpoint(name, folder, manifest, problems, files.identity())
 
 
 def checkpoints_in(path: Path, formers: bool = False) -> list[FoundCheckpoint]:
@@ -380,6 +343,6 @@ def whole_checkpoints(path: Path) -> list[FoundCheckpoint]:
 def newest_name(path: Path) -> str | None:
     """What the file ``newest`` names, or None."""
     try:
-        return (path / NEWEST).read_text(encoding="utf-8").strip() or None
-    except OSError:
+        return read_text(path / NEWEST, most=4096).strip() or None
+    except (OSError, ValueError, CheckpointError):
         return None

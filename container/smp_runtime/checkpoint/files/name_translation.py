@@ -38,8 +38,18 @@ class Traced(torch.Tensor):
 
     @staticmethod
     def leaf(name: str, record: TensorRecord) -> Traced:
-        """A tensor of the checkpoint."""
-        made = torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="meta").as_subclass(Traced)
+        """A tensor of the checkpoint.
+
+        Raises:
+            CheckpointError: it is of a type that this PyTorch does not have.
+        """
+        dtype = getattr(torch, record.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(
+                f"the checkpoint has {name} in the type {record.dtype!r}, which PyTorch {torch.__version__} does not have; update "
+                "PyTorch, or use another checkpoint if it is damaged"
+            )
+        made = torch.empty(record.shape, dtype=dtype, device="meta").as_subclass(Traced)
         made.made, made.source, made.sources = None, name, (name,)
         return made
 

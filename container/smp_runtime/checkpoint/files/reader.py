@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from smp_runtime.checkpoint.files.manifest import EXTRA, MASTER, MODULE, Manifest, Piece, TensorRecord
+from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, Identity
 from smp_runtime.checkpoint.files.tensor_regions import Region, copy_common
-from smp_runtime.checkpoint.files.whole_file import map_file
+from smp_runtime.checkpoint.files.whole_file import damaged_file, map_file
 from smp_runtime.errors import CheckpointError
 
 #: Where a file keeps a state key, if not ``file["state"][name][key]``.
@@ -22,17 +23,33 @@ class CheckpointReader:
     """The tensors of a partial checkpoint.
 
     Files are mapped, not read: what is copied out of them is all the memory that reading takes.
+
+    Args:
+        identity: of the folder when its manifest was read; None where it does not matter.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, identity: Identity | None = None) -> None:
         self.folder = folder
         self.manifest = manifest
+        self._identity = identity
+        self._opened: CheckpointFiles | None = None
         self._files: dict[str, Any] = {}
         self._pieces: dict[tuple[str, str], list[tuple[str, Piece]]] = {}
         for file, keys in manifest.pieces.items():
             for key, found in keys.items():
                 for name, piece in found.items():
                     self._pieces.setdefault((key, name), []).append((file, piece))
+
+    @property
+    def files(self) -> CheckpointFiles:
+        """The folder, opened at the first use: what follows is read in it, whatever becomes of its name.
+
+        Raises:
+            CheckpointError: it is another one by now, or gone.
+        """
+        if self._opened is None:
+            self._opened = CheckpointFiles(self.folder, self._identity)
+        return self._opened
 
     # -- what there is ---------------------------------------------------------------------------------------------
 
@@ -141,8 +158,8 @@ class CheckpointReader:
         found = [(file, piece) for file, piece in self._pieces[key, name] if piece.whole_object]
         for file, piece in found:
             if piece.tensor is None or piece.tensor == bounds:
-                return self._content(file)["state"][name][key]
-        value = self._content(found[0][0])["state"][name][key]
+                return self._state(file, key, name)
+        value = self._state(found[0][0], key, name)
         if not isinstance(value, torch.Tensor) or value.numel() == 1:
             return value
         raise CheckpointError(
@@ -153,14 +170,46 @@ class CheckpointReader:
     def extra(self, name: str) -> Any:
         """The state that a module has made of its own, by its name in a ``state_dict``; None if there is none."""
         file = next((file for file, keys in self.manifest.pieces.items() if name in keys.get(EXTRA, {})), None)
-        return None if file is None else self._content(file)["module"][name]
+        if file is None:
+            return None
+        try:
+            return self._content(file)["module"][name]
+        except (KeyError, TypeError, IndexError) as error:
+            raise self._lacking(file, name, error) from None
 
     def settings(self) -> list[dict[str, Any]] | None:
-        """The optimizer's parameter groups with all settings, ``"params"`` as global names; None without optimizer."""
+        """The optimizer's parameter groups with all settings, ``"params"`` as global names; None without optimizer.
+
+        Raises:
+            CheckpointError: the file does not have them.
+        """
         for file in sorted(self.manifest.files):
             if file.startswith("optimizer_"):
-                groups: list[dict[str, Any]] = self._content(file)["param_groups"]
+                content = self._content(file)
+                groups = content.get("param_groups") if isinstance(content, dict) else None
+                saved = self.manifest.optimizer.groups if self.manifest.optimizer is not None else []
+                if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+                    raise self._lacking(file, "param_groups", TypeError(f"it is a {type(groups).__name__}"))
+                if len(groups) != len(saved):
+                    raise self._lacking(
+                        file, "param_groups", ValueError(f"{len(groups)} instead of {len(saved)} groups")
+                    )
                 return groups
+        return None
+
+    def loss_scale(self) -> Any:
+        """The state of the loss scaler; None if there is none.
+
+        Raises:
+            CheckpointError: the file that should have it is of something else.
+        """
+        for file in sorted(self.manifest.files):
+            if file.startswith("fp16_states_"):
+                content = self._content(file)
+                found = content.get("loss_scaler") if isinstance(content, dict) else content
+                if found is not None and not isinstance(found, dict):
+                    raise self._lacking(file, "loss_scaler", TypeError(f"it is a {type(found).__name__}"))
+                return found
         return None
 
     def content(self, file: str) -> Any:
@@ -172,9 +221,43 @@ class CheckpointReader:
         for file in files:
             self._content(file)
 
+    def check(self, files: Iterable[str]) -> None:
+        """Make sure that files have what the manifest says, in its size, and no state that it does not, before any is loaded.
+
+        Raises:
+            CheckpointError: one does not.
+        """
+        for file in files:
+            self._check_states(file)
+            for key, found in self.manifest.pieces.get(file, {}).items():
+                for name, piece in found.items():
+                    if key == EXTRA:
+                        self.extra(name)
+                    elif piece.whole_object:
+                        self._state(file, key, name)
+                    else:
+                        tensor = self._tensor(file, key, name, piece)
+                        expected = Region.of_piece(self._record(name), piece).elements
+                        if tensor.numel() != expected or tensor.is_meta:
+                            why = ValueError(f"it has {tensor.numel():,} elements instead of {expected:,}")
+                            raise self._lacking(file, f"{key} of {name}", why)
+
+    def _check_states(self, file: str) -> None:
+        """An optimizer that gets some of its states, and not others, fails steps later or goes on with old ones."""
+        content, pieces = self._content(file), self.manifest.pieces.get(file, {})
+        states = content.get("state") if isinstance(content, dict) else None
+        for name, values in states.items() if isinstance(states, dict) else ():
+            for key in values if isinstance(values, dict) else ():
+                if name not in pieces.get(key, {}):
+                    raise CheckpointError(
+                        f"{self.folder / file} has the state {key!r} of {name}, of which its manifest does not know: one of "
+                        "them was changed; use another checkpoint"
+                    )
+
     def close(self) -> None:
         """Let the files go."""
         self._files.clear()
+        self._opened = None
 
     def _record(self, name: str) -> TensorRecord:
         record = self.manifest.parameters.get(name) or self.manifest.buffers.get(name)
@@ -183,18 +266,39 @@ class CheckpointReader:
         return record
 
     def _tensor(self, file: str, key: str, name: str, piece: Piece) -> torch.Tensor:
+        """A piece, flat.
+
+        Raises:
+            CheckpointError: the file does not have it.
+        """
         content = self._content(file)
-        if piece.place is not None:
-            buffer, offset = piece.place
-            length = Region.of_piece(self._record(name), piece).elements
-            flat: torch.Tensor = content[_FLAT][buffer][offset : offset + length]
-            return flat
-        for section in _SECTIONS.get(key, ()):
-            if name in content.get(section, {}):
-                return content[section][name].reshape(-1)
-        return content["state"][name][key].reshape(-1)
+        try:
+            if piece.place is not None:
+                buffer, offset = piece.place
+                length = Region.of_piece(self._record(name), piece).elements
+                found = content[_FLAT][buffer][offset : offset + length]
+            else:
+                sections = [content.get(section, {}) for section in _SECTIONS.get(key, ())]
+                holder = next((section for section in sections if name in section), None)
+                found = content["state"][name][key] if holder is None else holder[name]
+            flat: torch.Tensor = found.reshape(-1)
+        except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+            raise self._lacking(file, f"{key} of {name}", error) from None
+        return flat
+
+    def _state(self, file: str, key: str, name: str) -> Any:
+        """What belongs to the whole of a parameter; raises as :meth:`_tensor`."""
+        try:
+            return self._content(file)["state"][name][key]
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise self._lacking(file, f"{key} of {name}", error) from None
+
+    def _lacking(self, file: str, what: str, error: Exception) -> CheckpointError:
+        said = str(error).splitlines()[0] if str(error) else ""
+        why = f"lacks {said}" if isinstance(error, KeyError) else f"{type(error).__name__}: {said}"
+        return damaged_file(self.folder / file, ValueError(f"{what} is not there as the manifest says: {why}"))
 
     def _content(self, file: str) -> Any:
         if file not in self._files:
-            self._files[file] = map_file(self.folder / file)
+            self._files[file] = map_file(self.folder / file, self.files)
         return self._files[file]

@@ -73,7 +73,7 @@ def write_safetensors(
         header[name] = {"dtype": _NAMES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8
-    with whole_file(path) as temporary, open(temporary, "wb") as file:
+    with whole_file(path, end + len(text) + 8) as temporary, open(temporary, "wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for value in tensors.values():

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import pickle
+import os
 import re
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from smp_runtime.checkpoint.files.opened_files import is_plain_name, open_regular, read_text, refuse_other_kinds
 from smp_runtime.checkpoint.files.safetensors_writer import as_it_is, size_of, write_safetensors
-from smp_runtime.checkpoint.files.whole_file import SAVE_ID, marked_state, write_tensors, write_text
+from smp_runtime.checkpoint.files.whole_file import (
+    SAVE_ID,
+    UNREADABLE,
+    marked_state,
+    refuse_inflated,
+    write_tensors,
+    write_text,
+)
 from smp_runtime.errors import CheckpointError, SMPUserError
 
 SAFETENSORS = "model.safetensors"
@@ -116,11 +126,14 @@ def save_ids(path: Path) -> dict[str, str | None]:
         files = [found.with_name(name) for name in sorted(set(_weight_map(found).values()))]
     ids: dict[str, str | None] = {}
     for file in files:
+        refuse_other_kinds(file)
         if file.name.endswith(".safetensors"):
             from safetensors import safe_open
 
-            with safe_open(file, "pt", device="cpu") as opened:
+            with _safetensors(file), safe_open(file, "pt", device="cpu") as opened:
                 ids[str(file)] = (opened.metadata() or {}).get(SAVE_ID)
+        elif not zipfile.is_zipfile(file):  # older than ids, and not to be mapped
+            ids[str(file)] = None
         else:
             ids[str(file)] = getattr(_unpickled(file, "cpu"), SAVE_ID, None)
     return ids
@@ -128,24 +141,33 @@ def save_ids(path: Path) -> dict[str, str | None]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if all(Path(file).name == file for file in found.values()):
+        found = json.loads(read_text(index))["weight_map"]
+        if all(is_plain_name(file) for file in found.values()):
             return dict(found)
         problem = "it names files outside of its folder"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
     raise CheckpointError(f"{index} is no index of weights ({problem}); copy it again")
 
 
+@contextlib.contextmanager
+def _safetensors(file: Path) -> Iterator[None]:
+    """Inside, a file of safetensors is read; raises CheckpointError if it is none."""
+    from safetensors import SafetensorError
+
+    refuse_other_kinds(file)
+    try:
+        yield
+    except (SafetensorError, *UNREADABLE) as error:
+        raise _damaged(file, error) from error
+
+
 def _read_file(file: Path, map_location: Any) -> dict[str, Any]:
     if file.name.endswith(".safetensors"):
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
 
-        try:
-            with safe_open(file, "pt", device="cpu") as opened:
-                weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise _damaged(file, error) from error
+        with _safetensors(file), safe_open(file, "pt", device="cpu") as opened:
+            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         return {name: value.to(map_location) for name, value in weights.items()}
     state = _unpickled(file, map_location)
     if not isinstance(state, Mapping):
@@ -158,11 +180,15 @@ def _read_file(file: Path, map_location: Any) -> dict[str, Any]:
 
 def _unpickled(file: Path, map_location: Any) -> Any:
     try:
+        with os.fdopen(open_regular(file), "rb") as opened:
+            refuse_inflated(file, opened)
         try:
             return torch.load(file, map_location=map_location, weights_only=True, mmap=True)
         except RuntimeError:  # the format before PyTorch 1.6 cannot be mapped
             return torch.load(file, map_location=map_location, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except CheckpointError:
+        raise
+    except UNREADABLE as error:
         raise _damaged(file, error) from error
 
 
@@ -201,7 +227,7 @@ def write_transformers(
         SMPUserError: a type that the format does not have.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    former = set(_files_of(file))
+    former = set(files_of(file))
     shards = list(_shards(weights, largest_file))
     stem, ending = file.name.rsplit(".", 1)
     names = [file.name]
@@ -231,9 +257,11 @@ def write_transformers(
     return written
 
 
-def _files_of(file: Path) -> Iterator[Path]:
-    stem, ending = file.name.rsplit(".", 1)
-    of_a_shard = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}\.{re.escape(ending)}")
+def files_of(file: Path) -> Iterator[Path]:
+    """The files that a checkpoint with the name ``file`` has now, whole or in shards."""
+    if not file.parent.is_dir():
+        return
+    of_a_shard = re.compile(rf"{re.escape(file.stem)}-\d{{5}}-of-\d{{5}}{re.escape(file.suffix)}")
     for path in file.parent.iterdir():
         if path.name in (file.name, file.name + INDEX) or of_a_shard.fullmatch(path.name):
             yield path

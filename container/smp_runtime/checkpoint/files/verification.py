@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from smp_runtime.checkpoint.files.manifest import MASTER, MODULE, FoundCheckpoint, Manifest, Piece, TensorRecord, verify
+from smp_runtime.checkpoint.files.manifest import (
+    EXTRA,
+    MASTER,
+    MODULE,
+    FoundCheckpoint,
+    Manifest,
+    Piece,
+    TensorRecord,
+    verify,
+)
 from smp_runtime.checkpoint.files.reader import CheckpointReader
 from smp_runtime.checkpoint.files.tensor_regions import Region
 from smp_runtime.errors import CheckpointError
@@ -17,10 +26,14 @@ def problems_of(found: FoundCheckpoint) -> list[str]:
     """What is wrong with a checkpoint, in words, after reading it to its end; empty if nothing is."""
     if found.manifest is None:
         return list(found.problems)
-    problems = verify(found.folder, found.manifest)
-    problems += uncovered(found.manifest)
-    if not problems:  # files that are damaged cannot be opened, and have been named
-        problems += _unreadable(CheckpointReader(found.folder, found.manifest))
+    reader = CheckpointReader(found.folder, found.manifest, found.identity)
+    try:
+        problems = verify(reader.files, found.manifest)
+        problems += uncovered(found.manifest)
+        if not problems:  # files that are damaged cannot be opened, and have been named
+            problems += _unreadable(reader)
+    except CheckpointError as error:
+        return [str(error)]
     return problems
 
 
@@ -48,26 +61,54 @@ def uncovered(manifest: Manifest) -> list[str]:
     A weight may be there as the model has it, in float32, or as both, but each of these whole. A state of the optimizer
     may be absent for a parameter that it has never updated, but not in part.
     """
-    problems: list[str] = []
     states = manifest.optimizer.states if manifest.optimizer is not None else []
+    return [*_uncovered_tensors(manifest, states), *_strange_pieces(manifest, states)]
+
+
+def _uncovered_tensors(manifest: Manifest, states: Sequence[str]) -> Iterator[str]:
+    """Tensors of which something is missing, or there twice."""
+    holders: dict[tuple[str, str], list[tuple[str, Piece]]] = {}
+    for file, keys in manifest.pieces.items():
+        for key, pieces_of_key in keys.items():
+            for name, piece in pieces_of_key.items():
+                holders.setdefault((key, name), []).append((file, piece))
     for name, record in (*manifest.parameters.items(), *manifest.buffers.items()):
-        found = {key: list(manifest.holders(key, name)) for key in (MODULE, MASTER, *states)}
+        found = {key: holders.get((key, name), []) for key in (MODULE, MASTER, *states)}
         if not found[MODULE] and not found[MASTER]:
-            problems.append(f"no file has the weight {name}")
-        for key, holders in found.items():
+            yield f"no file has the weight {name}"
+        for key, held in found.items():
             what = f"the {'weight' if key == MODULE else 'float32 weight' if key == MASTER else f'state {key!r}'} of {name}"
-            pieces = [piece for _, piece in holders if not piece.whole_object]
+            pieces = [piece for _, piece in held if not piece.whole_object]
             if pieces:
-                files = ", ".join(sorted({file for file, _ in holders}))
-                problems += [f"{what} {problem} (pieces in {files})" for problem in _of_one(record, pieces)]
-    names = set(manifest.parameters) | set(manifest.buffers)
+                files = ", ".join(sorted({file for file, _ in held}))
+                yield from (f"{what} {problem} (pieces in {files})" for problem in _of_one(record, pieces))
+
+
+def _strange_pieces(manifest: Manifest, states: Sequence[str]) -> Iterator[str]:
+    """Pieces that belong to nothing, or that their files cannot have."""
+    names, known = {*manifest.parameters, *manifest.buffers}, {MODULE, MASTER, EXTRA, *states}
     for file, keys in manifest.pieces.items():
         if file not in manifest.files:
-            problems.append(f"pieces are said to be in {file}, which is no file of the checkpoint")
-        for key, found_pieces in keys.items():
-            strangers = (name for name, piece in found_pieces.items() if name not in names and not piece.whole_object)
-            problems += [f"{file} has {key!r} of {name}, which is no tensor of the model" for name in strangers]
-    return problems
+            yield f"pieces are said to be in {file}, which is no file of the checkpoint"
+        claimed = 0
+        for key, found in keys.items():
+            tensors = [name for name, piece in found.items() if not piece.whole_object]
+            if tensors and key not in known:
+                yield f"{file} has the state {key!r}, which the optimizer does not have"
+            claimed += sum(_claimed(manifest, name, found[name]) for name in tensors)
+            yield from (
+                f"{file} has {key!r} of {name}, which is no tensor of the model"
+                for name in tensors
+                if name not in names
+            )
+        if file in manifest.files and claimed > manifest.files[file].bytes:
+            yield f"{file} is said to have {claimed:,} elements in {manifest.files[file].bytes:,} bytes"
+
+
+def _claimed(manifest: Manifest, name: str, piece: Piece) -> int:
+    """Elements of a piece, each of which takes a byte at least: nobody makes room for more than a file can have."""
+    record = manifest.parameters.get(name) or manifest.buffers.get(name)
+    return 0 if record is None or piece.whole_object else Region.of_piece(record, piece).elements
 
 
 def _of_one(record: TensorRecord, pieces: Sequence[Piece]) -> Iterator[str]:

@@ -9,20 +9,23 @@ import os
 import pickle
 import re
 import socket
+import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO
 
 import torch
 
+from smp_runtime.checkpoint.files.disk_space import bytes_of, naming_full_disk
 from smp_runtime.checkpoint.files.manifest import FileRecord
+from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, open_regular, refuse_other_kinds
 from smp_runtime.checkpoint.files.safe_objects import safe_objects
 from smp_runtime.errors import CheckpointError, SMPUserError
 
 #: What reading a damaged file may raise.
-_UNREADABLE = (
+UNREADABLE = (
     pickle.UnpicklingError,
     RuntimeError,
     EOFError,
@@ -32,37 +35,60 @@ _UNREADABLE = (
     TypeError,
     AttributeError,
     AssertionError,
+    ArithmeticError,
+    ImportError,
+    MemoryError,
+    struct.error,
+    zipfile.BadZipFile,
 )
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary path beside ``path`` that takes its name when the block ends well, and disappears when not."""
+def whole_file(path: Path, needed: int | None = None) -> Iterator[Path]:
+    """A temporary path beside ``path`` that takes its name when the block ends well, and disappears when not.
+
+    Args:
+        needed: bytes that will be written, as far as known; said when the disk is full.
+
+    Raises:
+        CheckpointError: the disk is full.
+    """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
-        yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with naming_full_disk(path, needed):
+            yield temporary
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def write_tensors(content: Any, path: Path) -> None:
-    """``torch.save`` that leaves either the whole file or the former one."""
-    with whole_file(path) as temporary:
-        torch.save(content, temporary)
+def write_tensors(content: Any, path: Path, **options: Any) -> None:
+    """``torch.save`` that leaves either the whole file or the former one.
+
+    Args:
+        options: those of ``torch.save``.
+
+    Raises:
+        CheckpointError: the disk is full.
+    """
+    with whole_file(path, bytes_of(content)) as temporary, open(temporary, "wb") as file:
+        _save_to(file, content, **options)
 
 
 def write_text(text: str, path: Path) -> None:
-    """Write a small text file whole."""
-    with whole_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    """Write a small text file whole; raises as :func:`write_bytes`."""
+    write_bytes(text.encode(), path)
 
 
 def write_bytes(content: bytes, path: Path) -> None:
-    """Write a file whole."""
-    with whole_file(path) as temporary:
+    """Write a file whole.
+
+    Raises:
+        CheckpointError: the disk is full.
+    """
+    with whole_file(path, len(content)) as temporary:
         temporary.write_bytes(content)
 
 
@@ -71,29 +97,53 @@ def write_recorded(content: Any, path: Path) -> FileRecord:
 
     Returns:
         Its length and checksum, computed while it was written.
+
+    Raises:
+        CheckpointError: the disk is full.
     """
-    with open(path, "wb") as file:
-        stream = _Hashing(file)
+    with naming_full_disk(path, bytes_of(content)), open(path, "wb") as file:
         if isinstance(content, bytes):
+            stream = _Hashing(file)
             stream.write(content)
         else:
-            torch.save(content, stream)  # type: ignore[arg-type]
+            stream = _save_to(file, content)
         file.flush()
         os.fsync(file.fileno())
     return FileRecord(stream.length, stream.digest.hexdigest())
 
 
+def _save_to(file: IO[bytes], content: Any, **options: Any) -> _Hashing:
+    """``torch.save``, whose own errors do not say why a file could not be written."""
+    stream = _Hashing(file)
+    try:
+        torch.save(content, stream, **options)  # type: ignore[arg-type]
+    except Exception:
+        if stream.failure is not None:
+            raise stream.failure from None
+        raise
+    return stream
+
+
 class _Hashing:
-    """A file that is written from its beginning to its end, with its checksum."""
+    """A file that is written from its beginning to its end, with its checksum.
+
+    Attributes:
+        failure: why the file could not be written, if it could not.
+    """
 
     def __init__(self, file: Any) -> None:
         self._file = file
         self.digest = hashlib.sha256()
         self.length = 0
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.digest.update(data)
-        self._file.write(data)
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
         written = memoryview(data).nbytes
         self.length += written
         return written
@@ -108,6 +158,7 @@ def read_tensors(path: Path, map_location: Any = "cpu") -> Any:
     Raises:
         CheckpointError: it is missing, cut or damaged, or holds other objects.
     """
+    refuse_other_kinds(path)
     if not path.is_file():
         near = sorted(p.name for p in path.parent.glob("*"))[:20] if path.parent.is_dir() else []
         raise CheckpointError(
@@ -117,38 +168,82 @@ def read_tensors(path: Path, map_location: Any = "cpu") -> Any:
         return None
     try:
         # Opened here, because PyTorch reads a path that ends in .safetensors as such a file.
-        with open(path, "rb") as file, safe_objects(file):
+        with _opened(path) as file, safe_objects(file):
             return torch.load(file, map_location=map_location, weights_only=True)
-    except _UNREADABLE as error:
+    except CheckpointError:
+        raise
+    except UNREADABLE as error:
         # A damaged archive is no archive, or has other checksums: this one says what was saved.
         if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
             raise CheckpointError(
                 f"{path} holds an object that may run code when it is loaded ({_refused_object(error)}); if you trust who "
                 "wrote it, pass pickle_module=pickle, or save plain objects, for example its __dict__"
             ) from None
-        raise _damaged(path, error) from error
+        raise damaged_file(path, error) from error
 
 
-def map_file(path: Path) -> Any:
+def map_file(path: Path, files: CheckpointFiles | None = None) -> Any:
     """Load a file whose tensors stay on the disk until they are read.
+
+    Args:
+        files: the opened folder that has it; None opens ``path``.
 
     Raises:
         CheckpointError: it is missing, cut or damaged.
     """
     try:
-        return torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
-    except _UNREADABLE as error:
-        raise _damaged(path, error) from error
+        with contextlib.ExitStack() as stack:
+            if files is None:
+                opened, place = stack.enter_context(_opened(path)), str(path)
+            else:
+                opened, place = stack.enter_context(files.opened(path.name)), stack.enter_context(files.path(path.name))
+            refuse_inflated(path, opened)
+            return torch.load(place, map_location="cpu", weights_only=True, mmap=True)
+    except CheckpointError:
+        raise
+    except UNREADABLE as error:
+        raise damaged_file(path, error) from error
 
 
-def _damaged(path: Path, error: Exception) -> CheckpointError:
+def refuse_inflated(path: Path, file: IO[bytes]) -> None:
+    """Make sure that what is read from an archive takes no more memory than the archive has bytes; then go to its beginning.
+
+    Raises:
+        CheckpointError: it takes more: ``torch.save`` writes archives that are not compressed.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            unpacked = sum(max(each.file_size, each.compress_size) for each in archive.infolist())
+            compressed = any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist())
+    except UNREADABLE:  # no archive, or a damaged one: it is told when it is read
+        unpacked, compressed = 0, False
+    file.seek(0)
+    size = os.fstat(file.fileno()).st_size
+    if compressed or unpacked > size:
+        raise CheckpointError(
+            f"{path} has {size:,} bytes and says that {unpacked:,} come out of it{' by unpacking' if compressed else ''}: no save "
+            "writes such a file; use another checkpoint"
+        )
+
+
+@contextlib.contextmanager
+def _opened(path: Path, files: CheckpointFiles | None = None) -> Iterator[BinaryIO]:
+    """A file for reading, at its beginning, which needs no more memory than it has bytes."""
+    context = files.opened(path.name) if files is not None else os.fdopen(open_regular(path), "rb")
+    with context as file:
+        refuse_inflated(path, file)
+        yield file
+
+
+def damaged_file(path: Path, error: BaseException) -> CheckpointError:
+    """The error of a file that cannot be read."""
     return CheckpointError(
         f"the checkpoint file {path} cannot be read ({_refused_object(error)}); it was cut, damaged or written "
         "by something else: resume from another tag"
     )
 
 
-def _refused_object(error: Exception) -> str:
+def _refused_object(error: BaseException) -> str:
     """What PyTorch's safe loader has refused to make, or why it gave up, in one line."""
     if match := re.search(r"GLOBAL ([\w.]+)", str(error)):
         return f"of {match[1]}"
@@ -236,25 +331,31 @@ def user_content_bytes(content: Any, *, trusted: bool = False) -> bytes:
     return buffer.getvalue()
 
 
-def read_user_content(path: Path, *, trusted: bool = False) -> Any:
+def read_user_content(path: Path, *, trusted: bool = False, files: CheckpointFiles | None = None) -> Any:
     """Read a ``user_content`` file; an absent or empty one is None.
 
     Args:
         trusted: True loads any object, which may run code.
+        files: the opened folder that has it; None opens ``path``.
 
     Raises:
         CheckpointError: it is damaged, or holds objects and is not trusted.
     """
-    if not path.is_file() or path.stat().st_size == 0:
-        return None
     try:
         # Opened here, because PyTorch reads a path that ends in .safetensors as such a file, and tags may.
-        with open(path, "rb") as file, safe_objects(file):
-            return torch.load(file, map_location="cpu", weights_only=not trusted)
+        with _opened(path, files) as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return None
+            with safe_objects(file):
+                return torch.load(file, map_location="cpu", weights_only=not trusted)
+    except FileNotFoundError:
+        return None
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds an object that may run code when it is loaded ({_refused_object(error)}); if you trust who wrote "
             "it, pass trust_user_content=True to resume_from_checkpoint"
         ) from None
-    except _UNREADABLE as error:
-        raise _damaged(path, error) from error
+    except UNREADABLE as error:
+        raise damaged_file(path, error) from error

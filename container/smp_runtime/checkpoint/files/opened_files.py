@@ -1,0 +1,197 @@
+"""Files of checkpoints, opened so that they are what they seem: regular, inside of their folder, and all of one save.
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from smp_runtime.errors import CheckpointError
+
+#: What says which files a folder has; written last.
+MANIFEST = "manifest.json"
+#: Bytes of a text that is read into memory at once: far more than the manifest of a job with ten thousand ranks has.
+MOST_TEXT = 2**30
+
+_CHUNK = 1 << 20
+#: Where Linux gives the path of what a descriptor has open, whatever name it has by now.
+_DESCRIPTORS = Path("/proc/self/fd")
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+#: Which folder it was when somebody looked: device and number of the folder and of its manifest, and the latter's time.
+Identity = tuple[int, ...]
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether a name means a file of the folder that it stands in, and nothing outside."""
+    return (
+        isinstance(name, str)
+        and 0 < len(name) <= 255
+        and name not in (".", "..")
+        and not any(c in "/\\" or ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in name)
+    )
+
+
+def open_regular(path: Path, *, folder: int | None = None) -> int:
+    """A descriptor for reading, never of anything that reading could hang on or never end of.
+
+    Args:
+        path: of the file; links are followed, since the caches of hubs are made of them.
+        folder: descriptor of a folder in which the last part of ``path`` is looked for instead; then it may be no link, which
+            could lead out of it.
+
+    Raises:
+        OSError: there is none, or it may not be read.
+        CheckpointError: it is a named pipe, a device, a folder or (with ``folder``) a link.
+    """
+    where: str | Path = path if folder is None else path.name
+    # Looked at before it is opened: opening some devices does something.
+    _refuse_other_kinds(path, os.stat(where, dir_fd=folder, follow_symlinks=folder is None).st_mode)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if folder is not None else 0)
+    descriptor = os.open(where, flags, dir_fd=folder)
+    try:
+        _refuse_other_kinds(path, os.fstat(descriptor).st_mode)
+    except CheckpointError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def refuse_other_kinds(path: Path) -> None:
+    """Make sure that what lies at ``path``, if anything does, is a file.
+
+    Raises:
+        CheckpointError: it is a named pipe, a device or a folder.
+    """
+    with contextlib.suppress(OSError):
+        _refuse_other_kinds(path, path.stat().st_mode)
+
+
+def _refuse_other_kinds(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(
+            f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'no file')}, where a checkpoint has a file: it was not written by a save; "
+            "remove it, and copy the checkpoint again or use another one"
+        )
+
+
+def read_text(path: Path, *, folder: int | None = None, most: int = MOST_TEXT) -> str:
+    """A small text file, as a whole.
+
+    Args:
+        folder: as for :func:`open_regular`.
+        most: bytes that it may have.
+
+    Raises:
+        OSError: it cannot be read.
+        CheckpointError: it is no file, or larger.
+        ValueError: it is no text in UTF-8.
+    """
+    with os.fdopen(open_regular(path, folder=folder), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(most + 1) if size <= most else b""
+    if size > most or len(content) > most:
+        raise CheckpointError(
+            f"{path} has {max(size, len(content)):,} bytes, and at most {most:,} are read of such a file: it is damaged or "
+            "written by something else; use another checkpoint"
+        )
+    return content.decode("utf-8")
+
+
+class ReplacedError(CheckpointError):
+    """A checkpoint gave way to another one while somebody looked at it."""
+
+
+class CheckpointFiles:
+    """The files of one checkpoint folder, also after it was renamed, or another one took its name.
+
+    The folder is opened once, and every file is opened in it. A published folder is never changed, only replaced as a whole:
+    what is verified and what is read are of one save, whatever another job does meanwhile.
+
+    Args:
+        identity: that of the folder when its manifest was read; None where it does not matter.
+
+    Raises:
+        ReplacedError: there is no folder, or it is another one by now.
+    """
+
+    def __init__(self, folder: Path, identity: Identity | None = None) -> None:
+        self.folder = folder
+        try:
+            self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ReplacedError(f"the folder {folder} cannot be opened ({error.strerror}); check the path") from None
+        weakref.finalize(self, os.close, self._descriptor)
+        if identity is not None and self.identity() != identity:
+            raise ReplacedError(
+                f"{folder} was replaced by another checkpoint while it was looked at: another job saves into {folder.parent}; "
+                "resume when it has ended, or from a copy"
+            )
+
+    def identity(self) -> Identity:
+        """Of the folder and its manifest: no other save's is the same."""
+        about = os.fstat(self._descriptor)
+        try:
+            file = os.stat(MANIFEST, dir_fd=self._descriptor, follow_symlinks=False)
+        except OSError:
+            return (about.st_dev, about.st_ino)
+        return (about.st_dev, about.st_ino, file.st_ino, file.st_size, file.st_mtime_ns)
+
+    @contextlib.contextmanager
+    def opened(self, name: str) -> Iterator[BinaryIO]:
+        """A file for reading.
+
+        Raises:
+            OSError: there is none, or it may not be read.
+            CheckpointError: the name leads out of the folder, or there is something else than a file.
+        """
+        if not is_plain_name(name):
+            raise CheckpointError(
+                f"the checkpoint {self.folder} names {name!r} as one of its files, which is no name of a file in that folder: its "
+                "manifest was changed or is of something else; use another checkpoint"
+            )
+        with os.fdopen(open_regular(self.folder / name, folder=self._descriptor), "rb") as file:
+            yield file
+
+    def size(self, name: str) -> int:
+        """Bytes of a file; raises as :meth:`opened`."""
+        with self.opened(name) as file:
+            return os.fstat(file.fileno()).st_size
+
+    def checksum(self, name: str) -> str:
+        """The sha256 of a file, hexadecimal; raises as :meth:`opened`."""
+        digest = hashlib.sha256()
+        with self.opened(name) as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+        return digest.hexdigest()
+
+    def text(self, name: str) -> str:
+        """A small file as a whole; raises as :func:`read_text`."""
+        return read_text(self.folder / name, folder=self._descriptor)
+
+    @contextlib.contextmanager
+    def path(self, name: str) -> Iterator[str]:
+        """A path that means the file while the block runs, for what takes nothing else; raises as :meth:`opened`."""
+        with self.opened(name) as file:
+            if _DESCRIPTORS.is_dir():
+                yield str(_DESCRIPTORS / str(file.fileno()))
+                return
+            yield str(self.folder / name)
+            if not os.path.samestat(os.stat(self.folder / name), os.fstat(file.fileno())):
+                raise ReplacedError(f"{self.folder / name} was replaced while it was read; resume again")

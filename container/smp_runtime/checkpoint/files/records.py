@@ -1,0 +1,201 @@
+"""The records of a manifest: files, tensors, pieces, the optimizer; and whether what they say can be."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Where the manifest keeps the checksum of all the rest of it.
+DIGEST = "digest"
+#: Elements that a tensor may have: more could not be counted in bytes.
+_MOST_ELEMENTS = 2**58
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_TYPE = re.compile(r"bool|(?:float|bfloat|int|uint|complex)\d+(?:_\w+)?")
+
+
+def digest_of(data: Mapping[str, Any]) -> str:
+    """The sha256 of a manifest's content, hexadecimal.
+
+    Spaces and line breaks do not count, so that tools may write it in another layout; the order of names does.
+
+    Args:
+        data: as JSON has it; a digest that it holds is left out.
+    """
+    content = {key: value for key, value in data.items() if key != DIGEST}
+    return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of a checkpoint.
+
+    Attributes:
+        bytes: its length.
+        sha256: hexadecimal checksum.
+        copies: checksums of copies that other hosts have written into folders of their own, where they differ.
+    """
+
+    bytes: int
+    sha256: str
+    copies: tuple[str, ...] = ()
+
+    def check(self, where: str) -> None:
+        """Make sure that it can be; raises ValueError, as all checks here."""
+        check_count(self.bytes, f"{where}.bytes")
+        check(isinstance(self.copies, tuple), f"{where}.copies", self.copies)
+        for found in (self.sha256, *self.copies):
+            check(isinstance(found, str) and _SHA256.fullmatch(found) is not None, f"{where}.sha256", found)
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A parameter or a buffer.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: in which the model had it, such as ``"float32"``.
+        tensor_axis: dim along which tensor parallel ranks had parts, or None.
+        trained: whether it was a parameter with ``requires_grad``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    aliases: tuple[str, ...] = ()
+    stage: int = 0
+    tensor_axis: int | None = None
+    trained: bool = True
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    def check(self, where: str) -> None:
+        """Make sure that it can be."""
+        check(_are_counts(self.shape), f"{where}.shape", self.shape)
+        check(_product(self.shape) <= _MOST_ELEMENTS, f"{where}.shape", self.shape)
+        check(isinstance(self.dtype, str) and _TYPE.fullmatch(self.dtype) is not None, f"{where}.dtype", self.dtype)
+        check(isinstance(self.aliases, tuple) and are_texts(self.aliases), f"{where}.aliases", self.aliases)
+        check_count(self.stage, f"{where}.stage")
+        axis = self.tensor_axis
+        check(axis is None or (_is_count(axis) and axis < len(self.shape)), f"{where}.tensor_axis", axis)
+        check(isinstance(self.trained, bool), f"{where}.trained", self.trained)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Which part of a tensor a file has.
+
+    The part is the elements ``flat`` of the flattened slice ``tensor`` of the whole tensor.
+
+    Attributes:
+        tensor: start and stop along the record's ``tensor_axis``, of several runs one after the other; None for all of it.
+        flat: start and stop in the flattened slice; None for all of it.
+        place: index of the flat buffer in ``fp32_flat_groups`` and first element there; None when the part is a
+            tensor of its own, ``file[key][name]`` (for optimizer states ``file["state"][name][key]``).
+        whole_object: no part of the tensor, but an object that belongs to all of it, such as a step counter.
+    """
+
+    tensor: tuple[int, ...] | None = None
+    flat: tuple[int, int] | None = None
+    place: tuple[int, int] | None = None
+    whole_object: bool = False
+
+    def to_list(self) -> list[Any]:
+        """As in the manifest."""
+        if self.tensor is not None and len(self.tensor) > 2:
+            cuts: tuple[Any, ...] | None = ([*self.tensor], None)
+        else:
+            cuts = self.tensor
+        if self.whole_object:
+            return [] if cuts is None else [*cuts]
+        return [*(cuts or (None, None)), *(self.flat or (None, None)), *(self.place or ())]
+
+    @classmethod
+    def from_list(cls, values: list[Any]) -> Piece:
+        """From the manifest."""
+        cuts = tuple(values[0]) if values and isinstance(values[0], list) else None
+        if len(values) in (0, 2):
+            return cls(tensor=cuts or (tuple(values) if values else None), whole_object=True)
+        pairs = [None if values[i] is None else (values[i], values[i + 1]) for i in range(0, len(values), 2)]
+        return cls(cuts or pairs[0], pairs[1], pairs[2] if len(pairs) > 2 else None)
+
+    def check(self, where: str, record: TensorRecord | None) -> None:
+        """Make sure that it lies in its tensor; ``record`` is None for what is in no list of tensors."""
+        for part in (self.tensor, self.flat, self.place):
+            check(part is None or (_are_counts(part) and len(part) % 2 == 0), where, part)
+        if record is None:
+            return
+        if self.tensor is not None:
+            axis = record.tensor_axis
+            check(axis is not None, where, self.tensor)
+            length = record.shape[axis or 0]
+            runs = zip(self.tensor[::2], self.tensor[1::2], strict=True)
+            check(all(start <= stop <= length for start, stop in runs), where, self.tensor)
+        # Whether it ends in the slice is asked together with what the other pieces have of it.
+        check(self.flat is None or (len(self.flat) == 2 and self.flat[0] <= self.flat[1]), where, self.flat)
+        check(self.place is None or len(self.place) == 2, where, self.place)
+
+
+@dataclass
+class OptimizerRecord:
+    """The optimizer of a checkpoint.
+
+    Attributes:
+        groups: settings of each parameter group as far as JSON has them, and ``"params"``: global names.
+        states: keys of its state that have the shape of the parameter, such as ``"exp_avg"``.
+    """
+
+    type: str
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    states: list[str] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Make sure that it can be."""
+        check_text(self.type, "optimizer.type")
+        check(are_texts(self.states), "optimizer.states", self.states)
+        check(isinstance(self.groups, list), "optimizer.groups", self.groups)
+        for group in self.groups:
+            check(isinstance(group, dict) and are_texts(group.get("params")), "optimizer.groups", group)
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def check(holds: bool, where: str, value: object) -> None:
+    """Raise ValueError, which says where what was found, if it does not hold."""
+    if not holds:
+        raise ValueError(f"{where} cannot be {repr(value)[:80]}")
+
+
+def check_text(value: object, where: str) -> None:
+    """Make sure that it is a text."""
+    check(isinstance(value, str), where, value)
+
+
+def check_count(value: object, where: str) -> None:
+    """Make sure that it is a number of things."""
+    check(_is_count(value), where, value)
+
+
+def are_texts(values: object) -> bool:
+    """Whether it is a list of texts."""
+    return isinstance(values, list | tuple) and all(isinstance(value, str) for value in values)
+
+
+def _product(shape: Iterable[int]) -> int:
+    """The product, without zeros: the layout of an empty tensor is counted as well."""
+    return math.prod(max(size, 1) for size in shape)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, tuple) and all(_is_count(value) for value in values)

@@ -1,0 +1,287 @@
+"""One job saves into a folder at a time: a lock that other jobs see, and that ends with the process that holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smp_runtime.checkpoint.files.opened_files import read_text
+from smp_runtime.comm.control import host_name
+from smp_runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from smp_runtime.job.session import Session
+
+#: The lock of a folder of partial checkpoints.
+LOCK = ".smp-saving"
+#: What ``flock`` says where a file system, or how it is mounted, has no locks.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF}
+#: Seconds between two signs of life where there are no locks, and those without one after which a holder has ended.
+_BEAT_SECONDS = 5.0
+#: Seconds for which a lock is waited for: the job before this one may be about to end.
+_PATIENCE_SECONDS = 3.0
+#: Seconds within which two jobs that find no lock have both written theirs.
+_RACE_SECONDS = 0.5
+_DEAD_SECONDS = 20.0
+#: Folders whose locks a job keeps, such as those of the latest and of the best: scripts that save every checkpoint into a folder of
+#: its own have many, and remove them.
+_MOST_FOLDERS = 2
+#: Descriptors of locks of this process; guarded by the interpreter's own lock, a set's operations being whole.
+_held: set[int] = set()
+
+
+def _let_go() -> None:
+    """In a child that was forked, a worker of a data loader for example: the lock ends with the parent, not with it."""
+    for descriptor in _held:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who saves into a folder, for the message of the other job.
+
+    Attributes:
+        machine: which kernel and which numbering of processes ``process`` belongs to; empty where nobody can tell.
+        started: when the process began, in the kernel's ticks; 0 where nobody can tell.
+        since: seconds since 1970 at which the folder was locked.
+        beats: counts signs of life, where there are no locks.
+    """
+
+    host: str
+    process: int
+    machine: str
+    started: int
+    job: str
+    since: float
+    beats: int = 0
+
+    @classmethod
+    def of_this_process(cls) -> Holder:
+        """As others see this process."""
+        job = os.environ.get("TRAINING_JOB_NAME", "")
+        return cls(host_name(), os.getpid(), _machine(), _started(os.getpid()), job, time.time())
+
+    @classmethod
+    def read(cls, path: Path) -> Holder | None:
+        """From a lock's file; None if it does not say."""
+        try:
+            data = json.loads(read_text(path, most=1 << 16))
+            found = cls(**data)
+        except (OSError, ValueError, TypeError, RecursionError, CheckpointError):
+            return None
+        types = {name: type(value) for name, value in asdict(found).items()}
+        wanted = {"host": str, "process": int, "machine": str, "started": int, "job": str, "since": float, "beats": int}
+        return found if types == wanted else None
+
+    def to_json(self) -> str:
+        """What :meth:`read` reads."""
+        return json.dumps(asdict(self))
+
+    def has_ended(self) -> bool | None:
+        """Whether the process is gone; None if it is one of another machine."""
+        if not self.machine or self.machine != _machine():
+            return None
+        return _started(self.process) != self.started
+
+    @property
+    def is_me(self) -> bool:
+        """Whether it is this process."""
+        return self.process == os.getpid() and self.has_ended() is False
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(max(self.since, 0.0), 1e10)))
+        return f"process {self.process} on {self.host}{f' of job {self.job}' if self.job else ''}, since {since}"
+
+
+class FolderLock:
+    """Keeps other jobs from saving where this one does, until it is released or its process ends in whatever way.
+
+    The kernel's lock on a file, which file systems share among hosts (NFS 4, Lustre mounted with ``flock``). Where there is
+    none, the file itself is the lock: its holder changes it every few seconds, and one that does so no more has ended.
+
+    Args:
+        path: of the file; made, and removed when the lock is released.
+
+    Raises:
+        CheckpointError: another job has it; says which.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._me = Holder.of_this_process()
+        self._descriptor = -1
+        self._over = threading.Event()
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while self._descriptor < 0:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            try:
+                self._lock(descriptor, deadline)
+            except BaseException:
+                os.close(descriptor)
+                raise
+
+    def _lock(self, descriptor: int, deadline: float) -> None:
+        """Have the lock of an opened file, or leave the file closed where it is no more the one at ``path``."""
+        has_locks = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise self._taken() from None
+            os.close(descriptor)
+            time.sleep(0.05)
+            return
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            has_locks = False
+            self._take_over()
+        if not _is_at(descriptor, self.path):  # its former holder has removed it meanwhile
+            os.close(descriptor)
+            return
+        try:
+            self._write(self._me, descriptor)
+        except OSError:
+            self.path.unlink(missing_ok=True)
+            raise
+        if not has_locks:
+            time.sleep(_RACE_SECONDS)
+            if Holder.read(self.path) != self._me:  # another job came at the same time, and wrote last
+                raise self._taken()
+            threading.Thread(target=self._beat, name="smp-saving", daemon=True).start()
+        self._descriptor = descriptor
+        _held.add(descriptor)
+
+    def _take_over(self) -> None:
+        """Without locks: make sure that whoever is named in the file has ended.
+
+        Raises:
+            CheckpointError: it has not.
+        """
+        holder = Holder.read(self.path)
+        if holder is None or holder.is_me:
+            return
+        ended = holder.has_ended()
+        deadline = time.monotonic() + _DEAD_SECONDS
+        while ended is None and time.monotonic() < deadline:
+            time.sleep(min(0.2, _DEAD_SECONDS))
+            if Holder.read(self.path) != holder:  # it has said that it lives
+                ended = False
+        if ended is False:
+            raise self._taken()
+
+    def _beat(self) -> None:
+        beats = 0
+        while not self._over.wait(_BEAT_SECONDS):
+            beats += 1
+            with contextlib.suppress(OSError):  # the next one may succeed; others wait for several
+                self._write(dataclasses.replace(self._me, beats=beats), self._descriptor)
+
+    def _write(self, holder: Holder, descriptor: int) -> None:
+        # In one call, and with blanks over a former content, since a reader may come at any time.
+        os.pwrite(descriptor, holder.to_json().encode().ljust(1024) + b"\n", 0)
+
+    def _taken(self) -> CheckpointError:
+        holder = Holder.read(self.path)
+        return CheckpointError(
+            f"another job saves into {self.path.parent} ({holder or 'it does not say who it is'}; it holds {self.path.name}), and "
+            "two would mix and remove each other's checkpoints: give each job a folder of its own, or end the other one first"
+        )
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the lock still counts: somebody may have removed its file, or the folder."""
+        return self._is_mine and _is_at(self._descriptor, self.path)
+
+    @property
+    def _is_mine(self) -> bool:
+        return self._descriptor >= 0 and self._me.process == os.getpid()
+
+    def release(self) -> None:
+        """Let other jobs save there; does nothing in a process that was forked."""
+        self._over.set()
+        if not self._is_mine:
+            return
+        if _is_at(self._descriptor, self.path):
+            self.path.unlink(missing_ok=True)
+        _held.discard(self._descriptor)
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+
+class SavingLocks:
+    """The folders that this job saves into: other jobs are kept out of them until it ends."""
+
+    def __init__(self) -> None:
+        self._locks: dict[Path, FolderLock] = {}
+
+    @classmethod
+    def of(cls, session: Session) -> SavingLocks:
+        """Those of a session; always the same object."""
+
+        def make() -> SavingLocks:
+            made = cls()
+            session.at_leave.append(made.release)
+            return made
+
+        return session.ranks.keep(cls, make)
+
+    def hold(self, folder: Path) -> None:
+        """Have the folder for this job, from now on; raises as :class:`FolderLock`."""
+        place = folder.resolve()
+        lock = self._locks.pop(place, None)
+        if lock is None or not lock.is_held:
+            if lock is not None:
+                lock.release()
+            lock = FolderLock(place / LOCK)
+        self._locks[place] = lock
+        while len(self._locks) > _MOST_FOLDERS:
+            self._locks.pop(next(iter(self._locks))).release()
+
+    def release(self) -> None:
+        """Let other jobs save."""
+        for lock in self._locks.values():
+            with contextlib.suppress(OSError):  # the folder may be gone
+                lock.release()
+        self._locks.clear()
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except OSError:
+        return False
+
+
+def _machine() -> str:
+    """Which kernel this is, and which of its numberings of processes; empty where it does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _started(process: int) -> int:
+    """When a process began, in ticks since the kernel did; 0 if there is none."""
+    try:
+        # After the name in brackets, which may hold anything; a zombie has ended.
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return 0
+    return 0 if state in "ZX" else int(fields[18])
