@@ -82,7 +82,7 @@ def kill_descendants(spare: int | None = None, apart: Collection[int] = ()) -> l
             except ProcessLookupError:
                 pass
         # Killed processes vanish within a tick; new ones that a dying parent just started are seen next time.
-        time.sleep(0.01)
+        time.sleep(0.01)  # not all of them are children, whose end the system would tell
     return left
 
 

@@ -124,7 +124,12 @@ def row_of(image_uri: Any) -> TrainingImage | None:
 
 @lru_cache(maxsize=1)
 def _read() -> tuple[tuple[TrainingImage, ...], Mapping[str, Mapping[str, str]]]:
-    text = resources.files("smp_estimator.cloud").joinpath("data").joinpath("training_images.json").read_text(encoding="utf-8")
+    text = (
+        resources.files("smp_estimator.cloud")
+        .joinpath("data")
+        .joinpath("training_images.json")
+        .read_text(encoding="utf-8")
+    )
     said = json.loads(text)
     return tuple(map(_typed, said["images"])), said["sources"]
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from support.cloud import Cloud, service
-from support.configurations import RIGHT, WRONG, Probe
+from support.configurations import WRONG, Probe
+from support.right_configurations import RIGHT
 
 from smp_config import ConfigError
 from smp_estimator import SMPEstimator

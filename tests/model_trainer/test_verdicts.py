@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.configurations import RIGHT, WRONG, Probe
+from support.configurations import WRONG, Probe
+from support.right_configurations import RIGHT
 from support.sdk3 import here, require_sdk_3, trainer
 
 require_sdk_3()

@@ -144,7 +144,7 @@ class FolderLock:
             if time.monotonic() > deadline:
                 raise self._taken() from None
             os.close(descriptor)
-            time.sleep(0.05)
+            time.sleep(0.05)  # the system can wait for a lock, but not with a deadline
             return
         except OSError as error:
             if error.errno not in _NO_LOCKS:
@@ -160,7 +160,7 @@ class FolderLock:
             self.path.unlink(missing_ok=True)
             raise
         if not has_locks:
-            time.sleep(_RACE_SECONDS)
+            time.sleep(_RACE_SECONDS)  # a file tells nobody that another job writes it
             if Holder.read(self.path) != self._me:  # another job came at the same time, and wrote last
                 raise self._taken()
             threading.Thread(target=self._beat, name="smp-saving", daemon=True).start()
@@ -179,7 +179,7 @@ class FolderLock:
         ended = holder.has_ended()
         deadline = time.monotonic() + _DEAD_SECONDS
         while ended is None and time.monotonic() < deadline:
-            time.sleep(min(0.2, _DEAD_SECONDS))
+            time.sleep(min(0.2, _DEAD_SECONDS))  # nor that its holder beats
             if Holder.read(self.path) != holder:  # it has said that it lives
                 ended = False
         if ended is False:

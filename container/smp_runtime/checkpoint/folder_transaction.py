@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import random
 import shutil
 import time
@@ -23,7 +22,7 @@ from smp_runtime.checkpoint.files.manifest import (
     name_of_former,
     newest_name,
 )
-from smp_runtime.checkpoint.files.whole_file import write_text
+from smp_runtime.checkpoint.files.whole_file import sync_folder, write_text
 from smp_runtime.checkpoint.folder_lock import Holder, SavingLocks
 from smp_runtime.comm.control import host_name
 from smp_runtime.errors import CheckpointError
@@ -136,7 +135,7 @@ class FolderTransaction:
         write_text(manifest, self.writing / MANIFEST)
         for name in (_TOKEN, _OWNER):
             (self.writing / name).unlink(missing_ok=True)
-        _sync(self.writing)
+        sync_folder(self.writing)
 
     def _publish(self) -> None:
         """Give the folder its name, beside the one that had it, and name it in ``newest``."""
@@ -149,7 +148,7 @@ class FolderTransaction:
         self._done.insert(0, lambda: self.final.rename(self.writing))
         self._done.insert(0, lambda: _point(parent, pointed))
         _point(parent, self.final.name)
-        _sync(parent)
+        sync_folder(parent)
 
     def _withdraw(self) -> None:
         """Take back what was published: another host could not publish it."""
@@ -330,12 +329,3 @@ def _point(parent: Path, name: str | None) -> None:
         (parent / NEWEST).unlink(missing_ok=True)
     else:
         write_text(name, parent / NEWEST)
-
-
-def _sync(folder: Path) -> None:
-    """Make the names in a folder last."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from smp_runtime.checkpoint.files.disk_space import naming_full_disk
 from smp_runtime.checkpoint.files.opened_files import is_plain_name, read_text
-from smp_runtime.checkpoint.files.whole_file import write_text
+from smp_runtime.checkpoint.files.whole_file import sync_folder, write_text
 from smp_runtime.checkpoint.folder_lock import FolderLock
 from smp_runtime.errors import CheckpointError
 
@@ -74,10 +74,10 @@ class FullTransaction:
             )
         write_text(json.dumps(sorted(set(replaced) - names)), self._aside / _REMOVED)
         for folder in (self.writing, self._aside):
-            _sync(folder)
+            sync_folder(folder)
         published = self._aside.with_name(self._aside.name.removesuffix(".tmp") + ".new")
         os.rename(self._aside, published)
-        _sync(self._folder)
+        sync_folder(self._folder)
         self._aside = published
         finish(self._folder, self._tag)
 
@@ -140,7 +140,7 @@ def _finish(folder: Path, published: Path) -> None:
         for file in sorted((published / _ENTRIES).iterdir()):
             _if_there(lambda file=file: os.replace(file, folder / file.name))  # type: ignore[misc]
     with contextlib.suppress(FileNotFoundError):
-        _sync(folder)
+        sync_folder(folder)
     # The last file to go tells others that there is nothing left to do.
     (published / _REMOVED).unlink(missing_ok=True)
     shutil.rmtree(published, ignore_errors=True)
@@ -172,12 +172,3 @@ def _folders(folder: Path, tag: str | None, ending: str) -> list[Path]:
         return sorted(found, key=lambda path: path.stat().st_mtime_ns)
     except OSError:
         return []
-
-
-def _sync(folder: Path) -> None:
-    """Make the names in a folder last."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

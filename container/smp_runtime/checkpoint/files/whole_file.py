@@ -92,6 +92,15 @@ def write_bytes(content: bytes, path: Path) -> None:
         temporary.write_bytes(content)
 
 
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_recorded(content: Any, path: Path) -> FileRecord:
     """Write a file of a checkpoint folder that is not in its place yet: tensors, or bytes as they are.
 
