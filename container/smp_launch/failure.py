@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,7 +176,7 @@ class FailureCollector:
             first_ended: the rank that ended first, if known.
             ended_unheard: ranks that ended before any had told of a failure; None when unknown.
         """
-        record = min(self.records, key=lambda r: r.when or float("inf")) if self.records else None
+        record = self._first_record()
         death, code = self._ended(_BY_SIGNAL), self._ended(_BY_CODE)
         is_told = code is not None
         if death is None and code is None and first_ended is not None:
@@ -202,6 +203,22 @@ class FailureCollector:
         how = f"was killed by {_signal_name(-returncode)}" if returncode < 0 else f"ended with code {returncode}"
         known = f": {self.messages[0]}" if self.messages else "; its messages are in the log"
         return Cause(_one_line(f"{program} {how}{known}"), "\n".join(self.messages))
+
+    def _first_record(self) -> FailureRecord | None:
+        """What was told first, but for what blames another rank: of that, what most ranks say."""
+        own = [r for r in self.records if not r.accused]
+        if own or not self.records:
+            return min(own, key=lambda r: r.when or float("inf"), default=None)
+        votes = Counter(rank for r in self.records for rank in r.accused)
+        (blamed, most), *others = votes.most_common()
+        first = min((r for r in self.records if blamed in r.accused), key=lambda r: r.when or float("inf"))
+        if others and others[0][1] == most:
+            return min(self.records, key=lambda r: r.when or float("inf"))  # each blames the other
+        return first.model_copy(
+            update={"rank": blamed, "host": self.host_of(blamed), "message": f"as rank {first.rank} tells: {first.message}"}
+            if first.rank != blamed
+            else {}
+        )
 
     def _came_first(self, code: tuple[int, int], is_told: bool, ended_unheard: Collection[int] | None) -> bool:
         """Whether a rank's end without a word came before the failures that others have told of, which it then caused.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from smp_config.mpi_options import MergedOptions, MpiOption, merge, parse_mpi_options, variables
 from smp_config.smddp import BufferSizes
+from smp_config.whereabouts import FOLDER_VARIABLE
 from smp_launch.command import OpenMpi, PrivateDirs, as_root, mpi_options, mpirun_command, without_scheduler
 from smp_launch.environment import EMULATION_LINE, HOST_VARIABLE, TrainingEnvironment, cpu_count, emulates_cuda
 from smp_launch.failure import REPORT_VARIABLE, Cause, FailureCollector
@@ -32,6 +33,10 @@ from smp_launch.supervise import (
     say,
     show,
 )
+
+from smp_launch.watch.patience import Patience
+from smp_launch.watch.report import cause_of_hang, write_report
+from smp_launch.watch.watch import Watch
 
 if TYPE_CHECKING:
     from smp_config.job import JobSettings
@@ -172,10 +177,14 @@ def run_job(
         tags=job.mpi.dialect.tags if job.mpi else None,
         apart=others.pids if others else (),
     )
+    patience = Patience.from_environment(environ)
     with _private_dirs(job, others) as dirs, job.announced(environ) as announced:
         passed = job.environment(environ, announced)
         if dirs.session:
             passed[REPORT_VARIABLE] = str(dirs.session)
+            if patience.watches:
+                passed[FOLDER_VARIABLE] = str(dirs.session)
+                supervisor.watch = Watch(dirs.session, patience)
         command = job.program()
         if job.mpi is not None:
             command = mpirun_command(job.mpi, job.layout, job.options(dirs), command, exported=announced)
@@ -183,6 +192,9 @@ def run_job(
         if dirs.session:
             collector.read_reports(dirs.session)
     show(collector.finish(), 2)
+    if outcome.hang is not None:
+        write_report(job.training.tree.output_data_dir, outcome.hang)
+        return 1, cause_of_hang(outcome.hang, job.layout.host_of)
     if outcome.returncode == 0 and not collector.records:
         return 0, None
     if others is not None and (cause := _lost_host(others, collector)) is not None:

@@ -38,9 +38,11 @@ class StageError(SMPRuntimeError):
 
     Attributes:
         failure: the error where it was raised, which is what the job's failure is to say; None when no script raised it.
+        accused: ranks whose connection was lost.
     """
 
     failure: FailureRecord | None = None
+    accused: tuple[int, ...] = ()
 
 
 def message_of(error: BaseException, place: str, stage: int, rank: int) -> Fail:
@@ -62,6 +64,7 @@ def message_of(error: BaseException, place: str, stage: int, rank: int) -> Fail:
             message=_plain(str(error)),
             traceback=f"In {where}:\n" * where.startswith("module ") + _plain(traceback_of(error)),
             when=time.time(),
+            accused=tuple(getattr(error, "accused", ())),
         )
     return Fail(stage, rank, where, failure)
 
@@ -224,6 +227,7 @@ class Alarm:
         else:
             seen = StageError(f"pipeline stage {self._stage} (rank {self._ranks[self._stage]}): {error}")
             seen.__cause__ = error
+            seen.accused = getattr(error, "accused", ())
         with self._changed:
             self._end(seen)
 

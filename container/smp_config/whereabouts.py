@@ -1,0 +1,481 @@
+"""Where a rank is: a record that it keeps in a small mapped file, which whoever watches the job reads from outside.
+
+The rank writes as it goes, without a lock and without a system call; the reader needs nothing of the rank, not even that it
+runs. A record has the step and its phase, the last calls that other ranks must make too (each with the script's line), the
+waits for other ranks that are open, and when anything of it changed last. Times are those of the machine's monotonic clock, so
+that they can be compared between its processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import mmap
+import os
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from smp_config.script_lines import script_line
+
+#: Names the folder where the ranks of a machine keep their records, as ``<rank>``; without it they keep none.
+FOLDER_VARIABLE = "SMP_WHEREABOUTS"
+
+#: Seconds without progress after which a job hangs; 0 for no watch.
+HANG_VARIABLE = "SMP_HANG_SECONDS"
+
+#: A rank that gets it writes the stacks of its threads into ``<rank>.stacks``, whatever it does meanwhile; None where no system has it.
+STACKS_SIGNAL: int | None = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
+STACKS_SUFFIX = ".stacks"
+
+#: Phases of a rank. Between two steps it is the script's turn, which mostly means that data is loaded.
+START, BETWEEN, FORWARD, BACKWARD, REDUCTION, OPTIMIZER, SAVE = (
+    "start",
+    "between steps",
+    "forward",
+    "backward",
+    "reduction",
+    "optimizer",
+    "save",
+)
+
+#: Kinds of calls: the script's own call of this library, or a collective over a group.
+PUBLIC, COLLECTIVE = 0, 1
+
+_MAGIC = b"smp-at-2"
+_HEAD = struct.Struct("<8sIIQ")  # magic, process, rank, identifier of the main thread
+_MOVED = struct.Struct("<Qd")  # changes, and when the last one was
+_STATE = struct.Struct("<QqIIId")  # steps begun, microbatch, phase, how it has left, long phase, end of the long phase
+_WAIT = struct.Struct("<IdIIIIQ")  # used, since, what, for whom, file, line, number of the call
+_CALL = struct.Struct("<QdIIIIIQQI")  # position from 1, when, kind, name, file, line, members, number, size, type
+_CELL = struct.Struct("<H")
+
+_MOVED_AT, _STATE_AT, _WAITS_AT = 64, 96, 256
+_WAITS, _CALLS, _CELLS, _CELL_BYTES = 32, 128, 480, 256
+_CALLS_AT = _WAITS_AT + _WAITS * _WAIT.size
+_CELLS_AT = (_CALLS_AT + _CALLS * _CALL.size + 255) // 256 * 256
+_BYTES = _CELLS_AT + _CELLS * _CELL_BYTES
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the script."""
+
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.number}"
+
+    def __bool__(self) -> bool:
+        return bool(self.file)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that other ranks must make too.
+
+    Attributes:
+        position: how many such calls the rank had made with it.
+        when: it began, in seconds of the monotonic clock.
+        kind: :data:`PUBLIC` or :data:`COLLECTIVE`.
+        members: ranks of its group; empty for a public call.
+        number: how many collectives the rank had begun in that group with it; how many public calls, for one of these.
+        size: elements of its tensor.
+    """
+
+    position: int
+    when: float
+    kind: int
+    name: str
+    line: Line
+    members: tuple[int, ...] = ()
+    number: int = 0
+    size: int = 0
+    dtype: str = ""
+
+    @property
+    def content(self) -> str:
+        """What must be the same on all members: ``all_reduce of 1024 float32``."""
+        return f"{self.name} of {self.size} {self.dtype}".rstrip() if self.kind == COLLECTIVE else self.name
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """An open wait.
+
+    Attributes:
+        whom: the ranks without which it does not end.
+        number: of the collective in its group; 0 for other waits.
+    """
+
+    since: float
+    what: str
+    whom: tuple[int, ...]
+    line: Line
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """A record, as it was read.
+
+    Attributes:
+        main_thread: the identifier of its main thread.
+        moved: how often anything in it has changed.
+        when: the last change, in seconds of the monotonic clock.
+        step: steps that the rank has begun.
+        microbatch: the one that was begun last; negative outside a step.
+        left: how the rank has left the job; empty while it is in it.
+        long: what the script has said will take long, until ``long_until``.
+        calls: the last ones, in their order.
+        waits: those that are open, longest first.
+    """
+
+    pid: int
+    rank: int
+    main_thread: int
+    moved: int
+    when: float
+    step: int
+    microbatch: int
+    phase: str
+    left: str
+    long: str
+    long_until: float
+    calls: tuple[Call, ...]
+    waits: tuple[Waiting, ...]
+
+    @property
+    def line(self) -> Line:
+        """The script's line that was noted last."""
+        noted = [call.line for call in self.calls if call.line] + [w.line for w in self.waits if w.line]
+        return noted[-1] if noted else Line("", 0)
+
+
+class Notes:
+    """The record of this process; without a file it takes nothing down.
+
+    Attributes:
+        on_phase: called with each phase that the rank enters, and the number of its step.
+        explain: says of an error what it means, as an error of this library; None where it knows no better.
+    """
+
+    def __init__(self, path: Path | None = None, rank: int = 0) -> None:
+        self.on_phase: Callable[[str, int], None] | None = None
+        self.step = 0
+        self.explain: Callable[[BaseException], BaseException | None] | None = None
+        self._map: mmap.mmap | None = None
+        self._has_steps = False
+        self._long = ""
+        self._left = ""
+        self._long_until = 0.0
+        self._phase = START
+        self._microbatch = -1
+        # Counters of the interpreter count without a lock, in signal handlers too.
+        self._moves, self._positions, self._cells = itertools.count(1), itertools.count(), itertools.count(1)
+        self._publics = itertools.count(1)
+        self._free = list(range(_WAITS))
+        self._texts: dict[str, int] = {"": 0}
+        self._members: dict[tuple[int, ...], int] = {}
+        if path is not None:
+            with open(path, "x+b", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.truncate(_BYTES)
+                self._map = mmap.mmap(file.fileno(), _BYTES)
+            _HEAD.pack_into(self._map, 0, _MAGIC, os.getpid(), rank, threading.main_thread().ident or 0)
+            self._write_state()
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether anybody may read them."""
+        return self._map is not None
+
+    # -- what the rank does ------------------------------------------------------------------------------------------
+
+    def move(self) -> None:
+        """Something has gone on."""
+        if self._map is not None:
+            _MOVED.pack_into(self._map, _MOVED_AT, next(self._moves), time.monotonic())
+
+    def begin_step(self) -> None:
+        """The next step begins."""
+        self.step += 1
+        self._has_steps = True
+        self.enter(FORWARD)
+
+    def update(self) -> None:
+        """An optimizer updates; in a script without step functions, that is what its steps are counted by."""
+        if not self._has_steps:
+            self.step += 1
+
+    def enter(self, phase: str, microbatch: int = -1) -> None:
+        """The rank enters a phase of its step."""
+        self._phase, self._microbatch = phase, microbatch
+        if self._map is not None:
+            self._write_state()
+        if self.on_phase is not None:
+            self.on_phase(phase, self.step)
+
+    @contextlib.contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """The rank is in a phase, and afterwards in the one before."""
+        before = self._phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self._phase, self._microbatch = before, -1
+            if self._map is not None:
+                self._write_state()
+
+    def leave(self, how: str) -> None:
+        """The rank leaves the job."""
+        self._left = how
+        if self._map is not None:
+            self._write_state()
+
+    @contextlib.contextmanager
+    def long_phase(self, what: str, seconds: float) -> Iterator[None]:
+        """The script does something of its own that may take ``seconds`` without a sign of life."""
+        before = self._long, self._long_until
+        self._long, self._long_until = what, time.monotonic() + seconds
+        if self._map is not None:
+            self._write_state()
+        try:
+            yield
+        finally:
+            self._long, self._long_until = before
+            if self._map is not None:
+                self._write_state()
+
+    def call(self, name: str) -> None:
+        """The script calls what other ranks call too."""
+        if self._map is not None:
+            self._write_call(PUBLIC, name, 0, next(self._publics), 0, "")
+
+    def collective(self, name: str, members: tuple[int, ...], number: int, size: int, dtype: str) -> None:
+        """A collective begins; ``number`` counts those of this group."""
+        if self._map is not None:
+            self._write_call(COLLECTIVE, name, self._ranks(members), number, size, dtype)
+
+    def open_wait(self, what: str, whom: tuple[int, ...], number: int = 0) -> int:
+        """A wait for other ranks begins; gives what :meth:`close_wait` takes."""
+        if self._map is None or not self._free:
+            return -1
+        slot = self._free.pop()
+        file, line = script_line(2)
+        values = 1, time.monotonic(), self._text(what), self._ranks(whom), self._text(file), line, number
+        _WAIT.pack_into(self._map, _WAITS_AT + slot * _WAIT.size, *values)
+        self.move()
+        return slot
+
+    def close_wait(self, slot: int) -> None:
+        """A wait is over."""
+        if self._map is not None and slot >= 0:
+            _WAIT.pack_into(self._map, _WAITS_AT + slot * _WAIT.size, 0, 0.0, 0, 0, 0, 0, 0)
+            self._free.append(slot)
+            self.move()
+
+    @contextlib.contextmanager
+    def waiting(self, what: str, whom: tuple[int, ...]) -> Iterator[None]:
+        """The rank waits for others."""
+        slot = self.open_wait(what, whom)
+        try:
+            yield
+        finally:
+            self.close_wait(slot)
+
+    # -- how it is written -------------------------------------------------------------------------------------------
+
+    def _write_state(self) -> None:
+        if self._map is not None:
+            phase, left, long = self._text(self._phase), self._text(self._left), self._text(self._long)
+            values = self.step, self._microbatch, phase, left, long, self._long_until
+            _STATE.pack_into(self._map, _STATE_AT, *values)
+            self.move()
+
+    def _write_call(self, kind: int, name: str, members: int, number: int, size: int, dtype: str) -> None:
+        if self._map is None:
+            return
+        position = next(self._positions)
+        file, line = script_line(3)
+        at = _CALLS_AT + position % _CALLS * _CALL.size
+        values = position + 1, time.monotonic(), kind, self._text(name), self._text(file), line
+        _CALL.pack_into(self._map, at, *values, members, number, size, self._text(dtype))
+        self.move()
+
+    def _ranks(self, members: tuple[int, ...]) -> int:
+        found = self._members.get(members)
+        if found is None:
+            found = self._members[members] = self._text(ranks_text(members))
+        return found
+
+    def _text(self, text: str) -> int:
+        """The cell of a text: each is written once, and those that come when all are taken are not."""
+        found = self._texts.get(text)
+        if found is not None:
+            return found
+        cell = next(self._cells)
+        if cell >= _CELLS or self._map is None:
+            return 0
+        # Of a path, the end says more.
+        raw = text.encode("utf-8", "replace")[-(_CELL_BYTES - _CELL.size) :]
+        at = _CELLS_AT + cell * _CELL_BYTES
+        self._map[at : at + _CELL.size + len(raw)] = _CELL.pack(len(raw)) + raw
+        self._texts[text] = cell
+        return cell
+
+
+#: Of this process; a fork's child goes on without.
+_notes = Notes()
+
+
+def here() -> Notes:
+    """The record of this process."""
+    return _notes
+
+
+def begin(environ: Mapping[str, str], rank: int) -> Notes:
+    """Begin the record of this process, as rank ``rank``, where somebody watches its job and it has none yet.
+
+    Where that cannot be, nothing is recorded: a rank does not fail for want of a watch.
+    """
+    global _notes
+    folder = environ.get(FOLDER_VARIABLE)
+    if not folder or _notes.are_kept:
+        return _notes
+    try:
+        kept = Notes(Path(folder, str(rank)), rank)
+        # Not closed: it is written by a signal's handler, until the process ends.
+        stacks = os.open(Path(folder, f"{rank}{STACKS_SUFFIX}"), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    except OSError:
+        return _notes
+    if STACKS_SIGNAL is not None:
+        faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+    kept.on_phase, kept.explain, _notes = _notes.on_phase, _notes.explain, kept
+    os.register_at_fork(after_in_child=_forget)
+    return kept
+
+
+def _forget() -> None:
+    global _notes
+    _notes = Notes()
+
+
+def ranks_text(members: Iterable[int]) -> str:
+    """Ranks in few letters: ``0-3,8-14/2,20``."""
+    runs: list[list[int]] = []
+    for rank in members:
+        run = runs[-1] if runs else []
+        if len(run) == 1 or (len(run) > 1 and rank - run[-1] == run[1] - run[0]):
+            run.append(rank)
+        else:
+            runs.append([rank])
+    words = []
+    for run in runs:
+        if len(run) < 3:
+            words += [str(rank) for rank in run]
+        else:
+            stride = run[1] - run[0]
+            words.append(f"{run[0]}-{run[-1]}" + (f"/{stride}" if stride != 1 else ""))
+    return ",".join(words)
+
+
+def ranks_of(text: str) -> tuple[int, ...]:
+    """What :func:`ranks_text` has written; words that make no sense are left out."""
+    found: list[int] = []
+    for word in text.split(","):
+        run, _, stride = word.partition("/")
+        first, _, last = run.partition("-")
+        with contextlib.suppress(ValueError):
+            begin = int(first)
+            found += range(begin, (int(last) if last else begin) + 1, int(stride) if stride else 1)
+    return tuple(found)
+
+
+def read(path: Path) -> Whereabouts | None:
+    """A rank's record; None where there is none, or none that is whole."""
+    try:
+        raw = path.read_bytes()
+    except OSError:
+        return None
+    if len(raw) != _BYTES or not raw.startswith(_MAGIC):
+        return None
+
+    def text(cell: int) -> str:
+        at = _CELLS_AT + cell * _CELL_BYTES
+        if not 0 < cell < _CELLS:
+            return ""
+        (size,) = _CELL.unpack_from(raw, at)
+        return raw[at + _CELL.size : at + _CELL.size + size].decode("utf-8", "replace")
+
+    calls = []
+    for index in range(_CALLS):
+        found = _CALL.unpack_from(raw, _CALLS_AT + index * _CALL.size)
+        position, when, kind, name, file, line, members, number, size, dtype = found
+        if position:
+            of = ranks_of(text(members))
+            calls.append(Call(position, when, kind, text(name), Line(text(file), line), of, number, size, text(dtype)))
+    waits = []
+    for slot in range(_WAITS):
+        used, since, what, whom, file, line, number = _WAIT.unpack_from(raw, _WAITS_AT + slot * _WAIT.size)
+        if used:
+            waits.append(Waiting(since, text(what), ranks_of(text(whom)), Line(text(file), line), number))
+    _, pid, rank, main_thread = _HEAD.unpack_from(raw)
+    moved, when = _MOVED.unpack_from(raw, _MOVED_AT)
+    step, microbatch, phase, left, long, long_until = _STATE.unpack_from(raw, _STATE_AT)
+    return Whereabouts(
+        pid=pid,
+        rank=rank,
+        main_thread=main_thread,
+        moved=moved,
+        when=when,
+        step=step,
+        microbatch=microbatch,
+        phase=text(phase),
+        left=text(left),
+        long=text(long),
+        long_until=long_until,
+        calls=tuple(sorted(calls, key=lambda call: call.position)),
+        waits=tuple(sorted(waits, key=lambda wait: wait.since)),
+    )
+
+
+@dataclass(frozen=True)
+class Glance:
+    """The part of a record that says whether a rank goes on."""
+
+    pid: int
+    moved: int
+    when: float
+    step: int
+    has_left: bool
+
+
+def glance(path: Path) -> Glance | None:
+    """Read only that; None where there is no record."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_WAITS_AT)
+    except OSError:
+        return None
+    if len(raw) != _WAITS_AT or not raw.startswith(_MAGIC):
+        return None
+    moved, when = _MOVED.unpack_from(raw, _MOVED_AT)
+    state = _STATE.unpack_from(raw, _STATE_AT)
+    return Glance(_HEAD.unpack_from(raw)[1], moved, when, step=state[0], has_left=bool(state[3]))
+
+
+def read_all(folder: Path) -> dict[int, Whereabouts]:
+    """The records of all ranks of a folder, by rank."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.name.isdecimal() and (record := read(path)) is not None:
+                found[record.rank] = record
+    return dict(sorted(found.items()))

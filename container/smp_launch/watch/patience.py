@@ -1,0 +1,92 @@
+"""How long a job may stand still before it hangs: some of its own steps, or what its user has set."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+
+from smp_config.errors import ConfigError
+from smp_config.limits import timeout_seconds
+from smp_config.whereabouts import HANG_VARIABLE
+
+#: Where the user has set nothing: steps, and seconds at least.
+_STEPS = 10.0
+_LEAST_SECONDS = 60.0
+
+#: How much longer a rank may take that computes or moves data, and whatever comes before the first step's end.
+_LONGER = 10.0
+
+#: Steps whose durations count.
+_REMEMBERED = 101
+
+
+def hang_seconds(environ: Mapping[str, str]) -> float | None:
+    """What the user has set: seconds, 0 for no watch, None where nothing is; ConfigError for what is no such number."""
+    text = environ.get(HANG_VARIABLE, "")
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ConfigError(
+            f"{HANG_VARIABLE} is {text!r}; it counts the seconds without progress after which a job hangs: set a number above 0, or 0 "
+            "for no watch"
+        )
+    return value
+
+
+class Patience:
+    """Learns how long a job's steps take, and says how long nothing may happen.
+
+    Args:
+        given: what the user has set, which holds as it is; None to go by the steps.
+        most: seconds at most: the time-out of every wait.
+    """
+
+    def __init__(self, given: float | None = None, most: float = float("inf")) -> None:
+        self._given = given
+        self._most = most
+        self._steps: deque[float] = deque(maxlen=_REMEMBERED)
+        self._at: tuple[int, float] | None = None
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Patience:
+        """As a job's variables have it; ConfigError for values that are no numbers."""
+        return cls(hang_seconds(environ), timeout_seconds(environ))
+
+    @property
+    def watches(self) -> bool:
+        """Whether there is anything to watch for."""
+        return self._given != 0
+
+    def saw(self, step: int, when: float) -> None:
+        """The job is in its ``step``\\ -th step at ``when``."""
+        if self._at is None or step < self._at[0]:
+            self._at = step, when
+        elif step > self._at[0]:
+            steps, seconds = step - self._at[0], when - self._at[1]
+            # The first one builds and compiles.
+            if self._at[0] > 1:
+                self._steps.extend([seconds / steps] * min(steps, _REMEMBERED))
+            self._at = step, when
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a step has ended, after which the job is in its stride."""
+        return bool(self._steps)
+
+    @property
+    def seconds(self) -> float:
+        """Without any progress, after which a rank that cannot go on by itself hangs the job."""
+        if self._given is not None:
+            return self._given
+        median = statistics.median(self._steps) if self._steps else 0.0
+        return min(max(_LEAST_SECONDS, _STEPS * median), self._most)
+
+    @property
+    def longer(self) -> float:
+        """The same where it may only be slow: it computes, moves data, or has not done its first step."""
+        return self._given if self._given is not None else min(_LONGER * self.seconds, self._most)

@@ -1,0 +1,97 @@
+"""The stacks of a rank's threads, asked for from outside: the rank's handler writes them whatever its code does."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from smp_config.whereabouts import STACKS_SIGNAL, STACKS_SUFFIX
+
+#: Seconds for all ranks to write their stacks.
+_PATIENCE = 2.0
+_PAUSE = 0.02
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One call of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f'File "{self.file}", line {self.line}, in {self.function}'
+
+
+@dataclass(frozen=True)
+class Thread:
+    """A thread's stack, the innermost call first."""
+
+    ident: int
+    frames: tuple[Frame, ...]
+
+
+def parse(text: str) -> tuple[Thread, ...]:
+    """Read what ``faulthandler`` has written; of several dumps, the last one."""
+    found: dict[int, list[Frame]] = {}
+    current: list[Frame] = []
+    for line in text.splitlines():
+        if thread := _THREAD.match(line):
+            ident = int(thread[1], 16)
+            found.pop(ident, None)
+            current = found[ident] = []
+        elif frame := _FRAME.match(line):
+            current.append(Frame(frame[1], int(frame[2]) if frame[2].isdecimal() else 0, frame[3]))
+    return tuple(Thread(ident, tuple(frames)) for ident, frames in found.items())
+
+
+def ask(folder: Path, pids: dict[int, int], among: Collection[int]) -> dict[int, tuple[Thread, ...]]:
+    """Have ranks write their stacks.
+
+    Args:
+        folder: of the ranks' records.
+        pids: process of each rank.
+        among: ranks that can write: a stopped process cannot.
+
+    Returns:
+        The threads of each rank that has answered.
+    """
+    if STACKS_SIGNAL is None:
+        return {}
+    before: dict[int, int] = {}
+    for rank in among:
+        path = folder / f"{rank}{STACKS_SUFFIX}"
+        try:
+            before[rank] = path.stat().st_size
+            os.kill(pids[rank], STACKS_SIGNAL)
+        except (OSError, KeyError):
+            before.pop(rank, None)
+    texts: dict[int, str] = {}
+    deadline = time.monotonic() + _PATIENCE
+    while (_read_on(folder, before, texts) or texts.keys() != before.keys()) and time.monotonic() < deadline:
+        time.sleep(_PAUSE)  # files tell nobody that they have grown
+    return {rank: parse(text) for rank, text in texts.items()}
+
+
+def _read_on(folder: Path, before: dict[int, int], texts: dict[int, str]) -> bool:
+    """Read what is there; whether any of it was not there a moment ago."""
+    grown = False
+    for rank, size in before.items():
+        try:
+            with (folder / f"{rank}{STACKS_SUFFIX}").open("rb") as file:
+                file.seek(size)
+                text = file.read().decode("utf-8", "replace")
+        except OSError:
+            continue
+        if text and text != texts.get(rank):
+            texts[rank] = text
+            grown = True
+    return grown
