@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 #: Packages of this library, wherever they are installed.
-_OURS = ("smp_config", "smp_launch", "smp_runtime", "smdistributed", "smp_estimator")
+_OURS = ("smp_config", "smp_emulation", "smp_launch", "smp_runtime", "smdistributed", "smp_estimator")
 
 #: Folders of installed packages, whatever environment they belong to.
 _INSTALLED = ("site-packages", "dist-packages")

@@ -340,6 +340,15 @@ def here() -> Notes:
     return _notes
 
 
+def long_phase(what: str, seconds: float) -> contextlib.AbstractContextManager[None]:
+    """Around work of the script's own on this rank that may take ``seconds`` without a step: the watch waits so long for it.
+
+    Args:
+        what: the work, for reports.
+    """
+    return _notes.long_phase(what, seconds)
+
+
 def begin(environ: Mapping[str, str], rank: int) -> Notes:
     """Begin the record of this process, as rank ``rank``, where somebody watches its job and it has none yet.
 

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -209,16 +209,19 @@ class FailureCollector:
         own = [r for r in self.records if not r.accused]
         if own or not self.records:
             return min(own, key=lambda r: r.when or float("inf"), default=None)
-        votes = Counter(rank for r in self.records for rank in r.accused)
-        (blamed, most), *others = votes.most_common()
-        first = min((r for r in self.records if blamed in r.accused), key=lambda r: r.when or float("inf"))
-        if others and others[0][1] == most:
+        # Who has lost all others is more likely to be cut off itself than all others are.
+        votes: dict[int, float] = defaultdict(float)
+        for record in self.records:
+            for rank in record.accused:
+                votes[rank] += 1 / len(record.accused)
+        blamed, *others = sorted(votes, key=lambda rank: -votes[rank])
+        if others and votes[others[0]] == votes[blamed]:
             return min(self.records, key=lambda r: r.when or float("inf"))  # each blames the other
-        return first.model_copy(
-            update={"rank": blamed, "host": self.host_of(blamed), "message": f"as rank {first.rank} tells: {first.message}"}
-            if first.rank != blamed
-            else {}
-        )
+        if (itself := next((r for r in self.records if r.rank == blamed), None)) is not None:
+            return itself
+        first = min((r for r in self.records if blamed in r.accused), key=lambda r: r.when or float("inf"))
+        words = f"as rank {first.rank} tells: {first.message}"
+        return first.model_copy(update={"rank": blamed, "host": self.host_of(blamed), "message": words})
 
     def _came_first(self, code: tuple[int, int], is_told: bool, ended_unheard: Collection[int] | None) -> bool:
         """Whether a rank's end without a word came before the failures that others have told of, which it then caused.

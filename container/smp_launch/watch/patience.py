@@ -14,7 +14,7 @@ from smp_config.whereabouts import HANG_VARIABLE
 _STEPS = 10.0
 _LEAST_SECONDS = 60.0
 
-#: How much longer a rank may take that computes or moves data, and whatever comes before the first step's end.
+#: How much longer a rank may take that computes or moves data, and whatever comes before the job is in its stride.
 _LONGER = 10.0
 
 #: Steps whose durations count.
@@ -88,5 +88,7 @@ class Patience:
 
     @property
     def longer(self) -> float:
-        """The same where it may only be slow: it computes, moves data, or has not done its first step."""
-        return self._given if self._given is not None else min(_LONGER * self.seconds, self._most)
+        """The same where it may only be slow: it computes or moves data, or the job is not in its stride."""
+        if self._given is None:
+            return min(_LONGER * self.seconds, self._most)
+        return self._given if self.has_stepped else max(self._given, _LEAST_SECONDS)

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from smp_config.whereabouts import COLLECTIVE, PUBLIC, Call, Whereabouts, ranks_text
+from smp_config.whereabouts import BETWEEN, COLLECTIVE, PUBLIC, Call, Whereabouts, ranks_text
 from smp_launch.watch.position import Position, Standing
 
 #: Groups of waiting ranks that a headline tells of.
@@ -52,13 +52,15 @@ def find(positions: Mapping[int, Position], seconds: float) -> Verdict:
 
 
 def _who(position: Position) -> str:
-    step = f" of step {position.where.step}" if position.where.step else ""
-    return f"{position.where.phase}{step}"
+    step = position.where.step
+    if position.where.phase == BETWEEN:
+        return f"after step {step}"
+    return f"in {position.where.phase} of step {step}" if step else "before the first step"
 
 
 def _stopped(position: Position) -> str:
     return (
-        f"{position.doing} since {position.seconds:.0f} s, in {_who(position)}, last seen at {position.at()}; kill -CONT "
+        f"{position.doing} since {position.seconds:.0f} s, {_who(position)}, last seen at {position.at()}; kill -CONT "
         f"{position.where.pid} lets it go on"
     )
 
@@ -71,11 +73,8 @@ def _of_script(in_script: Sequence[Position], everyone: Sequence[Position]) -> V
     first = min(blamed, key=lambda p: (p.is_active, -p.seconds, p.rank))
     others = [p for p in in_script if p.rank != first.rank and p.line == first.line]
     also = f" (and so {_ranks(p.rank for p in others)})" if others else ""
-    active = ", though it computes or moves data," if first.is_active else ""
-    text = (
-        f"has been at {first.at()} for {first.seconds:.0f} s{also}, in {_who(first)}:{active} it "
-        f"{first.doing or 'does not go on'}"
-    )
+    doing = "computes, or moves data, but does not go on" if first.is_active else first.doing or "does not go on"
+    text = f"has been at {first.at()} for {first.seconds:.0f} s{also}, {_who(first)}: it {doing}"
     return Verdict(
         first.rank,
         text + _waiting(everyone, {p.rank for p in in_script}),
@@ -134,7 +133,7 @@ def _missing_collective(positions: Mapping[int, Position]) -> Verdict | None:
             return Verdict(
                 late.rank,
                 f"has not made the call {first.call} that rank {first.rank} made at {first.at()}: it waits in {late.call} at "
-                f"{late.at()}, in {_who(late)}; all ranks of {ranks_text(members)} must make the same calls in the same order",
+                f"{late.at()}, {_who(late)}; all ranks of {ranks_text(members)} must make the same calls in the same order",
             )
     return None
 
@@ -167,7 +166,7 @@ def _circle(everyone: Sequence[Position], seconds: float) -> Verdict:
     """All wait, and nothing says which of them should not."""
     lines = Counter((p.call, p.line) for p in everyone)
     first = min(everyone, key=lambda p: (lines[p.call, p.line], -p.rank))
-    text = f"has waited in {first.call or 'a call'} at {first.at()} for {first.seconds:.0f} s, in {_who(first)}"
+    text = f"has waited in {first.call or 'a call'} at {first.at()} for {first.seconds:.0f} s, {_who(first)}"
     others = [p for p in everyone if p.rank != first.rank]
     if len(lines) == 1 and others:
         text += f"; all ranks wait there for {seconds:.0f} s: the connection between them may be broken"

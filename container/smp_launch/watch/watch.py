@@ -75,7 +75,10 @@ class Watch:
         hang = self.examine()
         now = time.monotonic()
         if hang is None or not self._is_due(hang, now):
-            self.next_look = now + max(self._pause, _AGAIN * self._patience.seconds)
+            again = _AGAIN * self._patience.seconds
+            if any(glance.has_left for glance in self._glances.values()):
+                again = min(again, _LEFT_SECONDS)
+            self.next_look = now + max(self._pause, again)
             return None
         return hang
 
@@ -123,6 +126,15 @@ class Watch:
 
     def examine(self) -> Hang | None:
         """Bring all records together; None where the ranks that stand still wait for one that does not."""
+        positions = self.positions()
+        still = self.standing_still(positions)
+        if not still:
+            return None
+        seconds = max(p.seconds for p in still.values() if p.standing is not Standing.LEFT)
+        return Hang(find(still, seconds), seconds, positions)
+
+    def positions(self) -> dict[int, Position]:
+        """Where each rank is now, with its stacks; takes half a second."""
         records = whereabouts.read_all(self._folder)
         before = {rank: state_of(where.pid) for rank, where in records.items()}
         began = time.monotonic()
@@ -131,15 +143,10 @@ class Watch:
         time.sleep(max(0.0, _SAMPLE_SECONDS - (time.monotonic() - began)))
         now = time.monotonic()
         after = whereabouts.read_all(self._folder)
-        positions = {
+        return {
             rank: self._position(after.get(rank, where), before[rank], threads.get(rank, ()), now, now - began)
             for rank, where in records.items()
         }
-        still = self._standing_still(positions)
-        if not still:
-            return None
-        seconds = max(p.seconds for p in still.values() if p.standing is not Standing.LEFT)
-        return Hang(find(still, seconds), seconds, positions)
 
     @staticmethod
     def _position(
@@ -148,7 +155,7 @@ class Watch:
         state = state_of(where.pid)
         return position_of(where, state, threads, now, is_active=is_active(before, state, elapsed))
 
-    def _standing_still(self, positions: Mapping[int, Position]) -> dict[int, Position]:
+    def standing_still(self, positions: Mapping[int, Position]) -> dict[int, Position]:
         """Ranks that stand still and wait for none that goes on, and those that have left for which they wait."""
         patience = min(self._patience.seconds, _LEFT_SECONDS) * 0.8
         gone = {rank for rank, p in positions.items() if p.standing is Standing.LEFT}

@@ -100,7 +100,7 @@ class ControlPlane:
             return None
         if left := self._who_left():
             return left_error(self._carrier, left)
-        said = next(iter(str(error).splitlines()), "")
+        said = next(iter(str(error).splitlines()), "").partition(". This is")[0]
         call = self._carrier.call
         file, line = script_line()
         at = f" ({os.path.basename(file)}:{line})" if file else ""

@@ -245,11 +245,13 @@ class Alarm:
         """
         if self.left and (gone := self.left.intersection(stages)):
             stage = min(gone)
-            raise StageError(
+            error = StageError(
                 f"rank {self._ranks[stage]} (pipeline stage {stage}) has ended its script or called smp.shutdown(), but rank "
                 f"{self._ranks[self._stage]} (stage {self._stage}) is in a step that needs it; all ranks must run the same number "
                 "of steps: look for a loop, an exit or a data loader whose length depends on the rank"
             )
+            error.accused = (self._ranks[stage],)
+            raise error
 
     def reset(self) -> None:
         """A step begins.

@@ -1,0 +1,41 @@
+"""Jobs that hang in many ways: ``fit()`` names the rank and the script's line within the patience and ten seconds."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+
+import pytest
+from watch.conftest import marked
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(120)]
+
+SECONDS = 6.0
+
+#: Kinds on every topology: what a script of its own does on one rank, between two steps.
+OWN = """sleep spin spin_c lock thread_lock join event queue input fifo process socket pause stop extra_barrier
+    extra_allgather recv torch_barrier torch_extra_reduce generator dataset worker workers_lock at_end""".split()
+#: Ranks that call different things.
+CALLS = """skipped_barrier torch_swapped save_one save_all_but_one extra_state skip_optimizer step_only_one other_step
+    uneven""".split()
+INSIDE = "step_function forward forward_spin backward".split()
+
+SAMPLE = [("sleep", "dp 2"), ("stop", "sharding 4"), ("forward", "pp 2"), ("save_one", "dp 2"), ("uneven", "dp 2")]
+ALL = [
+    *((kind, "dp 2") for kind in (*OWN, *CALLS, *INSIDE)),
+    *((kind, "pp 2") for kind in ("sleep", "lock", "dataset", "save_one", "forward", "backward", "stop", "skip_optimizer")),
+    *((kind, "pp 2 × dp 2") for kind in ("event", "forward_spin", "extra_barrier", "stop", "skip_step", "uneven")),
+    *((kind, "sharding 4") for kind in ("queue", "skip_optimizer", "other_step", "forward", "stop", "save_all_but_one")),
+    *((kind, "tp 2 × dp 2") for kind in ("spin", "recv", "step_function", "stop", "worker", "skipped_barrier")),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "topology"),
+    [pytest.param(*cell, id=" ".join(cell), marks=() if cell in SAMPLE else pytest.mark.full) for cell in ALL],
+)
+def test_a_hang_names_its_rank_and_line(hanging_job, kind, topology):
+    ended = hanging_job(kind, topology, SECONDS)
+    assert ended.headline, ended.output[-3000:]
+    assert "rank 1" in ended.headline, ended.error
+    assert ended.lines & marked(kind), ended.error
