@@ -17,10 +17,11 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from smp_config.rank_lists import ranks_of, ranks_text
 from smp_config.script_lines import script_line
 
 #: Names the folder where the ranks of a machine keep their records, as ``<rank>``; without it they keep none.
@@ -47,15 +48,16 @@ START, BETWEEN, FORWARD, BACKWARD, REDUCTION, OPTIMIZER, SAVE = (
 #: Kinds of calls: the script's own call of this library, or a collective over a group.
 PUBLIC, COLLECTIVE = 0, 1
 
-_MAGIC = b"smp-at-2"
+_MAGIC = b"smp-at-3"
 _HEAD = struct.Struct("<8sIIQ")  # magic, process, rank, identifier of the main thread
-_MOVED = struct.Struct("<Qd")  # changes, and when the last one was
-_STATE = struct.Struct("<QqIIId")  # steps begun, microbatch, phase, how it has left, long phase, end of the long phase
-_WAIT = struct.Struct("<IdIIIIQ")  # used, since, what, for whom, file, line, number of the call
-_CALL = struct.Struct("<QdIIIIIQQI")  # position from 1, when, kind, name, file, line, members, number, size, type
+_STATE = struct.Struct("<dQqIIId")  # when, steps begun, microbatch, phase, how it has left, long phase, end of the long phase
+_WAIT = struct.Struct("<ddIIII")  # when, since or 0, what, for whom, file, line
+_CALL = struct.Struct("<ddQIIIIIQQI")  # when, waited for since or 0, position from 1, kind, name, file, line, members, number, size, type
+_TIMES = struct.Struct("<dd")  # how waits and calls begin
+_WHEN = struct.Struct("<d")  # how all three begin
 _CELL = struct.Struct("<H")
 
-_MOVED_AT, _STATE_AT, _WAITS_AT = 64, 96, 256
+_STATE_AT, _WAITS_AT = 64, 256
 _WAITS, _CALLS, _CELLS, _CELL_BYTES = 32, 128, 480, 256
 _CALLS_AT = _WAITS_AT + _WAITS * _WAIT.size
 _CELLS_AT = (_CALLS_AT + _CALLS * _CALL.size + 255) // 256 * 256
@@ -111,6 +113,7 @@ class Waiting:
 
     Attributes:
         whom: the ranks without which it does not end.
+        line: none for a collective's.
         number: of the collective in its group; 0 for other waits.
     """
 
@@ -127,7 +130,6 @@ class Whereabouts:
 
     Attributes:
         main_thread: the identifier of its main thread.
-        moved: how often anything in it has changed.
         when: the last change, in seconds of the monotonic clock.
         step: steps that the rank has begun.
         microbatch: the one that was begun last; negative outside a step.
@@ -140,7 +142,6 @@ class Whereabouts:
     pid: int
     rank: int
     main_thread: int
-    moved: int
     when: float
     step: int
     microbatch: int
@@ -178,9 +179,9 @@ class Notes:
         self._phase = START
         self._microbatch = -1
         # Counters of the interpreter count without a lock, in signal handlers too.
-        self._moves, self._positions, self._cells = itertools.count(1), itertools.count(), itertools.count(1)
-        self._publics = itertools.count(1)
+        self._positions, self._cells, self._publics = itertools.count(), itertools.count(1), itertools.count(1)
         self._free = list(range(_WAITS))
+        self._last = 0
         self._texts: dict[str, int] = {"": 0}
         self._members: dict[tuple[int, ...], int] = {}
         if path is not None:
@@ -199,8 +200,7 @@ class Notes:
 
     def move(self) -> None:
         """Something has gone on."""
-        if self._map is not None:
-            _MOVED.pack_into(self._map, _MOVED_AT, next(self._moves), time.monotonic())
+        self._write_state()
 
     def begin_step(self) -> None:
         """The next step begins."""
@@ -216,8 +216,7 @@ class Notes:
     def enter(self, phase: str, microbatch: int = -1) -> None:
         """The rank enters a phase of its step."""
         self._phase, self._microbatch = phase, microbatch
-        if self._map is not None:
-            self._write_state()
+        self._write_state()
         if self.on_phase is not None:
             self.on_phase(phase, self.step)
 
@@ -230,56 +229,84 @@ class Notes:
             yield
         finally:
             self._phase, self._microbatch = before, -1
-            if self._map is not None:
-                self._write_state()
+            self._write_state()
 
     def leave(self, how: str) -> None:
         """The rank leaves the job."""
         self._left = how
-        if self._map is not None:
-            self._write_state()
+        self._write_state()
 
     @contextlib.contextmanager
     def long_phase(self, what: str, seconds: float) -> Iterator[None]:
         """The script does something of its own that may take ``seconds`` without a sign of life."""
         before = self._long, self._long_until
         self._long, self._long_until = what, time.monotonic() + seconds
-        if self._map is not None:
-            self._write_state()
+        self._write_state()
         try:
             yield
         finally:
             self._long, self._long_until = before
-            if self._map is not None:
-                self._write_state()
+            self._write_state()
 
     def call(self, name: str) -> None:
         """The script calls what other ranks call too."""
         if self._map is not None:
-            self._write_call(PUBLIC, name, 0, next(self._publics), 0, "")
+            file, line = script_line(2)
+            position, now = next(self._positions), time.monotonic()
+            at = _CALLS_AT + position % _CALLS * _CALL.size
+            values = self.text(name), self.text(file), line, 0, next(self._publics), 0, 0
+            _CALL.pack_into(self._map, at, now, 0.0, position + 1, PUBLIC, *values)
 
-    def collective(self, name: str, members: tuple[int, ...], number: int, size: int, dtype: str) -> None:
-        """A collective begins; ``number`` counts those of this group."""
+    def collective(self, name: int, members: int, number: int, size: int, dtype: int) -> int:
+        """A collective begins.
+
+        Its line is not looked for, which would cost more than all else: the stack has it while the rank is in it.
+
+        Args:
+            name: as :meth:`text` gives it.
+            members: as :meth:`ranks` gives them.
+            number: counts those of this group.
+            size: elements of its tensor.
+            dtype: as :meth:`text` gives it.
+
+        Returns:
+            What :meth:`begin_wait` and :meth:`end_wait` take.
+        """
+        position = next(self._positions)
         if self._map is not None:
-            self._write_call(COLLECTIVE, name, self._ranks(members), number, size, dtype)
+            at = _CALLS_AT + position % _CALLS * _CALL.size
+            now = time.monotonic()
+            _CALL.pack_into(self._map, at, now, 0.0, position + 1, COLLECTIVE, name, 0, 0, members, number, size, dtype)
+            self._last = position
+        return position
 
-    def open_wait(self, what: str, whom: tuple[int, ...], number: int = 0) -> int:
-        """A wait for other ranks begins; gives what :meth:`close_wait` takes."""
+    def begin_wait(self, position: int) -> None:
+        """The rank waits for the end of a collective."""
+        if self._map is not None and position > self._last - _CALLS:
+            now = time.monotonic()
+            _TIMES.pack_into(self._map, _CALLS_AT + position % _CALLS * _CALL.size, now, now)
+
+    def end_wait(self, position: int) -> None:
+        """The collective has ended."""
+        if self._map is not None and position > self._last - _CALLS:
+            _TIMES.pack_into(self._map, _CALLS_AT + position % _CALLS * _CALL.size, time.monotonic(), 0.0)
+
+    def open_wait(self, what: str, whom: tuple[int, ...]) -> int:
+        """A wait for other ranks begins that is for no collective; gives what :meth:`close_wait` takes."""
         if self._map is None or not self._free:
             return -1
         slot = self._free.pop()
         file, line = script_line(2)
-        values = 1, time.monotonic(), self._text(what), self._ranks(whom), self._text(file), line, number
-        _WAIT.pack_into(self._map, _WAITS_AT + slot * _WAIT.size, *values)
-        self.move()
+        now = time.monotonic()
+        values = self.text(what), self.ranks(whom), self.text(file), line
+        _WAIT.pack_into(self._map, _WAITS_AT + slot * _WAIT.size, now, now, *values)
         return slot
 
     def close_wait(self, slot: int) -> None:
         """A wait is over."""
         if self._map is not None and slot >= 0:
-            _WAIT.pack_into(self._map, _WAITS_AT + slot * _WAIT.size, 0, 0.0, 0, 0, 0, 0, 0)
+            _TIMES.pack_into(self._map, _WAITS_AT + slot * _WAIT.size, time.monotonic(), 0.0)
             self._free.append(slot)
-            self.move()
 
     @contextlib.contextmanager
     def waiting(self, what: str, whom: tuple[int, ...]) -> Iterator[None]:
@@ -294,28 +321,18 @@ class Notes:
 
     def _write_state(self) -> None:
         if self._map is not None:
-            phase, left, long = self._text(self._phase), self._text(self._left), self._text(self._long)
+            phase, left, long = self.text(self._phase), self.text(self._left), self.text(self._long)
             values = self.step, self._microbatch, phase, left, long, self._long_until
-            _STATE.pack_into(self._map, _STATE_AT, *values)
-            self.move()
+            _STATE.pack_into(self._map, _STATE_AT, time.monotonic(), *values)
 
-    def _write_call(self, kind: int, name: str, members: int, number: int, size: int, dtype: str) -> None:
-        if self._map is None:
-            return
-        position = next(self._positions)
-        file, line = script_line(3)
-        at = _CALLS_AT + position % _CALLS * _CALL.size
-        values = position + 1, time.monotonic(), kind, self._text(name), self._text(file), line
-        _CALL.pack_into(self._map, at, *values, members, number, size, self._text(dtype))
-        self.move()
-
-    def _ranks(self, members: tuple[int, ...]) -> int:
+    def ranks(self, members: tuple[int, ...]) -> int:
+        """The cell of the text for ranks."""
         found = self._members.get(members)
         if found is None:
-            found = self._members[members] = self._text(ranks_text(members))
+            found = self._members[members] = self.text(ranks_text(members))
         return found
 
-    def _text(self, text: str) -> int:
+    def text(self, text: str) -> int:
         """The cell of a text: each is written once, and those that come when all are taken are not."""
         found = self._texts.get(text)
         if found is not None:
@@ -376,37 +393,6 @@ def _forget() -> None:
     _notes = Notes()
 
 
-def ranks_text(members: Iterable[int]) -> str:
-    """Ranks in few letters: ``0-3,8-14/2,20``."""
-    runs: list[list[int]] = []
-    for rank in members:
-        run = runs[-1] if runs else []
-        if len(run) == 1 or (len(run) > 1 and rank - run[-1] == run[1] - run[0]):
-            run.append(rank)
-        else:
-            runs.append([rank])
-    words = []
-    for run in runs:
-        if len(run) < 3:
-            words += [str(rank) for rank in run]
-        else:
-            stride = run[1] - run[0]
-            words.append(f"{run[0]}-{run[-1]}" + (f"/{stride}" if stride != 1 else ""))
-    return ",".join(words)
-
-
-def ranks_of(text: str) -> tuple[int, ...]:
-    """What :func:`ranks_text` has written; words that make no sense are left out."""
-    found: list[int] = []
-    for word in text.split(","):
-        run, _, stride = word.partition("/")
-        first, _, last = run.partition("-")
-        with contextlib.suppress(ValueError):
-            begin = int(first)
-            found += range(begin, (int(last) if last else begin) + 1, int(stride) if stride else 1)
-    return tuple(found)
-
-
 def read(path: Path) -> Whereabouts | None:
     """A rank's record; None where there is none, or none that is whole."""
     try:
@@ -423,27 +409,26 @@ def read(path: Path) -> Whereabouts | None:
         (size,) = _CELL.unpack_from(raw, at)
         return raw[at + _CELL.size : at + _CELL.size + size].decode("utf-8", "replace")
 
-    calls = []
+    calls, waits = [], []
     for index in range(_CALLS):
         found = _CALL.unpack_from(raw, _CALLS_AT + index * _CALL.size)
-        position, when, kind, name, file, line, members, number, size, dtype = found
+        when, since, position, kind, name, file, line, members, number, size, dtype = found
         if position:
-            of = ranks_of(text(members))
-            calls.append(Call(position, when, kind, text(name), Line(text(file), line), of, number, size, text(dtype)))
-    waits = []
+            at, of = Line(text(file), line), ranks_of(text(members))
+            calls.append(Call(position, when, kind, text(name), at, of, number, size, text(dtype)))
+            if since:
+                waits.append(Waiting(since, text(name), of, at, number))
     for slot in range(_WAITS):
-        used, since, what, whom, file, line, number = _WAIT.unpack_from(raw, _WAITS_AT + slot * _WAIT.size)
-        if used:
-            waits.append(Waiting(since, text(what), ranks_of(text(whom)), Line(text(file), line), number))
+        _, since, what, whom, file, line = _WAIT.unpack_from(raw, _WAITS_AT + slot * _WAIT.size)
+        if since:
+            waits.append(Waiting(since, text(what), ranks_of(text(whom)), Line(text(file), line)))
     _, pid, rank, main_thread = _HEAD.unpack_from(raw)
-    moved, when = _MOVED.unpack_from(raw, _MOVED_AT)
-    step, microbatch, phase, left, long, long_until = _STATE.unpack_from(raw, _STATE_AT)
+    _, step, microbatch, phase, left, long, long_until = _STATE.unpack_from(raw, _STATE_AT)
     return Whereabouts(
         pid=pid,
         rank=rank,
         main_thread=main_thread,
-        moved=moved,
-        when=when,
+        when=_last_change(raw),
         step=step,
         microbatch=microbatch,
         phase=text(phase),
@@ -460,7 +445,6 @@ class Glance:
     """The part of a record that says whether a rank goes on."""
 
     pid: int
-    moved: int
     when: float
     step: int
     has_left: bool
@@ -470,14 +454,20 @@ def glance(path: Path) -> Glance | None:
     """Read only that; None where there is no record."""
     try:
         with path.open("rb") as file:
-            raw = file.read(_WAITS_AT)
+            raw = file.read(_CELLS_AT)
     except OSError:
         return None
-    if len(raw) != _WAITS_AT or not raw.startswith(_MAGIC):
+    if len(raw) != _CELLS_AT or not raw.startswith(_MAGIC):
         return None
-    moved, when = _MOVED.unpack_from(raw, _MOVED_AT)
     state = _STATE.unpack_from(raw, _STATE_AT)
-    return Glance(_HEAD.unpack_from(raw)[1], moved, when, step=state[0], has_left=bool(state[3]))
+    return Glance(_HEAD.unpack_from(raw)[1], _last_change(raw), step=state[1], has_left=bool(state[4]))
+
+
+def _last_change(raw: bytes) -> float:
+    """When anything in a record has changed last."""
+    places = [_STATE_AT, *(_WAITS_AT + slot * _WAIT.size for slot in range(_WAITS))]
+    places += [_CALLS_AT + index * _CALL.size for index in range(_CALLS)]
+    return max(_WHEN.unpack_from(raw, place)[0] for place in places)
 
 
 def read_all(folder: Path) -> dict[int, Whereabouts]:

@@ -34,6 +34,7 @@ from smp_launch.supervise import (
     show,
 )
 
+from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.patience import Patience
 from smp_launch.watch.report import cause_of_hang, write_report
 from smp_launch.watch.watch import Watch
@@ -178,13 +179,17 @@ def run_job(
         apart=others.pids if others else (),
     )
     patience = Patience.from_environment(environ)
-    with _private_dirs(job, others) as dirs, job.announced(environ) as announced:
+    with (
+        _private_dirs(job, others) as dirs,
+        job.announced(environ) as announced,
+        private_dir(Path(tempfile.gettempdir())) as records,
+    ):
         passed = job.environment(environ, announced)
         if dirs.session:
             passed[REPORT_VARIABLE] = str(dirs.session)
-            if patience.watches:
-                passed[FOLDER_VARIABLE] = str(dirs.session)
-                supervisor.watch = Watch(dirs.session, patience)
+        if patience.watches:
+            passed[FOLDER_VARIABLE] = str(records)
+            supervisor.watch = Watch([LocalRanks(records), *(others.ranks() if others else ())], patience)
         command = job.program()
         if job.mpi is not None:
             command = mpirun_command(job.mpi, job.layout, job.options(dirs), command, exported=announced)

@@ -12,8 +12,9 @@ import time
 import pytest
 
 from smp_config import whereabouts
+from smp_config.rank_lists import ranks_of, ranks_text
 from smp_config.script_lines import is_ours, is_script_s, is_standard, script_line
-from smp_config.whereabouts import COLLECTIVE, PUBLIC, Notes, ranks_of, ranks_text, read
+from smp_config.whereabouts import COLLECTIVE, PUBLIC, Notes, read
 from smp_launch.watch import stacks
 
 
@@ -26,8 +27,10 @@ def test_a_record_has_what_the_rank_has_done(notes, tmp_path):
     notes.begin_step()
     notes.call("the step train_step")
     notes.enter("backward", 1)
-    notes.collective("all_reduce", (0, 1, 2, 3), 7, 1024, "float32")
-    slot = notes.open_wait("all_reduce", (0, 1, 2, 3), 7)
+    members, dtype = notes.ranks((0, 1, 2, 3)), notes.text("float32")
+    position = notes.collective(notes.text("all_reduce"), members, 7, 1024, dtype)
+    notes.begin_wait(position)
+    slot = notes.open_wait("smp.barrier", (2,))
     found = read(tmp_path / "3")
     assert (found.rank, found.pid, found.main_thread) == (3, os.getpid(), threading.main_thread().ident)
     assert (found.step, found.phase, found.microbatch, found.left) == (1, "backward", 1, "")
@@ -35,26 +38,29 @@ def test_a_record_has_what_the_rank_has_done(notes, tmp_path):
     assert (public.kind, public.name, public.number) == (PUBLIC, "the step train_step", 1)
     assert (collective.kind, collective.content, collective.number) == (COLLECTIVE, "all_reduce of 1024 float32", 7)
     assert collective.members == (0, 1, 2, 3)
-    (wait,) = found.waits
+    wait, other = found.waits
     assert (wait.what, wait.whom, wait.number) == ("all_reduce", (0, 1, 2, 3), 7)
-    for line in (public.line, collective.line, wait.line):
-        assert line.file == __file__
-    assert wait.line.number == collective.line.number + 1
+    assert (other.what, other.whom, other.number) == ("smp.barrier", (2,), 0)
+    assert {public.line.file, other.line.file} == {__file__}
+    assert other.line.number == public.line.number + 5
     assert 0 <= time.monotonic() - found.when < 60
+    notes.end_wait(position)
     notes.close_wait(slot)
     notes.leave("ended")
     after = read(tmp_path / "3")
     assert (after.waits, after.left) == ((), "ended")
-    assert after.moved > found.moved
+    assert after.when > found.when
 
 
 def test_only_the_last_calls_are_kept_and_no_text_is_too_long(notes, tmp_path):
     for number in range(1000):
-        notes.collective("x" * 500 + str(number), (number,), number, 1, "")
+        late = notes.collective(notes.text("x" * 500 + str(number)), notes.ranks((number,)), number, 1, 0)
+        notes.begin_wait(late - 200)  # its place is another call's now
     calls = read(tmp_path / "3").calls
     assert [call.number for call in calls] == list(range(1000 - len(calls), 1000))
     assert len(calls) > 50
     assert all(len(call.name) < 300 for call in calls)
+    assert read(tmp_path / "3").waits == ()
 
 
 def test_phases_return_and_are_told(notes, tmp_path):
@@ -84,8 +90,10 @@ def test_steps_without_step_functions_are_counted_by_updates(notes):
 def test_threads_do_not_mix_their_notes(notes, tmp_path):
     def work(mine):
         for number in range(1, 400):
-            slot = notes.open_wait("wait", (mine,), number)
-            notes.collective(f"call {mine}", (mine,), number, mine, "")
+            slot = notes.open_wait("wait", (mine,))
+            position = notes.collective(notes.text(f"call {mine}"), notes.ranks((mine,)), number, mine, 0)
+            notes.begin_wait(position)
+            notes.end_wait(position)
             notes.close_wait(slot)
 
     threads = [threading.Thread(target=work, args=(mine,)) for mine in range(6)]

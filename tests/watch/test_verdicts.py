@@ -15,6 +15,7 @@ from smp_config.records import FailureRecord
 from smp_config.whereabouts import COLLECTIVE, PUBLIC, Call, Line, Notes, Waiting, Whereabouts
 from smp_launch.failure import FailureCollector
 from smp_launch.watch import watch as watches
+from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.patience import Patience, hang_seconds
 from smp_launch.watch.position import Position, Standing, position_of
 from smp_launch.watch.report import cause_of_hang, text_of, write_report
@@ -36,7 +37,7 @@ def collective(number, line, name="all_reduce", size=8, members=EVERYONE):
 
 
 def position(rank, standing=Standing.WAITING, line=10, calls=(), wait=None, step=4, **more):
-    where = Whereabouts(100 + rank, rank, 1, 9, 0.0, step, -1, "forward", "", "", 0.0, tuple(calls), (wait,) if wait else ())
+    where = Whereabouts(100 + rank, rank, 1, 0.0, step, -1, "forward", "", "", 0.0, tuple(calls), (wait,) if wait else ())
     call = wait.what if wait else "smp.barrier"
     return Position(where, standing, more.pop("seconds", 61.0), Line("train.py", line), call=call, wait=wait, **more)
 
@@ -97,7 +98,7 @@ def test_uneven_steps_say_who_ran_how_many():
 
 def test_other_shapes_in_the_same_collective():
     positions = [position(r, calls=[collective(7, 10)], wait=waiting(7, 10)) for r in (0, 1, 3)]
-    odd = position(2, calls=[collective(7, 12, size=9)], wait=waiting(7, 12))
+    odd = position(2, line=12, calls=[collective(7, 12, size=9)], wait=waiting(7, 12))
     found = of(*positions, odd)
     assert found.rank == 2
     assert "all_reduce of 9 float32 at train.py:12" in found.text
@@ -140,7 +141,7 @@ def test_all_in_the_same_call_may_be_the_network():
 
 
 def record(waits=(), main=1, **more):
-    values = dict(pid=1, rank=0, main_thread=main, moved=1, when=0.0, step=1, microbatch=-1, phase="forward", left="", long="")
+    values = dict(pid=1, rank=0, main_thread=main, when=0.0, step=1, microbatch=-1, phase="forward", left="", long="")
     return Whereabouts(**{**values, "long_until": 0.0, "calls": (), "waits": tuple(waits), **more})
 
 
@@ -253,7 +254,7 @@ def sleeper(tmp_path):
 
 
 #: In a file of this library's, as a wait is.
-WAITS = "slot = n.open_wait('all_reduce', (0, 1), 1); exec(compile('import time; time.sleep(1000)', w.__file__, 'exec'))"
+WAITS = "slot = n.open_wait('all_reduce', (0, 1)); exec(compile('import time; time.sleep(1000)', w.__file__, 'exec'))"
 
 
 def in_stride(seconds):
@@ -274,7 +275,7 @@ def look_until(watch, seconds=15.0):
 def test_the_watch_finds_a_stopped_process_and_writes_a_report(sleeper, tmp_path):
     sleeper(0, WAITS)
     stopped = sleeper(1)
-    watch = Watch(tmp_path, in_stride(0.5))
+    watch = Watch([LocalRanks(tmp_path)], in_stride(0.5))
     os.kill(stopped.pid, signal.SIGSTOP)
     hang = look_until(watch)
     assert hang.verdict.rank == 1
@@ -289,7 +290,7 @@ def test_the_watch_finds_a_stopped_process_and_writes_a_report(sleeper, tmp_path
 def test_the_watch_waits_while_somebody_goes_on_whom_others_wait_for(sleeper, tmp_path):
     sleeper(0, WAITS)
     goes_on = sleeper(1, "import time\nwhile True: n.move(); time.sleep(0.02)")
-    watch = Watch(tmp_path, in_stride(0.5))
+    watch = Watch([LocalRanks(tmp_path)], in_stride(0.5))
     assert look_until(watch, 2.0) is None
     os.kill(goes_on.pid, signal.SIGSTOP)
     assert look_until(watch).verdict.rank == 1
@@ -298,7 +299,7 @@ def test_the_watch_waits_while_somebody_goes_on_whom_others_wait_for(sleeper, tm
 def test_a_long_phase_that_was_declared_is_waited_for(sleeper, tmp_path):
     sleeper(0, WAITS)
     sleeper(1, "import time\nwith w.long_phase('evaluation', 3.0): time.sleep(1000)")
-    watch, began = Watch(tmp_path, in_stride(0.3)), time.monotonic()
+    watch, began = Watch([LocalRanks(tmp_path)], in_stride(0.3)), time.monotonic()
     assert look_until(watch).verdict.rank == 1
     assert time.monotonic() - began > 2.0
 
@@ -306,14 +307,14 @@ def test_a_long_phase_that_was_declared_is_waited_for(sleeper, tmp_path):
 def test_a_rank_that_nobody_waits_for_may_take_its_time(sleeper, tmp_path):
     sleeper(0, "import time\nwhile True: n.move(); time.sleep(0.02)")
     sleeper(1)
-    assert look_until(Watch(tmp_path, in_stride(0.3)), 1.5) is None
+    assert look_until(Watch([LocalRanks(tmp_path)], in_stride(0.3)), 1.5) is None
 
 
 def test_a_rank_that_has_left_while_another_waits_for_it(sleeper, tmp_path, monkeypatch):
     monkeypatch.setattr(watches, "_LEFT_SECONDS", 0.5)
     sleeper(0, WAITS)
     sleeper(1, "n.leave('ended'); import time; time.sleep(1000)")
-    hang = look_until(Watch(tmp_path, in_stride(1000.0)))
+    hang = look_until(Watch([LocalRanks(tmp_path)], in_stride(1000.0)))
     assert hang.verdict.rank == 1
     assert "ended its script after 2 steps" in hang.verdict.text
 

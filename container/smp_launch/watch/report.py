@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from smp_config.rank_lists import ranks_text
 from smp_config.whereabouts import HANG_VARIABLE
 from smp_launch.failure import Cause
 from smp_launch.watch.position import Position
@@ -65,10 +66,10 @@ def text_of(hang: Hang) -> str:
     for position in hang.positions.values():
         lines += ["", f"== rank {position.rank}, process {position.where.pid} =="]
         for wait in position.where.waits:
-            lines.append(f"waits in {wait.what} for {_listed(wait.whom)}, from {wait.line or 'no line of the script'}")
+            lines.append(f"waits in {wait.what} for {_listed(wait.whom)}, since {position.seconds:.0f} s")
         for call in position.where.calls[-_CALLS:]:
             of = f" (the {call.number}th of {_listed(call.members)})" if call.members else ""
-            lines.append(f"call {call.position}: {call.content}{of} at {call.line or 'no line of the script'}")
+            lines.append(f"call {call.position}: {call.content}{of}" + (f" at {call.line}" if call.line else ""))
         for thread in position.threads:
             main = " (main)" if thread.ident == position.where.main_thread else ""
             lines += [f"thread {thread.ident:#x}{main}, innermost call first:", *(f"  {frame}" for frame in thread.frames)]
@@ -110,4 +111,4 @@ def _content(hang: Hang) -> dict[str, Any]:
 
 
 def _listed(ranks: tuple[int, ...]) -> str:
-    return "ranks " + ", ".join(map(str, ranks)) if len(ranks) != 1 else f"rank {ranks[0]}"
+    return f"rank{'s' * (len(ranks) != 1)} {ranks_text(ranks)}"

@@ -9,10 +9,14 @@ from pathlib import Path
 from smp_config.errors import ConfigError
 from smp_config.whereabouts import FOLDER_VARIABLE
 from smp_launch.environment import JOB_NAME_VARIABLE
+from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.patience import Patience
 from smp_launch.watch.position import Position
 from smp_launch.watch.verdict import Verdict, find
 from smp_launch.watch.watch import Watch
+
+#: Seconds without a sign of life after which a rank is said to stand still, when somebody asks.
+_STILL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,7 @@ def named(name: str) -> RunningJob:
 
 def positions_of(job: RunningJob) -> tuple[dict[int, Position], Verdict | None]:
     """Where each rank is now, and what keeps those that stand still; None where all go on."""
-    watch = Watch(job.folder, Patience(given=_STILL_SECONDS))
+    watch = Watch([LocalRanks(job.folder)], Patience(given=_STILL_SECONDS))
     positions = watch.positions()
     still = watch.standing_still(positions)
     return positions, find(still, max(p.seconds for p in still.values())) if still else None
-
-
-#: Seconds without a sign of life after which a rank is said to stand still, when somebody asks.
-_STILL_SECONDS = 2.0

@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from smp_config.whereabouts import BETWEEN, COLLECTIVE, PUBLIC, Call, Whereabouts, ranks_text
+from smp_config.rank_lists import ranks_text
+from smp_config.whereabouts import BETWEEN, COLLECTIVE, PUBLIC, Call, Whereabouts
 from smp_launch.watch.position import Position, Standing
 
 #: Groups of waiting ranks that a headline tells of.
@@ -109,8 +110,8 @@ def _mismatch(positions: Mapping[int, Position]) -> Verdict | None:
             other = next(rank for rank in calls if calls[rank].content != calls[odd].content)
             return Verdict(
                 odd,
-                f"has called {calls[odd].content} at {calls[odd].line}, but rank {other} {calls[other].content} at "
-                f"{calls[other].line}, as collective {number} of ranks {ranks_text(members)}; all ranks of a group must make the same "
+                f"has called {calls[odd].content} at {positions[odd].at()}, but rank {other} {calls[other].content} at "
+                f"{positions[other].at()}, as collective {number} of ranks {ranks_text(members)}; all ranks of a group must make the same "
                 "calls, with tensors of the same shape",
             )
     return None

@@ -1,27 +1,22 @@
-"""The watch over the ranks of one machine: looks at their records, and brings all together when they do not go on."""
+"""The watch over a job's ranks: looks at their records, and brings all together when they do not go on."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from smp_config import whereabouts
-from smp_config.whereabouts import Glance, Whereabouts
+from smp_config.whereabouts import Glance
 from smp_launch.processes import all_processes, below
-from smp_launch.watch import stacks
+from smp_launch.watch.local_ranks import Ranks
 from smp_launch.watch.patience import Patience
-from smp_launch.watch.position import Position, Standing, position_of
-from smp_launch.watch.states import State, is_active, name_of, state_of
+from smp_launch.watch.position import Position, Standing
+from smp_launch.watch.states import name_of, state_of
 from smp_launch.watch.verdict import Verdict, find
 
 #: Seconds between two looks, at most; less where patience is short.
 _LOOK_SECONDS = 1.0
-
-#: Seconds over which it is seen whether a process computes.
-_SAMPLE_SECONDS = 0.5
 
 #: Seconds for which others wait for a rank that has ended its script, before that is their fault; its last words may be under way.
 _LEFT_SECONDS = 5.0
@@ -48,13 +43,15 @@ class Watch:
     """Looks at the ranks of a job now and then; use it from one thread.
 
     Args:
-        folder: where they keep their records.
+        machines: the ranks of each.
+        size: how many ranks the job has, where there may be others that nobody here can see; of what they do nothing is said.
         patience: how long nothing may happen.
     """
 
-    def __init__(self, folder: Path, patience: Patience) -> None:
-        self._folder = folder
+    def __init__(self, machines: Sequence[Ranks], patience: Patience, size: int = 0) -> None:
+        self._machines = machines
         self._patience = patience
+        self._size = size
         self._glances: dict[int, Glance] = {}
         self._stopped: dict[int, float] = {}
         self.next_look = time.monotonic() + self._pause if patience.watches else float("inf")
@@ -84,24 +81,11 @@ class Watch:
 
     def _quiet(self, now: float) -> dict[int, float]:
         """Seconds since the last sign of life of the ranks that have not left."""
-        found = {}
-        for name in self._listed():
-            glance = whereabouts.glance(self._folder / name)
-            if glance is None:
-                continue
-            rank = int(name)
-            if not self._glances or rank == min(self._glances):
-                self._patience.saw(glance.step, glance.when)
-            self._glances[rank] = glance
-            if not glance.has_left:
-                found[rank] = now - glance.when
-        return found
-
-    def _listed(self) -> list[str]:
-        try:
-            return sorted((name for name in os.listdir(self._folder) if name.isdecimal()), key=int)
-        except OSError:
-            return []
+        self._glances = {rank: glance for ranks in self._machines for rank, glance in ranks.glances().items()}
+        if self._glances:
+            first = self._glances[min(self._glances)]
+            self._patience.saw(first.step, first.when)
+        return {rank: now - glance.when for rank, glance in self._glances.items() if not glance.has_left}
 
     def _is_suspect(self, quiet: Mapping[int, float]) -> bool:
         """Whether it is worth a closer look."""
@@ -128,32 +112,16 @@ class Watch:
         """Bring all records together; None where the ranks that stand still wait for one that does not."""
         positions = self.positions()
         still = self.standing_still(positions)
-        if not still:
+        if not still or (len(positions) < self._size and all(p.standing is Standing.WAITING for p in still.values())):
             return None
-        seconds = max(p.seconds for p in still.values() if p.standing is not Standing.LEFT)
+        seconds = max((p.seconds for p in still.values() if p.standing is not Standing.LEFT), default=0.0)
         return Hang(find(still, seconds), seconds, positions)
 
     def positions(self) -> dict[int, Position]:
-        """Where each rank is now, with its stacks; takes half a second."""
-        records = whereabouts.read_all(self._folder)
-        before = {rank: state_of(where.pid) for rank, where in records.items()}
-        began = time.monotonic()
-        alive = [rank for rank, state in before.items() if not (state.is_stopped or state.has_ended)]
-        threads = stacks.ask(self._folder, {rank: where.pid for rank, where in records.items()}, alive)
-        time.sleep(max(0.0, _SAMPLE_SECONDS - (time.monotonic() - began)))
-        now = time.monotonic()
-        after = whereabouts.read_all(self._folder)
-        return {
-            rank: self._position(after.get(rank, where), before[rank], threads.get(rank, ()), now, now - began)
-            for rank, where in records.items()
-        }
-
-    @staticmethod
-    def _position(
-        where: Whereabouts, before: State, threads: tuple[stacks.Thread, ...], now: float, elapsed: float
-    ) -> Position:
-        state = state_of(where.pid)
-        return position_of(where, state, threads, now, is_active=is_active(before, state, elapsed))
+        """Where each rank is now, with its stacks; takes half a second, and some more where hosts do not answer."""
+        for ranks in self._machines:
+            ranks.ask()
+        return dict(sorted((rank, place) for ranks in self._machines for rank, place in ranks.positions().items()))
 
     def standing_still(self, positions: Mapping[int, Position]) -> dict[int, Position]:
         """Ranks that stand still and wait for none that goes on, and those that have left for which they wait."""

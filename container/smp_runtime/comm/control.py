@@ -16,8 +16,9 @@ from typing import Any
 
 from smp_config import ConfigError
 from smp_config.launchers import Started, require_meeting_place, started_by
+from smp_config.rank_lists import ranks_text
 from smp_config.script_lines import script_line
-from smp_config.whereabouts import here, ranks_text
+from smp_config.whereabouts import here
 from smp_runtime.comm.carriers import MpiCarrier, SoloCarrier, StoreCarrier, process_group_size
 from smp_runtime.comm.waiting import ENDED, Carrier, left_error
 from smp_runtime.comm.waiting import timeout_seconds as timeout_seconds

@@ -13,12 +13,16 @@ from smp_config.whereabouts import Notes
 from smp_runtime.comm.collectives import Collectives, Work
 
 
+_NAMES = ("all_reduce", "broadcast", "reduce_scatter", "all_gather", "all_to_all")
+
+
 @dataclass
 class _Group:
-    """A process group (held, so that its identifier stays its own), its ranks, and how many collectives have begun in it."""
+    """A process group (held, so that its identifier stays its own), its ranks as noted, and how many collectives have begun in it."""
 
     group: dist.ProcessGroup
-    members: tuple[int, ...]
+    size: int
+    members: int
     begun: int = 0
 
 
@@ -33,7 +37,9 @@ class WatchedCollectives:
     def __init__(self, inner: Collectives, notes: Notes) -> None:
         self._inner = inner
         self._notes = notes
+        self._names = {name: notes.text(name) for name in _NAMES}
         self._groups: dict[int, _Group] = {}
+        self._dtypes: dict[torch.dtype, int] = {}
 
     def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """See :class:`Collectives`."""
@@ -60,34 +66,32 @@ class WatchedCollectives:
     ) -> Work:
         known = self._groups.get(id(group))
         if known is None:
-            known = self._groups[id(group)] = _Group(group, tuple(dist.get_process_group_ranks(group)))
-        known.begun += 1
-        if len(known.members) == 1:
+            members = tuple(dist.get_process_group_ranks(group))
+            known = self._groups[id(group)] = _Group(group, len(members), self._notes.ranks(members))
+        if known.size == 1:
             return start()
-        number, notes = known.begun, self._notes
-        notes.collective(name, known.members, number, tensor.numel(), str(tensor.dtype).removeprefix("torch."))
-        slot = notes.open_wait(name, known.members, number)  # to begin may wait, too
-        try:
-            work = start()
-        finally:
-            notes.close_wait(slot)
-        return _WatchedWork(work, notes, name, known.members, number)
+        known.begun += 1
+        dtype = tensor.dtype
+        if (kind := self._dtypes.get(dtype)) is None:
+            kind = self._dtypes[dtype] = self._notes.text(str(dtype).removeprefix("torch."))
+        position = self._notes.collective(self._names[name], known.members, known.begun, tensor.numel(), kind)
+        return _WatchedWork(start, self._notes, position)
 
 
 class _WatchedWork:
     """A collective under way."""
 
-    def __init__(self, work: Work, notes: Notes, name: str, members: tuple[int, ...], number: int) -> None:
-        self._work = work
+    def __init__(self, start: Callable[[], Work], notes: Notes, position: int) -> None:
+        self._work = start()
         self._notes = notes
-        self._wait = name, members, number
+        self._position = position
 
     def wait(self) -> object:
-        slot = self._notes.open_wait(*self._wait)
+        self._notes.begin_wait(self._position)
         try:
             return self._work.wait()
         finally:
-            self._notes.close_wait(slot)
+            self._notes.end_wait(self._position)
 
     def __getattr__(self, name: str) -> Any:
         """What kinds of work have beside ``wait``."""
