@@ -73,7 +73,7 @@ def hanging_job(tmp_path: Path, capfd: Any) -> Callable[..., Ended]:
             instance_count=1,
             output_path=f"file://{tmp_path}",
             distribution=model_parallel(processes, **parameters),
-            hyperparameters={"kind": kind, **hyperparameters},
+            hyperparameters={"hang": kind, **hyperparameters},
             environment={**watch, **(environment or {})},
         )
         began, error = time.monotonic(), ""

@@ -1,4 +1,4 @@
-"""Trains a small model and hangs on purpose: ``--kind`` says how, ``--rank`` and ``--step`` where.
+"""Trains a small model and hangs on purpose: ``--hang`` says how, ``--rank`` and ``--step`` where.
 
 The line that a verdict must name is marked with ``# <- KIND``; a kind may have several.
 """
@@ -6,6 +6,7 @@ The line that a verdict must name is marked with ``# <- KIND``; a kind may have 
 import argparse
 import os
 import queue
+import random
 import signal
 import tempfile
 import threading
@@ -19,7 +20,7 @@ from torch import nn
 import smdistributed.modelparallel.torch as smp
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--kind", default="")
+parser.add_argument("--hang", default="")
 parser.add_argument("--rank", type=int, default=1)
 parser.add_argument("--step", type=int, default=3)
 parser.add_argument("--steps", type=int, default=8)
@@ -34,7 +35,7 @@ CHECKPOINTS = os.environ["SMP_CHECKPOINT_DIR"]
 
 
 def hangs(kind, step):
-    return ME and args.kind == kind and step == args.step
+    return ME and args.hang == kind and step == args.step
 
 
 class Data(torch.utils.data.Dataset):
@@ -42,10 +43,10 @@ class Data(torch.utils.data.Dataset):
         return 64 * args.steps
 
     def __getitem__(self, index):
-        if ME and args.kind == "dataset" and index == 8 * args.step:
+        if ME and args.hang == "dataset" and index == 8 * args.step:
             time.sleep(FOREVER)  # <- dataset
-        if ME and args.kind in ("worker", "workers_lock") and index == 8 * args.step:
-            if args.kind == "worker":
+        if ME and args.hang in ("worker", "workers_lock") and index == 8 * args.step:
+            if args.hang == "worker":
                 time.sleep(FOREVER)
             threading.Lock().acquire()
             lock = threading.Lock()
@@ -63,9 +64,9 @@ class Block(nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        if self.training and self.last and args.kind == "forward" and state["step"] == args.step and ME:
+        if self.training and self.last and args.hang == "forward" and state["step"] == args.step and ME:
             time.sleep(FOREVER)  # <- forward
-        if self.training and self.last and args.kind == "forward_spin" and state["step"] == args.step and ME:
+        if self.training and self.last and args.hang == "forward_spin" and state["step"] == args.step and ME:
             while True:  # <- forward_spin
                 pass  # <- forward_spin
         return x + torch.tanh(self.inner(x))
@@ -92,9 +93,10 @@ class Model(nn.Module):
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
-        return self.head(Slow.apply(x) if args.kind == "backward" else x)
+        return self.head(Slow.apply(x) if args.hang == "backward" else x)
 
 
+noise = random.Random(smp.rank())
 state = {"step": 0}
 model = smp.DistributedModel(Model())
 optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -122,7 +124,7 @@ def evaluate(model, x, y):
 
 
 def helper_thread():
-    if args.kind == "thread_lock" and ME:
+    if args.hang == "thread_lock" and ME:
         lock.acquire()
 
 
@@ -133,9 +135,9 @@ os.mkfifo(fifo)
 
 
 def batches():
-    workers = 1 if args.kind in ("worker", "workers_lock") else 0
+    workers = 1 if args.hang in ("worker", "workers_lock") else 0
     sampler = torch.utils.data.DistributedSampler(Data(), smp.dp_size(), smp.dp_rank(), shuffle=False)
-    length = args.steps - 3 * (args.kind in ("uneven", "uneven_plain") and ME)
+    length = args.steps - 3 * (args.hang in ("uneven", "uneven_plain") and ME)
     loader = torch.utils.data.DataLoader(Data(), batch_size=8, sampler=sampler, num_workers=workers, drop_last=True)
     for number, batch in enumerate(loader):  # <- worker workers_lock
         if number == length:
@@ -193,7 +195,7 @@ def user_code(step):
         os.kill(os.getppid(), signal.SIGSTOP)
     if hangs("extra_barrier", step):
         smp.barrier()  # <- extra_barrier
-    if args.kind == "skipped_barrier" and step == args.step and not ME:
+    if args.hang == "skipped_barrier" and step == args.step and not ME:
         smp.barrier()  # <- skipped_barrier
     if hangs("extra_allgather", step):
         smp.allgather(1, smp.WORLD)  # <- extra_allgather
@@ -201,23 +203,30 @@ def user_code(step):
         smp.recv_from((smp.rank() + 1) % smp.size(), smp.RankType.WORLD_RANK)  # <- recv
     if hangs("torch_barrier", step):
         dist.barrier()  # <- torch_barrier
-    if args.kind == "torch_swapped" and step == args.step:
+    if args.hang == "torch_swapped" and step == args.step:
         if ME:
             dist.all_reduce(torch.ones(3))  # <- torch_swapped
             smp.barrier()
         else:
             smp.barrier()  # <- torch_swapped
             dist.all_reduce(torch.ones(3))
-    if args.kind == "torch_extra_reduce" and step == args.step and ME:
+    if args.hang == "torch_extra_reduce" and step == args.step and ME:
         dist.all_reduce(torch.ones(3))  # <- torch_extra_reduce
-    if args.kind == "save_one" and step == args.step and ME:
+    if args.hang == "save_one" and step == args.step and ME:
         smp.save_checkpoint(CHECKPOINTS, "one", model=model, optimizer=optimizer)  # <- save_one
-    if args.kind == "save_all_but_one" and step == args.step and not ME:
+    if args.hang == "save_all_but_one" and step == args.step and not ME:
         smp.save_checkpoint(CHECKPOINTS, "most", model=model, optimizer=optimizer)  # <- save_all_but_one
     if hangs("extra_state", step):
         model.state_dict()  # <- extra_state
     if args.delay:
-        time.sleep(args.delay * torch.rand(()).item() * 8)
+        time.sleep(args.delay * 8 * noise.random())
+        if step % 100 == 99:
+            smp.save_checkpoint(CHECKPOINTS, "often", model=model, optimizer=optimizer)
+            model.eval()
+            for _ in range(20 * (smp.rank() == 0 and smp.pp_size() == 1 and smp.dp_size() == smp.size())):
+                evaluate(model, x, y)
+                time.sleep(args.delay * 4)
+            model.train()
 
 
 for number, (x, y) in enumerate(batches()):  # <- dataset
@@ -227,7 +236,7 @@ for number, (x, y) in enumerate(batches()):  # <- dataset
     if hangs("skip_optimizer", step):
         train_step(model, x, y)  # <- skip_optimizer
         continue
-    if args.kind == "step_only_one" and step == args.step and ME:
+    if args.hang == "step_only_one" and step == args.step and ME:
         evaluate(model, x, y)  # <- step_only_one
     if hangs("other_step", step):
         other_step(model, x, y)  # <- other_step
@@ -239,7 +248,7 @@ for number, (x, y) in enumerate(batches()):  # <- dataset
     if step == 1:
         smp.save_checkpoint(CHECKPOINTS, "early", model=model, optimizer=optimizer)
 
-if ME and args.kind == "at_end":
+if ME and args.hang == "at_end":
     time.sleep(FOREVER)  # <- at_end
 smp.barrier()
 print(f"rank {smp.rank()} is done")

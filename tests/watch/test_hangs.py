@@ -31,6 +31,22 @@ ALL = [
 
 
 @pytest.mark.parametrize(
+    ("topology", "steps"),
+    [
+        pytest.param("dp 2", 120),
+        pytest.param("dp 2", 10_000, marks=[pytest.mark.full, pytest.mark.timeout(3000)]),
+        pytest.param("pp 2", 2_000, marks=[pytest.mark.full, pytest.mark.timeout(1000)]),
+        pytest.param("sharding 4", 2_000, marks=[pytest.mark.full, pytest.mark.timeout(1500)]),
+    ],
+)
+def test_slow_ranks_are_no_hang(hanging_job, topology, steps):
+    """Each rank is late by up to eight median steps, whenever it likes; rank 0 evaluates alone; the patience is ten and more."""
+    ended = hanging_job("", topology, 2.0, steps=steps, delay=0.01, rank=99)
+    assert not ended.error
+    assert "rank 0 is done" in ended.output
+
+
+@pytest.mark.parametrize(
     ("kind", "topology"),
     [pytest.param(*cell, id=" ".join(cell), marks=() if cell in SAMPLE else pytest.mark.full) for cell in ALL],
 )

@@ -174,6 +174,7 @@ def standing(*threads, waits=(), state="S", **more):
         ([LOCK, OURS, SCRIPT], [waiting(3, 12)], (Standing.WAITING, 12, "all_reduce")),
         ([OURS, SCRIPT], [], (Standing.SCRIPT, 12, "is in this library's enter")),
         ([SCRIPT], [waiting(3, 12)], (Standing.SCRIPT, 12, "does not go on")),
+        ([(REDUCE[0], 1, "<module>"), SCRIPT], [], (Standing.SCRIPT, 12, "does not go on")),
     ],
 )
 def test_the_innermost_frames_say_where_a_rank_stands(frames, waits, expected):
@@ -254,7 +255,7 @@ def sleeper(tmp_path):
 
 
 #: In a file of this library's, as a wait is.
-WAITS = "slot = n.open_wait('all_reduce', (0, 1)); exec(compile('import time; time.sleep(1000)', w.__file__, 'exec'))"
+WAITS = "slot = n.open_wait('all_reduce', (0, 1)); import time; exec(compile('def wait(): time.sleep(1000)', w.__file__, 'exec')); wait()"
 
 
 def in_stride(seconds):

@@ -127,6 +127,8 @@ def _significant(thread: Thread) -> Frame | None:
 
 def _is_in_script(thread: Thread) -> bool:
     frame = _significant(thread)
+    if frame is not None and frame.function == "<module>":
+        return True  # it imports
     return frame is not None and not (is_ours(frame.file) or _DISTRIBUTED in frame.file or _MPI in frame.file)
 
 

@@ -171,7 +171,8 @@ def _circle(everyone: Sequence[Position], seconds: float) -> Verdict:
     others = [p for p in everyone if p.rank != first.rank]
     if len(lines) == 1 and others:
         text += f"; all ranks wait there for {seconds:.0f} s: the connection between them may be broken"
-    return Verdict(first.rank, text + _waiting(everyone, {first.rank}))
+    is_certain = not any(p.is_active for p in everyone)
+    return Verdict(first.rank, text + _waiting(everyone, {first.rank}), is_certain)
 
 
 def _open_collectives(positions: Mapping[int, Position]) -> list[tuple[tuple[int, ...], int]]:

@@ -162,5 +162,5 @@ class Watch:
             return True
         if blamed.standing is Standing.STOPPED:
             return hang.seconds >= self._patience.seconds
-        is_slow = not hang.verdict.is_certain or (blamed.standing is Standing.SCRIPT and not self._patience.has_stepped)
+        is_slow = not hang.verdict.is_certain or not self._patience.has_stepped
         return hang.seconds >= (self._patience.longer if is_slow else self._patience.seconds)
