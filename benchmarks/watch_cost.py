@@ -33,7 +33,19 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 _BLOCK = 20
 
 #: What writes the record.
-_CALLS = ("begin_step", "update", "enter", "call", "text", "ranks", "collective", "begin_wait", "end_wait", "open_wait", "close_wait")
+_CALLS = (
+    "begin_step",
+    "update",
+    "enter",
+    "call",
+    "text",
+    "ranks",
+    "collective",
+    "begin_wait",
+    "end_wait",
+    "open_wait",
+    "close_wait",
+)
 
 
 def _timed(notes: Any, spent: list[float]) -> None:
@@ -98,7 +110,8 @@ def _rank(strategy: str, steps: int, width: int) -> None:
         with_it, without = (statistics.median(durations[on]) for on in (True, False))
         cost = statistics.median(inside)
         print(
-            f"| {strategy} | {without * 1e3:.2f} | {spent[1] / len(inside):.0f} | {cost * 1e6:.0f} | {cost / 0.01:.2%} | {with_it / without - 1:+.1%} |",
+            f"| {strategy} | {without * 1e3:.2f} | {spent[1] / len(inside):.0f} | {cost * 1e6:.0f} | {cost / 0.01:.2%} | "
+            f"{with_it / without - 1:+.1%} |",
             flush=True,
         )
 

@@ -10,6 +10,9 @@ from smp_config.errors import ConfigError
 TIMEOUT_VARIABLE = "SMP_TIMEOUT_SECONDS"
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 
+#: Seconds without progress after which a job hangs; 0 for no watch.
+HANG_VARIABLE = "SMP_HANG_SECONDS"
+
 #: Collectives of tensor parallelism that may be queued on a GPU.
 THROTTLE_VARIABLE = "SMP_NCCL_THROTTLE_LIMIT"
 DEFAULT_THROTTLE = 8
@@ -25,6 +28,23 @@ def timeout_seconds(environ: Mapping[str, str]) -> float:
     if not value > 0:  # nor is anything that is not a number
         raise ConfigError(
             f"{TIMEOUT_VARIABLE} is {text!r}; it counts the seconds that a rank waits for another: set a number above 0"
+        )
+    return value
+
+
+def hang_seconds(environ: Mapping[str, str]) -> float | None:
+    """What the user has set: seconds, 0 for no watch, None where nothing is; ConfigError for what is no such number."""
+    text = environ.get(HANG_VARIABLE, "")
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ConfigError(
+            f"{HANG_VARIABLE} is {text!r}; it counts the seconds without progress after which a job hangs: set a number above 0, "
+            "or 0 for no watch"
         )
     return value
 

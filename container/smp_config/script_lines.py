@@ -46,7 +46,7 @@ def script_line(depth: int = 1) -> tuple[str, int]:
     Args:
         depth: frames to leave out, the caller's own first.
     """
-    frame: FrameType | None = sys._getframe(depth)
+    frame: FrameType | None = sys._getframe(depth)  # noqa: SLF001 - inspect.currentframe() and its f_back take several times as long
     while frame is not None:
         if is_script_s(frame.f_code.co_filename):
             return frame.f_code.co_filename, frame.f_lineno

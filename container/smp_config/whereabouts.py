@@ -27,10 +27,7 @@ from smp_config.script_lines import script_line
 #: Names the folder where the ranks of a machine keep their records, as ``<rank>``; without it they keep none.
 FOLDER_VARIABLE = "SMP_WHEREABOUTS"
 
-#: Seconds without progress after which a job hangs; 0 for no watch.
-HANG_VARIABLE = "SMP_HANG_SECONDS"
-
-#: A rank that gets it writes the stacks of its threads into ``<rank>.stacks``, whatever it does meanwhile; None where no system has it.
+#: A rank that gets it writes the stacks of its threads into ``<rank>.stacks``, whatever it does; None where there is none.
 STACKS_SIGNAL: int | None = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
 STACKS_SUFFIX = ".stacks"
 
@@ -50,9 +47,11 @@ PUBLIC, COLLECTIVE = 0, 1
 
 _MAGIC = b"smp-at-3"
 _HEAD = struct.Struct("<8sIIQ")  # magic, process, rank, identifier of the main thread
-_STATE = struct.Struct("<dQqIIId")  # when, steps begun, microbatch, phase, how it has left, long phase, end of the long phase
+# When, steps begun, microbatch, phase, how it has left, long phase and its end.
+_STATE = struct.Struct("<dQqIIId")
 _WAIT = struct.Struct("<ddIIII")  # when, since or 0, what, for whom, file, line
-_CALL = struct.Struct("<ddQIIIIIQQI")  # when, waited for since or 0, position from 1, kind, name, file, line, members, number, size, type
+# When, waited for since or 0, position from 1, kind, name, file, line, members, number, size, type.
+_CALL = struct.Struct("<ddQIIIIIQQI")
 _TIMES = struct.Struct("<dd")  # how waits and calls begin
 _WHEN = struct.Struct("<d")  # how all three begin
 _CELL = struct.Struct("<H")

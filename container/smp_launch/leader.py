@@ -33,7 +33,6 @@ from smp_launch.supervise import (
     say,
     show,
 )
-
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.patience import Patience
 from smp_launch.watch.report import cause_of_hang, write_report
@@ -64,6 +63,7 @@ class Job:
     custom: tuple[MpiOption, ...]
     buffers: BufferSizes
     mpi: OpenMpi | None
+    patience: Patience
 
     @classmethod
     def read(
@@ -85,7 +85,7 @@ class Job:
         merge((), custom).raise_for_conflicts()
         buffers = BufferSizes.from_environment(variables(custom), environ)
         mpi = None if layout.kind is Kind.SCRIPT else OpenMpi.find(environ)
-        job = cls(training, layout, entry_point, custom, buffers, mpi)
+        job = cls(training, layout, entry_point, custom, buffers, mpi, Patience.from_environment(environ))
         if mpi is not None:
             job.options(PrivateDirs()).raise_for_conflicts()
         return job
@@ -119,6 +119,13 @@ class Job:
             # The first rank, which the others connect to, is on this host.
             with reserved_port() as port:
                 yield {**values, PORT_VARIABLE: str(port)}
+
+    def watched(self, records: Path, others: Followers | None, passed: dict[str, str]) -> Watch | None:
+        """The watch over all ranks, which are told in ``passed`` where to keep their records; None where it is not wanted."""
+        if not self.patience.watches:
+            return None
+        passed[FOLDER_VARIABLE] = str(records)
+        return Watch([LocalRanks(records), *(others.ranks() if others is not None else ())], self.patience)
 
     def describe(self) -> str:
         """One line for the log: hosts, processes, program."""
@@ -178,7 +185,6 @@ def run_job(
         tags=job.mpi.dialect.tags if job.mpi else None,
         apart=others.pids if others else (),
     )
-    patience = Patience.from_environment(environ)
     with (
         _private_dirs(job, others) as dirs,
         job.announced(environ) as announced,
@@ -187,9 +193,7 @@ def run_job(
         passed = job.environment(environ, announced)
         if dirs.session:
             passed[REPORT_VARIABLE] = str(dirs.session)
-        if patience.watches:
-            passed[FOLDER_VARIABLE] = str(records)
-            supervisor.watch = Watch([LocalRanks(records), *(others.ranks() if others else ())], patience)
+        supervisor.watch = job.watched(records, others, passed)
         command = job.program()
         if job.mpi is not None:
             command = mpirun_command(job.mpi, job.layout, job.options(dirs), command, exported=announced)

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from smp_config.whereabouts import FOLDER_VARIABLE
 from smp_launch.command import as_root, without_scheduler
 from smp_launch.environment import HOST_VARIABLE
-from smp_config.whereabouts import FOLDER_VARIABLE
 from smp_launch.locked_folders import LeaderStatus, StatusDir
 from smp_launch.watch.other_hosts import RECORDS, answer
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tarfile
-
 import pytest
 from watch.conftest import marked
 
@@ -23,9 +20,15 @@ INSIDE = "step_function forward forward_spin backward".split()
 SAMPLE = [("sleep", "dp 2"), ("stop", "sharding 4"), ("forward", "pp 2"), ("save_one", "dp 2"), ("uneven", "dp 2")]
 ALL = [
     *((kind, "dp 2") for kind in (*OWN, *CALLS, *INSIDE)),
-    *((kind, "pp 2") for kind in ("sleep", "lock", "dataset", "save_one", "forward", "backward", "stop", "skip_optimizer")),
+    *(
+        (kind, "pp 2")
+        for kind in ("sleep", "lock", "dataset", "save_one", "forward", "backward", "stop", "skip_optimizer")
+    ),
     *((kind, "pp 2 × dp 2") for kind in ("event", "forward_spin", "extra_barrier", "stop", "skip_step", "uneven")),
-    *((kind, "sharding 4") for kind in ("queue", "skip_optimizer", "other_step", "forward", "stop", "save_all_but_one")),
+    *(
+        (kind, "sharding 4")
+        for kind in ("queue", "skip_optimizer", "other_step", "forward", "stop", "save_all_but_one")
+    ),
     *((kind, "tp 2 × dp 2") for kind in ("spin", "recv", "step_function", "stop", "worker", "skipped_barrier")),
 ]
 

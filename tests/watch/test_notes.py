@@ -108,7 +108,8 @@ def test_threads_do_not_mix_their_notes(notes, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "ranks", [(), (5,), (0, 1), (0, 1, 2, 3), (0, 2, 4, 6), (0, 1, 2, 8, 10, 12, 31), (7, 3, 1), tuple(range(0, 4096, 8))]
+    "ranks",
+    [(), (5,), (0, 1), (0, 1, 2, 3), (0, 2, 4, 6), (0, 1, 2, 8, 10, 12, 31), (7, 3, 1), tuple(range(0, 4096, 8))],
 )
 def test_ranks_in_few_letters(ranks):
     assert ranks_of(ranks_text(ranks)) == ranks
@@ -148,7 +149,9 @@ def test_a_rank_tells_its_stacks_whatever_it_does(tmp_path):
     process = subprocess.Popen([sys.executable, str(tmp_path / "script.py")], env=environ)
     try:
         deadline = time.monotonic() + 30
-        while (found := read(tmp_path / "5")) is None or not _is_stuck(threads := stacks.ask(tmp_path, {5: process.pid}, [5])):
+        while (found := read(tmp_path / "5")) is None or not _is_stuck(
+            threads := stacks.ask(tmp_path, {5: process.pid}, [5])
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         (main,) = (thread for thread in threads[5] if thread.ident == found.main_thread)

@@ -11,12 +11,13 @@ import time
 import pytest
 
 from smp_config import ConfigError, whereabouts
+from smp_config.limits import HANG_VARIABLE, hang_seconds
 from smp_config.records import FailureRecord
-from smp_config.whereabouts import COLLECTIVE, PUBLIC, Call, Line, Notes, Waiting, Whereabouts
+from smp_config.whereabouts import COLLECTIVE, PUBLIC, Call, Line, Waiting, Whereabouts
 from smp_launch.failure import FailureCollector
 from smp_launch.watch import watch as watches
 from smp_launch.watch.local_ranks import LocalRanks
-from smp_launch.watch.patience import Patience, hang_seconds
+from smp_launch.watch.patience import Patience
 from smp_launch.watch.position import Position, Standing, position_of
 from smp_launch.watch.report import cause_of_hang, text_of, write_report
 from smp_launch.watch.stacks import Frame, Thread, parse
@@ -37,7 +38,9 @@ def collective(number, line, name="all_reduce", size=8, members=EVERYONE):
 
 
 def position(rank, standing=Standing.WAITING, line=10, calls=(), wait=None, step=4, **more):
-    where = Whereabouts(100 + rank, rank, 1, 0.0, step, -1, "forward", "", "", 0.0, tuple(calls), (wait,) if wait else ())
+    where = Whereabouts(
+        100 + rank, rank, 1, 0.0, step, -1, "forward", "", "", 0.0, tuple(calls), (wait,) if wait else ()
+    )
     call = wait.what if wait else "smp.barrier"
     return Position(where, standing, more.pop("seconds", 61.0), Line("train.py", line), call=call, wait=wait, **more)
 
@@ -127,7 +130,9 @@ def test_of_two_ranks_the_one_that_skips_a_call_is_told_by_what_follows(skips):
 
 def test_of_many_ranks_the_one_that_differs():
     most = [public(1, "the step a", 5), public(2, "smp.barrier", 6)]
-    found = of(*(position(r, calls=most) for r in (0, 1, 3)), position(2, calls=[most[0], public(2, "smp.allgather", 8)]))
+    found = of(
+        *(position(r, calls=most) for r in (0, 1, 3)), position(2, calls=[most[0], public(2, "smp.allgather", 8)])
+    )
     assert found.rank == 2
     assert "smp.allgather" in found.text
 
@@ -141,7 +146,17 @@ def test_all_in_the_same_call_may_be_the_network():
 
 
 def record(waits=(), main=1, **more):
-    values = dict(pid=1, rank=0, main_thread=main, when=0.0, step=1, microbatch=-1, phase="forward", left="", long="")
+    values = {
+        "pid": 1,
+        "rank": 0,
+        "main_thread": main,
+        "when": 0.0,
+        "step": 1,
+        "microbatch": -1,
+        "phase": "forward",
+        "left": "",
+        "long": "",
+    }
     return Whereabouts(**{**values, "long_until": 0.0, "calls": (), "waits": tuple(waits), **more})
 
 
@@ -154,7 +169,11 @@ LOADER = ("/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py", 3
 REDUCE = ("/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3, "all_reduce")
 LINEAR = ("/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", 3, "forward")
 OURS = (whereabouts.__file__, 3, "enter")
-PIPELINE = (os.path.join(os.path.dirname(os.path.dirname(whereabouts.__file__)), "smp_runtime/pipeline/execution/task.py"), 3, "run")
+PIPELINE = (
+    os.path.join(os.path.dirname(os.path.dirname(whereabouts.__file__)), "smp_runtime/pipeline/execution/task.py"),
+    3,
+    "run",
+)
 LOCK = (__import__("queue").__file__, 3, "get")
 
 
@@ -222,14 +241,14 @@ def test_patience_grows_with_the_steps_and_not_with_the_first():
 
 def test_what_the_user_has_set_holds_as_it_is():
     assert hang_seconds({}) is None
-    patience = Patience.from_environment({whereabouts.HANG_VARIABLE: "7.5"})
+    patience = Patience.from_environment({HANG_VARIABLE: "7.5"})
     # But what only builds or compiles may take a minute, until the job is in its stride.
     assert (patience.seconds, patience.longer, patience.watches) == (7.5, 60.0, True)
     assert (in_stride(7.5).seconds, in_stride(7.5).longer) == (7.5, 7.5)
-    assert not Patience.from_environment({whereabouts.HANG_VARIABLE: "0"}).watches
+    assert not Patience.from_environment({HANG_VARIABLE: "0"}).watches
     for text in ("-1", "nan", "inf", "soon"):
         with pytest.raises(ConfigError, match=r"SMP_HANG_SECONDS is .* counts the seconds"):
-            hang_seconds({whereabouts.HANG_VARIABLE: text})
+            hang_seconds({HANG_VARIABLE: text})
 
 
 # -- the watch itself, over processes that sleep -----------------------------------------------------------------------
@@ -255,7 +274,10 @@ def sleeper(tmp_path):
 
 
 #: In a file of this library's, as a wait is.
-WAITS = "slot = n.open_wait('all_reduce', (0, 1)); import time; exec(compile('def wait(): time.sleep(1000)', w.__file__, 'exec')); wait()"
+WAITS = (
+    "slot = n.open_wait('all_reduce', (0, 1)); import time; "
+    "exec(compile('def wait(): time.sleep(1000)', w.__file__, 'exec')); wait()"
+)
 
 
 def in_stride(seconds):

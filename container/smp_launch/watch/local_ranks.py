@@ -6,13 +6,15 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from smp_config import whereabouts
-from smp_config.whereabouts import Glance, Whereabouts
 from smp_launch.watch import stacks
 from smp_launch.watch.position import Position, position_of
 from smp_launch.watch.states import State, is_active, state_of
+
+if TYPE_CHECKING:
+    from smp_config.whereabouts import Glance, Whereabouts
 
 #: Seconds over which it is seen whether a process computes.
 _SAMPLE_SECONDS = 0.5

@@ -16,9 +16,9 @@ from typing import IO
 
 from pydantic import TypeAdapter, ValidationError
 
-from smp_config.whereabouts import Glance
+from smp_config.whereabouts import Glance  # noqa: TC001 - pydantic reads it
 from smp_launch.watch.local_ranks import LocalRanks
-from smp_launch.watch.position import Position
+from smp_launch.watch.position import Position  # noqa: TC001 - as above
 
 #: Requests of the leader.
 GLANCE, WHERE = "smp-glance", "smp-where"
@@ -109,7 +109,7 @@ class OtherHost:
                 *lines, rest = self._heard.split(b"\n")
                 self._heard = bytearray(rest)
                 for line in lines:
-                    self._take(line)
+                    self._take(bytes(line))
                 if lines:
                     return True
                 seconds = min(seconds, 1.0)

@@ -6,9 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
-from smp_config.errors import ConfigError
-from smp_config.limits import timeout_seconds
-from smp_config.whereabouts import HANG_VARIABLE
+from smp_config.limits import hang_seconds, timeout_seconds
 
 #: Where the user has set nothing: steps, and seconds at least.
 _STEPS = 10.0
@@ -19,23 +17,6 @@ _LONGER = 10.0
 
 #: Steps whose durations count.
 _REMEMBERED = 101
-
-
-def hang_seconds(environ: Mapping[str, str]) -> float | None:
-    """What the user has set: seconds, 0 for no watch, None where nothing is; ConfigError for what is no such number."""
-    text = environ.get(HANG_VARIABLE, "")
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise ConfigError(
-            f"{HANG_VARIABLE} is {text!r}; it counts the seconds without progress after which a job hangs: set a number above 0, or 0 "
-            "for no watch"
-        )
-    return value
 
 
 class Patience:
@@ -63,7 +44,7 @@ class Patience:
         return self._given != 0
 
     def saw(self, step: int, when: float) -> None:
-        """The job is in its ``step``\\ -th step at ``when``."""
+        r"""The job is in its ``step``\\ -th step at ``when``."""
         if self._at is None or step < self._at[0]:
             self._at = step, when
         elif step > self._at[0]:

@@ -6,13 +6,15 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from smp_config.limits import HANG_VARIABLE
 from smp_config.rank_lists import ranks_text
-from smp_config.whereabouts import HANG_VARIABLE
 from smp_launch.failure import Cause
-from smp_launch.watch.position import Position
-from smp_launch.watch.watch import Hang
+
+if TYPE_CHECKING:
+    from smp_launch.watch.position import Position
+    from smp_launch.watch.watch import Hang
 
 #: In the folder of the job's output.
 TEXT_NAME = "hang-report.txt"
@@ -27,7 +29,7 @@ def cause_of_hang(hang: Hang, host_of: Callable[[int], str]) -> Cause:
     rank = hang.verdict.rank
     who = "hang" if rank is None else f"rank {rank} ({host_of(rank)}): hang"
     detail = (
-        f"Nothing went on for {hang.seconds:.0f} s. All ranks, their calls and their stacks are in {TEXT_NAME} in the job's output; "
+        f"Nothing went on for {hang.seconds:.0f} s. The calls and stacks of all ranks are in {TEXT_NAME} in the job's output; "
         f"{HANG_VARIABLE} sets another number of seconds, or 0 for no watch.\n\n" + summary(hang.positions)
     )
     return Cause(f"{who}: {hang.verdict.text}", detail)
@@ -72,7 +74,10 @@ def text_of(hang: Hang) -> str:
             lines.append(f"call {call.position}: {call.content}{of}" + (f" at {call.line}" if call.line else ""))
         for thread in position.threads:
             main = " (main)" if thread.ident == position.where.main_thread else ""
-            lines += [f"thread {thread.ident:#x}{main}, innermost call first:", *(f"  {frame}" for frame in thread.frames)]
+            lines += [
+                f"thread {thread.ident:#x}{main}, innermost call first:",
+                *(f"  {frame}" for frame in thread.frames),
+            ]
         if not position.threads:
             lines.append("no stacks: the process could not write them")
     return "\n".join(lines) + "\n"

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from smp_config.errors import ConfigError
 from smp_config.whereabouts import FOLDER_VARIABLE
 from smp_launch.environment import JOB_NAME_VARIABLE
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.patience import Patience
-from smp_launch.watch.position import Position
 from smp_launch.watch.verdict import Verdict, find
 from smp_launch.watch.watch import Watch
+
+if TYPE_CHECKING:
+    from smp_launch.watch.position import Position
 
 #: Seconds without a sign of life after which a rank is said to stand still, when somebody asks.
 _STILL_SECONDS = 2.0

@@ -111,8 +111,8 @@ def _mismatch(positions: Mapping[int, Position]) -> Verdict | None:
             return Verdict(
                 odd,
                 f"has called {calls[odd].content} at {positions[odd].at()}, but rank {other} {calls[other].content} at "
-                f"{positions[other].at()}, as collective {number} of ranks {ranks_text(members)}; all ranks of a group must make the same "
-                "calls, with tensors of the same shape",
+                f"{positions[other].at()}, as collective {number} of ranks {ranks_text(members)}; all ranks of a group must make "
+                "the same calls, with tensors of the same shape",
             )
     return None
 
@@ -150,15 +150,14 @@ def _other_call(positions: Mapping[int, Position]) -> Verdict | None:
         odd = _deviant(calls, lambda call: call.name)
         other = next(rank for rank in calls if calls[rank].name != calls[odd].name)
         # Of two, the one whose call the other makes next has left one out.
-        if len(calls) == 2 and _next_name(public[odd], number) == calls[other].name:
-            if _next_name(public[other], number) != calls[odd].name:
-                odd, other = other, odd
+        goes_on_as_other = _next_name(public[odd], number) == calls[other].name
+        if len(calls) == 2 and goes_on_as_other and _next_name(public[other], number) != calls[odd].name:
+            odd, other = other, odd
         made, missed = calls[odd], calls[other]
         return Verdict(
             odd,
-            f"has called {made.name} at {positions[odd].at() if made.line == positions[odd].line else made.line}, where rank {other} "
-            f"called {missed.name} at {missed.line}: it has left that call out, or made one that the others have not; make the same "
-            "calls on every rank: look for an `if` that depends on the rank",
+            f"has called {made.name} at {made.line}, where rank {other} called {missed.name} at {missed.line}: it has left that "
+            "call out, or made one that the others have not; make the same calls on every rank: look for an `if` on the rank",
         )
     return None
 
@@ -181,9 +180,7 @@ def _open_collectives(positions: Mapping[int, Position]) -> list[tuple[tuple[int
     return sorted(found, key=lambda pair: (pair[1], pair[0]))
 
 
-def _collective(
-    positions: Mapping[int, Position], rank: int, members: tuple[int, ...], number: int
-) -> Call | None:
+def _collective(positions: Mapping[int, Position], rank: int, members: tuple[int, ...], number: int) -> Call | None:
     calls: Iterable[Call] = positions[rank].where.calls if rank in positions else ()
     return next(
         (c for c in calls if c.kind == COLLECTIVE and c.members == members and c.number == number),

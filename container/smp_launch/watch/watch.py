@@ -6,14 +6,17 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from smp_config.whereabouts import Glance
 from smp_launch.processes import all_processes, below
-from smp_launch.watch.local_ranks import Ranks
-from smp_launch.watch.patience import Patience
 from smp_launch.watch.position import Position, Standing
 from smp_launch.watch.states import name_of, state_of
 from smp_launch.watch.verdict import Verdict, find
+
+if TYPE_CHECKING:
+    from smp_config.whereabouts import Glance
+    from smp_launch.watch.local_ranks import Ranks
+    from smp_launch.watch.patience import Patience
 
 #: Seconds between two looks, at most; less where patience is short.
 _LOOK_SECONDS = 1.0
@@ -130,7 +133,8 @@ class Watch:
         still = {
             rank
             for rank, p in positions.items()
-            if rank not in gone and p.seconds >= (patience if gone.intersection(p.whom) else self._patience.seconds * 0.8)
+            if rank not in gone
+            and p.seconds >= (patience if gone.intersection(p.whom) else self._patience.seconds * 0.8)
         }
         while True:
             moving = positions.keys() - still - gone

@@ -107,8 +107,8 @@ class ControlPlane:
         at = f" ({os.path.basename(file)}:{line})" if file else ""
         if _TIMED_OUT.search(said):
             return DeadlineError(
-                f"rank {self.rank} waited {timeout_seconds():g} s in {call or 'a collective'}{at} for another rank ({said}); let every "
-                "rank make the same calls in the same order, or raise SMP_TIMEOUT_SECONDS"
+                f"rank {self.rank} waited {timeout_seconds():g} s in {call or 'a collective'}{at} for another rank ({said}); let "
+                "every rank make the same calls in the same order, or raise SMP_TIMEOUT_SECONDS"
             )
         if not _CUT_OFF.search(said):
             return None

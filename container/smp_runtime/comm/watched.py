@@ -1,24 +1,24 @@
-"""Collectives that leave a note of themselves: which, in which group, the how-manieth there, and whether this rank waits for them."""
+"""Collectives that leave a note of themselves: which, in which group, the how-manieth there, whether this rank waits for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from smp_config.whereabouts import Notes
-from smp_runtime.comm.collectives import Collectives, Work
-
+if TYPE_CHECKING:
+    from smp_config.whereabouts import Notes
+    from smp_runtime.comm.collectives import Collectives, Work
 
 _NAMES = ("all_reduce", "broadcast", "reduce_scatter", "all_gather", "all_to_all")
 
 
 @dataclass
 class _Group:
-    """A process group (held, so that its identifier stays its own), its ranks as noted, and how many collectives have begun in it."""
+    """A process group, held so that its identifier stays its own; its ranks as noted, and how many collectives have begun in it."""
 
     group: dist.ProcessGroup
     size: int
@@ -61,9 +61,7 @@ class WatchedCollectives:
         """See :class:`Collectives`."""
         return self._watched("all_to_all", sent, group, lambda: self._inner.all_to_all(received, sent, group))
 
-    def _watched(
-        self, name: str, tensor: torch.Tensor, group: dist.ProcessGroup, start: Callable[[], Work]
-    ) -> Work:
+    def _watched(self, name: str, tensor: torch.Tensor, group: dist.ProcessGroup, start: Callable[[], Work]) -> Work:
         known = self._groups.get(id(group))
         if known is None:
             members = tuple(dist.get_process_group_ranks(group))
