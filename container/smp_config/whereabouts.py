@@ -382,6 +382,8 @@ def begin(environ: Mapping[str, str], rank: int) -> Notes:
         return _notes
     if STACKS_SIGNAL is not None:
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+    if not faulthandler.is_enabled():  # else the script's user wants to see them
+        faulthandler.enable(file=stacks)  # a crash in native code leaves them, too
     kept.on_phase, kept.explain, _notes = _notes.on_phase, _notes.explain, kept
     os.register_at_fork(after_in_child=_forget)
     return kept

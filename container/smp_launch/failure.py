@@ -81,6 +81,7 @@ class FailureCollector:
 
     Attributes:
         release_at: when :meth:`release` is due, in seconds of ``time.monotonic()``; infinity when nothing is held back.
+        last_seen: where ranks were before they ended, as far as it is known.
     """
 
     host_of: Callable[[int], str]
@@ -88,6 +89,7 @@ class FailureCollector:
     records: list[FailureRecord] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
     release_at: float = float("inf")
+    last_seen: dict[int, str] = field(default_factory=dict)
     _block: list[str] | None = None
 
     @property
@@ -192,8 +194,8 @@ class FailureCollector:
         if code is not None and (record is None or self._came_first(code, is_told, ended_unheard)):
             rank, number = code
             return Cause(
-                f"rank {rank} ({self.host_of(rank)}): ended with exit code {number}; it did not raise an exception, so the "
-                "script or a library called os._exit: its last words are in the log",
+                f"rank {rank} ({self.host_of(rank)}): ended with exit code {number}{self._where(rank)}; it did not raise an exception, "
+                "so the script or a library called os._exit: its last words are in the log",
                 self.consequences(),
             )
         if record is not None:
@@ -236,6 +238,9 @@ class FailureCollector:
         # A rank that raises ends with 1, so that another code is not that of one who has told why.
         return is_told or (number != 1 and not any(r.error_type in _OWN_CODES for r in self.records))
 
+    def _where(self, rank: int) -> str:
+        return f" {self.last_seen[rank]}" if rank in self.last_seen else ""
+
     def consequences(self) -> str:
         """What the ranks told, where something else is the cause."""
         return "\n\n".join(f"then {r.headline()}\n{r.traceback}" for r in self.records)
@@ -254,7 +259,8 @@ class FailureCollector:
             )
         hint = _HINTS.get(signal.Signals(number)) if number in set(signal.Signals) else None
         return Cause(
-            f"{where}: was killed by signal {number} ({_signal_name(number)})" + (f": {hint}" if hint else ""),
+            f"{where}: was killed by signal {number} ({_signal_name(number)}){self._where(rank)}"
+            + (f": {hint}" if hint else ""),
             self.consequences(),
         )
 

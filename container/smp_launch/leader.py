@@ -35,7 +35,7 @@ from smp_launch.supervise import (
 )
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.patience import Patience
-from smp_launch.watch.report import cause_of_hang, write_report
+from smp_launch.watch.report import cause_of_hang, last_seen, write_report
 from smp_launch.watch.watch import Watch
 
 if TYPE_CHECKING:
@@ -200,6 +200,7 @@ def run_job(
         outcome = supervisor.run(command, passed, job.training.tree.code_dir)
         if dirs.session:
             collector.read_reports(dirs.session)
+        collector.last_seen = last_seen(records)
     show(collector.finish(), 2)
     if outcome.hang is not None:
         write_report(job.training.tree.output_data_dir, outcome.hang)

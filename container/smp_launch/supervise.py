@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -267,7 +268,11 @@ class Supervisor:
         """End a job whose ranks hang; what has failed, or was stopped, ends by its own deadline."""
         if self.watch is None or self._failure_seen or self._outcome.stopped_by or self._outcome.hang:
             return
-        self._outcome.hang = self.watch.look()
+        try:
+            self._outcome.hang = self.watch.look()
+        except Exception:  # nothing that is wrong with the watch may end a job
+            say(f"the watch over hangs has failed, and the job goes on without it:\n{traceback.format_exc()}")
+            self.watch = None
         if self._outcome.hang is not None:
             self._expect(0.0, "hung")
 

@@ -43,9 +43,9 @@ class Data(torch.utils.data.Dataset):
         return 64 * args.steps
 
     def __getitem__(self, index):
-        if ME and args.hang == "dataset" and index == 8 * args.step:
+        if ME and args.hang == "dataset" and index >= 16 * args.step:
             time.sleep(FOREVER)  # <- dataset
-        if ME and args.hang in ("worker", "workers_lock") and index == 8 * args.step:
+        if ME and args.hang in ("worker", "workers_lock") and index >= 16 * args.step:
             if args.hang == "worker":
                 time.sleep(FOREVER)
             threading.Lock().acquire()

@@ -19,7 +19,7 @@ from smp_launch.watch import watch as watches
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.patience import Patience
 from smp_launch.watch.position import Position, Standing, position_of
-from smp_launch.watch.report import cause_of_hang, text_of, write_report
+from smp_launch.watch.report import cause_of_hang, last_seen, text_of, write_report
 from smp_launch.watch.stacks import Frame, Thread, parse
 from smp_launch.watch.states import State
 from smp_launch.watch.verdict import find
@@ -365,3 +365,26 @@ def test_most_ranks_are_right_about_whose_connection_is_lost():
     assert headline(told(1, (3,), 1.0), told(3, (0, 1, 2), 1.1)) == "rank 3: ConnectionLostError: told by 3"
     # Each of two blames the other: the first word.
     assert headline(told(1, (0,), 1.0), told(0, (1,), 1.1)) == "rank 1: ConnectionLostError: told by 1"
+
+
+# -- ranks that have ended without a word -------------------------------------------------------------------------------
+
+
+def test_a_rank_that_was_killed_is_told_with_its_last_line_and_one_that_crashed_with_its_stack(tmp_path, sleeper):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "def step():\n    n.call('the step a')\n    os.abort() if crashes else time.sleep(1000)\nstep()\n"
+    )
+    run = f"import os, time; exec(compile(open({str(script)!r}).read(), {str(script)!r}, 'exec'))"
+    killed, crashed = sleeper(0, f"crashes = False; {run}"), sleeper(1, f"crashes = True; {run}")
+    crashed.wait()
+    while not whereabouts.read(tmp_path / "0").calls:
+        time.sleep(0.01)
+    killed.kill()
+    seen = last_seen(tmp_path)
+    assert seen[0] == "in forward of step 2, last seen at train.py:2 (n.call('the step a'))"
+    assert seen[1] == "in forward of step 2, at train.py:3 (os.abort() if crashes else time.sleep(1000))"
+    collector = FailureCollector(lambda rank: f"algo-{rank}", last_seen=seen, mpirun=False)
+    said = collector.first_cause(-signal.SIGABRT, first_ended=1).headline
+    assert said.startswith(f"rank 1 (algo-1): was killed by signal 6 (SIGABRT) {seen[1]}: native code gave up")
+    assert last_seen(tmp_path / "absent") == {}

@@ -28,7 +28,7 @@ from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
 from smp_launch.supervise import FAILURE_PATIENCE, FAILURE_PATIENCE_ALONE, Supervisor, grace_seconds, say, show
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.patience import Patience
-from smp_launch.watch.report import cause_of_hang, write_report
+from smp_launch.watch.report import cause_of_hang, last_seen, write_report
 from smp_launch.watch.watch import Watch
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ class LocalJob:
                 supervisor.watch = Watch([LocalRanks(reports)], patience, surroundings.size)
             outcome = supervisor.run(self.command(), passed, os.getcwd())
             collector.read_reports(reports)
+            collector.last_seen = last_seen(reports)
         show(collector.finish(), 2)
         if outcome.hang is not None:
             if (report := write_report(Path.cwd(), outcome.hang)) is not None:

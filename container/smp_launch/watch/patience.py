@@ -15,6 +15,9 @@ _LEAST_SECONDS = 60.0
 #: How much longer a rank may take that computes or moves data, and whatever comes before the job is in its stride.
 _LONGER = 10.0
 
+#: The step with which a job is in its stride.
+_IN_STRIDE = 3
+
 #: Steps whose durations count.
 _REMEMBERED = 101
 
@@ -32,6 +35,7 @@ class Patience:
         self._most = most
         self._steps: deque[float] = deque(maxlen=_REMEMBERED)
         self._at: tuple[int, float] | None = None
+        self._furthest = 0
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Patience:
@@ -45,6 +49,7 @@ class Patience:
 
     def saw(self, step: int, when: float) -> None:
         r"""The job is in its ``step``\\ -th step at ``when``."""
+        self._furthest = max(self._furthest, step)
         if self._at is None or step < self._at[0]:
             self._at = step, when
         elif step > self._at[0]:
@@ -56,8 +61,8 @@ class Patience:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether a step has ended, after which the job is in its stride."""
-        return bool(self._steps)
+        """Whether the job is in its stride: its first steps build and compile."""
+        return self._furthest >= _IN_STRIDE
 
     @property
     def seconds(self) -> float:

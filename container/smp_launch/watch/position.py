@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from smp_config.script_lines import is_ours, is_script_s, is_standard
-from smp_config.whereabouts import Line, Waiting, Whereabouts
+from smp_config.whereabouts import BETWEEN, Line, Waiting, Whereabouts
 from smp_launch.watch.stacks import Frame, Thread  # noqa: TC001 - pydantic reads the class
 from smp_launch.watch.states import State  # noqa: TC001 - as above
 
@@ -78,6 +78,13 @@ class Position:
         if len(source) > _SHOWN_CHARACTERS:
             source = source[: _SHOWN_CHARACTERS - 1] + "…"
         return f"{self.line} ({source})" if source else str(self.line)
+
+
+def moment(where: Whereabouts) -> str:
+    """When in its course a rank is, as in ``in backward of step 30``."""
+    if where.phase == BETWEEN:
+        return f"after step {where.step}"
+    return f"in {where.phase} of step {where.step}" if where.step else "before the first step"
 
 
 def position_of(

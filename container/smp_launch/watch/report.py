@@ -8,9 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smp_config import whereabouts
 from smp_config.limits import HANG_VARIABLE
 from smp_config.rank_lists import ranks_text
 from smp_launch.failure import Cause
+from smp_launch.watch import stacks
+from smp_launch.watch.position import moment, position_of
+from smp_launch.watch.states import State
 
 if TYPE_CHECKING:
     from smp_launch.watch.position import Position
@@ -47,6 +51,17 @@ def describe(position: Position) -> str:
     doing = f"waits in {position.call}" if position.standing.value == "waiting" else position.doing or "goes on"
     whom = f" for {_listed(position.whom)}" if position.whom and position.standing.value == "waiting" else ""
     return f"rank {position.rank}: {step}{where.phase}, {position.seconds:.0f} s: {doing}{whom}, at {position.at()}"
+
+
+def last_seen(folder: Path) -> dict[int, str]:
+    """Where ranks were that have ended, as in ``in backward of step 30, last seen at train.py:40 (…)``; none without a note."""
+    found = {}
+    for rank, where in whereabouts.read_all(folder).items():
+        if where.step or where.line:
+            threads = stacks.left_by_crash(folder, rank)
+            position = position_of(where, State("S"), threads, where.when, is_active=False)
+            found[rank] = f"{moment(where)}, {'at' if threads else 'last seen at'} {position.at()}"
+    return found
 
 
 def write_report(folder: Path, hang: Hang) -> Path | None:

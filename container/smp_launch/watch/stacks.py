@@ -16,6 +16,7 @@ _PATIENCE = 2.0
 _PAUSE = 0.02
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
+_CRASH = "Fatal Python error"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 
@@ -79,6 +80,15 @@ def ask(folder: Path, pids: dict[int, int], among: Collection[int]) -> dict[int,
     while (_read_on(folder, before, texts) or texts.keys() != before.keys()) and time.monotonic() < deadline:
         time.sleep(_PAUSE)  # files tell nobody that they have grown
     return {rank: parse(text) for rank, text in texts.items()}
+
+
+def left_by_crash(folder: Path, rank: int) -> tuple[Thread, ...]:
+    """The stacks that a rank has left that crashed in native code."""
+    try:
+        text = (folder / f"{rank}{STACKS_SUFFIX}").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ()
+    return parse(text.rpartition(_CRASH)[2]) if _CRASH in text else ()
 
 
 def _read_on(folder: Path, before: dict[int, int], texts: dict[int, str]) -> bool:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from smp_config.rank_lists import ranks_text
-from smp_config.whereabouts import BETWEEN, COLLECTIVE, PUBLIC, Call, Whereabouts
-from smp_launch.watch.position import Position, Standing
+from smp_config.whereabouts import COLLECTIVE, PUBLIC, Call, Whereabouts
+from smp_launch.watch.position import Position, Standing, moment
 
 #: Groups of waiting ranks that a headline tells of.
 _SHOWN_GROUPS = 3
@@ -52,16 +52,9 @@ def find(positions: Mapping[int, Position], seconds: float) -> Verdict:
     return _circle(everyone, seconds)
 
 
-def _who(position: Position) -> str:
-    step = position.where.step
-    if position.where.phase == BETWEEN:
-        return f"after step {step}"
-    return f"in {position.where.phase} of step {step}" if step else "before the first step"
-
-
 def _stopped(position: Position) -> str:
     return (
-        f"{position.doing} since {position.seconds:.0f} s, {_who(position)}, last seen at {position.at()}; kill -CONT "
+        f"{position.doing} since {position.seconds:.0f} s, {moment(position.where)}, last seen at {position.at()}; kill -CONT "
         f"{position.where.pid} lets it go on"
     )
 
@@ -75,7 +68,7 @@ def _of_script(in_script: Sequence[Position], everyone: Sequence[Position]) -> V
     others = [p for p in in_script if p.rank != first.rank and p.line == first.line]
     also = f" (and so {_ranks(p.rank for p in others)})" if others else ""
     doing = "computes, or moves data, but does not go on" if first.is_active else first.doing or "does not go on"
-    text = f"has been at {first.at()} for {first.seconds:.0f} s{also}, {_who(first)}: it {doing}"
+    text = f"has been at {first.at()} for {first.seconds:.0f} s{also}, {moment(first.where)}: it {doing}"
     return Verdict(
         first.rank,
         text + _waiting(everyone, {p.rank for p in in_script}),
@@ -134,7 +127,7 @@ def _missing_collective(positions: Mapping[int, Position]) -> Verdict | None:
             return Verdict(
                 late.rank,
                 f"has not made the call {first.call} that rank {first.rank} made at {first.at()}: it waits in {late.call} at "
-                f"{late.at()}, {_who(late)}; all ranks of {ranks_text(members)} must make the same calls in the same order",
+                f"{late.at()}, {moment(late.where)}; all ranks of {ranks_text(members)} must make the same calls in the same order",
             )
     return None
 
@@ -166,7 +159,7 @@ def _circle(everyone: Sequence[Position], seconds: float) -> Verdict:
     """All wait, and nothing says which of them should not."""
     lines = Counter((p.call, p.line) for p in everyone)
     first = min(everyone, key=lambda p: (lines[p.call, p.line], -p.rank))
-    text = f"has waited in {first.call or 'a call'} at {first.at()} for {first.seconds:.0f} s, {_who(first)}"
+    text = f"has waited in {first.call or 'a call'} at {first.at()} for {first.seconds:.0f} s, {moment(first.where)}"
     others = [p for p in everyone if p.rank != first.rank]
     if len(lines) == 1 and others:
         text += f"; all ranks wait there for {seconds:.0f} s: the connection between them may be broken"
