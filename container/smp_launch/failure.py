@@ -193,9 +193,10 @@ class FailureCollector:
                 return self._killed(rank, number, stopped_by)
         if code is not None and (record is None or self._came_first(code, is_told, ended_unheard)):
             rank, number = code
+            who = f"rank {rank} ({self.host_of(rank)})"
             return Cause(
-                f"rank {rank} ({self.host_of(rank)}): ended with exit code {number}{self._where(rank)}; it did not raise an exception, "
-                "so the script or a library called os._exit: its last words are in the log",
+                f"{who}: ended with exit code {number}{self._where(rank)}; it did not raise an exception, so the "
+                "script or a library called os._exit: its last words are in the log",
                 self.consequences(),
             )
         if record is not None:
