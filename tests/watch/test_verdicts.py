@@ -91,6 +91,13 @@ def test_one_that_computes_may_only_be_slow():
     assert (both.rank, both.is_certain) == (2, True)
 
 
+def test_of_two_in_the_script_the_one_that_is_behind():
+    """On a GPU the other waits for it where it reads a value."""
+    ahead = position(0, Standing.SCRIPT, line=10, seconds=90, calls=[collective(7, 10)])
+    behind = position(1, Standing.SCRIPT, line=20, is_active=True, calls=[collective(6, 10)])
+    assert of(ahead, behind).rank == 1
+
+
 def test_uneven_steps_say_who_ran_how_many():
     found = of(position(0, wait=waiting(9, 10), step=10), position(1, Standing.LEFT, step=8))
     assert found.rank == 1

@@ -63,6 +63,8 @@ def _of_script(in_script: Sequence[Position], everyone: Sequence[Position]) -> V
     """Some ranks are in the script's code: of these, those that others wait for, longest first."""
     awaited = {rank for p in everyone for rank in p.whom}
     blamed = [p for p in in_script if p.rank in awaited] or list(in_script)
+    # On a GPU collectives are queued, and a rank waits for them wherever it reads a value: it is ahead of the one that has not come.
+    blamed = [p for p in blamed if not any(_is_ahead(p, other) for other in blamed)] or blamed
     # Where all wait for one that computes and another that does not, the second cannot come.
     first = min(blamed, key=lambda p: (p.is_active, -p.seconds, p.rank))
     others = [p for p in in_script if p.rank != first.rank and p.line == first.line]
@@ -184,6 +186,12 @@ def _collective(positions: Mapping[int, Position], rank: int, members: tuple[int
 def _count(where: Whereabouts, members: tuple[int, ...]) -> int:
     """How many collectives of a group a rank has begun, as far as its record reaches."""
     return max((c.number for c in where.calls if c.kind == COLLECTIVE and c.members == members), default=0)
+
+
+def _is_ahead(position: Position, other: Position) -> bool:
+    """Whether a rank has begun a collective that another of the same group has not."""
+    groups = {call.members for call in position.where.calls if call.kind == COLLECTIVE and other.rank in call.members}
+    return any(_count(position.where, members) > _count(other.where, members) for members in groups)
 
 
 def _deviant(calls: Mapping[int, Call], key: Callable[[Call], str]) -> int:
