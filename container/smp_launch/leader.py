@@ -125,7 +125,7 @@ class Job:
         if not self.patience.watches:
             return None
         passed[FOLDER_VARIABLE] = str(records)
-        return Watch([LocalRanks(records), *(others.ranks() if others is not None else ())], self.patience)
+        return Watch([LocalRanks(records, wakes=True), *(others.ranks() if others is not None else ())], self.patience)
 
     def describe(self) -> str:
         """One line for the log: hosts, processes, program."""

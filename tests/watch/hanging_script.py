@@ -187,12 +187,46 @@ def user_code(step):
         server.bind(("127.0.0.1", 0))
         server.listen()
         server.accept()  # <- socket
-    if hangs("pause", step):
-        signal.pause()  # <- pause
+    if hangs("sigwait", step):
+        signal.sigwait({signal.SIGHUP})  # <- sigwait
+    if hangs("poll", step):
+        while not os.path.exists("/nowhere"):  # <- poll
+            time.sleep(0.01)  # <- poll
+    if hangs("spin_torch", step):
+        a = torch.eye(64)
+        while True:  # <- spin_torch
+            a = a @ a  # <- spin_torch
+    if hangs("future", step):
+        from concurrent.futures import Future
+
+        Future().result()  # <- future
+    if hangs("process_queue", step):
+        import multiprocessing
+
+        multiprocessing.Queue().get()  # <- process_queue
+    if hangs("select", step):
+        import select
+
+        select.select([os.open(fifo, os.O_RDWR)], [], [])  # <- select
+    if hangs("pool", step):
+        import multiprocessing
+
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            pool.apply(time.sleep, (FOREVER,))  # <- pool
+    if hangs("send", step):
+        smp.send("x", (smp.rank() + 1) % smp.size(), smp.RankType.WORLD_RANK)  # <- send
+    if hangs("dp_barrier", step):
+        smp.dp_barrier()  # <- dp_barrier
+    if args.hang == "branch" and step == args.step:
+        if ME:
+            smp.allgather(1, smp.WORLD)  # <- branch
+        else:
+            smp.barrier()  # <- branch
     if hangs("stop", step):
         os.kill(os.getpid(), signal.SIGSTOP)  # <- stop
     if hangs("stop_mpirun", step):
         os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(FOREVER)
     if hangs("extra_barrier", step):
         smp.barrier()  # <- extra_barrier
     if args.hang == "skipped_barrier" and step == args.step and not ME:

@@ -10,11 +10,11 @@ pytestmark = [pytest.mark.job, pytest.mark.timeout(120)]
 SECONDS = 6.0
 
 #: Kinds on every topology: what a script of its own does on one rank, between two steps.
-OWN = """sleep spin spin_c lock thread_lock join event queue input fifo process socket pause stop extra_barrier
-    extra_allgather recv torch_barrier torch_extra_reduce generator dataset worker workers_lock at_end""".split()
+OWN = """sleep poll spin spin_c spin_torch lock thread_lock join event queue future process_queue pool input select fifo process
+    socket sigwait stop generator dataset worker workers_lock at_end""".split()
 #: Ranks that call different things.
-CALLS = """skipped_barrier torch_swapped save_one save_all_but_one extra_state skip_optimizer step_only_one other_step
-    uneven""".split()
+CALLS = """extra_barrier extra_allgather dp_barrier branch send recv skipped_barrier torch_barrier torch_extra_reduce torch_swapped
+    save_one save_all_but_one step_only_one uneven""".split()
 INSIDE = "step_function forward forward_spin backward".split()
 
 SAMPLE = [("sleep", "dp 2"), ("stop", "sharding 4"), ("forward", "pp 2"), ("save_one", "dp 2"), ("uneven", "dp 2")]
@@ -22,12 +22,12 @@ ALL = [
     *((kind, "dp 2") for kind in (*OWN, *CALLS, *INSIDE)),
     *(
         (kind, "pp 2")
-        for kind in ("sleep", "lock", "dataset", "save_one", "forward", "backward", "stop", "skip_optimizer")
+        for kind in ("sleep", "lock", "dataset", "save_one", "forward", "backward", "stop", "extra_state")
     ),
     *((kind, "pp 2 × dp 2") for kind in ("event", "forward_spin", "extra_barrier", "stop", "skip_step", "uneven")),
     *(
         (kind, "sharding 4")
-        for kind in ("queue", "skip_optimizer", "other_step", "forward", "stop", "save_all_but_one")
+        for kind in ("queue", "skip_optimizer", "forward", "stop", "save_all_but_one")
     ),
     *((kind, "tp 2 × dp 2") for kind in ("spin", "recv", "step_function", "stop", "worker", "skipped_barrier")),
 ]

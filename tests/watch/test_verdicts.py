@@ -21,7 +21,7 @@ from smp_launch.watch.patience import Patience
 from smp_launch.watch.position import Position, Standing, position_of
 from smp_launch.watch.report import cause_of_hang, last_seen, text_of, write_report
 from smp_launch.watch.stacks import Frame, Thread, parse
-from smp_launch.watch.states import State
+from smp_launch.watch.states import State, state_of
 from smp_launch.watch.verdict import find
 from smp_launch.watch.watch import Watch
 
@@ -310,6 +310,9 @@ def test_the_watch_finds_a_stopped_process_and_writes_a_report(sleeper, tmp_path
     hang = look_until(watch)
     assert hang.verdict.rank == 1
     assert "is stopped" in hang.verdict.text
+    woken = LocalRanks(tmp_path, wakes=True).positions()[1]
+    assert (woken.standing, bool(woken.threads)) == (Standing.STOPPED, True)
+    assert state_of(stopped.pid).is_stopped
     cause = cause_of_hang(hang, lambda rank: f"algo-{rank}")
     assert cause.headline.startswith("rank 1 (algo-1): hang: is stopped")
     assert "rank 0: step 2, forward" in cause.detail

@@ -147,7 +147,7 @@ class LocalJob:
             patience = Patience.from_environment(environ)
             if patience.watches:
                 passed[FOLDER_VARIABLE] = str(reports)
-                supervisor.watch = Watch([LocalRanks(reports)], patience, surroundings.size)
+                supervisor.watch = Watch([LocalRanks(reports, wakes=True)], patience, surroundings.size)
             outcome = supervisor.run(self.command(), passed, os.getcwd())
             collector.read_reports(reports)
             collector.last_seen = last_seen(reports)

@@ -27,7 +27,7 @@ class Ranks(Protocol):
         """The newest sign of life of each rank, as far as it is known; never waits."""
 
     def ask(self) -> None:
-        """Have the positions made ready."""
+        """Have the positions made ready, for a verdict that may end the job."""
 
     def positions(self) -> Mapping[int, Position]:
         """Where each rank is; none of those that cannot be reached."""
@@ -38,10 +38,12 @@ class LocalRanks:
 
     Args:
         folder: where the ranks keep their records.
+        wakes: whether a stopped rank is let go on for a moment, so that it tells its stack.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, wakes: bool = False) -> None:
         self._folder = folder
+        self._wakes = wakes
 
     def glances(self) -> dict[int, Glance]:
         """See :class:`Ranks`."""
@@ -63,13 +65,19 @@ class LocalRanks:
     def positions(self) -> dict[int, Position]:
         """See :class:`Ranks`; takes half a second, in which it is seen who computes."""
         records = whereabouts.read_all(self._folder)
-        before = {rank: state_of(where.pid) for rank, where in records.items()}
+        pids = {rank: where.pid for rank, where in records.items()}
+        before = {rank: state_of(pid) for rank, pid in pids.items()}
         began = time.monotonic()
         alive = [rank for rank, state in before.items() if not (state.is_stopped or state.has_ended)]
-        threads = stacks.ask(self._folder, {rank: where.pid for rank, where in records.items()}, alive)
+        threads = stacks.ask(self._folder, pids, alive)
+        if self._wakes:
+            stopped = [rank for rank, state in before.items() if state.letter == "T"]
+            threads |= stacks.ask_stopped(self._folder, pids, stopped)
         time.sleep(max(0.0, _SAMPLE_SECONDS - (time.monotonic() - began)))
         now = time.monotonic()
         after = whereabouts.read_all(self._folder)
+        # What a stopped rank did in the moment in which it was let go on is no sign of life.
+        after |= {rank: where for rank, where in records.items() if before[rank].is_stopped}
         return {
             rank: _position(after.get(rank, where), before[rank], threads.get(rank, ()), now, now - began)
             for rank, where in records.items()
@@ -79,5 +87,5 @@ class LocalRanks:
 def _position(
     where: Whereabouts, before: State, threads: tuple[stacks.Thread, ...], now: float, elapsed: float
 ) -> Position:
-    state = state_of(where.pid)
+    state = before if before.is_stopped else state_of(where.pid)
     return position_of(where, state, threads, now, is_active=is_active(before, state, elapsed))

@@ -51,7 +51,7 @@ def answer(request: str, folder: Path) -> str | None:
     """The line with which a host answers a request of its leader; None for words that are none."""
     if request not in (GLANCE, WHERE):
         return None
-    ranks = LocalRanks(folder)
+    ranks = LocalRanks(folder, wakes=True)
     positions = ranks.positions() if request == WHERE else None
     return _answers.dump_json(_Answer(time.monotonic(), ranks.glances(), positions)).decode()
 

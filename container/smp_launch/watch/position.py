@@ -102,6 +102,8 @@ def position_of(
     if state.is_stopped:
         doing = "is stopped (by SIGSTOP, or by a debugger)"
         standing = Standing.STOPPED
+        if (thread := _of_script(threads, where.main_thread)) is not None:
+            line = _line(thread) or line
     elif where.left or state.has_ended:
         doing = "has left the job"
         standing = Standing.LEFT

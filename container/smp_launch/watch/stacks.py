@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -54,13 +56,16 @@ def parse(text: str) -> tuple[Thread, ...]:
     return tuple(Thread(ident, tuple(frames)) for ident, frames in found.items())
 
 
-def ask(folder: Path, pids: dict[int, int], among: Collection[int]) -> dict[int, tuple[Thread, ...]]:
+def ask(
+    folder: Path, pids: dict[int, int], among: Collection[int], then: signal.Signals | None = None
+) -> dict[int, tuple[Thread, ...]]:
     """Have ranks write their stacks.
 
     Args:
         folder: of the ranks' records.
         pids: process of each rank.
         among: ranks that can write: a stopped process cannot.
+        then: a signal that they get behind it.
 
     Returns:
         The threads of each rank that has answered.
@@ -73,6 +78,8 @@ def ask(folder: Path, pids: dict[int, int], among: Collection[int]) -> dict[int,
         try:
             before[rank] = path.stat().st_size
             os.kill(pids[rank], STACKS_SIGNAL)
+            if then is not None:
+                os.kill(pids[rank], then)
         except (OSError, KeyError):
             before.pop(rank, None)
     texts: dict[int, str] = {}
@@ -80,6 +87,18 @@ def ask(folder: Path, pids: dict[int, int], among: Collection[int]) -> dict[int,
     while (_read_on(folder, before, texts) or texts.keys() != before.keys()) and time.monotonic() < deadline:
         time.sleep(_PAUSE)  # files tell nobody that they have grown
     return {rank: parse(text) for rank, text in texts.items()}
+
+
+def ask_stopped(folder: Path, pids: dict[int, int], among: Collection[int]) -> dict[int, tuple[Thread, ...]]:
+    """The same of stopped processes: each is let go on for as long as it takes to answer, and stopped again."""
+    found: dict[int, tuple[Thread, ...]] = {}
+    for rank in among:
+        try:
+            found |= ask(folder, pids, [rank], signal.SIGCONT)
+        finally:
+            with contextlib.suppress(OSError):
+                os.kill(pids[rank], signal.SIGSTOP)
+    return found
 
 
 def left_by_crash(folder: Path, rank: int) -> tuple[Thread, ...]:

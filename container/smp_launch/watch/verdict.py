@@ -63,7 +63,7 @@ def _of_script(in_script: Sequence[Position], everyone: Sequence[Position]) -> V
     """Some ranks are in the script's code: of these, those that others wait for, longest first."""
     awaited = {rank for p in everyone for rank in p.whom}
     blamed = [p for p in in_script if p.rank in awaited] or list(in_script)
-    # On a GPU collectives are queued, and a rank waits for them wherever it reads a value: it is ahead of the one that has not come.
+    # On a GPU collectives are queued, and a rank waits for them wherever it reads a value: it is ahead of one that has not come.
     blamed = [p for p in blamed if not any(_is_ahead(p, other) for other in blamed)] or blamed
     # Where all wait for one that computes and another that does not, the second cannot come.
     first = min(blamed, key=lambda p: (p.is_active, -p.seconds, p.rank))
