@@ -47,6 +47,9 @@ _HOLD_LINES = 100
 #: SIGKILL, but reports only the first process that ended.)
 _FIRST_CAUSES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS})
 
+#: What a rank tells that only knows of another's end. Clocks of hosts differ, so that it may seem to come first.
+_CONSEQUENCES = frozenset({"RankLeftError"})
+
 #: What a rank that chose its exit code has told; see :mod:`smp_launch.rank`.
 _OWN_CODES = frozenset({"SystemExit", "ScriptError"})
 
@@ -175,7 +178,7 @@ class FailureCollector:
             first_ended: the rank that ended first, if known.
             ended_unheard: ranks that ended before any had told of a failure; None when unknown.
         """
-        record = min(self.records, key=lambda r: r.when or float("inf")) if self.records else None
+        record = min(self.records, key=_order) if self.records else None
         death, code = self._ended(_BY_SIGNAL), self._ended(_BY_CODE)
         is_told = code is not None
         if death is None and code is None and first_ended is not None:
@@ -237,6 +240,11 @@ class FailureCollector:
             f"{where}: was killed by signal {number} ({_signal_name(number)})" + (f": {hint}" if hint else ""),
             self.consequences(),
         )
+
+
+def _order(record: FailureRecord) -> tuple[bool, float]:
+    """The least comes first: what is only the consequence of another rank's failure is last, whatever its host's clock said."""
+    return record.error_type in _CONSEQUENCES, record.when or float("inf")
 
 
 def write_failure(path: Path, cause: Cause) -> bool:

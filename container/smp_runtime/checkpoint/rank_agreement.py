@@ -4,13 +4,36 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from datetime import timedelta
 from typing import Any, Protocol
 
+from smp_config.records import FailureRecord
 from smp_runtime.comm.authentication import SECRET_BYTES, ForgedError, Seal
 from smp_runtime.comm.control import RUNTIME_CHANNEL, ControlPlane, timeout_seconds
 from smp_runtime.errors import CheckpointError, DeadlineError
 from smp_runtime.tensors.torch_private import default_store
+
+
+def met_by(text: str, rank: int, host: str) -> CheckpointError:
+    """An error that all ranks raise, since one has met it: its rank is the one that the job's failure names."""
+    error = CheckpointError(text)
+    error.failure = FailureRecord(
+        rank=rank, host=host, error_type=CheckpointError.__name__, message=text, when=time.time()
+    )
+    return error
+
+
+def told(error: CheckpointError | None) -> list[Any] | None:
+    """An error of :func:`met_by` as JSON has it, for the other ranks."""
+    if error is None or error.failure is None:
+        return None
+    return [str(error), error.failure.rank, error.failure.host]
+
+
+def heard(words: list[Any] | None) -> CheckpointError | None:
+    """From :func:`told`."""
+    return None if words is None else met_by(*words)
 
 
 class Exchange(Protocol):
