@@ -21,6 +21,7 @@ from smp_runtime.checkpoint.files.records import DIGEST, digest_of
 _STRANGE: list[Any] = [
     None, True, -1, 0, 7, 2**31, 2**63, 10**30, 1.5, float("nan"), float("inf"), "", "x", "../../outside/model.pt",
     "/etc/passwd", "\ud800", "a\0b", [], [[]], {}, {"": None}, [1, "2", None], "é" * 300,
+    "[/red][bold", "\x1b]0;title\x07\x1b[2J",
 ]  # fmt: skip
 
 

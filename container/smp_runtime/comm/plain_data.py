@@ -112,7 +112,7 @@ def _fields_of(obj: Any) -> Any:
     if isinstance(obj, BaseModel):
         return obj.model_dump()
     if _is_named_tuple(kind):
-        return obj._asdict()
+        return dict(zip(vars(kind)["_fields"], obj, strict=True))
     if dataclasses.is_dataclass(obj):
         return {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj)}
     return None
