@@ -150,9 +150,38 @@ def test_who_only_heard_of_another_s_end_is_never_the_cause():
     """Its host's clock is behind."""
     collector = FailureCollector(str)
     collector.records = [
-        FailureRecord(rank=0, error_type="RankLeftError", message="rank 1 failed", when=1.0),
+        FailureRecord(
+            rank=0,
+            error_type="RankLeftError",
+            message="rank 1 failed while rank 0 is in smp.barrier; the error …",
+            when=1.0,
+        ),
         FailureRecord(rank=1, error_type="LookupError", message="broken here", when=2.0),
     ]
     assert collector.first_cause(1).headline == "rank 1: LookupError: broken here"
     del collector.records[1]
     assert collector.first_cause(1).headline.startswith("rank 0: RankLeftError")
+
+
+def test_of_ranks_that_heard_of_one_another_the_first_is_named():
+    """On a host whose ranks were told by one of another host, whose own record is not here."""
+    collector = FailureCollector(str)
+    collector.records = [
+        FailureRecord(
+            rank=0,
+            error_type="StageError",
+            message="rank 1 (pipeline stage 1) has ended its script or called …",
+            when=1.0,
+        ),
+        FailureRecord(rank=1, error_type="RankLeftError", message="rank 3 failed while rank 1 is in …", when=2.0),
+    ]
+    assert collector.first_cause(1).headline.startswith("rank 1: RankLeftError: rank 3 failed")
+
+
+@pytest.mark.parametrize(
+    ("ended", "headline"), [({0}, "the job was stopped by SIGTERM"), (set(), "rank 1: SMPRuntimeError")]
+)
+def test_a_rank_that_was_stopped_before_it_could_save_is_the_cause(ended, headline):
+    collector = FailureCollector(lambda rank: "here", mpirun=False)
+    collector.records = [FailureRecord(rank=1, error_type="SMPRuntimeError", message="the store is gone", when=1.0)]
+    assert headline in collector.first_cause(143, "SIGTERM", "train.py", 0, ended).headline
