@@ -18,8 +18,8 @@ pytestmark = pytest.mark.job
 
 PACKAGES = Path(__file__).resolve().parents[2] / "container"
 PATIENCE = 60.0
-#: Seconds after the job's start within which it is stopped: imports, the first step, and training.
-LATEST = 9.0
+#: Seconds within which a job is stopped: after its start, or, every other time, after its first step.
+LATEST = (6.0, 2.0)
 
 SCRIPT = """
 import signal
@@ -44,6 +44,8 @@ while not any(smp.allgather(bool(stopped), smp.WORLD)):
     step(torch.randn(4, 8))
     optimizer.step()
     number += 1
+    if number == 1:
+        open(f"trains-{smp.rank()}", "w").close()
     if number % 20 == 0:
         smp.save_checkpoint("checkpoints", tag=str(number), model=model, optimizer=optimizer, num_kept_partial_checkpoints=2)
 if number:
@@ -83,7 +85,10 @@ def _stopped(folder, seed):
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-        time.sleep(random.Random(seed).uniform(0.0, LATEST))
+        until = time.monotonic() + PATIENCE
+        while seed % 2 and not (folder / "trains-0").exists() and job.poll() is None and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(random.Random(seed).uniform(0.0, LATEST[seed % 2]))
         job.send_signal(signal.SIGTERM)
         code = job.wait(PATIENCE)
     said = (folder / "log").read_text()
@@ -108,5 +113,5 @@ def _stopped(folder, seed):
 def test_a_stop_at_any_moment(tmp_path, count):
     ends = [_stopped(tmp_path / str(seed), seed) for seed in range(count)]
     print({end: ends.count(end) for end in set(ends)})
-    if count > 2:
-        assert {"saved", "stopped"} <= set(ends)
+    # Those that trained; the others too, where they came so far.
+    assert ends.count("saved") >= count // 2

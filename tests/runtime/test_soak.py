@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 CONFIGURATIONS = {
     "pp 2": {"pipeline_parallel_degree": 2, "microbatches": 2},
     "dp 2": {"microbatches": 2},
-    "sharded 2": {"microbatches": 2, "sharded_data_parallel_degree": 2},
+    "sharded 2": {"microbatches": 2, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0},
 }
 
 
