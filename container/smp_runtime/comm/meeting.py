@@ -21,8 +21,8 @@ INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 LOCALHOST = "127.0.0.1"
 
-#: In older PyTorch only the older of its two kinds of store listens on a socket that it is given.
-_ANY_KIND_TAKES_A_SOCKET = torch.__version__ >= "2.5"
+#: In older PyTorch only the older of its two kinds of store listens on a socket that it is given (2.4 to 2.7 say so).
+_ANY_KIND_TAKES_A_SOCKET = torch.__version__ >= "2.9"
 
 #: Seconds for a host to answer at one of its addresses; a route that leads nowhere says nothing.
 _ANSWER_SECONDS = 3.0
@@ -77,25 +77,17 @@ def kept_store(listens: str, port: int, timeout: timedelta, *, calls: str, **mor
         more: see ``TCPStore``.
     """
 
-    def kept(**kind: bool) -> dist.TCPStore:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind((listens, port))
-            except OSError as error:
-                raise dist.DistNetworkError(f"listening at {listens} port {port} failed: {error}") from None
-            chosen, descriptor = listener.getsockname()[1], listener.detach()
-        # It is the store's from now on, which closes it, also where nobody comes.
-        return dist.TCPStore(
-            calls, chosen, is_master=True, timeout=timeout, master_listen_fd=descriptor, **more, **kind
-        )
-
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((listens, port))
+        except OSError as error:
+            raise dist.DistNetworkError(f"listening at {listens} port {port} failed: {error}") from None
+        chosen, descriptor = listener.getsockname()[1], listener.detach()
     if not _ANY_KIND_TAKES_A_SOCKET:
-        return kept(use_libuv=False)
-    try:
-        return kept()
-    except NotImplementedError:  # a release between, which says so in the log too
-        return kept(use_libuv=False)
+        more["use_libuv"] = False
+    # It is the store's from now on, which closes it, also where nobody comes.
+    return dist.TCPStore(calls, chosen, is_master=True, timeout=timeout, master_listen_fd=descriptor, **more)
 
 
 def callable_addresses(environ: Mapping[str, str]) -> list[str]:
