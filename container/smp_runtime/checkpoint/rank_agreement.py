@@ -145,7 +145,7 @@ class StoreExchange:
 def background_exchange(control: ControlPlane, title: str) -> Exchange | None:
     """An exchange for another thread; None where this version of PyTorch has no second connection to its store.
 
-    Every rank calls it.
+    Every rank calls it. Where the job has no secret, what seals its values was told by the control plane, for others to read.
     """
     if control.size == 1:
         return ControlExchange(control)

@@ -76,7 +76,6 @@ def kept_store(listens: str, port: int, timeout: timedelta, *, calls: str, **mor
         calls: the address at which this process calls it.
         more: see ``TCPStore``.
     """
-
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
