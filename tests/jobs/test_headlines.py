@@ -71,7 +71,7 @@ CASES = [
         id="tracing, the step function",
         marks=pytest.mark.full,
     ),
-    pytest.param("partial", 1, 2, {}, id="partial"),
+    pytest.param("partial", 1, 2, {}, id="partial", marks=pytest.mark.full),
     pytest.param("partial", 3, 4, {"pipeline_parallel_degree": 2}, id="partial, four ranks", marks=pytest.mark.full),
     pytest.param("partial", 1, 2, {"pipeline_parallel_degree": 2}, id="partial, a stage", marks=pytest.mark.full),
     pytest.param("publish", 0, 2, {}, id="publishing", marks=pytest.mark.full),

@@ -267,6 +267,42 @@ def test_a_seal_holds_for_one_place_and_one_secret():
             seal.open(place, given)
 
 
+def _keys_of_stages():
+    """The nonce that ranks told one another over the store, and the key by which stages know each other."""
+    from smp_runtime.job import session
+    from smp_runtime.pipeline.transport import connections
+
+    control, told = session.current().ranks.control, []
+    before = connections._HELLO
+
+    class Hello:
+        size = before.size
+        unpack = staticmethod(before.unpack)
+
+        @staticmethod
+        def pack(token, position):
+            told.append(token)
+            return before.pack(token, position)
+
+    connections._HELLO = Hello
+    gathered, allgather = [], control.allgather
+    control.allgather = lambda *words: gathered.append(allgather(*words)) or gathered[-1]
+    try:
+        for connection in connections.connect_all(control, [0, 1], 30.0).values():
+            connection.close()
+    finally:
+        connections._HELLO = before
+        del control.allgather
+    return gathered[0][0][-1], told[0]
+
+
+@pytest.mark.parametrize("environment", [{}, SECRET], ids=["one machine", "secret"])
+def test_the_key_of_stages_never_goes_over_the_store(ranks, environment):
+    (nonce, key), (nonce_too, key_too) = ranks(_keys_of_stages, 2, env=environment)
+    assert (nonce, key) == (nonce_too, key_too)
+    assert key != nonce
+
+
 def test_a_short_secret_is_refused():
     with pytest.raises(ConfigError, match=r"SMP_JOB_SECRET has 6 characters, which can be guessed.*openssl rand"):
         authentication.secret_of({"SMP_JOB_SECRET": "secret"})
