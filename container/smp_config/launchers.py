@@ -41,6 +41,15 @@ VARIABLES: Mapping[Launcher, tuple[str, str]] = {
 ADDRESS_VARIABLE = "MASTER_ADDR"
 PORT_VARIABLE = "MASTER_PORT"
 
+#: Set by ``torchrun`` and others, and by this project's launcher: the ranks of this host.
+LOCAL_SIZE_VARIABLE = "LOCAL_WORLD_SIZE"
+
+#: A text that only the ranks of one job know: with it they know each other's messages from those of strangers.
+SECRET_VARIABLE = "SMP_JOB_SECRET"
+
+#: Its characters, at least: shorter ones are guessed.
+_SECRET_CHARACTERS = 16
+
 #: Set by ``torchrun`` in every rank.
 ELASTIC_VARIABLE = "TORCHELASTIC_RUN_ID"
 
@@ -123,6 +132,21 @@ def place_of(launcher: Launcher, environ: Mapping[str, str]) -> Started | None:
             f"number: correct them where the job is started, or leave them to {launcher.value}"
         )
     return Started(launcher, rank, size)
+
+
+def job_secret(environ: Mapping[str, str]) -> str | None:
+    """The secret of a job; None where there is none.
+
+    Raises:
+        ConfigError: it is short enough to be guessed.
+    """
+    text = environ.get(SECRET_VARIABLE, "")
+    if 0 < len(text) < _SECRET_CHARACTERS:
+        raise ConfigError(
+            f"{SECRET_VARIABLE} has {len(text)} characters, which can be guessed; the ranks of a job know each other by it: let it "
+            f"have at least {_SECRET_CHARACTERS}, the same on every host, for example those of 'openssl rand -hex 32'"
+        )
+    return text or None
 
 
 def require_meeting_place(started: Started, environ: Mapping[str, str]) -> None:

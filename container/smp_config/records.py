@@ -110,7 +110,8 @@ class FailureRecord(BaseModel):
         """A record of ``error``, raised now on ``rank``, unless it stands for that of another rank, whose record it has."""
         told = getattr(error, "failure", None)
         if isinstance(told, cls):
-            return told
+            # Where ranks have agreed that one has failed, all raise the same, at the same place of the script.
+            return told if told.traceback else told.model_copy(update={"traceback": traceback})
         return cls(
             rank=rank,
             host=host,

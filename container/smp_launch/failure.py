@@ -47,6 +47,15 @@ _HOLD_LINES = 100
 #: SIGKILL, but reports only the first process that ended.)
 _FIRST_CAUSES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS})
 
+#: What a rank tells that only knows of another's end. Clocks of hosts differ, so that it may seem to come first.
+_CONSEQUENCES = frozenset({"RankLeftError", "StageError"})
+_OF_OTHERS = re.compile(
+    r"rank (\d+)(?:, rank \d+)*(?: \(pipeline stage \d+\))? (?:failed while|(?:has )?ended its script)"
+)
+
+#: Signals with which a job is stopped: by the launcher, or by mpirun where a rank does not end.
+_STOPS = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGKILL})
+
 #: What a rank that chose its exit code has told; see :mod:`smp_launch.rank`.
 _OWN_CODES = frozenset({"SystemExit", "ScriptError"})
 
@@ -175,7 +184,8 @@ class FailureCollector:
             first_ended: the rank that ended first, if known.
             ended_unheard: ranks that ended before any had told of a failure; None when unknown.
         """
-        record = min(self.records, key=lambda r: r.when or float("inf")) if self.records else None
+        told = {record.rank for record in self.records}
+        record = min(self.records, key=lambda record: _order(record, told)) if self.records else None
         death, code = self._ended(_BY_SIGNAL), self._ended(_BY_CODE)
         is_told = code is not None
         if death is None and code is None and first_ended is not None:
@@ -186,7 +196,9 @@ class FailureCollector:
         if death is not None:
             rank, number = death
             own = any(r.rank == rank for r in self.records)
-            if record is None or (number in _FIRST_CAUSES and not own):
+            # One that was stopped before it could handle that makes others fail, which are still at work.
+            stopped = stopped_by is not None and number in _STOPS and rank in (ended_unheard or ())
+            if record is None or ((stopped or number in _FIRST_CAUSES) and not own):
                 return self._killed(rank, number, stopped_by)
         if code is not None and (record is None or self._came_first(code, is_told, ended_unheard)):
             rank, number = code
@@ -227,7 +239,7 @@ class FailureCollector:
 
     def _killed(self, rank: int, number: int, stopped_by: str | None) -> Cause:
         where = f"rank {rank} ({self.host_of(rank)})"
-        if stopped_by and number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGKILL):
+        if stopped_by and number in _STOPS:
             return Cause(
                 f"{where}: the job was stopped by {stopped_by} and the script did not exit with 0; to save and end well, "
                 "give it a handler for SIGTERM that exits with 0"
@@ -237,6 +249,17 @@ class FailureCollector:
             f"{where}: was killed by signal {number} ({_signal_name(number)})" + (f": {hint}" if hint else ""),
             self.consequences(),
         )
+
+
+def _order(record: FailureRecord, told: Collection[int]) -> tuple[bool, float]:
+    """The least comes first: what only is the consequence of another's end, who told of it itself, whatever its host's clock said.
+
+    Args:
+        told: the ranks that have.
+    """
+    named = _OF_OTHERS.search(record.message) if record.error_type in _CONSEQUENCES else None
+    is_echo = named is not None and int(named[1]) != record.rank and int(named[1]) in told
+    return is_echo, record.when or float("inf")
 
 
 def write_failure(path: Path, cause: Cause) -> bool:

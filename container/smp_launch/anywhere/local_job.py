@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shlex
 import shutil
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from smp_config.errors import ConfigError
+from smp_config.launchers import SECRET_VARIABLE, job_secret
 from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE, SURROUNDINGS_VARIABLE, prepare, to_text
 from smp_launch.anywhere.surroundings import Kind, Surroundings
 from smp_launch.environment import EMULATION_LINE, emulates_cuda
@@ -110,6 +112,8 @@ class LocalJob:
                 f"SLURM_JOB_ID is {environ.get('SLURM_JOB_ID')}, so this is an allocation of SLURM, but no folder of PATH has "
                 "srun, which starts its tasks; add the folder, or unset SLURM_JOB_ID to run on this machine alone"
             )
+        else:
+            passed = with_secret(passed)  # srun hands it on to all tasks
         if self.surroundings.first_rank == 0:
             say(self.surroundings.describe())
         os.execvpe(command[0], command, passed)
@@ -134,8 +138,9 @@ class LocalJob:
                 ranks=surroundings.ranks,
                 grace=grace_seconds(environ),
             )
+            passed = self.environment(environ)
             passed = {
-                **self.environment(environ),
+                **(with_secret(passed) if surroundings.one_host else passed),
                 SURROUNDINGS_VARIABLE: to_text(surroundings),
                 REPORT_VARIABLE: str(reports),
             }
@@ -147,17 +152,24 @@ class LocalJob:
         return exit_code(outcome), cause_of(collector, outcome, self.script)
 
 
+def with_secret(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` with a secret of this job's, where it has none; whoever starts all ranks gives it to them."""
+    return {**environ, SECRET_VARIABLE: environ.get(SECRET_VARIABLE) or secrets.token_hex(32)}
+
+
 def plan(
     surroundings: Surroundings,
     script: str,
     words: Sequence[str],
     parameters: ModelParallelParameters | None,
     again: Sequence[str],
+    environ: Mapping[str, str],
 ) -> LocalJob:
     """The job of a script.
 
     Raises:
-        ConfigError: the script is not there or of no kind that can be started, or the degrees do not fit the ranks.
+        ConfigError: the script is not there or of no kind that can be started, the degrees do not fit the ranks, or the job's
+            secret can be guessed.
     """
     path = Path(script)
     if not path.is_file():
@@ -171,6 +183,7 @@ def plan(
         )
     job = LocalJob(surroundings, script, tuple(words), parameters, tuple(again))
     job.check()
+    job_secret(environ)
     return job
 
 

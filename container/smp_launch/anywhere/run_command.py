@@ -62,7 +62,7 @@ def run_script(
     again = [sys.executable, "-m", "smp_launch", *sys.argv[1:]]
     try:
         surroundings = recognise(environ, Given(processes, hosts, host_rank, master))
-        job = plan(surroundings, script, words, _parameters(parameters, surroundings.kind, environ), again)
+        job = plan(surroundings, script, words, _parameters(parameters, surroundings.kind, environ), again, environ)
     except ConfigError as error:
         sys.exit(_end(CANNOT_START, Cause(f"the job cannot start: {error}"), failure_file))
     if only_print:
