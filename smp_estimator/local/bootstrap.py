@@ -147,6 +147,7 @@ class Bootstrap:
         if pipe is None:
             raise AssertionError("the bootstrap's output is a pipe")
         splitter = LineSplitter()
+        # The log takes every line, also when its file cannot: with nobody to read, the pipe would fill and the job stand still.
         while data := os.read(pipe.fileno(), 65536):
             for line in splitter.feed(data):
                 log.write(line, source)

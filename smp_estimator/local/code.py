@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_config import ConfigError
+from smp_config.disk_space import why_full
 from smp_estimator.local.tree import copy_folder
 from smp_estimator.local.uris import bucket_and_key, is_s3_uri
 from smp_estimator.sdk_functions import custom_extractall_tarfile
@@ -82,6 +83,8 @@ def _copy(source: Path, target: Path, job_root: Path, ignored: tuple[str, ...] =
     try:
         copy_folder(source, target, stays)
     except shutil.Error as error:
+        if why_full(error):
+            raise
         failed = error.args[0]
         path, _, reason = failed[0]
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
