@@ -34,7 +34,7 @@ from smp_estimator.sdk import (
     git_utils,
     is_pipeline_variable,
 )
-from smp_estimator.settings import advice, checks, translation
+from smp_estimator.settings import advice, checks, plain, translation
 from smp_estimator.settings import distribution as strategies
 from smp_estimator.settings.distribution import SettingsReader
 from smp_estimator.stock_image import InStockImage
@@ -174,7 +174,7 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
             return None
         strategies.refuse_unknown_strategies(self.distribution, process_mode=self._process_mode)
         checks.require_count(self.instance_count, "instance_count")
-        checks.check_hyperparameters(self._hyperparameters)
+        plain.check_hyperparameters(self._hyperparameters)
         checks.check_environment(self.environment)
         if self._process_mode:
             checks.check_output_path(self.output_path)

@@ -33,6 +33,8 @@ _FAILURE_DRAIN_SECONDS = 3.0
 _SUCCESS_DRAIN_SECONDS = 30.0
 #: Between SIGTERM and SIGKILL for hosts that did not end by themselves.
 _DRAIN_GRACE_SECONDS = 2.0
+#: Most of a line of the log that a reason of failure repeats.
+_SHOWN_CHARACTERS = 400
 #: After SIGKILL: this long processes that the system does not let die are waited for.
 _UNKILLABLE_SECONDS = 5.0
 
@@ -311,7 +313,7 @@ class ProcessJob:
         if failure := self.log.failure:
             told = [text for host in self.tree.hosts if (text := failure_text(host.failure_file))]
             others = f"\nA host failed, too: {told[0]}" if told else ""
-            tail = "\n".join(self.log.tail(20))
+            tail = "\n".join(line[:_SHOWN_CHARACTERS] for line in self.log.tail(20))
             return (
                 f"{failure}; the job was stopped for it, and what it had written lies in {self.tree.root}: make room there, or "
                 "have the jobs' folders on a larger disk with ProcessSession(root=…) or ModelTrainer(local_container_root=…)"
@@ -321,7 +323,7 @@ class ProcessJob:
             if text := failure_text(host.failure_file):
                 return text
         codes = ", ".join(f"{host} with {_exit(code)}" for host, code in self._exit_codes.items() if code)
-        tail = "\n".join(self.log.tail(20))
+        tail = "\n".join(line[:_SHOWN_CHARACTERS] for line in self.log.tail(20))
         return f"the bootstrap ended without a failure file: {codes}. The log ends with:\n{tail}"
 
     def _conclude(self, status: Status, reason: str | None = None) -> None:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
-from smp_config.errors import suggest
+from smp_config.errors import shown, suggest
 from smp_config.instances import instance, instances
+from smp_config.limits import MOST_RANKS
 from smp_config.job import SCRIPT_SUFFIXES
 from smp_config.timeline import TIMELINE_VARIABLE, steps_to_keep
 from smp_estimator.local.channels import require_existing
 from smp_estimator.local.uris import is_file_uri, is_s3_uri, path_of, require_address
+from smp_estimator.settings.plain import check_variables
 from smp_estimator.settings.variables import is_variable
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ def check_arguments(given: dict[str, Any], known: Collection[str], former: Mappi
     """
     unknown = [name for name in given if name not in known and name not in former]
     if unknown:
-        hints = "; ".join(f"{name}={given[name]!r}{suggest(name, known)}" for name in unknown)
+        hints = "; ".join(f"{name}={shown(given[name])}{suggest(name, known)}" for name in unknown)
         raise ConfigError(
             f"{kind} got {hints}; the SDK would drop what it does not know without a word: correct or remove it. "
             f"help({kind}) lists all arguments"
@@ -87,7 +89,7 @@ def require_text(value: Any, name: str, example: str) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     raise ConfigError(
-        f"{name} is {value!r}, a {type(value).__name__}; it must be text or a path: write for example {name}={example!r}"
+        f"{name} is {shown(value)}, a {type(value).__name__}; it must be text or a path: write for example {name}={example!r}"
     )
 
 
@@ -97,41 +99,24 @@ def require_count(value: Any, name: str) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(
-            f"{name} is {value!r} ({type(value).__name__}); it is a number of hosts: write {name}=1 or more"
+            f"{name} is {shown(value)} ({type(value).__name__}); it is a number of hosts: write {name}=1 or more"
         )
+    if value > MOST_RANKS:
+        raise ConfigError(f"{name} is {shown(value)}; it is a number of hosts, and no job has more than {MOST_RANKS:,}: lower it")
 
 
 def require_mapping(value: Any, name: str) -> None:
     """Raise ConfigError unless an argument is left out or a dictionary."""
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(
-            f"{name} is {value!r}, a {type(value).__name__}; names and values are read from it: write a dictionary such "
+            f"{name} is {shown(value)}, a {type(value).__name__}; names and values are read from it: write a dictionary such "
             f'as {name}={{"steps": 300}}'
         )
 
 
-def check_hyperparameters(hyperparameters: Mapping[str, Any]) -> None:
-    """Raise ConfigError, naming it, for a hyperparameter that cannot be written as JSON."""
-    for name, value in hyperparameters.items():
-        if is_variable(value):
-            continue
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"hyperparameter {name!r} is {value!r}, a {type(value).__name__}; hyperparameters are sent as JSON and "
-                f"this one cannot be ({error}): convert it, for example with str() or float()"
-            ) from None
-
-
 def check_environment(environment: Mapping[str, Any] | None) -> None:
-    """Raise ConfigError for an environment variable that is no text, and for those that the ranks would refuse."""
-    for name, value in (environment or {}).items():
-        if not isinstance(value, str) and not is_variable(value):
-            raise ConfigError(
-                f"environment variable {name!r} is {value!r}, a {type(value).__name__}; variables hold text: write "
-                f"{str(value)!r}"
-            )
+    """Raise ConfigError for an environment variable that no process can have, and for those that the ranks would refuse."""
+    check_variables(environment)
     if environment and not is_variable(environment.get(TIMELINE_VARIABLE)):
         steps_to_keep(environment)
 
