@@ -174,7 +174,8 @@ class JobSettings(BaseModel):
         instance_type = carried.get(INSTANCE_TYPE)
         if instance_type is not None and not isinstance(instance_type, str):
             raise ConfigError(
-                f"the hyperparameter {INSTANCE_TYPE} is {shown(instance_type)}, a {type(instance_type).__name__}; it names the type "
+                f"the hyperparameter {INSTANCE_TYPE} is {shown(instance_type)}, a {type(instance_type).__name__}; it names the "
+                "type "
                 'of the hosts: write text such as "ml.p4d.24xlarge", or leave it out'
             )
         model = carried.get(MP_PARAMETERS)
@@ -191,7 +192,9 @@ def _group_names(value: Any, what: str) -> tuple[str, ...]:
     """The names of instance groups, which the SDK's records of them have, too."""
     if value is None:
         return ()
-    names = [getattr(group, "instance_group_name", group) for group in value] if isinstance(value, list | tuple) else [None]
+    names = (
+        [getattr(group, "instance_group_name", group) for group in value] if isinstance(value, list | tuple) else [None]
+    )
     if not all(isinstance(name, str) for name in names):
         raise ConfigError(
             f"{what} is {shown(value)}, a {type(value).__name__}; it lists the groups of instances that train: write a list of "

@@ -46,7 +46,7 @@ def throttle_limit(environ: Mapping[str, str]) -> int:
         limit = 0
     if limit != -1 and not 1 <= limit < 2**31:
         raise ConfigError(
-            f"{THROTTLE_VARIABLE} is {shown(text)}; it counts collectives that may be in flight at once: set a number from 1, or -1 "
-            "for no limit"
+            f"{THROTTLE_VARIABLE} is {shown(text)}; it counts collectives that may be in flight at once: set a number from 1, "
+            "or -1 for no limit"
         )
     return limit

@@ -18,7 +18,6 @@ from smp_config.errors import ConfigError, shown, suggest
 from smp_config.in_flight import Schedule, default_active
 from smp_config.topology import Topology
 
-
 #: The largest whole number of a setting: what a rank counts with, in 64 bits.
 _LARGEST = 2**63 - 1
 

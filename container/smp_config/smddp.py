@@ -168,8 +168,8 @@ def _size(variable: str, default: int, sources: tuple[Mapping[str, str], ...]) -
         ) from None
     if size > _MOST_BYTES:
         raise ConfigError(
-            f"{variable} is {shown(given)}; it is a size in bytes, and no memory has so many: set it to a multiple of {BUFFER_GRAIN} "
-            f"of at most {_MOST_BYTES} (the default is {default})"
+            f"{variable} is {shown(given)}; it is a size in bytes, and no memory has so many: set it to a multiple of "
+            f"{BUFFER_GRAIN} of at most {_MOST_BYTES} (the default is {default})"
         )
     if size >= BUFFER_GRAIN and size % BUFFER_GRAIN == 0:
         return size

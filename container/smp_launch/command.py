@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from smp_config.errors import ConfigError
 from smp_config.mpi_options import MergedOptions, MpiOption, merge
 from smp_launch.errors import LaunchError
 from smp_launch.network import LOOPBACK
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 MPIRUN_VARIABLE = "SMP_LAUNCH_MPIRUN"
 
 _VERSION = re.compile(r"\(Open MPI\) (\d+)\.(\d+)")
+
+#: Bytes of one word of a command line or one variable, with the byte that ends it (MAX_ARG_STRLEN of Linux).
+_LONGEST_WORD = 131_072
 
 #: Seconds for ``mpirun --version``.
 _VERSION_PATIENCE = 30.0
@@ -229,6 +233,26 @@ def mpirun_command(
         for name in sorted(set(exported) - taken - _HOST_ONLY):
             words += ["-x", name]
     return [*words, *options.arguments(), *program]
+
+
+def check_size(command: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Check that the system can start a program with this command line and environment.
+
+    Raises:
+        ConfigError: one word, or all of them together, are longer than the system allows.
+    """
+    words = {f"the word {word[:40]!r}… of its command line": word for word in command}
+    words |= {f"the variable {name[:60]}": f"{name}={value}" for name, value in environ.items()}
+    sizes = {what: len(os.fsencode(word)) + 1 for what, word in words.items()}
+    longest = max(sizes, key=sizes.__getitem__)
+    # Beside each word the system keeps its address.
+    total, most = sum(sizes.values()) + 8 * (len(command) + len(environ)), os.sysconf("SC_ARG_MAX")
+    if sizes[longest] > _LONGEST_WORD or total > most:
+        raise ConfigError(
+            f"{command[0]} cannot be started: {longest} takes {sizes[longest]:,} bytes of at most {_LONGEST_WORD:,}, and all words "
+            f"and variables take {total:,} of at most {most:,}; hyperparameters are handed to the script as words: put long "
+            "ones into a file beside the script, or into a channel"
+        )
 
 
 def as_root(environ: Mapping[str, str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from smp_config.mpi_options import MergedOptions, MpiOption, merge, parse_mpi_options, variables
 from smp_config.smddp import BufferSizes
-from smp_launch.command import OpenMpi, PrivateDirs, as_root, mpi_options, mpirun_command, without_scheduler
+from smp_launch.command import OpenMpi, PrivateDirs, as_root, check_size, mpi_options, mpirun_command, without_scheduler
 from smp_launch.environment import EMULATION_LINE, HOST_VARIABLE, TrainingEnvironment, cpu_count, emulates_cuda
 from smp_launch.failure import REPORT_VARIABLE, Cause, FailureCollector
 from smp_launch.followers import Followers
@@ -179,6 +179,7 @@ def run_job(
         command = job.program()
         if job.mpi is not None:
             command = mpirun_command(job.mpi, job.layout, job.options(dirs), command, exported=announced)
+        check_size(command, passed)
         outcome = supervisor.run(command, passed, job.training.tree.code_dir)
         if dirs.session:
             collector.read_reports(dirs.session)

@@ -222,26 +222,30 @@ class ProcessJob:
             if kind == "ended":
                 running.discard(value[0])
                 self._note_end(*value)
-            elif kind == "stop":
-                self._stopping = True
-                self.status = Status.STOPPING
-                self._enter("Stopping", "Stopping the job")
-                self._terminate(running, value)
-            elif kind == "max_run":
-                self._stopping = self._timed_out = True
-                self.log.write(f"max_run of {self._max_run_seconds:g} seconds is over: stopping the job")
-                self._enter("MaxRuntimeExceeded", "Training job runtime exceeded MaxRuntimeInSeconds")
-                self._terminate(running, STOP_GRACE_SECONDS)
-            elif kind == "drain":
-                self._terminate(running, _DRAIN_GRACE_SECONDS)
-            elif kind == "log":
-                self._enter("Stopping", "Stopping the job: its log cannot be written")
-                self._terminate(running, STOP_GRACE_SECONDS)
-            elif kind == "kill":
-                if kill_job(self._token, self._sessions()):
-                    self._due("unkillable", _UNKILLABLE_SECONDS)
             elif kind == "unkillable":
                 return
+            else:
+                self._end_for(kind, value, running)
+
+    def _end_for(self, kind: str, value: Any, running: set[str]) -> None:
+        """Have the hosts that run end, as the reason for it wants."""
+        if kind == "stop":
+            self._stopping = True
+            self.status = Status.STOPPING
+            self._enter("Stopping", "Stopping the job")
+            self._terminate(running, value)
+        elif kind == "max_run":
+            self._stopping = self._timed_out = True
+            self.log.write(f"max_run of {self._max_run_seconds:g} seconds is over: stopping the job")
+            self._enter("MaxRuntimeExceeded", "Training job runtime exceeded MaxRuntimeInSeconds")
+            self._terminate(running, STOP_GRACE_SECONDS)
+        elif kind == "log":
+            self._enter("Stopping", "Stopping the job: its log cannot be written")
+            self._terminate(running, STOP_GRACE_SECONDS)
+        elif kind == "drain":
+            self._terminate(running, _DRAIN_GRACE_SECONDS)
+        elif kind == "kill" and kill_job(self._token, self._sessions()):
+            self._due("unkillable", _UNKILLABLE_SECONDS)
 
     def _note_end(self, host: str, code: int) -> None:
         """The other hosts end by themselves after a failure, and after the leader's success; give them the time."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from smp_config import ConfigError
 from smp_config.errors import shown, suggest
 from smp_config.instances import instance, instances
-from smp_config.limits import MOST_RANKS
 from smp_config.job import SCRIPT_SUFFIXES
+from smp_config.limits import MOST_RANKS
 from smp_config.timeline import TIMELINE_VARIABLE, steps_to_keep
 from smp_estimator.local.channels import require_existing
 from smp_estimator.local.uris import is_file_uri, is_s3_uri, path_of, require_address
@@ -102,7 +102,9 @@ def require_count(value: Any, name: str) -> None:
             f"{name} is {shown(value)} ({type(value).__name__}); it is a number of hosts: write {name}=1 or more"
         )
     if value > MOST_RANKS:
-        raise ConfigError(f"{name} is {shown(value)}; it is a number of hosts, and no job has more than {MOST_RANKS:,}: lower it")
+        raise ConfigError(
+            f"{name} is {shown(value)}; it is a number of hosts, and no job has more than {MOST_RANKS:,}: lower it"
+        )
 
 
 def require_mapping(value: Any, name: str) -> None:

@@ -29,8 +29,8 @@ def require_plain(value: Any, name: str) -> None:
         place, level, part = waiting.pop()
         if level > strict_json.MOST_LEVELS:
             raise ConfigError(
-                f"{place[:200]} is nested more than {strict_json.MOST_LEVELS} levels deep; it was given as {name}, of which no part "
-                "has more than ten: take out what holds itself, or the levels"
+                f"{place[:200]} is nested more than {strict_json.MOST_LEVELS} levels deep; it was given as {name}, of which no "
+                "part has more than ten: take out what holds itself, or the levels"
             )
         if isinstance(part, str):
             if why := strict_json.why_unusable(part):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,14 +54,16 @@ def test_a_log_that_cannot_be_written_goes_on_taking_lines(disk: Path) -> None:
     kept = (disk / "job.log").read_bytes()
     assert kept.endswith(b"\n"), "no half line"
     assert f"{disk / 'job.log'} cannot be written: the disk is full (0 of 1,048,576 bytes are free" in log.failure
-    assert f"it holds {len(kept):,} bytes, and {200 + 1 - kept.count(b'%c' % 10)} lines after them are lost" in log.failure
+    assert (
+        f"it holds {len(kept):,} bytes, and {200 + 1 - kept.count(b'%c' % 10)} lines after them are lost" in log.failure
+    )
     assert log.tail(1)[0].startswith("199 "), "what the file lacks is remembered"
     filling.unlink()
     log.write("there is room again")
     log.close()
     log.close()
     assert (disk / "job.log").read_bytes() == kept, "a log with a hole in it would mislead"
-    assert [item for item in log.follow() if isinstance(item, str)][0] == "first"
+    assert next(item for item in log.follow() if isinstance(item, str)) == "first"
 
 
 def test_a_full_device_closes_without_an_error(tmp_path: Path) -> None:
@@ -88,7 +89,9 @@ def test_a_job_whose_disk_is_full_fails_and_names_it(make: Make, disk: Path, pla
         job.kill()
         assert job.done.wait(20)
         assert job.status.value == "Failed", "there is no room for the archive either"
-        assert "model.tar.gz cannot be written: the disk is full (0 of 1,048,576 bytes are free" in (job.failure_reason or "")
+        assert "model.tar.gz cannot be written: the disk is full (0 of 1,048,576 bytes are free" in (
+            job.failure_reason or ""
+        )
     else:
         with pytest.raises(UnexpectedStatusException) as caught:
             estimator.latest_training_job.wait(logs=False)
@@ -103,7 +106,9 @@ def test_a_job_whose_disk_is_full_fails_and_names_it(make: Make, disk: Path, pla
 def test_a_disk_without_room_for_the_code(make: Make, disk: Path, script: Path) -> None:
     (script / "large.bin").write_bytes(bytes(2 << 20))
     estimator = make(sagemaker_session=ProcessSession(root=disk / "jobs", launcher=FAKE_BOOTSTRAP))
-    with pytest.raises(LaunchError, match=r"the disk is full \(.* of 1,048,576 bytes are free.*ProcessSession\(root=…\)"):
+    with pytest.raises(
+        LaunchError, match=r"the disk is full \(.* of 1,048,576 bytes are free.*ProcessSession\(root=…\)"
+    ):
         estimator.fit()
     assert list((disk / "jobs").iterdir()) == []
 
@@ -136,7 +141,8 @@ def test_an_error_while_finishing_still_ends_the_job(make: Make, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 100_000, '{"step": 1' + "0" * 5000 + "}", '{"step": 1e999}', '{"step": -1}', "\ud800", '{"step": NaN}']
+    "text",
+    ["[" * 100_000, '{"step": 1' + "0" * 5000 + "}", '{"step": 1e999}', '{"step": -1}', "\ud800", '{"step": NaN}'],
 )
 def test_what_only_looks_like_a_record_is_a_line(tmp_path: Path, text: str) -> None:
     log = JobLog(tmp_path / "job.log")
@@ -171,4 +177,6 @@ def test_packing_names_the_archive_of_a_failed_write(tmp_path: Path, monkeypatch
     (tmp_path / "model").mkdir()
     with pytest.raises(OSError, match="model.tar.gz") as caught:
         artifacts.pack([tmp_path / "model"], "model.tar.gz", str(tmp_path / "out"))
-    assert "model.tar.gz cannot be written: the disk is full" in str(full_disk(caught.value, Path(caught.value.filename)))
+    assert "model.tar.gz cannot be written: the disk is full" in str(
+        full_disk(caught.value, Path(caught.value.filename))
+    )

@@ -12,6 +12,7 @@ import torch
 from smp_config.disk_space import free_space, why_full
 from smp_runtime.errors import CheckpointError
 
+
 @contextlib.contextmanager
 def naming_full_disk(path: Path, needed: int | None) -> Iterator[None]:
     """Inside, a write for which there is no room is an error that names the file and the room.
