@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from smp_config import strict_json
 from smp_config.errors import ConfigError, shown
+from smp_config.secrets import masked, masked_text
 
 #: Characters of all options; one word of a command line may have 131,072 bytes.
 _LONGEST = 32_768
@@ -79,7 +80,10 @@ class MpiOption:
         return [dashed, *filter(None, [self.key]), *([] if self.value is None else [self.value])]
 
     def __str__(self) -> str:
-        return shlex.join(self.arguments())
+        """For messages: a value that looks like a secret is not shown."""
+        if self.name == _VARIABLE_OPTION and self.value is not None:
+            return f"-x {self.key}={shlex.quote(masked(self.key, self.value))}"
+        return masked_text(shlex.join(self.arguments()))
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ def parse_mpi_options(text: str) -> list[MpiOption]:
         words = shlex.split(text or "")
     except ValueError as error:
         raise ConfigError(
-            f"custom_mpi_options cannot be split into words: {error} in {shown(text)}; close the quote or write \\' "
+            f"custom_mpi_options cannot be split into words: {error} in {masked_text(shown(text))}; close the quote or write \\' "
         ) from None
     options: list[MpiOption] = []
     at = 0

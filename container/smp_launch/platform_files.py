@@ -16,6 +16,7 @@ from typing import Any
 from smp_config import strict_json
 from smp_config.errors import ConfigError, shown
 from smp_config.limits import MOST_RANKS
+from smp_config.secrets import shown_value
 
 #: Of one file; the service's limits allow a few hundred thousand.
 MOST_BYTES = 8 << 20
@@ -133,6 +134,6 @@ def check_hyperparameters(found: Mapping[str, Any], where: str) -> None:
             )
         if why := strict_json.unusable_text({name: value}):
             raise ConfigError(
-                f"{where} has the hyperparameters {shown({name: value})}: {why}; each is handed to the script as a word of its "
-                "command line: remove that character"
+                f"{where} has the hyperparameters {shown_value(None, {name: value})}: {why}; each is handed "
+                "to the script as a word of its command line: remove that character"
             )

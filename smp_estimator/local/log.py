@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from smp_config.disk_space import full_disk
 from smp_config.records import ProgressRecord, UsageRecord, parse_progress, parse_usage
+from smp_estimator.local.tree import only_for_us
 
 #: A progress bar that redraws its line is let through at most this often, in seconds.
 _REDRAW_SECONDS = 1.0
@@ -50,7 +51,7 @@ class JobLog:
         self._failure: str | None = None
         self._remembered: deque[str] = deque(maxlen=_REMEMBERED)
         # Nothing is buffered: a line that cannot be written must not come up again when the file is closed.
-        self._file = path.open("ab", buffering=0)
+        self._file = open(path, "ab", buffering=0, opener=only_for_us)  # noqa: SIM115 - closed by close()
         self._whole = self._file.tell()
         self._lost = 0
         # Guards all of the above.

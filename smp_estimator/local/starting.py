@@ -146,7 +146,9 @@ def _new_root(name: str, root: Path | None) -> Path:
     if root is None:
         return Path(tempfile.mkdtemp(prefix=f"{name}-"))
     try:
-        (root / name).mkdir(parents=True)
+        root.mkdir(parents=True, exist_ok=True)
+        # Code, hyperparameters and log are nobody else's business, whatever this process's mask says.
+        (root / name).mkdir(mode=0o700)
     except FileExistsError:
         raise ConfigError(
             f"{root / name} exists already, left by an earlier job of this name; the jobs' folders lie in {root}: leave "

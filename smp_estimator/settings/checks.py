@@ -13,6 +13,7 @@ from smp_config.errors import shown, suggest
 from smp_config.instances import instance, instances
 from smp_config.job import SCRIPT_SUFFIXES
 from smp_config.limits import MOST_RANKS
+from smp_config.secrets import shown_value
 from smp_config.timeline import TIMELINE_VARIABLE, steps_to_keep
 from smp_estimator.local.channels import require_existing
 from smp_estimator.local.uris import is_file_uri, is_s3_uri, path_of, require_address
@@ -40,7 +41,7 @@ def check_arguments(given: dict[str, Any], known: Collection[str], former: Mappi
     """
     unknown = [name for name in given if name not in known and name not in former]
     if unknown:
-        hints = "; ".join(f"{name}={shown(given[name])}{suggest(name, known)}" for name in unknown)
+        hints = "; ".join(f"{name}={shown_value(name, given[name])}{suggest(name, known)}" for name in unknown)
         raise ConfigError(
             f"{kind} got {hints}; the SDK would drop what it does not know without a word: correct or remove it. "
             f"help({kind}) lists all arguments"
@@ -111,7 +112,8 @@ def require_mapping(value: Any, name: str) -> None:
     """Raise ConfigError unless an argument is left out or a dictionary."""
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(
-            f"{name} is {shown(value)}, a {type(value).__name__}; names and values are read from it: write a dictionary such "
+            f"{name} is {shown_value(name, value)}, a {type(value).__name__}; names and values are read from it: write a "
+            "dictionary such "
             f'as {name}={{"steps": 300}}'
         )
 

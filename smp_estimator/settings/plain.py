@@ -8,6 +8,7 @@ from typing import Any
 
 from smp_config import ConfigError, strict_json
 from smp_config.errors import shown
+from smp_config.secrets import masked_text, shown_value
 from smp_estimator.settings.variables import is_variable
 
 #: Digits that Python writes out and reads in a whole number.
@@ -35,8 +36,8 @@ def require_plain(value: Any, name: str) -> None:
         if isinstance(part, str):
             if why := strict_json.why_unusable(part):
                 raise ConfigError(
-                    f"{place} {why}; it begins with {part[:60]!r} and is handed to programs, which cannot be given such a text: "
-                    "remove that character"
+                    f"{place} {why}; it begins with {masked_text(repr(part[:60]))} and is handed to programs, which cannot be "
+                    "given such a text: remove that character"
                 )
         elif isinstance(part, int) and part.bit_length() > _MOST_DIGITS * 3:
             raise ConfigError(
@@ -66,8 +67,8 @@ def check_hyperparameters(hyperparameters: Mapping[str, Any]) -> None:
             strict_json.parse(json.dumps(value))
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"hyperparameter {name!r} is {shown(value)}, a {type(value).__name__}; hyperparameters are sent as JSON and "
-                f"this one cannot be ({error}): convert it, for example with str() or float()"
+                f"hyperparameter {name!r} is {shown_value(name, value)}, a {type(value).__name__}; hyperparameters are sent as "
+                f"JSON and this one cannot be ({error}): convert it, for example with str() or float()"
             ) from None
 
 
@@ -81,7 +82,7 @@ def check_variables(environment: Mapping[str, Any] | None) -> None:
             )
         if not isinstance(value, str) and not is_variable(value):
             raise ConfigError(
-                f"environment variable {shown(name)} is {shown(value)}, a {type(value).__name__}; variables hold text: write "
-                f"{shown(shown(value))}"
+                f"environment variable {shown(name)} is {shown_value(name, value)}, a {type(value).__name__}; variables hold "
+                f"text: write {shown(shown_value(name, value))}"
             )
         require_plain({name: value}, "environment")
