@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from smp_config.errors import shown
@@ -79,10 +80,11 @@ def masked_words(words: Sequence[str]) -> list[str]:
     return said
 
 
-def shown_value(name: Any, value: Any) -> str:
+def shown_value(name: Any, value: Any, levels: int = 3) -> str:
     """A value as a message shows it, see :func:`smp_config.errors.shown`, without secrets."""
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{shown(key)}: {shown_value(key, inner)}' for key, inner in list(value.items())[:20])}}}"
+    if isinstance(value, Mapping) and value and levels:
+        inside = (f"{shown(key)}: {shown_value(key, inner, levels - 1)}" for key, inner in islice(value.items(), 20))
+        return f"{{{', '.join(inside)}}}"
     if isinstance(name, str) and is_secret_name(name):
         quote = "'" if isinstance(value, str) else ""
         return f"{quote}{masked(name, value if isinstance(value, str) else shown(value))}{quote}"

@@ -27,6 +27,9 @@ _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 #: A channel's name is that of its folder.
 _CHANNEL = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,255}")
 
+#: One interface or several; the system's own names have at most 15 characters.
+_INTERFACE = re.compile(r"(?!\.)[A-Za-z0-9._:@,-]{1,64}")
+
 #: Characters of a hyperparameter's name, as the service has them.
 _LONGEST_NAME = 256
 
@@ -77,6 +80,12 @@ def check_resources(found: Mapping[str, Any], path: Path) -> None:
             raise ConfigError(
                 f"{path} has {field}={shown(value)}, a {type(value).__name__}; it is a name: write it as text, or leave it out"
             )
+    interface = found.get("network_interface_name")
+    if interface and not _INTERFACE.fullmatch(interface):
+        raise ConfigError(
+            f"{path} has network_interface_name={shown(interface)}; the hosts reach one another by it, and no interface is called "
+            'that: write its name such as "eth0", or leave it out'
+        )
     _check_groups(found.get("instance_groups"), path)
 
 
