@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from smp_config.errors import ConfigError
 from smp_config.mpi_options import MergedOptions, MpiOption, merge
+from smp_config.secrets import masked_text
 from smp_launch.errors import LaunchError
 from smp_launch.network import LOOPBACK
 
@@ -241,15 +242,20 @@ def check_size(command: Sequence[str], environ: Mapping[str, str]) -> None:
     Raises:
         ConfigError: one word, or all of them together, are longer than the system allows.
     """
-    words = {f"the word {word[:40]!r}… of its command line": word for word in command}
-    words |= {f"the variable {name[:60]}": f"{name}={value}" for name, value in environ.items()}
-    sizes = {what: len(os.fsencode(word)) + 1 for what, word in words.items()}
-    longest = max(sizes, key=sizes.__getitem__)
+    sizes = [
+        (len(os.fsencode(word)) + 1, f"the word {masked_text(repr(word[:40]))}… of its command line")
+        for word in command
+    ]
+    sizes += [
+        (len(os.fsencode(name)) + len(os.fsencode(value)) + 2, f"the variable {name[:60]}")
+        for name, value in environ.items()
+    ]
+    most_of_one, longest = max(sizes)
     # Beside each word the system keeps its address.
-    total, most = sum(sizes.values()) + 8 * (len(command) + len(environ)), os.sysconf("SC_ARG_MAX")
-    if sizes[longest] > _LONGEST_WORD or total > most:
+    total, most = sum(size for size, _ in sizes) + 8 * (len(command) + len(environ)), os.sysconf("SC_ARG_MAX")
+    if most_of_one > _LONGEST_WORD or total > most:
         raise ConfigError(
-            f"{command[0]} cannot be started: {longest} takes {sizes[longest]:,} bytes of at most {_LONGEST_WORD:,}, and all words "
+            f"{command[0]} cannot be started: {longest} takes {most_of_one:,} bytes of at most {_LONGEST_WORD:,}, and all words "
             f"and variables take {total:,} of at most {most:,}; hyperparameters are handed to the script as words: put long "
             "ones into a file beside the script, or into a channel"
         )

@@ -29,6 +29,7 @@ SAMPLE = 150
 #: Of all files of an archive of these tests; the real limit takes long to reach.
 LIMIT = 1 << 20
 
+#: AWAY stands for a folder of the test's own, so that a fault does no harm outside of it.
 _NAMES = (
     "train.py",
     "lib/a.py",
@@ -37,8 +38,8 @@ _NAMES = (
     "a/../d.py",
     "../outside.py",
     "lib/../../outside.py",
-    "/outside.py",
-    "//outside.py",
+    "AWAY/outside.py",
+    "/AWAY/outside.py",
     "..",
     ".",
     "",
@@ -60,7 +61,7 @@ _TARGETS = (
     "train.py",
     "..",
     "../..",
-    "/etc/passwd",
+    "AWAY/secret",
     "lib",
     "link",
     ".",
@@ -84,7 +85,7 @@ _KINDS = (
 )
 
 
-def tar(source: random.Random) -> bytes:
+def tar(source: random.Random, away: str) -> bytes:
     """An archive of a few members, each of which may be anything."""
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w", format=source.choice((tarfile.PAX_FORMAT, tarfile.GNU_FORMAT))) as archive:
@@ -92,12 +93,15 @@ def tar(source: random.Random) -> bytes:
             _add(archive, tarfile.TarInfo("train.py"), b"print('trained')\n")
         for _ in range(source.choice((0, 1, 1, 2, 3, 6))):
             member = tarfile.TarInfo(
-                source.choice(_NAMES) if source.random() < 0.8 else f"plain-{source.randrange(9)}.py"
+                source.choice(_NAMES).replace("AWAY", away)
+                if source.random() < 0.8
+                else f"plain-{source.randrange(9)}.py"
             )
             member.type = source.choice(_KINDS) if source.random() < 0.6 else tarfile.REGTYPE
             member.mode = source.choice((0o644, 0o777, 0o6777, 0))
             member.uid = source.choice((0, 1000))
-            member.linkname = source.choice(_TARGETS) if member.type in (tarfile.SYMTYPE, tarfile.LNKTYPE) else ""
+            if member.type in (tarfile.SYMTYPE, tarfile.LNKTYPE):
+                member.linkname = source.choice(_TARGETS).replace("AWAY", away)
             _add(archive, member, b"x" * source.choice((0, 1, 1000, LIMIT // 2, LIMIT + 1)))
     data = raw.getvalue()
     way = source.randrange(12)
@@ -130,13 +134,13 @@ def _add(archive: tarfile.TarFile, member: tarfile.TarInfo, content: bytes) -> N
         archive.addfile(member)
 
 
-def wheel(source: random.Random) -> bytes:
+def wheel(source: random.Random, away: str) -> bytes:
     """A zip file of a few members, each of which may be anything."""
     raw = io.BytesIO()
     with zipfile.ZipFile(raw, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("smp_config/__init__.py", "")
         for _ in range(source.choice((0, 1, 2, 4))):
-            member = zipfile.ZipInfo(source.choice(_NAMES) or "empty")
+            member = zipfile.ZipInfo(source.choice(_NAMES).replace("AWAY", away) or "empty")
             member.external_attr = source.choice((0o644, 0o120777, 0o010644, 0o060644)) << 16
             archive.writestr(member, b"x" * source.choice((0, 10, LIMIT + 1)))
     data = bytearray(raw.getvalue())
@@ -189,7 +193,7 @@ def _unpack_wheel(content: bytes, folder: Path) -> None:
     _harmless(Path(site))
 
 
-_READERS: dict[str, tuple[Callable[[random.Random], bytes], Callable[[bytes, Path], None]]] = {
+_READERS: dict[str, tuple[Callable[[random.Random, str], bytes], Callable[[bytes, Path], None]]] = {
     "source": (tar, _unpack_source),
     "output": (tar, _read_output),
     "runtime": (wheel, _unpack_wheel),
@@ -209,7 +213,7 @@ def test_hostile_archives(
     (tmp_path / "secret").write_text("as it was")
     for number in range(count):
         source = random.Random(f"{SEED}-{kind}-{number}")
-        content = make(source)
+        content = make(source, str(tmp_path))
         folder = tmp_path / str(number)
         folder.mkdir()
         monkeypatch.setattr("tempfile.tempdir", str(folder))
@@ -244,7 +248,7 @@ def test_what_is_refused_says_what_it_is(tmp_path: Path, monkeypatch: pytest.Mon
         return str(caught.value)
 
     assert "'../x', which lies outside" in refused("../x")
-    assert "'/x', which lies outside" in refused("/x")
+    assert f"'{tmp_path}/x', which lies outside" in refused(f"{tmp_path}/x")
     assert "'f', which is neither a file, a folder nor a link" in refused("f", tarfile.FIFOTYPE)
     assert "'d', which is neither" in refused("d", tarfile.CHRTYPE)
     assert "'first.py', a second time" in refused("first.py")

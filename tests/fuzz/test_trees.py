@@ -6,7 +6,7 @@ import json
 import os
 import random
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support import hostile
@@ -16,8 +16,10 @@ from smp_config.errors import ConfigError
 from smp_config.job import decoded_hyperparameter
 from smp_launch.command import OpenMpi, PrivateDirs, check_size, mpirun_command
 from smp_launch.errors import LaunchError
-from smp_launch.leader import Job
 from smp_launch.tree import BASE_VARIABLE
+
+if TYPE_CHECKING:
+    from smp_launch.leader import Job
 
 SEED = 21
 COUNT = 5000
