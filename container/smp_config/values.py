@@ -25,6 +25,11 @@ def literal(text: str, what: str) -> Any:
             ) from None
 
 
+def is_count(text: str) -> bool:
+    """Whether a text is a whole number of at most nine digits; Python takes ``²`` for a digit, too."""
+    return text.isascii() and text.isdigit() and len(text) < 10
+
+
 def dictionary(value: str, what: str) -> dict[str, Any]:
     """A dictionary given as text or as the path of a file with it."""
     text = value
