@@ -148,9 +148,14 @@ class Bootstrap:
             raise AssertionError("the bootstrap's output is a pipe")
         splitter = LineSplitter()
         # The log takes every line, also when its file cannot: with nobody to read, the pipe would fill and the job stand still.
-        while data := os.read(pipe.fileno(), 65536):
-            for line in splitter.feed(data):
-                log.write(line, source)
+        try:
+            while data := os.read(pipe.fileno(), 65536):
+                for line in splitter.feed(data):
+                    log.write(line, source)
+        except Exception as error:
+            log.give_up(error)
+            while os.read(pipe.fileno(), 65536):
+                pass
         for line in splitter.rest():
             log.write(line, source)
 

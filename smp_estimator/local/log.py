@@ -77,6 +77,14 @@ class JobLog:
         if failed:
             self._failed()
 
+    def give_up(self, error: Exception) -> None:
+        """Take no more lines: what writes them has failed."""
+        with self._changed:
+            self._failure = (
+                self._failure or f"the job's log {self.path} cannot be written: {type(error).__name__}: {error}"
+            )
+        self._failed()
+
     def close(self) -> None:
         """No more lines: followers end after the last one."""
         with self._changed:

@@ -124,6 +124,18 @@ def test_a_disk_without_room_for_the_model(make: Make, disk: Path) -> None:
     assert (job.tree.hosts[0].model_dir / "shared.txt").exists(), "the model is not lost"
 
 
+def test_whatever_goes_wrong_with_a_line_the_job_ends_and_says_so(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ArithmeticError("of a kind that nobody thought of")
+
+    monkeypatch.setattr("smp_estimator.local.log.parse_progress", broken)
+    estimator = make("flood")
+    estimator.fit(wait=False)
+    job = estimator.sagemaker_session.job(estimator.latest_training_job.name)
+    assert job.done.wait(20)
+    assert "cannot be written: ArithmeticError: of a kind that nobody thought of" in (job.failure_reason or "")
+
+
 def test_an_error_while_finishing_still_ends_the_job(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("packing broke")
