@@ -18,7 +18,7 @@ from smp_config.distributed_config import as_distribution
 from smp_config.errors import ConfigError, shown
 from smp_config.job import MP_PARAMETERS, JobSettings, decoded_hyperparameter
 from smp_launch.environment import MORE_VARIABLE, gpu_count
-from smp_launch.platform_files import check_resources
+from smp_launch.platform_files import check_names
 from smp_launch.tree import CODE_VARIABLE, Tree
 
 #: Variables of ``ModelTrainer``'s scripts.
@@ -49,7 +49,7 @@ def launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
     tree = Tree.from_environment(environ)
     sent = tree.read_config("hyperparameters")
     resources = tree.read_config("resourceconfig")
-    check_resources(resources, tree.config_dir / "resourceconfig.json")
+    check_names(resources, tree.config_dir / "resourceconfig.json")
     settings = _settings(environ, resources.get("current_instance_type") or None)
     more = settings.to_hyperparameters()
     _refuse_contradiction(more.get(MP_PARAMETERS), decoded_hyperparameter(sent.get(MP_PARAMETERS)))

@@ -74,12 +74,7 @@ def check_resources(found: Mapping[str, Any], path: Path) -> None:
             f"{path} has hosts={shown(hosts)}, {len(hosts):,} names of which {len(set(hosts)):,} differ; ranks are laid over each "
             f"host once, and over at most {MOST_RANKS:,}: list every host once"
         )
-    for field in ("current_host", "current_instance_type", "current_group_name", "network_interface_name"):
-        value = found.get(field)
-        if value is not None and not isinstance(value, str):
-            raise ConfigError(
-                f"{path} has {field}={shown(value)}, a {type(value).__name__}; it is a name: write it as text, or leave it out"
-            )
+    check_names(found, path)
     interface = found.get("network_interface_name")
     if interface and not _INTERFACE.fullmatch(interface):
         raise ConfigError(
@@ -87,6 +82,16 @@ def check_resources(found: Mapping[str, Any], path: Path) -> None:
             'that: write its name such as "eth0", or leave it out'
         )
     _check_groups(found.get("instance_groups"), path)
+
+
+def check_names(found: Mapping[str, Any], path: Path) -> None:
+    """Raise ConfigError for a name in ``resourceconfig.json`` that is no text; the rest of the file is not looked at."""
+    for field in ("current_host", "current_instance_type", "current_group_name", "network_interface_name"):
+        value = found.get(field)
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(
+                f"{path} has {field}={shown(value)}, a {type(value).__name__}; it is a name: write it as text, or leave it out"
+            )
 
 
 def _check_groups(groups: Any, path: Path) -> None:

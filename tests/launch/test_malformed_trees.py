@@ -14,6 +14,7 @@ import smp_launch.__main__ as launcher_program
 from smp_config.errors import ConfigError
 from smp_launch.command import check_size
 from smp_launch.environment import seconds_of
+from smp_launch.model_trainer import launcher_variables
 from smp_launch.tree import BASE_VARIABLE
 
 Change = Callable[[Any], None]
@@ -123,6 +124,21 @@ def test_the_variable_is_named(launcher: Any, variable: str, text: str, part: st
     assert launcher_program.run(None, environ) == 2  # type: ignore[arg-type]
     assert variable in job.failure()
     assert part in job.failure()
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "part"),
+    [
+        (_resource("current_instance_type", 5), "{}", "current_instance_type=5, a int"),
+        (_resource("current_instance_type", None), "[" * 5000, "no JSON object"),
+        (_resource("current_instance_type", None), '{"parameters": {"ddp": true, "ddp": true}}', "no JSON object"),
+    ],
+)
+def test_a_job_of_model_trainer(launcher: Any, change: Change, config: str, part: str) -> None:
+    job = launcher.job("")
+    change(job)
+    with pytest.raises(ConfigError, match=part):
+        launcher_variables({BASE_VARIABLE: str(job.tree()), "SM_DISTRIBUTED_CONFIG": config})
 
 
 def test_a_full_disk_under_the_launcher_is_named(launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:

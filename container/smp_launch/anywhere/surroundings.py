@@ -26,6 +26,7 @@ from smp_config.launchers import (
 )
 from smp_config.values import is_count
 from smp_launch.environment import HOST_VARIABLE, gpu_count
+from smp_launch.platform_files import check_resources
 from smp_launch.tree import Tree
 
 #: Ports that are derived lie below those that systems give to connections (from 32768 on Linux).
@@ -316,7 +317,8 @@ def _of_sagemaker(environ: Mapping[str, str], given: Given) -> Surroundings | No
     if not (tree.config_dir / "resourceconfig.json").is_file():
         return None
     resources = tree.read_config("resourceconfig")
-    hosts, here = resources.get("hosts") or [], environ.get(HOST_VARIABLE) or resources.get("current_host")
+    check_resources(resources, tree.config_dir / "resourceconfig.json")
+    hosts, here = resources["hosts"], environ.get(HOST_VARIABLE) or resources.get("current_host")
     if here not in hosts:
         raise ConfigError(
             f"this host is {here!r}, which is not among the hosts {hosts} of {tree.config_dir / 'resourceconfig.json'}; the name "
