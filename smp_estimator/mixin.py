@@ -128,7 +128,8 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
             self._reader.say(sentence)
         if sdk.get("instance_type") is not None:
             sdk["instance_type"] = checks.require_text(sdk["instance_type"], "instance_type", "local")
-        checks.require_text(sdk.get("base_job_name"), "base_job_name", "training")
+        if sdk.get("base_job_name") is not None:
+            sdk["base_job_name"] = checks.require_text(sdk["base_job_name"], "base_job_name", "training")
         checks.require_paths(sdk.get("dependencies"), "dependencies")
         checks.require_count(sdk.get("instance_count"), "instance_count")
         checks.require_mapping(sdk.get("environment"), "environment")

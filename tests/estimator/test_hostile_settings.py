@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
@@ -88,6 +89,11 @@ def test_refused_at_once(make: Make, arguments: dict[str, Any], part: str) -> No
     with hostile.alarm(5), pytest.raises(ConfigError) as caught:
         make(**given)
     assert part in str(caught.value)
+
+
+def test_names_may_be_paths(make: Make) -> None:
+    estimator = make(base_job_name=PurePosixPath("training"), instance_type=PurePosixPath("local"))
+    assert (estimator.base_job_name, estimator.instance_type) == ("training", "local")
 
 
 @pytest.mark.parametrize("name", ["x" * 300 + ".py", "x/" * 3000 + "y.py", "a\0.py"])

@@ -22,7 +22,7 @@ from smp_launch.errors import LaunchError
 
 SEED = 20
 COUNT = 20_000
-SAMPLE = 250
+SAMPLE = 500
 
 
 def given(source: random.Random, number: int, script: Path) -> dict[str, Any]:
@@ -79,6 +79,8 @@ def asked(arguments: dict[str, Any], session: ProcessSession) -> None:
         checks.require_count(arguments["instance_count"], "instance_count")
         plain.check_hyperparameters(arguments["hyperparameters"] or {})
         checks.check_environment(arguments["environment"])
+        if arguments["distribution"] is None:
+            return
         where = {
             "instance_type": arguments["instance_type"],
             "hosts": arguments["instance_count"],
