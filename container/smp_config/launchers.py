@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from smp_config.errors import ConfigError
+from smp_config.values import is_count
 
 
 class Launcher(str, enum.Enum):
@@ -155,7 +156,7 @@ def require_meeting_place(started: Started, environ: Mapping[str, str]) -> None:
     The pods of Kubernetes' training operator are such a case: they know how many ranks there are to be, but each has one process.
     """
     pod = environ.get(POD_PROCESSES_VARIABLE, "")
-    if pod.isdigit() and int(pod) > 1 and not _is_from_inside(started, environ):
+    if is_count(pod) and int(pod) > 1 and not _is_from_inside(started, environ):
         raise ConfigError(
             f"{POD_PROCESSES_VARIABLE} is {pod} and WORLD_SIZE is {started.size}: this pod is to run {pod} ranks, but its script "
             "was started directly, as one; the training operator leaves the ranks to a launcher: let the container's command "

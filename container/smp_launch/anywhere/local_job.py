@@ -30,6 +30,7 @@ from smp_launch.supervise import FAILURE_PATIENCE, FAILURE_PATIENCE_ALONE, Super
 
 if TYPE_CHECKING:
     from smp_config.parameters import ModelParallelParameters
+from smp_config.secrets import masked, masked_words
 
 #: A task that fails ends the step: SLURM lets the others go on otherwise, unless its administrator says so.
 _SRUN = ("srun", "--kill-on-bad-exit=1")
@@ -94,9 +95,10 @@ class LocalJob:
             if not surroundings.port and not surroundings.uses_mpi:
                 new["MASTER_PORT"] = "(a free port)"
             lines.append(
-                f"variables of rank {surroundings.first_rank}: " + " ".join(f"{k}={v}" for k, v in sorted(new.items()))
+                f"variables of rank {surroundings.first_rank}: "
+                + " ".join(f"{k}={masked(k, v)}" for k, v in sorted(new.items()))
             )
-        return [*lines, f"command: {shlex.join(self.command())}"]
+        return [*lines, f"command: {shlex.join(masked_words(self.command()))}"]
 
     def become(self, environ: Mapping[str, str]) -> NoReturn:
         """Let this process be the rank, or srun: what has started it signals it, and sees how it ends.
