@@ -34,7 +34,7 @@ from smp_estimator.sdk import (
     git_utils,
     is_pipeline_variable,
 )
-from smp_estimator.settings import advice, checks, translation
+from smp_estimator.settings import advice, checks, plain, translation
 from smp_estimator.settings import distribution as strategies
 from smp_estimator.settings.distribution import SettingsReader
 from smp_estimator.stock_image import InStockImage
@@ -76,6 +76,7 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
         self._reader = SettingsReader()
         image_uri = self._read_arguments(image_uri, sdk)
         entry_point = checks.require_text(entry_point, "entry_point", "train.py")
+        checks.refuse_remote_script(entry_point)
         source_dir = checks.require_text(source_dir, "source_dir", "scripts")
         checks.require_mapping(hyperparameters, "hyperparameters")
         self._recipe = sdk.get("training_recipe") is not None
@@ -125,13 +126,18 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
         sdk["image_uri"] = image_uri
         for sentence in checks.check_arguments(sdk, known, FORMER_ARGUMENTS, type(self).__name__):
             self._reader.say(sentence)
-        checks.require_text(sdk.get("instance_type"), "instance_type", "local")
+        if sdk.get("instance_type") is not None:
+            sdk["instance_type"] = checks.require_text(sdk["instance_type"], "instance_type", "local")
+        if sdk.get("base_job_name") is not None:
+            sdk["base_job_name"] = checks.require_text(sdk["base_job_name"], "base_job_name", "training")
+        checks.require_paths(sdk.get("dependencies"), "dependencies")
         checks.require_count(sdk.get("instance_count"), "instance_count")
         checks.require_mapping(sdk.get("environment"), "environment")
         has_groups = sdk.get("instance_groups") is not None
         if isinstance(sdk.get("sagemaker_session"), ProcessSession) and not has_groups:
             sdk["instance_type"] = sdk.get("instance_type") or "local"
         if not restore.is_attaching():
+            checks.check_environment(sdk.get("environment"))
             checks.require_instance_type(sdk.get("instance_type"), has_groups)
         return sdk.pop("image_uri")
 
@@ -174,7 +180,7 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
             return None
         strategies.refuse_unknown_strategies(self.distribution, process_mode=self._process_mode)
         checks.require_count(self.instance_count, "instance_count")
-        checks.check_hyperparameters(self._hyperparameters)
+        plain.check_hyperparameters(self._hyperparameters)
         checks.check_environment(self.environment)
         if self._process_mode:
             checks.check_output_path(self.output_path)

@@ -26,11 +26,6 @@ def _of_the_sdk(places: dict[int, str], name: str) -> Callable[..., Any]:
     return found
 
 
-def custom_extractall_tarfile(archive: Any, folder: str) -> None:
-    """Unpack an open tar file into ``folder``, with the SDK's checks of its members' paths."""
-    _of_the_sdk(_HELPERS, "custom_extractall_tarfile")(archive, folder)
-
-
 def download_folder(bucket: str, prefix: str, folder: str, session: Any) -> None:
     """Fetch all that lies under a prefix of S3; ``session`` has the boto3 resource ``s3_resource``."""
     _of_the_sdk(_HELPERS, "download_folder")(bucket, prefix, folder, session)

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
+
+#: No name that is known has more characters.
+_LONGEST_NAME = 200
+
+#: Most characters of a value that a message repeats.
+_SHOWN_CHARACTERS = 400
 
 
 class ConfigError(ValueError):
@@ -14,8 +21,21 @@ class ConfigError(ValueError):
     """
 
 
+def shown(value: Any) -> str:
+    """A value as a message shows it: as Python writes it, cut where nobody would read on.
+
+    Python itself refuses to write whole numbers of more than 4,300 digits, and what is nested too deeply.
+    """
+    try:
+        text = repr(value)
+    except Exception as error:
+        return f"a {type(value).__name__} that cannot be written out ({type(error).__name__})"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """``", did you mean 'x'?"`` with the known word nearest to ``word``, to end a sentence with; empty when none is near."""
     by_folded = {name.casefold(): name for name in known}
-    near = difflib.get_close_matches(str(word).casefold(), list(by_folded), n=1, cutoff=0.6)
+    # Comparing takes the square of the length.
+    near = difflib.get_close_matches(str(word)[:_LONGEST_NAME].casefold(), list(by_folded), n=1, cutoff=0.6)
     return f", did you mean '{by_folded[near[0]]}'?" if near else ""

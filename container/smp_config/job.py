@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, ValidationError
 
-from smp_config.errors import ConfigError, suggest
+from smp_config import strict_json
+from smp_config.errors import ConfigError, shown, suggest
 from smp_config.parameters import ModelParallelParameters, Whole
 
 #: Silences a warning of Open MPI inside containers; harmless when given twice.
@@ -112,7 +113,7 @@ class JobSettings(BaseModel):
                 "smdistributed enables both modelparallel and dataparallel; one job runs one of the two libraries: "
                 'remove one (modelparallel does data parallelism too, with "ddp": True)'
             )
-        groups = tuple(str(getattr(g, "instance_group_name", g)) for g in distribution.get("instance_groups", ()))
+        groups = _group_names(distribution.get("instance_groups"), 'distribution["instance_groups"]')
         return cls(
             model_parallel=ModelParallelParameters.from_mp_parameters(_parameters(model.get("parameters")))
             if model
@@ -162,21 +163,44 @@ class JobSettings(BaseModel):
             given = {
                 "enabled": carried[MPI_ENABLED],
                 "processes_per_host": carried.get(MPI_PROCESSES),
-                "custom_mpi_options": carried.get(MPI_OPTIONS) or "",
+                "custom_mpi_options": carried.get(MPI_OPTIONS),
             }
             mpi = _settings(MpiSettings, given, "mpi")
         data = None
-        if carried.get(DATA_PARALLEL_ENABLED):
-            given = {"enabled": True, "custom_mpi_options": carried.get(DATA_PARALLEL_OPTIONS) or ""}
+        enabled = carried.get(DATA_PARALLEL_ENABLED)
+        if enabled is not None and enabled is not False:
+            given = {"enabled": enabled, "custom_mpi_options": carried.get(DATA_PARALLEL_OPTIONS)}
             data = _settings(DataParallelSettings, given, "smdistributed.dataparallel")
+        instance_type = carried.get(INSTANCE_TYPE)
+        if instance_type is not None and not isinstance(instance_type, str):
+            raise ConfigError(
+                f"the hyperparameter {INSTANCE_TYPE} is {shown(instance_type)}, a {type(instance_type).__name__}; it names the "
+                "type "
+                'of the hosts: write text such as "ml.p4d.24xlarge", or leave it out'
+            )
         model = carried.get(MP_PARAMETERS)
         return cls(
             model_parallel=None if model is None else ModelParallelParameters.from_mp_parameters(model),
             mpi=mpi,
             data_parallel=data,
-            instance_type=carried.get(INSTANCE_TYPE),
-            instance_groups=tuple(carried.get(INSTANCE_GROUPS) or ()),
+            instance_type=instance_type,
+            instance_groups=_group_names(carried.get(INSTANCE_GROUPS), f"the hyperparameter {INSTANCE_GROUPS}"),
         )
+
+
+def _group_names(value: Any, what: str) -> tuple[str, ...]:
+    """The names of instance groups, which the SDK's records of them have, too."""
+    if value is None:
+        return ()
+    names = (
+        [getattr(group, "instance_group_name", group) for group in value] if isinstance(value, list | tuple) else [None]
+    )
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"{what} is {shown(value)}, a {type(value).__name__}; it lists the groups of instances that train: write a list of "
+            'their names such as ["workers"]'
+        )
+    return tuple(map(str, names))
 
 
 def _dictionary(value: Any, path: str) -> dict[str, Any]:
@@ -184,7 +208,7 @@ def _dictionary(value: Any, path: str) -> dict[str, Any]:
         return {}
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f'distribution["{path}"] is {value!r}, a {type(value).__name__}; it must be a dictionary such as '
+            f'distribution["{path}"] is {shown(value)}, a {type(value).__name__}; it must be a dictionary such as '
             '{"enabled": True}'
         )
     return dict(value)
@@ -194,7 +218,7 @@ def _refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...], path: str)
     for key in given:
         if key not in known:
             raise ConfigError(
-                f"unknown key {key!r} in distribution[{path!r}]{suggest(str(key), known)}; known are {', '.join(known)}"
+                f"unknown key {shown(key)} in distribution[{path!r}]{suggest(str(key), known)}; known are {', '.join(known)}"
             )
 
 
@@ -211,7 +235,7 @@ def _part(parent: Mapping[str, Any], name: str, known: tuple[str, ...], path: st
         )
     if not isinstance(part["enabled"], bool):
         raise ConfigError(
-            f'distribution {path} has "enabled": {part["enabled"]!r}, a {type(part["enabled"]).__name__}; '
+            f'distribution {path} has "enabled": {shown(part["enabled"])}, a {type(part["enabled"]).__name__}; '
             "only a boolean turns the strategy on: write True or False without quotes"
         )
     return part if part["enabled"] else {}
@@ -222,12 +246,18 @@ def _parameters(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     path = Path(value)
-    if not path.is_file():
+    if not os.path.isfile(value):
         raise ConfigError(
             f"smdistributed.modelparallel.parameters is {value!r}; a string means the path of a JSON file, and there "
             f"is none at {path.absolute()}: give a dictionary or an existing file"
         )
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"smdistributed.modelparallel.parameters is {value!r}, a file that cannot be read: {error}; write the dictionary there "
+            "as JSON in UTF-8"
+        ) from None
 
 
 def _settings(kind: Any, given: Mapping[str, Any], path: str) -> Any:
@@ -235,7 +265,7 @@ def _settings(kind: Any, given: Mapping[str, Any], path: str) -> Any:
         return kind.model_validate(dict(given))
     except ValidationError as error:
         problems = "; ".join(
-            f"{'.'.join(map(str, item['loc']))} is {item['input']!r}: "
+            f"{'.'.join(map(str, item['loc']))} is {shown(item['input'])}: "
             + str(item["msg"]).removeprefix("Value error, ").replace("Input", "it")
             for item in error.errors()
         )
@@ -243,10 +273,10 @@ def _settings(kind: Any, given: Mapping[str, Any], path: str) -> Any:
 
 
 def decoded_hyperparameter(value: Any) -> Any:
-    """Hyperparameters travel as text; what reads as JSON becomes that value."""
+    """Hyperparameters travel as text; what reads as JSON becomes that value, and what would lose something by it stays text."""
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError:
+        return strict_json.parse(value)
+    except ValueError:
         return value

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from smp_config.errors import ConfigError
+from smp_config.values import is_count
 
 
 class Launcher(str, enum.Enum):
@@ -40,6 +41,15 @@ VARIABLES: Mapping[Launcher, tuple[str, str]] = {
 #: Where ranks without MPI meet.
 ADDRESS_VARIABLE = "MASTER_ADDR"
 PORT_VARIABLE = "MASTER_PORT"
+
+#: Set by ``torchrun`` and others, and by this project's launcher: the ranks of this host.
+LOCAL_SIZE_VARIABLE = "LOCAL_WORLD_SIZE"
+
+#: A text that only the ranks of one job know: with it they know each other's messages from those of strangers.
+SECRET_VARIABLE = "SMP_JOB_SECRET"
+
+#: Its characters, at least: shorter ones are guessed.
+_SECRET_CHARACTERS = 16
 
 #: Set by ``torchrun`` in every rank.
 ELASTIC_VARIABLE = "TORCHELASTIC_RUN_ID"
@@ -125,13 +135,28 @@ def place_of(launcher: Launcher, environ: Mapping[str, str]) -> Started | None:
     return Started(launcher, rank, size)
 
 
+def job_secret(environ: Mapping[str, str]) -> str | None:
+    """The secret of a job; None where there is none.
+
+    Raises:
+        ConfigError: it is short enough to be guessed.
+    """
+    text = environ.get(SECRET_VARIABLE, "")
+    if 0 < len(text) < _SECRET_CHARACTERS:
+        raise ConfigError(
+            f"{SECRET_VARIABLE} has {len(text)} characters, which can be guessed; the ranks of a job know each other by it: let it "
+            f"have at least {_SECRET_CHARACTERS}, the same on every host, for example those of 'openssl rand -hex 32'"
+        )
+    return text or None
+
+
 def require_meeting_place(started: Started, environ: Mapping[str, str]) -> None:
     """Raise ConfigError where ranks without MPI could not find one another, naming the variables.
 
     The pods of Kubernetes' training operator are such a case: they know how many ranks there are to be, but each has one process.
     """
     pod = environ.get(POD_PROCESSES_VARIABLE, "")
-    if pod.isdigit() and int(pod) > 1 and not _is_from_inside(started, environ):
+    if is_count(pod) and int(pod) > 1 and not _is_from_inside(started, environ):
         raise ConfigError(
             f"{POD_PROCESSES_VARIABLE} is {pod} and WORLD_SIZE is {started.size}: this pod is to run {pod} ranks, but its script "
             "was started directly, as one; the training operator leaves the ranks to a launcher: let the container's command "

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from smp_config.errors import ConfigError
+from smp_config.errors import ConfigError, shown
 
 #: Seconds that a rank waits for another.
 TIMEOUT_VARIABLE = "SMP_TIMEOUT_SECONDS"
 DEFAULT_TIMEOUT_SECONDS = 1800.0
+#: The longest wait, about 30 years; clocks and connections cannot be told to wait much longer.
+MOST_SECONDS = 1e9
+
+#: Ranks of a job. No cluster has more, and what is worked out for each of them would take minutes with more.
+MOST_RANKS = 2**17
+#: Of a job whose ranks are processes of one machine.
+MOST_LOCAL_RANKS = 2**12
 
 #: Seconds without progress after which a job hangs; 0 for no watch.
 HANG_VARIABLE = "SMP_HANG_SECONDS"
@@ -25,9 +32,10 @@ def timeout_seconds(environ: Mapping[str, str]) -> float:
         value = float(text) if text else DEFAULT_TIMEOUT_SECONDS
     except ValueError:
         value = 0.0
-    if not value > 0:  # nor is anything that is not a number
+    if not 0 < value <= MOST_SECONDS:  # nor is anything that is not a number
         raise ConfigError(
-            f"{TIMEOUT_VARIABLE} is {text!r}; it counts the seconds that a rank waits for another: set a number above 0"
+            f"{TIMEOUT_VARIABLE} is {shown(text)}; it counts the seconds that a rank waits for another: set a number above 0, and "
+            f"of at most {MOST_SECONDS:,.0f}"
         )
     return value
 
@@ -56,9 +64,9 @@ def throttle_limit(environ: Mapping[str, str]) -> int:
         limit = int(text) if text else DEFAULT_THROTTLE
     except ValueError:
         limit = 0
-    if limit < 1 and limit != -1:
+    if limit != -1 and not 1 <= limit < 2**31:
         raise ConfigError(
-            f"{THROTTLE_VARIABLE} is {text!r}; it counts collectives that may be in flight at once: set a number from 1, or -1 "
-            "for no limit"
+            f"{THROTTLE_VARIABLE} is {shown(text)}; it counts collectives that may be in flight at once: set a number from 1, "
+            "or -1 for no limit"
         )
     return limit

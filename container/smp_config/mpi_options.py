@@ -10,7 +10,12 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from smp_config.errors import ConfigError
+from smp_config import strict_json
+from smp_config.errors import ConfigError, shown
+from smp_config.secrets import masked, masked_text
+
+#: Characters of all options; one word of a command line may have 131,072 bytes.
+_LONGEST = 32_768
 
 #: Options that set one parameter of a component: two words follow.
 _PARAMETER_OPTIONS = frozenset({"mca", "gmca", "pmixmca", "gpmixmca", "prtemca", "omca"})
@@ -75,7 +80,10 @@ class MpiOption:
         return [dashed, *filter(None, [self.key]), *([] if self.value is None else [self.value])]
 
     def __str__(self) -> str:
-        return shlex.join(self.arguments())
+        """For messages: a value that looks like a secret is not shown."""
+        if self.name == _VARIABLE_OPTION and self.value is not None:
+            return f"-x {self.key}={shlex.quote(masked(self.key, self.value))}"
+        return masked_text(shlex.join(self.arguments()))
 
 
 @dataclass(frozen=True)
@@ -122,11 +130,18 @@ def parse_mpi_options(text: str) -> list[MpiOption]:
             job's own settings decide (the number of processes, the hosts, the program), or one that marks or moves
             the output, which the launcher reads.
     """
+    if why := strict_json.why_unusable(text or ""):
+        raise ConfigError(f"custom_mpi_options {why}; it begins with {text[:60]!r}: remove that character")
+    if len(text or "") > _LONGEST:
+        raise ConfigError(
+            f"custom_mpi_options has {len(text):,} characters, and mpirun's command line has room for {_LONGEST:,} of them; it "
+            f"begins with {text[:60]!r}: hand long values to the ranks by the estimator's environment"
+        )
     try:
         words = shlex.split(text or "")
     except ValueError as error:
         raise ConfigError(
-            f"custom_mpi_options cannot be split into words: {error} in {text!r}; close the quote or write \\' "
+            f"custom_mpi_options cannot be split into words: {error} in {masked_text(shown(text))}; close the quote or write \\' "
         ) from None
     options: list[MpiOption] = []
     at = 0

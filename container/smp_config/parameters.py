@@ -6,31 +6,46 @@ hyperparameter ``mp_parameters`` are the same class, so what the client accepted
 
 from __future__ import annotations
 
-import json
 import math
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
-from smp_config.errors import ConfigError, suggest
+from smp_config import strict_json
+from smp_config.errors import ConfigError, shown, suggest
 from smp_config.in_flight import Schedule, default_active
 from smp_config.topology import Topology
+
+#: The largest whole number of a setting: what a rank counts with, in 64 bits.
+_LARGEST = 2**63 - 1
 
 
 def _whole_number(value: Any) -> Any:
     """Accept 8 and 5e8, refuse True, "8" and 0.5: pydantic alone would take some of them silently."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"must be a whole number, got {value!r} ({type(value).__name__})")
-    if not math.isfinite(value) or value != int(value):
+        raise ValueError(f"must be a whole number, got {shown(value)} ({type(value).__name__})")
+    if isinstance(value, float) and (not math.isfinite(value) or value != int(value)):
         raise ValueError(f"must be a whole number, got {value!r}")
+    if abs(value) > _LARGEST:
+        raise ValueError(f"must be a whole number of at most {_LARGEST}, got one of {_digits(value)} digits")
     return int(value)
 
 
 def _number(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"must be a number, got {value!r} ({type(value).__name__})")
+        raise ValueError(f"must be a number, got {shown(value)} ({type(value).__name__})")
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError(f"must be a number of at most {sys.float_info.max:g}, got one of {_digits(value)} digits")
+    if not math.isfinite(value):
+        raise ValueError(f"must be a number, got {value!r}")
     return float(value)
+
+
+def _digits(value: float) -> int:
+    """About how many digits a whole number has; Python writes out no more than 4,300."""
+    return int(value).bit_length() * 30103 // 100000 + 1
 
 
 Whole = Annotated[int, BeforeValidator(_whole_number)]
@@ -181,7 +196,7 @@ class ModelParallelParameters(BaseModel):
             value = given.pop(old)
             if new in given and given[new] != value:
                 raise ValueError(
-                    f"{old} is {value!r} but {new} is {given[new]!r}; they are two names of one setting: "
+                    f"{old} is {shown(value)} but {new} is {shown(given[new])}; they are two names of one setting: "
                     f"keep only {new}"
                 )
             given[new] = value
@@ -199,7 +214,7 @@ class ModelParallelParameters(BaseModel):
                         f"version 1; use {_VERSION_2[key]} instead"
                     )
                 raise ValueError(
-                    f"unknown parameter {key!r}{suggest(str(key), _KNOWN_KEYS) or '; see the documented names'}"
+                    f"unknown parameter {shown(key)}{suggest(str(key), _KNOWN_KEYS) or '; see the documented names'}"
                 )
         return given
 
@@ -207,7 +222,7 @@ class ModelParallelParameters(BaseModel):
     def _placement(self) -> ModelParallelParameters:
         if sorted(self.placement) != ["D", "P", "T"]:
             raise ValueError(
-                f"placement_strategy is {self.placement_strategy!r}; it must be 'cluster', 'spread' or a "
+                f"placement_strategy is {shown(self.placement_strategy)}; it must be 'cluster', 'spread' or a "
                 "permutation of the letters D, P and T, for example 'DPT'"
             )
         return self
@@ -381,8 +396,8 @@ class ModelParallelParameters(BaseModel):
         if isinstance(value, str):
             text = value
             try:
-                value = json.loads(text)
-            except json.JSONDecodeError as error:
+                value = strict_json.parse(text)
+            except ValueError as error:
                 raise ConfigError(
                     f"mp_parameters is not JSON ({error}); it begins with {text[:60]!r}; "
                     'send a JSON object such as {"ddp": true}'
@@ -426,5 +441,5 @@ def _readable(error: ValidationError) -> str:
                 if field in ModelParallelParameters.model_fields
                 else ""
             )
-            sentences.append(f"{field} is {item['input']!r}: {detail}. {description}".rstrip())
+            sentences.append(f"{field} is {shown(item['input'])}: {detail}. {description}".rstrip())
     return "; ".join(sentences)

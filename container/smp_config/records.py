@@ -9,9 +9,9 @@ import bisect
 import json
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 #: A log line of this prefix is a progress record, which rank 0 prints and ``fit()`` reads, wherever the job runs.
 PROGRESS_PREFIX = "smp-progress "
@@ -31,13 +31,17 @@ _LINE_BYTES = 4000
 
 _Record = TypeVar("_Record", bound=BaseModel)
 
+#: A count that others compute with; whatever a script prints behind the prefix, no larger one is taken for a record.
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+
 
 def _parsed(kind: type[_Record], line: str, prefix: str) -> _Record | None:
     """What stands behind ``prefix``, wherever that is in the line; None when it is no such record, or was cut."""
     _, found, text = line.partition(prefix)
     try:
         return kind.model_validate(json.loads(text)) if found else None
-    except (json.JSONDecodeError, ValidationError):
+    except (ValueError, RecursionError):  # no JSON, no such record, too many digits, too deep
         return None
 
 
@@ -50,13 +54,13 @@ class ProgressRecord(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    step: int
-    total_steps: int | None = None
+    step: _Count
+    total_steps: _Count | None = None
     loss: float | None = None
     eval_loss: float | None = None
-    samples_per_second: float | None = None
-    elapsed_seconds: float | None = None
-    memory_bytes: int | None = None
+    samples_per_second: _Finite | None = None
+    elapsed_seconds: _Finite | None = None
+    memory_bytes: _Count | None = None
 
 
 def format_progress(record: ProgressRecord) -> str:
@@ -78,9 +82,9 @@ class UsageRecord(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    rank: int
-    memory_bytes: int
-    cpu_cores: float | None = None
+    rank: _Count
+    memory_bytes: _Count
+    cpu_cores: _Finite | None = None
 
 
 def format_usage(record: UsageRecord) -> str:
@@ -102,12 +106,12 @@ class FailureRecord(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    rank: int
+    rank: _Count
     host: str = ""
     error_type: str
     message: str
     traceback: str = ""
-    when: float = 0.0
+    when: _Finite = 0.0
     accused: tuple[int, ...] = ()
 
     @classmethod
@@ -115,7 +119,8 @@ class FailureRecord(BaseModel):
         """A record of ``error``, raised now on ``rank``, unless it stands for that of another rank, whose record it has."""
         told = getattr(error, "failure", None)
         if isinstance(told, cls):
-            return told
+            # Where ranks have agreed that one has failed, all raise the same, at the same place of the script.
+            return told if told.traceback else told.model_copy(update={"traceback": traceback})
         return cls(
             rank=rank,
             host=host,

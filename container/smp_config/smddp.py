@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from smp_config.errors import ConfigError
+from smp_config.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from smp_config.parameters import ModelParallelParameters
@@ -26,6 +26,8 @@ SORT_VARIABLE = "SMDDP_AG_SORT_BUFFER_SIZE_BYTES"
 
 #: Every size is a multiple of this many bytes.
 BUFFER_GRAIN = 8192
+
+_MOST_BYTES = 2**50
 
 DEFAULT_SCRATCH_BYTES = 16 * 1024 * 1024
 DEFAULT_SORT_BYTES = 128 * 1024 * 1024
@@ -161,9 +163,14 @@ def _size(variable: str, default: int, sources: tuple[Mapping[str, str], ...]) -
         size = int(str(given).strip())
     except ValueError:
         raise ConfigError(
-            f"{variable} is {given!r}, not a whole number; it is a size in bytes and must be a multiple of "
+            f"{variable} is {shown(given)}, not a whole number; it is a size in bytes and must be a multiple of "
             f"{BUFFER_GRAIN}; the default is {default}"
         ) from None
+    if size > _MOST_BYTES:
+        raise ConfigError(
+            f"{variable} is {shown(given)}; it is a size in bytes, and no memory has so many: set it to a multiple of "
+            f"{BUFFER_GRAIN} of at most {_MOST_BYTES} (the default is {default})"
+        )
     if size >= BUFFER_GRAIN and size % BUFFER_GRAIN == 0:
         return size
     below = size // BUFFER_GRAIN * BUFFER_GRAIN

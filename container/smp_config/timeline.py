@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from smp_config.errors import ConfigError
+from smp_config.errors import ConfigError, shown
 
 #: Switches recording on: the number of steps that every rank keeps.
 TIMELINE_VARIABLE = "SMP_TIMELINE"
@@ -22,6 +22,9 @@ FILE_SUFFIX = ".json"
 
 #: Raised when files of an older version could be misread.
 FORMAT_VERSION = 1
+
+#: Of a number of steps.
+_MOST_DIGITS = 9
 
 Kind = Literal["F", "B", "S"]
 
@@ -115,9 +118,9 @@ def steps_to_keep(environ: Mapping[str, str]) -> int:
     text = environ.get(TIMELINE_VARIABLE, "").strip()
     if not text:
         return 0
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit()) or len(text) > _MOST_DIGITS:
         raise ConfigError(
-            f"{TIMELINE_VARIABLE} is {text!r}; it counts the steps of which every rank keeps its timeline: set it to a whole "
+            f"{TIMELINE_VARIABLE} is {shown(text)}; it counts the steps of which every rank keeps its timeline: set it to a whole "
             "number such as 10, or to 0 to record nothing"
         )
     return int(text)

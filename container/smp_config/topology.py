@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from smp_config.errors import ConfigError
+from smp_config.limits import MOST_RANKS
 
 
 class Group(enum.Enum):
@@ -65,6 +66,11 @@ class Topology:
         for name in ("world_size", "pipeline", "tensor", "sharded"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; every degree is at least 1")
+        if self.world_size > MOST_RANKS:
+            raise ConfigError(
+                f"the job has {self.world_size} processes (processes_per_host × instance_count), more than the {MOST_RANKS:,} that "
+                "the library lays out: lower one of the two"
+            )
         if sorted(self.placement) != ["D", "P", "T"]:
             raise ConfigError(f"placement {self.placement!r} is not a permutation of D, P and T; use for example 'DPT'")
         model = self.pipeline * self.tensor
@@ -141,22 +147,25 @@ class Topology:
 
     @cached_property
     def _groups(self) -> dict[Group, list[list[int]]]:
-        by_kind = {}
-        for group in Group:
+        """Those kinds that were asked for; each takes a while for many ranks."""
+        return {}
+
+    def _groups_of(self, group: Group) -> list[list[int]]:
+        if group not in self._groups:
             members: dict[tuple[int, ...], list[int]] = {}
             for rank in range(self.world_size):
                 members.setdefault(self._group_key(group, rank), []).append(rank)
-            by_kind[group] = sorted(members.values())
-        return by_kind
+            self._groups[group] = sorted(members.values())
+        return self._groups[group]
 
     def groups(self, group: Group) -> list[list[int]]:
         """All groups of one kind as lists of ascending global ranks, ordered by their first rank."""
-        return [list(members) for members in self._groups[group]]
+        return [list(members) for members in self._groups_of(group)]
 
     def group_of(self, group: Group, rank: int) -> list[int]:
         """The global ranks, ascending, of the group of this kind that ``rank`` belongs to."""
         key = self._group_key(group, rank)
-        return next(list(members) for members in self._groups[group] if self._group_key(group, members[0]) == key)
+        return next(list(members) for members in self._groups_of(group) if self._group_key(group, members[0]) == key)
 
     def rank_in(self, group: Group, rank: int) -> int:
         """Position of global ``rank`` in its group, in ascending global rank."""

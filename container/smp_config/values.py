@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import ast
-import json
+import os
 from pathlib import Path
 from typing import Any
 
+from smp_config import strict_json
 from smp_config.errors import ConfigError
 
 
 def literal(text: str, what: str) -> Any:
     """JSON, or a Python literal such as ``{"ddp": True}``; raises ConfigError for what is neither."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as as_json:
+        return strict_json.parse(text)
+    except ValueError as as_json:
         try:
             return ast.literal_eval(text.strip())
-        except (ValueError, SyntaxError, TypeError, RecursionError) as as_python:
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as as_python:
             raise ConfigError(
                 f"{what} is neither JSON ({as_json}) nor a Python literal ({as_python}); write a dictionary such as "
                 '{"ddp": true} or {"ddp": True}, without names or calls'
             ) from None
+
+
+def is_count(text: str) -> bool:
+    """Whether a text is a whole number of at most nine digits; Python takes ``²`` for a digit, too."""
+    return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def dictionary(value: str, what: str) -> dict[str, Any]:
@@ -29,7 +35,7 @@ def dictionary(value: str, what: str) -> dict[str, Any]:
     text = value
     if not value.lstrip().startswith("{"):
         path = Path(value)
-        if not path.is_file():
+        if not os.path.isfile(value):
             raise ConfigError(f"{what} is {value!r}; it is no dictionary, and there is no such file: give one of them")
         text = path.read_text(encoding="utf-8")
     found = literal(text, what)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 
 import click
 
+from smp_config.disk_space import full_disk
 from smp_config.errors import ConfigError
 from smp_config.job import JobSettings
 from smp_config.version import __version__
@@ -55,9 +58,13 @@ def run(stop: StopRequests, environ: Mapping[str, str]) -> int:
         code, cause = CANNOT_START, Cause(f"the job cannot start: {error}")
     except Stopped as error:
         code, cause = stop_code(error.by), Cause(str(error))
+    except OSError as error:
+        said = full_disk(error, Path(error.filename if isinstance(error.filename, str) else tempfile.gettempdir()))
+        code, cause = (
+            _itself(error) if said is None else (CANNOT_START, Cause(f"the job cannot go on: {said}; make room there"))
+        )
     except Exception as error:
-        trace = traceback.format_exc()
-        code, cause = 1, Cause(f"the launcher itself failed: {type(error).__name__}: {error}", trace)
+        code, cause = _itself(error)
     if cause is not None:
         say(f"failed: {cause.headline}")
         try:
@@ -65,6 +72,10 @@ def run(stop: StopRequests, environ: Mapping[str, str]) -> int:
         except OSError as error:
             say(f"{tree.failure_file} cannot be written: {error}")
     return code
+
+
+def _itself(error: Exception) -> tuple[int, Cause]:
+    return 1, Cause(f"the launcher itself failed: {type(error).__name__}: {error}", traceback.format_exc())
 
 
 def _run(tree: Tree, stop: StopRequests, environ: Mapping[str, str]) -> tuple[int, Cause | None]:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from smp_config.errors import ConfigError
 from smp_config.mpi_options import MergedOptions, MpiOption, merge
+from smp_config.secrets import masked_text
 from smp_launch.errors import LaunchError
 from smp_launch.network import LOOPBACK
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 MPIRUN_VARIABLE = "SMP_LAUNCH_MPIRUN"
 
 _VERSION = re.compile(r"\(Open MPI\) (\d+)\.(\d+)")
+
+#: Bytes of one word of a command line or one variable, with the byte that ends it (MAX_ARG_STRLEN of Linux).
+_LONGEST_WORD = 131_072
 
 #: Seconds for ``mpirun --version``.
 _VERSION_PATIENCE = 30.0
@@ -229,6 +234,31 @@ def mpirun_command(
         for name in sorted(set(exported) - taken - _HOST_ONLY):
             words += ["-x", name]
     return [*words, *options.arguments(), *program]
+
+
+def check_size(command: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Check that the system can start a program with this command line and environment.
+
+    Raises:
+        ConfigError: one word, or all of them together, are longer than the system allows.
+    """
+    sizes = [
+        (len(os.fsencode(word)) + 1, f"the word {masked_text(repr(word[:40]))}… of its command line")
+        for word in command
+    ]
+    sizes += [
+        (len(os.fsencode(name)) + len(os.fsencode(value)) + 2, f"the variable {name[:60]}")
+        for name, value in environ.items()
+    ]
+    most_of_one, longest = max(sizes)
+    # Beside each word the system keeps its address.
+    total, most = sum(size for size, _ in sizes) + 8 * (len(command) + len(environ)), os.sysconf("SC_ARG_MAX")
+    if most_of_one > _LONGEST_WORD or total > most:
+        raise ConfigError(
+            f"{command[0]} cannot be started: {longest} takes {most_of_one:,} bytes of at most {_LONGEST_WORD:,}, and all words "
+            f"and variables take {total:,} of at most {most:,}; hyperparameters are handed to the script as words: put long "
+            "ones into a file beside the script, or into a channel"
+        )
 
 
 def as_root(environ: Mapping[str, str]) -> dict[str, str]:

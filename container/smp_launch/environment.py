@@ -14,9 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smp_config import emulation
-from smp_config.errors import ConfigError, suggest
+from smp_config import emulation, strict_json
+from smp_config.errors import ConfigError, shown, suggest
 from smp_config.job import PLATFORM_PREFIX, SCRIPT_ARGUMENTS_VARIABLE, SCRIPT_SUFFIXES, decoded_hyperparameter
+from smp_config.limits import MOST_SECONDS
+from smp_launch.platform_files import check_channels, check_hyperparameters, check_resources
 
 if TYPE_CHECKING:
     from smp_launch.tree import Tree
@@ -78,29 +80,33 @@ class TrainingEnvironment:
             ConfigError: a file that is missing or not what it should be.
         """
         resources = tree.read_config("resourceconfig")
-        hosts = resources.get("hosts")
-        if not isinstance(hosts, list) or not hosts or not all(isinstance(name, str) for name in hosts):
-            raise ConfigError(
-                f"{tree.config_dir / 'resourceconfig.json'} has hosts={hosts!r}; the launcher lays the ranks over this "
-                'list; it must be a list of host names such as ["algo-1"]'
-            )
+        check_resources(resources, tree.config_dir / "resourceconfig.json")
+        hosts = resources["hosts"]
         current = host or environ.get(HOST_VARIABLE) or resources.get("current_host")
         if not isinstance(current, str) or current not in hosts:
             raise ConfigError(
-                f"this host is {current!r}, which is not among the hosts {hosts}{suggest(str(current), hosts)}; the name "
-                f"comes from {HOST_VARIABLE} or from current_host in resourceconfig.json; set {HOST_VARIABLE} to one "
+                f"this host is {shown(current)}, which is not among the hosts {shown(hosts)}{suggest(str(current), hosts)}; the "
+                f"name comes from {HOST_VARIABLE} or from current_host in resourceconfig.json; set {HOST_VARIABLE} to one "
                 "of the hosts"
             )
-        given = {**json.loads(environ.get(MORE_VARIABLE) or "{}"), **tree.read_config("hyperparameters")}
+        given = {**_json_of(environ, MORE_VARIABLE, dict), **tree.read_config("hyperparameters")}
         decoded = {name: decoded_hyperparameter(value) for name, value in given.items()}
+        check_hyperparameters(decoded, str(tree.config_dir / "hyperparameters.json"))
+        channels = tree.read_config("inputdataconfig")
+        check_channels(channels, tree.config_dir / "inputdataconfig.json")
+        words = _json_of(environ, SCRIPT_ARGUMENTS_VARIABLE, list)
+        if not all(isinstance(word, str) for word in words):
+            raise ConfigError(
+                f"{SCRIPT_ARGUMENTS_VARIABLE} is {shown(words)}; it lists words of the script's command line: write each as text"
+            )
         return cls(
             tree=tree,
             hyperparameters=decoded,
             resources=resources,
-            channels=tree.read_config("inputdataconfig"),
+            channels=channels,
             current_host=current,
             job_name=environ.get(JOB_NAME_VARIABLE, ""),
-            more_arguments=tuple(json.loads(environ.get(SCRIPT_ARGUMENTS_VARIABLE) or "[]")),
+            more_arguments=tuple(words),
         )
 
     @property
@@ -141,24 +147,33 @@ class TrainingEnvironment:
         """
         name = self.hyperparameters.get("sagemaker_program")
         code = self.tree.code_dir
-        present = sorted(p.relative_to(code).as_posix() for p in code.rglob("*") if p.suffix in SCRIPT_SUFFIXES)
-        there = f"{code} holds {', '.join(present[:20]) or 'no .py or .sh file'}"
         if not name or not isinstance(name, str):
             raise ConfigError(
-                f"no entry point: the hyperparameter sagemaker_program is {name!r}, so the launcher does not know what to "
-                f"start; {there}; give the estimator entry_point='train.py' or another of these"
+                f"no entry point: the hyperparameter sagemaker_program is {shown(name)}, so the launcher does not know what to "
+                f"start; {_held(code, self._scripts())}; give the estimator entry_point='train.py' or another of these"
             )
-        if not (code / name).is_file():
+        if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == os.pardir:
             raise ConfigError(
-                f"the entry point {name!r} does not exist: {there}{suggest(name, present)}; give entry_point a path "
-                "relative to source_dir, of a file that is in it"
+                f"the entry point {shown(name)} lies outside the code folder {code}; the launcher runs what was shipped with the "
+                "job: give entry_point a path relative to source_dir, of a file that is in it"
+            )
+        if not os.path.isfile(code / name):
+            present = self._scripts()
+            raise ConfigError(
+                f"the entry point {shown(name)} does not exist: {_held(code, present)}{suggest(name, present)}; give entry_point a "
+                "path relative to source_dir, of a file that is in it"
             )
         if Path(name).suffix not in SCRIPT_SUFFIXES:
             raise ConfigError(
-                f"the entry point {name!r} is neither a Python nor a shell script: its ending is "
+                f"the entry point {shown(name)} is neither a Python nor a shell script: its ending is "
                 f"{Path(name).suffix or 'empty'!r}, and the launcher starts .py with Python and .sh with bash; rename it"
             )
         return name
+
+    def _scripts(self) -> list[str]:
+        """What could be an entry point; a large folder takes a while."""
+        code = self.tree.code_dir
+        return sorted(p.relative_to(code).as_posix() for p in code.rglob("*") if p.suffix in SCRIPT_SUFFIXES)
 
     def check_channels(self) -> None:
         """Raise ConfigError, naming the channel and the folder, where a channel's data is missing."""
@@ -240,11 +255,12 @@ class TrainingEnvironment:
 
 
 def seconds_of(environ: Mapping[str, str], name: str, default: float) -> float:
-    """The seconds that a variable sets; nonsense counts as ``default``."""
+    """The seconds that a variable sets; nonsense, and longer than a clock can be told, counts as ``default``."""
     try:
-        return max(0.0, float(environ.get(name, default)))
+        seconds = float(environ.get(name, default))
     except ValueError:
         return default
+    return max(0.0, seconds) if seconds <= MOST_SECONDS else default
 
 
 def cpu_count() -> int:
@@ -275,6 +291,28 @@ def has_gpu(environ: Mapping[str, str]) -> bool:
 def has_unusual_gpu() -> bool:
     """Whether there may be GPUs that :func:`gpu_count` does not count."""
     return any(next(Path("/dev").glob(pattern), None) for pattern in _OTHER_DEVICES)
+
+
+def _held(code: Path, scripts: list[str]) -> str:
+    return f"{code} holds {', '.join(scripts[:20]) or 'no .py or .sh file'}"
+
+
+def _json_of(environ: Mapping[str, str], variable: str, kind: type) -> Any:
+    """What a variable holds as JSON, an empty one where it is not set; raises ConfigError for anything but ``kind``."""
+    text = environ.get(variable)
+    if not text:
+        return kind()
+    try:
+        found, why = strict_json.parse(text), ""
+    except ValueError as error:
+        found, why = None, f" ({error})"
+    if not isinstance(found, kind) or (why := strict_json.unusable_text(found) or ""):
+        wanted = "object" if kind is dict else "list"
+        raise ConfigError(
+            f"{variable} is {shown(text)}, which is no JSON {wanted} of usable texts{why}; what starts the launcher sets it: "
+            f"leave it to that, or write a JSON {wanted}"
+        )
+    return found
 
 
 def _text(value: Any) -> str:

@@ -48,6 +48,9 @@ _HOLD_LINES = 100
 #: SIGKILL, but reports only the first process that ended.)
 _FIRST_CAUSES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS})
 
+#: Signals with which a job is stopped: by the launcher, or by mpirun where a rank does not end.
+_STOPS = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGKILL})
+
 #: What a rank that chose its exit code has told; see :mod:`smp_launch.rank`.
 _OWN_CODES = frozenset({"SystemExit", "ScriptError"})
 
@@ -189,7 +192,9 @@ class FailureCollector:
         if death is not None:
             rank, number = death
             own = any(r.rank == rank for r in self.records)
-            if record is None or (number in _FIRST_CAUSES and not own):
+            # One that was stopped before it could handle that makes others fail, which are still at work.
+            stopped = stopped_by is not None and number in _STOPS and rank in (ended_unheard or ())
+            if record is None or ((stopped or number in _FIRST_CAUSES) and not own):
                 return self._killed(rank, number, stopped_by)
         if code is not None and (record is None or self._came_first(code, is_told, ended_unheard)):
             rank, number = code
@@ -208,10 +213,14 @@ class FailureCollector:
         return Cause(_one_line(f"{program} {how}{known}"), "\n".join(self.messages))
 
     def _first_record(self) -> FailureRecord | None:
-        """What was told first, but for what blames another rank: of that, what most ranks say."""
-        own = [r for r in self.records if not r.accused]
+        """What was told first, but for what only blames another rank that has told itself; where all blame others, what most say.
+
+        Clocks of hosts differ, so that a consequence may seem to come first.
+        """
+        own = {r.rank for r in self.records if not r.accused}
         if own or not self.records:
-            return min(own, key=lambda r: r.when or float("inf"), default=None)
+            causes = [r for r in self.records if not own.intersection(r.accused)]
+            return min(causes, key=lambda r: r.when or float("inf"), default=None)
         # Who has lost all others is more likely to be cut off itself than all others are.
         votes: dict[int, float] = defaultdict(float)
         for record in self.records:
@@ -253,7 +262,7 @@ class FailureCollector:
 
     def _killed(self, rank: int, number: int, stopped_by: str | None) -> Cause:
         where = f"rank {rank} ({self.host_of(rank)})"
-        if stopped_by and number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGKILL):
+        if stopped_by and number in _STOPS:
             return Cause(
                 f"{where}: the job was stopped by {stopped_by} and the script did not exit with 0; to save and end well, "
                 "give it a handler for SIGTERM that exits with 0"

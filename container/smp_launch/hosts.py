@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from smp_config.errors import ConfigError
 from smp_config.instances import require_usable
+from smp_config.limits import MOST_RANKS
 
 if TYPE_CHECKING:
     from smp_config.job import JobSettings
@@ -82,6 +83,11 @@ class Layout:
             )
         if settings.model_parallel is not None:
             require_usable(settings.instance_type, processes)
+        if len(hosts) * processes > MOST_RANKS:
+            raise ConfigError(
+                f"the job has {len(hosts) * processes} ranks = processes_per_host {processes} × {len(hosts)} host(s), and no "
+                f"job has more than {MOST_RANKS:,}: lower one of the two"
+            )
         kind = Kind.DATA_PARALLEL if data else Kind.MODEL_PARALLEL if settings.model_parallel else Kind.MPI
         layout = cls(tuple(hosts), processes, kind, simulated)
         if settings.model_parallel is not None:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp_config.mpi_options import MergedOptions, MpiOption, merge, parse_mpi_options, variables
+from smp_config.secrets import masked_words
 from smp_config.smddp import BufferSizes
 from smp_config.whereabouts import FOLDER_VARIABLE
-from smp_launch.command import OpenMpi, PrivateDirs, as_root, mpi_options, mpirun_command, without_scheduler
+from smp_launch.command import OpenMpi, PrivateDirs, as_root, check_size, mpi_options, mpirun_command, without_scheduler
 from smp_launch.environment import EMULATION_LINE, HOST_VARIABLE, TrainingEnvironment, cpu_count, emulates_cuda
 from smp_launch.failure import REPORT_VARIABLE, Cause, FailureCollector
 from smp_launch.followers import Followers
@@ -131,7 +132,7 @@ class Job:
         """One line for the log: hosts, processes, program."""
         layout = self.layout
         threads = os.environ.get("OMP_NUM_THREADS") or str(layout.threads_per_rank(cpu_count()))
-        words = " ".join([self.entry_point, *self.training.user_arguments()])
+        words = " ".join(masked_words([self.entry_point, *self.training.user_arguments()]))
         shown = words if len(words) <= _SHOWN_CHARACTERS else words[: _SHOWN_CHARACTERS - 1] + "…"
         by = f"{layout.kind.value}, {self.mpi}" if self.mpi else "no mpirun"
         each = f"{threads} thread{'s' * (threads != '1')} each"
@@ -197,6 +198,7 @@ def run_job(
         command = job.program()
         if job.mpi is not None:
             command = mpirun_command(job.mpi, job.layout, job.options(dirs), command, exported=announced)
+        check_size(command, passed)
         outcome = supervisor.run(command, passed, job.training.tree.code_dir)
         if dirs.session:
             collector.read_reports(dirs.session)

@@ -13,10 +13,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from smp_config import strict_json
 from smp_config.distributed_config import as_distribution
-from smp_config.errors import ConfigError
+from smp_config.errors import ConfigError, shown
 from smp_config.job import MP_PARAMETERS, JobSettings, decoded_hyperparameter
 from smp_launch.environment import MORE_VARIABLE, gpu_count
+from smp_launch.platform_files import check_names
 from smp_launch.tree import CODE_VARIABLE, Tree
 
 #: Variables of ``ModelTrainer``'s scripts.
@@ -46,8 +48,9 @@ def launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """
     tree = Tree.from_environment(environ)
     sent = tree.read_config("hyperparameters")
-    instance_type = tree.read_config("resourceconfig").get("current_instance_type")
-    settings = _settings(environ, str(instance_type) if instance_type else None)
+    resources = tree.read_config("resourceconfig")
+    check_names(resources, tree.config_dir / "resourceconfig.json")
+    settings = _settings(environ, resources.get("current_instance_type") or None)
     more = settings.to_hyperparameters()
     _refuse_contradiction(more.get(MP_PARAMETERS), decoded_hyperparameter(sent.get(MP_PARAMETERS)))
     if script := environ.get(SCRIPT_VARIABLE):
@@ -59,8 +62,8 @@ def launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def _settings(environ: Mapping[str, str], instance_type: str | None) -> JobSettings:
     text = environ.get(CONFIG_VARIABLE, "")
     try:
-        config = json.loads(text)
-    except json.JSONDecodeError:
+        config = strict_json.parse(text)
+    except ValueError:
         config = None
     if not isinstance(config, dict):
         raise ConfigError(
@@ -77,6 +80,6 @@ def _settings(environ: Mapping[str, str], instance_type: str | None) -> JobSetti
 def _refuse_contradiction(configured: Any, sent: Any) -> None:
     if sent is not None and sent != configured:
         raise ConfigError(
-            f"the hyperparameter {MP_PARAMETERS} is {sent!r}, and ModelParallel says {configured!r}; the job would have to obey "
-            f"both: remove {MP_PARAMETERS} from the hyperparameters of ModelTrainer"
+            f"the hyperparameter {MP_PARAMETERS} is {shown(sent)}, and ModelParallel says {shown(configured)}; the job would "
+            f"have to obey both: remove {MP_PARAMETERS} from the hyperparameters of ModelTrainer"
         )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from smp_config import strict_json
 from smp_config.errors import ConfigError
 from smp_launch.errors import LaunchError
+from smp_launch.platform_files import text_of
 
 #: Names the base folder.
 BASE_VARIABLE = "SAGEMAKER_BASE_DIR"
@@ -103,19 +105,19 @@ class Tree:
         """Read ``input/config/<name>.json``; raises ConfigError if it is missing, not JSON, or not an object."""
         path = self.config_dir / f"{name}.json"
         try:
-            text = path.read_text(encoding="utf-8")
+            text = text_of(path)
         except (OSError, UnicodeDecodeError) as error:
-            present = sorted(p.name for p in self.config_dir.glob("*.json"))
+            present = sorted(name for name in _names_in(self.config_dir) if name.endswith(".json"))
             raise ConfigError(
                 f"{path} cannot be read ({_reason(error)}); the platform writes it before the job starts and the folder "
                 f"holds {', '.join(present) or 'no JSON file'}; point {BASE_VARIABLE} to a job's opt/ml folder, or "
                 "start the job with fit()"
             ) from None
         try:
-            value = json.loads(text)
-        except json.JSONDecodeError as error:
+            value = strict_json.parse(text)
+        except ValueError as error:
             raise ConfigError(
-                f"{path} is not JSON: {error.msg} at line {error.lineno} column {error.colno}; it holds {len(text)} "
+                f"{path} is not JSON: {error}; it holds {len(text)} "
                 "characters and may have been cut or edited; write it again as one JSON object"
             ) from None
         if not isinstance(value, dict):
@@ -123,7 +125,18 @@ class Tree:
                 f"{path} holds a JSON {type(value).__name__}, not an object; the launcher reads its values by name; "
                 'write it as {"name": value, ...}'
             )
+        if why := strict_json.unusable_text(value):
+            raise ConfigError(
+                f"{path}: {why}; what it holds becomes variables, folders and words of command lines: remove that character"
+            )
         return value
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def _reason(error: Exception) -> str:

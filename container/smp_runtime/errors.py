@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from smp_config import ConfigError as ConfigError
+
+if TYPE_CHECKING:
+    from smp_config.records import FailureRecord
 
 
 class SMPError(Exception):
-    """Root of everything that the runtime raises by itself."""
+    """Root of everything that the runtime raises by itself.
+
+    Attributes:
+        failure: of the rank that met it first, where this one was told: what the job's failure is to say.
+    """
+
+    failure: FailureRecord | None = None
 
 
 class SMPUserError(SMPError, ValueError):

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.markup import escape
 from rich.table import Table
 
 from smp_config import ConfigError
-from smp_estimator.cli.console import console
+from smp_estimator.cli.console import console, shown
 
 if TYPE_CHECKING:  # the commands import the runtime when they run, so that this package stays light
     from smp_runtime.checkpoint.files.manifest import FoundCheckpoint, Manifest
@@ -80,14 +79,14 @@ def inspect(path: str, tag: str | None, tensors: bool, as_json: bool) -> None:
     out.print(_list_of(parent, found, newest))
     out.print(
         f"complete: all files are there in their size. What is in them was not read: "
-        f"smp-estimator checkpoint verify {escape(path)}",
+        f"smp-estimator checkpoint verify {shown(path)}",
         soft_wrap=True,
     )
     for each in found:
         for problem in each.problems:
-            out.print(f"[yellow]not complete[/yellow] {escape(each.name)}: {escape(problem)}", soft_wrap=True)
+            out.print(f"[yellow]not complete[/yellow] {shown(each.name)}: {shown(problem)}", soft_wrap=True)
     if newest is not None and newest not in {c.name for c in found if c.is_whole}:
-        out.print(f"[yellow]warning[/yellow] the file newest names {escape(newest)}, which is not complete or not here")
+        out.print(f"[yellow]warning[/yellow] the file newest names {shown(newest)}, which is not complete or not here")
     if chosen is None or chosen.manifest is None:
         return
     out.print(_about(chosen.name, chosen.manifest))
@@ -104,7 +103,7 @@ def _list_of(parent: Path, found: list[FoundCheckpoint], newest: str | None) -> 
     table.add_column("size", justify="right")
     for each in found:
         manifest = each.manifest
-        name = f"[bold]{escape(each.name)}[/bold] (newest)" if each.name == newest else escape(each.name)
+        name = f"[bold]{shown(each.name)}[/bold] (newest)" if each.name == newest else shown(each.name)
         complete = "[green]yes[/green]" if each.is_whole else "[red]no[/red]"
         if manifest is None:
             table.add_row(name, "", complete, "", "", "", "")
@@ -114,8 +113,8 @@ def _list_of(parent: Path, found: list[FoundCheckpoint], newest: str | None) -> 
             name,
             saved,
             complete,
-            _topology(manifest),
-            manifest.precision,
+            shown(_topology(manifest)),
+            shown(manifest.precision),
             f"{_elements(manifest):,}",
             _size(_bytes(manifest)),
         )
@@ -124,7 +123,7 @@ def _list_of(parent: Path, found: list[FoundCheckpoint], newest: str | None) -> 
 
 def _about(name: str, manifest: Manifest) -> str:
     lines = [
-        f"[bold]{escape(name)}[/bold]: tag {escape(manifest.tag)}, written by smp-estimator {manifest.library or '?'}"
+        f"[bold]{shown(name)}[/bold]: tag {shown(manifest.tag)}, written by smp-estimator {shown(manifest.library or '?')}"
     ]
     optimizer = manifest.optimizer
     if optimizer is None:
@@ -132,11 +131,11 @@ def _about(name: str, manifest: Manifest) -> str:
     else:
         trained = sum(len(group.get("params", ())) for group in optimizer.groups)
         lines.append(
-            f"optimizer {optimizer.type} of {trained} parameters in {len(optimizer.groups)} groups; states: "
-            f"{', '.join(optimizer.states) or 'none'}"
+            f"optimizer {shown(optimizer.type)} of {trained} parameters in {len(optimizer.groups)} groups; states: "
+            f"{shown(', '.join(optimizer.states)) or 'none'}"
         )
     if manifest.translations:
-        lines.append(f"distributed models of Transformers: {', '.join(manifest.translations)}")
+        lines.append(f"distributed models of Transformers: {shown(', '.join(manifest.translations))}")
     return "\n".join(lines)
 
 
@@ -148,7 +147,7 @@ def _files_table(manifest: Manifest) -> Table:
     for name, record in sorted(manifest.files.items()):
         held = manifest.pieces.get(name, {})
         table.add_row(
-            escape(name), _size(record.bytes), ", ".join(f"{key} {len(names)}" for key, names in held.items()) or ""
+            shown(name), _size(record.bytes), shown(", ".join(f"{key} {len(names)}" for key, names in held.items()))
         )
     return table
 
@@ -162,9 +161,9 @@ def _tensors_table(manifest: Manifest) -> Table:
             aliases = "".join(f"\n= {alias}" for alias in record.aliases)
             files = {file for file, keys in manifest.pieces.items() if any(name in found for found in keys.values())}
             table.add_row(
-                escape(name + aliases),
+                shown(name + aliases),
                 " × ".join(map(str, record.shape)) or "scalar",
-                record.dtype,
+                shown(record.dtype),
                 str(record.stage),
                 "" if record.tensor_axis is None else f"dim {record.tensor_axis}",
                 str(len(files)),
@@ -235,17 +234,17 @@ def verify(path: str, tag: str | None) -> None:
         if problems:
             broken.append(each.name)
         size = "" if each.manifest is None else f" ({len(each.manifest.files)} files, {_size(_bytes(each.manifest))})"
-        out.print(f"{'[red]broken[/red]' if problems else '[green]whole[/green]'} {escape(each.name)}{size}")
+        out.print(f"{'[red]broken[/red]' if problems else '[green]whole[/green]'} {shown(each.name)}{size}")
         for problem in problems:
-            out.print(f"  {escape(problem)}", soft_wrap=True)
+            out.print(f"  {shown(problem)}", soft_wrap=True)
     newest = newest_name(parent)
     if tag is None and newest is not None and newest not in {c.name for c in found}:
         broken.append(newest)
-        out.print(f"[red]broken[/red] the file newest names {escape(newest)}, which is not in {escape(str(parent))}")
+        out.print(f"[red]broken[/red] the file newest names {shown(newest)}, which is not in {shown(str(parent))}")
     whole = [c.name for c in found if c.name not in broken]
     if broken:
         if chosen is None:
-            out.print(f"resuming takes {escape(whole[0])}" if whole else "there is nothing to resume from")
+            out.print(f"resuming takes {shown(whole[0])}" if whole else "there is nothing to resume from")
         raise click.exceptions.Exit(1)
 
 

@@ -15,7 +15,7 @@ from smp_config.instances import instance
 from smp_config.parameters import KEYS
 from smp_config.values import literal as _literal
 from smp_estimator.cli.checkpoint import checkpoint
-from smp_estimator.cli.console import console
+from smp_estimator.cli.console import console, printable
 from smp_estimator.cli.images import images
 from smp_estimator.cli.migrate import migrate
 from smp_estimator.cli.models import models
@@ -39,7 +39,7 @@ class _Commands(click.Group):
         except (click.exceptions.Exit, click.Abort):  # RuntimeErrors too, but not ours
             raise
         except (ConfigError, RuntimeError, SDKMissing) as error:
-            raise click.ClickException(str(error)) from None
+            raise click.ClickException(printable(str(error))) from None
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -10,16 +10,19 @@ from __future__ import annotations
 import glob
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import re
 import runpy
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +46,10 @@ _DISCOVERY = os.path.join("smp_launch", "discovery")
 #: The same for the emulation of CUDA, and the variable that asks for it.
 _EMULATION = os.path.join("smp_launch", "discovery_emulation")
 _EMULATE = "SMP_EMULATE_CUDA"
+
+#: Of the wheel and of all that it holds; it has about two million, in some five hundred files.
+_MOST_BYTES = 256 << 20
+_MOST_FILES = 20_000
 
 #: Where the ranks meet unless the platform has said so.
 _PORT = "7777"
@@ -91,19 +98,67 @@ def emulate(site: str) -> None:
 
 
 def unpacked(wheel: str) -> str:
-    """The folder with the wheel's files; made by whichever rank of the host comes first."""
-    with open(wheel, "rb") as file:
-        digest = hashlib.sha256(file.read()).hexdigest()[:16]
+    """The folder with the wheel's files; made by whichever rank of the host comes first.
+
+    Its name can be foretold, so that ranks find it. One that somebody else has made there is left alone, and this rank
+    gets a folder of its own.
+
+    Raises:
+        RuntimeError: the file is no wheel of the runtime.
+    """
+    with open(os.open(wheel, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
+            raise RuntimeError(
+                f"{wheel} is no file of at most {_MOST_BYTES:,} bytes; the upload puts the runtime there: start the job again"
+            )
+        content = file.read()
+    digest = hashlib.sha256(content).hexdigest()[:16]
     site = os.path.join(tempfile.gettempdir(), f"smp-site-{os.getuid()}-{digest}")
-    if not os.path.isdir(site):
-        partial = tempfile.mkdtemp(prefix="smp-site-")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(partial)
-        try:
-            os.rename(partial, site)
-        except OSError:  # another rank was faster
-            shutil.rmtree(partial, ignore_errors=True)
+    if _is_ours(site):
+        return site
+    partial = tempfile.mkdtemp(prefix="smp-site-")
+    try:
+        _unpack(content, partial)
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise RuntimeError(
+            f"{wheel} cannot be unpacked: {error}; the upload puts the runtime there: start the job again, or see that the disk of "
+            f"{tempfile.gettempdir()} has room"
+        ) from error
+    try:
+        os.rename(partial, site)
+    except OSError:  # another rank was faster, or another user has the name
+        if not _is_ours(site):
+            return partial
+        shutil.rmtree(partial, ignore_errors=True)
     return site
+
+
+def _is_ours(folder: str) -> bool:
+    """Whether this is a folder, and no link to one, that this user has made and nobody else can write to."""
+    try:
+        about = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
+
+
+def _unpack(wheel: bytes, folder: str) -> None:
+    """Unpack a wheel; what it claims to hold is looked at first, and no file gets more than it claims."""
+    with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
+        members = archive.infolist()
+        names = {os.path.normpath(member.filename) for member in members}
+        size = sum(member.file_size for member in members)
+        if len(names) < len(members) or len(members) > _MOST_FILES or size > _MOST_BYTES:
+            raise ValueError(
+                f"it holds {len(members):,} files of {len(names):,} names and {size:,} bytes; the runtime has each name once, "
+                f"and at most {_MOST_FILES:,} files and {_MOST_BYTES:,} bytes"
+            )
+        for name in names:
+            if os.path.isabs(name) or name.split(os.sep)[0] == os.pardir or "\0" in name:
+                raise ValueError(f"it holds {name[:100]!r}, which lies outside its folder")
+        archive.extractall(folder)
 
 
 def prefer(site: str) -> None:
@@ -153,7 +208,7 @@ def leader() -> str:
     resources = _resources()
     chosen = carried().get("sagemaker_distribution_instance_groups") or ()
     for group in resources.get("instance_groups") or ():
-        if group.get("instance_group_name") in chosen and group.get("hosts"):
+        if isinstance(group, dict) and group.get("instance_group_name") in chosen and group.get("hosts"):
             return str(group["hosts"][0])
     return str((resources.get("hosts") or ["127.0.0.1"])[0])
 
@@ -164,14 +219,21 @@ def _resources() -> dict[str, Any]:
     try:
         with open(os.path.join(base, "input", "config", "resourceconfig.json"), encoding="utf-8") as file:
             found = json.load(file)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def carried() -> dict[str, Any]:
-    """The platform's parameters of the job."""
-    found = json.loads(os.environ.get("SM_FRAMEWORK_PARAMS") or "{}")
+    """The platform's parameters of the job; raises RuntimeError where they cannot be read."""
+    text = os.environ.get("SM_FRAMEWORK_PARAMS") or "{}"
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RuntimeError(
+            f"SM_FRAMEWORK_PARAMS is no JSON ({error}); it has {len(text):,} characters, and the platform writes it from the job's "
+            "hyperparameters: leave it as it is"
+        ) from None
     return found if isinstance(found, dict) else {}
 
 

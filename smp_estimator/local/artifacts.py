@@ -53,8 +53,10 @@ def pack(directories: Sequence[Path], name: str, destination: str) -> str:
             os.fsync(raw.fileno())
         os.chmod(partial, 0o644)
         os.replace(partial, folder / name)
-    except BaseException:
+    except BaseException as error:
         Path(partial).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            error.filename = str(folder / name)  # a write says why it failed, not where
         raise
     return str(folder / name)
 

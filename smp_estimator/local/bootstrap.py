@@ -147,9 +147,15 @@ class Bootstrap:
         if pipe is None:
             raise AssertionError("the bootstrap's output is a pipe")
         splitter = LineSplitter()
-        while data := os.read(pipe.fileno(), 65536):
-            for line in splitter.feed(data):
-                log.write(line, source)
+        # The log takes every line, also when its file cannot: with nobody to read, the pipe would fill and the job stand still.
+        try:
+            while data := os.read(pipe.fileno(), 65536):
+                for line in splitter.feed(data):
+                    log.write(line, source)
+        except Exception as error:
+            log.give_up(error)
+            while os.read(pipe.fileno(), 65536):
+                pass
         for line in splitter.rest():
             log.write(line, source)
 

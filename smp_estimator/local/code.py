@@ -5,16 +5,16 @@ from __future__ import annotations
 import fnmatch
 import os
 import shutil
-import tarfile
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from smp_config import ConfigError
+from smp_config.disk_space import why_full
+from smp_estimator.local.archives import unpack
 from smp_estimator.local.tree import copy_folder
 from smp_estimator.local.uris import bucket_and_key, is_s3_uri
-from smp_estimator.sdk_functions import custom_extractall_tarfile
 
 _NEVER_SHIPPED = ("__pycache__", ".git", ".ipynb_checkpoints")
 
@@ -82,6 +82,8 @@ def _copy(source: Path, target: Path, job_root: Path, ignored: tuple[str, ...] =
     try:
         copy_folder(source, target, stays)
     except shutil.Error as error:
+        if why_full(error):
+            raise
         failed = error.args[0]
         path, _, reason = failed[0]
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
@@ -92,9 +94,8 @@ def _copy(source: Path, target: Path, job_root: Path, ignored: tuple[str, ...] =
 
 
 def _unpack(uri: str, target: Path, session: Any) -> None:
-    """Download a ``sourcedir.tar.gz`` and unpack it with the SDK's checks of member paths."""
+    """Download a ``sourcedir.tar.gz`` and unpack it; raises ConfigError for one that would reach beyond its folder."""
     bucket, key = bucket_and_key(uri)
     with tempfile.NamedTemporaryFile(suffix=".tar.gz") as archive:
         session.s3_resource.Bucket(bucket).download_file(key, archive.name)
-        with tarfile.open(archive.name, "r:gz") as tar:
-            custom_extractall_tarfile(tar, str(target))
+        unpack(Path(archive.name), target, uri)

@@ -11,8 +11,10 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from smp_config.disk_space import full_disk
 from smp_config.job import STOP_GRACE_SECONDS
 from smp_estimator.local.artifacts import address, deliver, failure_text, merged_files
 from smp_estimator.local.bootstrap import Bootstrap, environment_of
@@ -31,7 +33,10 @@ _FAILURE_DRAIN_SECONDS = 3.0
 _SUCCESS_DRAIN_SECONDS = 30.0
 #: Between SIGTERM and SIGKILL for hosts that did not end by themselves.
 _DRAIN_GRACE_SECONDS = 2.0
-
+#: Most of a line of the log that a reason of failure repeats.
+_SHOWN_CHARACTERS = 400
+#: After SIGKILL: this long processes that the system does not let die are waited for.
+_UNKILLABLE_SECONDS = 5.0
 
 #: The SDK's default for ``max_run``; a job on this machine is not stopped for a limit that nobody set.
 _DEFAULT_MAX_RUN_SECONDS = 24 * 60 * 60
@@ -74,14 +79,14 @@ class ProcessJob:
         self.name = name
         self.tree = tree
         self.request = dict(request)
-        self.log = JobLog(tree.log)
+        self._events: queue.Queue[tuple[str, Any]] = queue.Queue()
+        self.log = JobLog(tree.log, failed=lambda: self._events.put(("log", None)))
         self.done = threading.Event()
         self._session = session
         self._destination = destination
         limit = (request.get("StoppingCondition") or {}).get("MaxRuntimeInSeconds")
         self._max_run_seconds: float | None = limit if limit != _DEFAULT_MAX_RUN_SECONDS else None
         self._token = uuid.uuid4().hex
-        self._events: queue.Queue[tuple[str, Any]] = queue.Queue()
         self._bootstraps: dict[str, Bootstrap] = {}
         self._exit_codes: dict[str, int] = {}
         self._deadlines: dict[str, float] = {}
@@ -197,11 +202,16 @@ class ProcessJob:
             self._finish()
         except Exception as error:
             logger.exception("job %s", self.name)
+            said = full_disk(error, Path(getattr(error, "filename", None) or self.tree.root)) or type(error).__name__
+            kept = f"what it had written lies in {self.tree.root}"
+            self._conclude(Status.FAILED, f"the job ran, but could not be finished: {said}: {error}; {kept}")
             kill_job(self._token, self._sessions())
-            self._conclude(Status.FAILED, f"the job ran, but could not be finished: {type(error).__name__}: {error}")
         finally:
-            self.log.close()
-            self.done.set()
+            # Whatever else goes wrong: who waits for the job must not wait for ever.
+            try:
+                self.log.close()
+            finally:
+                self.done.set()
 
     def _until_every_host_ended(self) -> None:
         running = set(self._bootstraps)
@@ -212,20 +222,30 @@ class ProcessJob:
             if kind == "ended":
                 running.discard(value[0])
                 self._note_end(*value)
-            elif kind == "stop":
-                self._stopping = True
-                self.status = Status.STOPPING
-                self._enter("Stopping", "Stopping the job")
-                self._terminate(running, value)
-            elif kind == "max_run":
-                self._stopping = self._timed_out = True
-                self.log.write(f"max_run of {self._max_run_seconds:g} seconds is over: stopping the job")
-                self._enter("MaxRuntimeExceeded", "Training job runtime exceeded MaxRuntimeInSeconds")
-                self._terminate(running, STOP_GRACE_SECONDS)
-            elif kind == "drain":
-                self._terminate(running, _DRAIN_GRACE_SECONDS)
-            elif kind == "kill":
-                kill_job(self._token, self._sessions())
+            elif kind == "unkillable":
+                return
+            else:
+                self._end_for(kind, value, running)
+
+    def _end_for(self, kind: str, value: Any, running: set[str]) -> None:
+        """Have the hosts that run end, as the reason for it wants."""
+        if kind == "stop":
+            self._stopping = True
+            self.status = Status.STOPPING
+            self._enter("Stopping", "Stopping the job")
+            self._terminate(running, value)
+        elif kind == "max_run":
+            self._stopping = self._timed_out = True
+            self.log.write(f"max_run of {self._max_run_seconds:g} seconds is over: stopping the job")
+            self._enter("MaxRuntimeExceeded", "Training job runtime exceeded MaxRuntimeInSeconds")
+            self._terminate(running, STOP_GRACE_SECONDS)
+        elif kind == "log":
+            self._enter("Stopping", "Stopping the job: its log cannot be written")
+            self._terminate(running, STOP_GRACE_SECONDS)
+        elif kind == "drain":
+            self._terminate(running, _DRAIN_GRACE_SECONDS)
+        elif kind == "kill" and kill_job(self._token, self._sessions()):
+            self._due("unkillable", _UNKILLABLE_SECONDS)
 
     def _note_end(self, host: str, code: int) -> None:
         """The other hosts end by themselves after a failure, and after the leader's success; give them the time."""
@@ -268,10 +288,11 @@ class ProcessJob:
                 folder,
                 variable,
             )
-        failed = any(self._exit_codes.values()) and not self._stopping
-        if failed:
+        if not self._stopping and (any(self._exit_codes.values()) or self.log.failure):
             self._conclude(Status.FAILED, self._reason())
             return
+        if self.log.failure:
+            logger.warning("job %s: %s", self.name, self.log.failure)
         if not self._interrupted:
             self._enter("Uploading", "Packing the model")
             self._pack()
@@ -293,11 +314,20 @@ class ProcessJob:
 
     def _reason(self) -> str:
         """The failure file of the first host that has one; else what is known: exit codes and the end of the log."""
+        if failure := self.log.failure:
+            told = [text for host in self.tree.hosts if (text := failure_text(host.failure_file))]
+            others = f"\nA host failed, too: {told[0]}" if told else ""
+            tail = "\n".join(line[:_SHOWN_CHARACTERS] for line in self.log.tail(20))
+            return (
+                f"{failure}; the job was stopped for it, and what it had written lies in {self.tree.root}: make room there, or "
+                "have the jobs' folders on a larger disk with ProcessSession(root=…) or ModelTrainer(local_container_root=…)"
+                f"{others}\nThe newest lines were:\n{tail}"
+            )
         for host in self.tree.hosts:
             if text := failure_text(host.failure_file):
                 return text
         codes = ", ".join(f"{host} with {_exit(code)}" for host, code in self._exit_codes.items() if code)
-        tail = "\n".join(self.log.tail(20))
+        tail = "\n".join(line[:_SHOWN_CHARACTERS] for line in self.log.tail(20))
         return f"the bootstrap ended without a failure file: {codes}. The log ends with:\n{tail}"
 
     def _conclude(self, status: Status, reason: str | None = None) -> None:

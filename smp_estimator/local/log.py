@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
+from smp_config.disk_space import full_disk
 from smp_config.records import ProgressRecord, UsageRecord, parse_progress, parse_usage
+from smp_estimator.local.tree import only_for_us
 
 #: A progress bar that redraws its line is let through at most this often, in seconds.
 _REDRAW_SECONDS = 1.0
@@ -17,23 +22,46 @@ _REDRAW_SECONDS = 1.0
 _TICK_SECONDS = 0.25
 
 
+#: Bytes of the longest line; more without a line break is split.
+_LONGEST_LINE = 1 << 20
+
+#: Lines that are remembered, so that the end of a log is known where its file cannot be written.
+_REMEMBERED = 50
+
+
 class JobLog:
     """Lines in a file, and beside them the newest progress record and what the ranks that have ended used.
 
     Their lines are taken out of the text: a reader gets them as records, and the file stays readable.
+
+    A log that cannot be written any more goes on taking lines, as the job's processes would otherwise wait for a reader
+    for ever; it says so once, and remembers the newest.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, failed: Callable[[], None] = lambda: None) -> None:
+        """Begin the file.
+
+        Args:
+            failed: called once, from whichever thread writes, when a line could not be written.
+        """
         self.path = path
         self.progress: ProgressRecord | None = None
         self.usage: list[UsageRecord] = []
-        self._file = path.open("ab")
+        self._failed = failed
+        self._failure: str | None = None
+        self._remembered: deque[str] = deque(maxlen=_REMEMBERED)
+        # Nothing is buffered: a line that cannot be written must not come up again when the file is closed.
+        self._file = open(path, "ab", buffering=0, opener=only_for_us)  # noqa: SIM115 - closed by close()
+        self._whole = self._file.tell()
+        self._lost = 0
+        # Guards all of the above.
         self._changed = threading.Condition()
         self._closed = False
 
     def write(self, line: str, source: str = "") -> None:
         """Append one line (without its line break); ``source`` names the host when it is not the leader."""
         record, usage = parse_progress(line), parse_usage(line)
+        failed = False
         with self._changed:
             if self._closed:
                 return
@@ -42,17 +70,57 @@ class JobLog:
             elif usage is not None:
                 self.usage.append(usage)
             else:
-                text = f"[{source}] {line}\n" if source else line + "\n"
-                self._file.write(text.encode("utf-8", "replace"))
-                self._file.flush()
+                text = f"[{source}] {line}" if source else line
+                self._remembered.append(text)
+                failed = self._append(f"{text}\n".encode("utf-8", "replace"))
             self._changed.notify_all()
+        if failed:
+            self._failed()
+
+    def give_up(self, error: Exception) -> None:
+        """Take no more lines: what writes them has failed."""
+        with self._changed:
+            self._failure = (
+                self._failure or f"the job's log {self.path} cannot be written: {type(error).__name__}: {error}"
+            )
+        self._failed()
 
     def close(self) -> None:
         """No more lines: followers end after the last one."""
         with self._changed:
-            self._closed = True
-            self._file.close()
+            if not self._closed:
+                self._closed = True
+                with contextlib.suppress(OSError):  # a network's file system may only now say what it lacks
+                    self._file.close()
             self._changed.notify_all()
+
+    @property
+    def failure(self) -> str | None:
+        """Why lines are missing in the file, how many, and where it ends; None where none are."""
+        with self._changed:
+            if self._failure is None:
+                return None
+            lines = f"{self._lost} line{'s' * (self._lost != 1)}"
+            return f"{self._failure}; it holds {self._whole:,} bytes, and {lines} after them are lost"
+
+    def _append(self, data: bytes) -> bool:
+        """Write a whole line; whether this is the first that cannot be written."""
+        if self._failure is not None:
+            self._lost += 1
+            return False
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._lost = 1
+            said = full_disk(error, self.path) or f"{self.path} cannot be written: {error.strerror or error}"
+            self._failure = f"the job's log {said}"
+            with contextlib.suppress(OSError):  # part of a line would be read as a whole one
+                self._file.truncate(self._whole)
+            return True
+        self._whole += len(data)
+        return False
 
     def follow(self, *, wait: bool = True) -> Iterator[str | ProgressRecord | UsageRecord | None]:
         """Every line from the first, and each new record, until the log is closed; None when nothing is new.
@@ -65,7 +133,7 @@ class JobLog:
             while True:
                 with self._changed:
                     closed, newest = self._closed, self.progress
-                    if wait and not closed and newest is shown and not self._grown(reader.tell()):
+                    if wait and not closed and newest is shown and not self._grown(reader):
                         self._changed.wait(_TICK_SECONDS)
                         closed, newest = self._closed, self.progress
                 # A line is written and flushed under the lock, so whatever is read here is whole.
@@ -81,14 +149,14 @@ class JobLog:
                     return
 
     def tail(self, lines: int) -> list[str]:
-        """The last lines of the text."""
-        try:
-            return self.path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
-        except OSError:
-            return []
+        """The last lines of the text, at most 50, those among them that could not be written."""
+        with self._changed:
+            return list(self._remembered)[-lines:]
 
-    def _grown(self, position: int) -> bool:
-        return os.path.getsize(self.path) > position
+    @staticmethod
+    def _grown(reader: BinaryIO) -> bool:
+        # By its descriptor: the file may have been removed by hand.
+        return os.fstat(reader.fileno()).st_size > reader.tell()
 
 
 class LineSplitter:
@@ -104,6 +172,9 @@ class LineSplitter:
         while True:
             ends = [at for at in (self._rest.find(b"\n"), self._rest.find(b"\r")) if at >= 0]
             if not ends:
+                if len(self._rest) >= _LONGEST_LINE:
+                    yield self._rest.decode("utf-8", "replace")
+                    self._rest = b""
                 return
             end = min(ends)
             line, terminator = self._rest[:end], self._rest[end : end + 1]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_config import ConfigError, JobSettings
+from smp_config.disk_space import full_disk
 from smp_estimator.local.channels import read_channels
 from smp_estimator.local.job import JobSession, ProcessJob
 from smp_estimator.local.tree import CHECKPOINTS_IN_CONTAINER, JobTree
 from smp_estimator.local.uris import is_file_uri, path_of, require_address
+from smp_launch.errors import LaunchError
 
 if TYPE_CHECKING:
     from smp_estimator.local.code import CodeSource
@@ -69,6 +73,7 @@ def start_job(request: Mapping[str, Any], session: StartingSession, source: Code
 
     Raises:
         ConfigError: before any process is started.
+        LaunchError: there is no room for the job's folders; nothing is left of them.
     """
     name, resources = request["TrainingJobName"], request["ResourceConfig"]
     _require_free_name(name)
@@ -82,28 +87,50 @@ def start_job(request: Mapping[str, Any], session: StartingSession, source: Code
     if output_path:
         require_address(output_path, "output_path")
     _warn_of_ignored(request)
-    tree = JobTree.at(_new_root(name, session.root), hosts)
-    job = ProcessJob(name, tree, request, session=session, destination=output_path or f"file://{tree.artifacts}")
-    try:
-        if source is not None:
-            source.copy_to(tree.code, session)
-        else:
-            _link_submitted(tree.code, hyperparameters)
-        if (tree.code / "requirements.txt").exists():
-            logger.warning("requirements.txt is not installed: the job uses the packages of this environment")
-        tree.build(
-            hyperparameters=hyperparameters,
-            channels=channels,
-            instance_type=str(resources.get("InstanceType") or "local"),
-            checkpoints=checkpoints,
-            session=session,
-        )
-        job.start()
-    except BaseException:
-        job.discard()
-        raise
+    with _naming_full_disk(session.root or Path(tempfile.gettempdir())):
+        tree = JobTree.at(_new_root(name, session.root), hosts)
+        try:
+            job = ProcessJob(
+                name, tree, request, session=session, destination=output_path or f"file://{tree.artifacts}"
+            )
+        except BaseException:
+            shutil.rmtree(tree.root, ignore_errors=True)
+            raise
+        try:
+            if source is not None:
+                source.copy_to(tree.code, session)
+            else:
+                _link_submitted(tree.code, hyperparameters)
+            if (tree.code / "requirements.txt").exists():
+                logger.warning("requirements.txt is not installed: the job uses the packages of this environment")
+            tree.build(
+                hyperparameters=hyperparameters,
+                channels=channels,
+                instance_type=str(resources.get("InstanceType") or "local"),
+                checkpoints=checkpoints,
+                session=session,
+            )
+            job.start()
+        except BaseException:
+            job.discard()
+            raise
     STARTED[name] = job
     return job
+
+
+@contextlib.contextmanager
+def _naming_full_disk(root: Path) -> Iterator[None]:
+    """Inside, having no room for a job's folders is an error that names the disk."""
+    try:
+        yield
+    except OSError as error:
+        path = Path(error.filename) if isinstance(error.filename, str) else root
+        if (said := full_disk(error, path)) is None:
+            raise
+        raise LaunchError(
+            f"{said}; every job gets folders with a copy of its code, in {root}: make room there, or have them on a larger disk "
+            "with ProcessSession(root=…) or ModelTrainer(local_container_root=…)"
+        ) from error
 
 
 def _require_free_name(name: str) -> None:
@@ -119,7 +146,9 @@ def _new_root(name: str, root: Path | None) -> Path:
     if root is None:
         return Path(tempfile.mkdtemp(prefix=f"{name}-"))
     try:
-        (root / name).mkdir(parents=True)
+        root.mkdir(parents=True, exist_ok=True)
+        # Code, hyperparameters and log are nobody else's business, whatever this process's mask says.
+        (root / name).mkdir(mode=0o700)
     except FileExistsError:
         raise ConfigError(
             f"{root / name} exists already, left by an earlier job of this name; the jobs' folders lie in {root}: leave "

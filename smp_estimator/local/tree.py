@@ -155,7 +155,13 @@ class JobTree:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    with open(path, "w", encoding="utf-8", opener=only_for_us) as file:
+        file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def only_for_us(path: str, flags: int) -> int:
+    """How ``open`` makes a file that nobody else may read."""
+    return os.open(path, flags, 0o600)
 
 
 def copy_folder(source: Path, target: Path, leave_out: Callable[[Path], bool] = lambda _: False) -> None:

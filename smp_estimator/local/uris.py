@@ -7,7 +7,12 @@ import re
 from pathlib import Path
 from urllib.parse import unquote
 
-from smp_config import ConfigError
+from smp_config import ConfigError, strict_json
+from smp_config.errors import shown
+
+#: Bytes of a path, and of one name in it.
+_LONGEST_PATH = 4095
+_LONGEST_NAME = 255
 
 
 def is_file_uri(uri: object) -> bool:
@@ -50,8 +55,30 @@ def bucket_and_key(uri: str) -> tuple[str, str]:
     return bucket, key.strip("/")
 
 
+def require_nameable(path: str, what: str) -> None:
+    """Raise ConfigError for a text that is no path that any file system has, which could not even be looked for."""
+    if why := strict_json.why_unusable(path):
+        raise ConfigError(
+            f"{what} {why}; it begins with {path[:60]!r}, and no file can have such a name: correct the path"
+        )
+    longest = max(len(part.encode()) for part in path.split("/"))
+    if longest > _LONGEST_NAME or len(path.encode()) > _LONGEST_PATH:
+        raise ConfigError(
+            f"{what} is {shown(path)}, a path of {len(path.encode()):,} bytes with a name of {longest:,}; file systems have at "
+            f"most {_LONGEST_PATH:,} and {_LONGEST_NAME:,}: give a shorter path"
+        )
+    try:
+        Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{what} is {shown(path)}, and there is no such home folder ({error}): write the path out"
+        ) from None
+
+
 def require_address(value: object, what: str) -> str:
     """``value``, a ``file://`` or ``s3://`` address; raises ConfigError, with the address a plain path would need, otherwise."""
+    if isinstance(value, str):
+        require_nameable(value.removeprefix("file://"), what)
     if is_file_uri(value) or is_s3_uri(value):
         return str(value)
     if isinstance(value, str) and "://" not in value:
@@ -60,6 +87,6 @@ def require_address(value: object, what: str) -> str:
             f"addresses: write 'file://{Path(value).expanduser().absolute()}'"
         )
     raise ConfigError(
-        f"{what} is {value!r} ({type(value).__name__}), which is neither a file:// nor an s3:// address; a job on this "
+        f"{what} is {shown(value)} ({type(value).__name__}), which is neither a file:// nor an s3:// address; a job on this "
         "machine reads and writes only these two: write 'file:///absolute/path' or 's3://bucket/prefix'"
     )

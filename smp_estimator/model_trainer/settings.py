@@ -16,7 +16,7 @@ from smp_estimator.local.uris import is_s3_uri
 from smp_estimator.model_trainer.model_parallel import ModelParallel, refuse_quotes
 from smp_estimator.model_trainer.words import said_in_v3
 from smp_estimator.planned import Planned
-from smp_estimator.settings import advice, checks
+from smp_estimator.settings import advice, checks, plain
 from smp_estimator.settings.variables import is_variable
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def read_settings(trainer: Trainer, where: Where) -> Distribution | None:
     with said_in_v3():
         _check_code(trainer, where)
         hyperparameters = _hyperparameters(trainer)
-        checks.check_hyperparameters(hyperparameters)
+        plain.check_hyperparameters(hyperparameters)
         checks.check_environment(trainer.environment)
         if not isinstance(config, ModelParallel):
             if config is not None:

@@ -6,15 +6,19 @@ import json
 import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
-from smp_config import ConfigError
-from smp_config.errors import suggest
+from smp_config import ConfigError, strict_json
+from smp_config.errors import shown, suggest
 from smp_config.instances import instance, instances
 from smp_config.job import SCRIPT_SUFFIXES
+from smp_config.limits import MOST_RANKS
+from smp_config.secrets import shown_value
 from smp_config.timeline import TIMELINE_VARIABLE, steps_to_keep
 from smp_estimator.local.channels import require_existing
-from smp_estimator.local.uris import is_file_uri, is_s3_uri, path_of, require_address
+from smp_estimator.local.uris import is_file_uri, is_s3_uri, path_of, require_address, require_nameable
+from smp_estimator.settings.plain import check_variables
 from smp_estimator.settings.variables import is_variable
 
 if TYPE_CHECKING:
@@ -38,7 +42,7 @@ def check_arguments(given: dict[str, Any], known: Collection[str], former: Mappi
     """
     unknown = [name for name in given if name not in known and name not in former]
     if unknown:
-        hints = "; ".join(f"{name}={given[name]!r}{suggest(name, known)}" for name in unknown)
+        hints = "; ".join(f"{name}={shown_value(name, given[name])}{suggest(name, known)}" for name in unknown)
         raise ConfigError(
             f"{kind} got {hints}; the SDK would drop what it does not know without a word: correct or remove it. "
             f"help({kind}) lists all arguments"
@@ -82,13 +86,38 @@ def require_text(value: Any, name: str, example: str) -> Any:
     Raises:
         ConfigError: neither text nor a path.
     """
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, str) and not is_variable(value) and (why := strict_json.why_unusable(value)):
+        raise ConfigError(
+            f"{name} {why}; it begins with {value[:60]!r}: remove that character, as in {name}={example!r}"
+        )
     if value is None or isinstance(value, str) or is_variable(value):
         return value
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
     raise ConfigError(
-        f"{name} is {value!r}, a {type(value).__name__}; it must be text or a path: write for example {name}={example!r}"
+        f"{name} is {shown(value)}, a {type(value).__name__}; it must be text or a path: write for example {name}={example!r}"
     )
+
+
+def refuse_remote_script(entry_point: Any) -> None:
+    """Raise ConfigError for a script that lies in S3 by itself."""
+    if isinstance(entry_point, str) and entry_point.lower().startswith("s3://"):
+        raise ConfigError(
+            f"entry_point is {shown(entry_point)}; the script is one of the files that are shipped to the job, which S3 has as an "
+            "archive: give that as source_dir, and entry_point relative to it, or a local script"
+        )
+
+
+def require_paths(value: Any, name: str) -> None:
+    """Raise ConfigError unless an argument is left out or a list of paths."""
+    listed = value if isinstance(value, list | tuple) else [value] * (value is not None)
+    if not isinstance(value, list | tuple | NoneType) or not all(
+        isinstance(p, str | os.PathLike) and str(p) for p in listed
+    ):
+        raise ConfigError(
+            f"{name} is {shown(value)}, a {type(value).__name__}; it lists paths of what is shipped beside the script: write "
+            f'{name}=["lib"]'
+        )
 
 
 def require_count(value: Any, name: str) -> None:
@@ -97,7 +126,11 @@ def require_count(value: Any, name: str) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(
-            f"{name} is {value!r} ({type(value).__name__}); it is a number of hosts: write {name}=1 or more"
+            f"{name} is {shown(value)} ({type(value).__name__}); it is a number of hosts: write {name}=1 or more"
+        )
+    if value > MOST_RANKS:
+        raise ConfigError(
+            f"{name} is {shown(value)}; it is a number of hosts, and no job has more than {MOST_RANKS:,}: lower it"
         )
 
 
@@ -105,33 +138,15 @@ def require_mapping(value: Any, name: str) -> None:
     """Raise ConfigError unless an argument is left out or a dictionary."""
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(
-            f"{name} is {value!r}, a {type(value).__name__}; names and values are read from it: write a dictionary such "
+            f"{name} is {shown_value(name, value)}, a {type(value).__name__}; names and values are read from it: write a "
+            "dictionary such "
             f'as {name}={{"steps": 300}}'
         )
 
 
-def check_hyperparameters(hyperparameters: Mapping[str, Any]) -> None:
-    """Raise ConfigError, naming it, for a hyperparameter that cannot be written as JSON."""
-    for name, value in hyperparameters.items():
-        if is_variable(value):
-            continue
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"hyperparameter {name!r} is {value!r}, a {type(value).__name__}; hyperparameters are sent as JSON and "
-                f"this one cannot be ({error}): convert it, for example with str() or float()"
-            ) from None
-
-
 def check_environment(environment: Mapping[str, Any] | None) -> None:
-    """Raise ConfigError for an environment variable that is no text, and for those that the ranks would refuse."""
-    for name, value in (environment or {}).items():
-        if not isinstance(value, str) and not is_variable(value):
-            raise ConfigError(
-                f"environment variable {name!r} is {value!r}, a {type(value).__name__}; variables hold text: write "
-                f"{str(value)!r}"
-            )
+    """Raise ConfigError for an environment variable that no process can have, and for those that the ranks would refuse."""
+    check_variables(environment)
     if environment and not is_variable(environment.get(TIMELINE_VARIABLE)):
         steps_to_keep(environment)
 
@@ -145,6 +160,7 @@ def check_code(entry_point: Any, source_dir: Any, dependencies: Iterable[Any], *
     Raises:
         ConfigError: with the path that was tried and similar file names.
     """
+    require_paths(dependencies, "dependencies")
     if not (is_variable(entry_point) or is_variable(source_dir) or is_s3_uri(source_dir)):
         _check_files(entry_point, source_dir, dependencies)
     if own_launcher and entry_point and not is_variable(entry_point):
@@ -152,6 +168,13 @@ def check_code(entry_point: Any, source_dir: Any, dependencies: Iterable[Any], *
 
 
 def _check_files(entry_point: Any, source_dir: Any, dependencies: Iterable[Any]) -> None:
+    for what, path in [
+        ("source_dir", source_dir),
+        ("entry_point", entry_point),
+        *(("a dependency", d) for d in dependencies),
+    ]:
+        if path and not is_variable(path):
+            require_nameable(os.fspath(path), what)
     if source_dir:
         directory = Path(source_dir).expanduser().absolute()
         require_existing(directory, f"source_dir={str(source_dir)!r}")

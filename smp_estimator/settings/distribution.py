@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError, Group, JobSettings, ModelParallelParameters, Topology, emulation, faults, limits
-from smp_config.errors import suggest
+from smp_config.errors import shown, suggest
 from smp_config.job import HYPERPARAMETER_CHARACTERS, MP_PARAMETERS, MPI_PROCESSES
 from smp_config.mpi_options import MpiOption, check_mpi_options, merge, variables
 from smp_config.smddp import BufferSizes
 from smp_config.timeline import steps_to_keep
 from smp_estimator.settings.accelerators import catalogued, check_accelerators
+from smp_estimator.settings.plain import require_plain
 from smp_estimator.settings.translation import (
     for_stock_launcher,
     hyperparameters,
@@ -99,15 +100,15 @@ def refuse_unknown_strategies(distribution: Any, *, process_mode: bool = False) 
         return
     if not isinstance(distribution, Mapping):
         raise ConfigError(
-            f"distribution is {distribution!r}, a {type(distribution).__name__}; strategies are read from its keys: "
+            f"distribution is {shown(distribution)}, a {type(distribution).__name__}; strategies are read from its keys: "
             'give a dictionary such as {"smdistributed": {"modelparallel": {"enabled": True}}, '
             '"mpi": {"enabled": True, "processes_per_host": 2}}'
         )
     for key in distribution:
         if key not in KNOWN_STRATEGIES:
             raise ConfigError(
-                f"unknown strategy {key!r} in distribution{suggest(str(key), KNOWN_STRATEGIES)}; the keys given are "
-                f"{sorted(map(str, distribution))} and an unknown one would be dropped silently: use one of "
+                f"unknown strategy {shown(key)} in distribution{suggest(shown(key), KNOWN_STRATEGIES)}; the keys given are "
+                f"{shown(sorted(map(shown, distribution)))} and an unknown one would be dropped silently: use one of "
                 f"{', '.join(KNOWN_STRATEGIES)}"
             )
     if process_mode:
@@ -147,11 +148,13 @@ def read(
         ConfigError: everything that would fail, or be dropped silently, after the job has started.
     """
     refuse_unknown_strategies(distribution, process_mode=process_mode)
+    require_plain(distribution, "distribution")
     _refuse_torchrun(distribution)
     distribution, later = separated(distribution)
     known = catalogued(instance_type, say)
     settings = JobSettings.from_distribution(distribution, instance_type=instance_type)
     settings = _with_mpi(settings, distribution, say, known, process_mode=process_mode, later=later)
+    _check_ranks(settings, hosts, process_mode=process_mode)
     _check_variables(variables(_check_mpi_options(settings)), environment or {})
     mirrored_environment(settings, environment)
     if settings.model_parallel is not None:
@@ -193,6 +196,8 @@ class SettingsReader:
         Raises:
             ConfigError: as there; nothing is kept then.
         """
+        require_plain(distribution, "distribution")
+        require_plain(where.get("environment"), "environment")
         # As text: it does not change with the user's dictionaries, and does not take True for 1.
         source = repr((distribution, stock_image, where))
         if self._kept is None or source != self._source:
@@ -325,6 +330,18 @@ def _with_mpi(
         mpi = settings.mpi.model_copy(update={"processes_per_host": 1})
         return settings.model_copy(update={"mpi": mpi})
     return settings
+
+
+def _check_ranks(settings: JobSettings, hosts: int | None, *, process_mode: bool) -> None:
+    """Raise ConfigError for more ranks than there can be; before anything is worked out for each of them."""
+    processes = settings.mpi.processes_per_host if settings.mpi is not None else None
+    ranks, most = (processes or 1) * (hosts or 1), limits.MOST_LOCAL_RANKS if process_mode else limits.MOST_RANKS
+    if ranks > most:
+        where = "one machine, which all hosts of this job are" if process_mode else "one job"
+        raise ConfigError(
+            f"the job has {ranks} processes = mpi.processes_per_host {processes or 1} × instance_count {hosts or 1}, and {where}, "
+            f"has at most {most:,}: lower one of the two"
+        )
 
 
 def _check_mpi_options(settings: JobSettings) -> list[MpiOption]:

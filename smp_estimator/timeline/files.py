@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import IO
 
 from smp_config import ConfigError
+from smp_config.errors import shown
 from smp_config.timeline import FILE_PREFIX, FILE_SUFFIX, TIMELINE_VARIABLE, parse_timeline
+from smp_estimator.local.archives import read_archive
 from smp_estimator.local.uris import is_file_uri, is_s3_uri, path_of
 from smp_estimator.timeline.steps import JobTimeline
 
 _PATTERN = f"{FILE_PREFIX}*{FILE_SUFFIX}"
 _ARCHIVES = ("*.tar.gz", "*.tgz")
 
-#: Largest file of one rank that is read, in bytes.
-_LARGEST = 1 << 30
+#: Largest file of one rank that is read, in bytes, and of all ranks in an archive.
+_LARGEST = 1 << 28
+_LARGEST_ARCHIVE = 1 << 30
+
+_PIECE = 1 << 19
 
 
 def read_timeline(job_output: str) -> JobTimeline:
@@ -63,7 +68,13 @@ def _texts(place: Path) -> Iterator[tuple[str, bytes]]:
 
 def _read(path: Path) -> Iterator[tuple[str, bytes]]:
     try:
-        yield str(path), path.read_bytes()
+        if not path.is_file():
+            raise OSError(0, "it is not a file")
+        with path.open("rb") as file:
+            content = file.read(_LARGEST + 1)
+        if len(content) > _LARGEST:
+            raise OSError(0, f"it has more than {_LARGEST:,} bytes")
+        yield str(path), content
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror or error}; it was found in the job's output: change its permissions"
@@ -71,15 +82,25 @@ def _read(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _in_archive(path: Path) -> Iterator[tuple[str, bytes]]:
-    try:
-        with tarfile.open(path) as archive:
-            for member in archive:
-                if not (member.isfile() and PurePosixPath(member.name).match(_PATTERN) and member.size <= _LARGEST):
-                    continue
-                if (content := archive.extractfile(member)) is not None:
-                    yield f"{path}:{member.name}", content.read()
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise ConfigError(
-            f"{path} is no readable archive: {error}; the command reads output.tar.gz, a folder, or {_PATTERN}: fetch the "
-            "archive again, or name the folder that holds the files"
-        ) from None
+    found = 0
+    with read_archive(path) as archive:
+        for member in archive:
+            if not (member.isreg() and PurePosixPath(member.name).match(_PATTERN)):
+                continue
+            found += member.size
+            if member.size > _LARGEST or found > _LARGEST_ARCHIVE:
+                raise ConfigError(
+                    f"{path} holds {shown(member.name)} of {member.size:,} bytes, and {found:,} with those before it; a rank's "
+                    f"timeline has at most {_LARGEST:,}, and those of a job {_LARGEST_ARCHIVE:,}: record fewer steps"
+                )
+            if (content := archive.extractfile(member)) is not None:
+                yield f"{path}:{member.name}", _all_of(content, member.size)
+
+
+def _all_of(content: IO[bytes], size: int) -> bytes:
+    """Read in pieces, which the reader of an archive gives out bounded."""
+    pieces = []
+    while size > 0 and (piece := content.read(min(size, _PIECE))):
+        pieces.append(piece)
+        size -= len(piece)
+    return b"".join(pieces)

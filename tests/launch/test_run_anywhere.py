@@ -27,7 +27,7 @@ PATIENCE = 40.0
 SCRIPT = """
 import json, os, signal, sys, time
 rank, (what, *_) = int(os.environ["SMP_RANK"]), sys.argv[1:]
-names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE SMP_HOST MASTER_ADDR MASTER_PORT SM_HP_MP_PARAMETERS".split()
+names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE SMP_HOST MASTER_ADDR MASTER_PORT SM_HP_MP_PARAMETERS SMP_JOB_SECRET".split()
 if what == "tell":
     with open(f"{rank}.json", "w") as file:
         json.dump({"argv": sys.argv[1:], "pid": os.getpid(), **{name: os.environ.get(name) for name in names}}, file)
@@ -106,6 +106,15 @@ def test_ranks_of_this_machine(folder):
     assert json.loads(ranks[1]["SM_HP_MP_PARAMETERS"])["pipeline_parallel_degree"] == 2
     assert ranks[0]["MASTER_ADDR"] == "127.0.0.1"
     assert ranks[0]["MASTER_PORT"] == ranks[1]["MASTER_PORT"]
+    assert ranks[0]["SMP_JOB_SECRET"] == ranks[1]["SMP_JOB_SECRET"]
+    assert len(ranks[0]["SMP_JOB_SECRET"]) == 64
+    assert ranks[0]["SMP_JOB_SECRET"] not in log
+
+
+def test_a_secret_that_can_be_guessed_starts_nothing(folder):
+    done = CliRunner().invoke(run_script, ["train.py", "tell"], env={"SMP_JOB_SECRET": "hunter2"})
+    assert done.exit_code == 2
+    assert not told(folder)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +179,8 @@ def test_an_allocation_of_slurm(folder, tasks, words):
     assert [rank["SMP_HOST"] for rank in ranks] == ["127.0.0.1"] * 2 + ["127.0.0.2"] * 2
     assert {(rank["WORLD_SIZE"], rank["MASTER_ADDR"]) for rank in ranks} == {("4", "127.0.0.1")}
     assert len({rank["MASTER_PORT"] for rank in ranks}) == 1
+    (secret,) = {rank["SMP_JOB_SECRET"] for rank in ranks}
+    assert len(secret) == 64
 
 
 @pytest.mark.full

@@ -11,7 +11,8 @@ import torch
 from support.models import TiedNet, token_batches, token_loss
 from support.reference import Alone, divided
 
-from smp_runtime.comm import control, groups
+from smp_runtime.comm import control
+from smp_runtime.comm import meeting as meeting_place
 from smp_runtime.comm.carriers import StoreCarrier
 from smp_runtime.errors import SMPRuntimeError
 
@@ -156,16 +157,16 @@ def test_an_mpi_that_does_not_know_the_launcher(monkeypatch):
 
 
 def test_the_first_address_that_answers_is_called(monkeypatch):
-    assert groups.callable_addresses({"MASTER_ADDR": "node1"}) == ["node1"]
-    monkeypatch.setattr(groups, "addresses", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.5"})
-    assert groups.callable_addresses({}) == [socket.gethostname(), "10.0.0.5"]
+    assert meeting_place.callable_addresses({"MASTER_ADDR": "node1"}) == ["node1"]
+    monkeypatch.setattr(meeting_place, "addresses", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.5"})
+    assert meeting_place.callable_addresses({}) == [socket.gethostname(), "10.0.0.5"]
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    assert groups.callable_addresses({}) == ["10.0.0.5"]
+    assert meeting_place.callable_addresses({}) == ["10.0.0.5"]
     with socket.socket() as listening:
         listening.bind(("127.0.0.2", 0))
         listening.listen()
         port = listening.getsockname()[1]
         # The first is this host, where nothing listens.
-        assert groups.answering(["127.0.0.1", "127.0.0.2"], port) == "127.0.0.2"
-        assert groups.answering(["127.0.0.1", "127.0.0.3"], port) == "127.0.0.1"
-        assert groups.answering(["nobody asks"], port) == "nobody asks"
+        assert meeting_place.answering(["127.0.0.1", "127.0.0.2"], port) == "127.0.0.2"
+        assert meeting_place.answering(["127.0.0.1", "127.0.0.3"], port) == "127.0.0.1"
+        assert meeting_place.answering(["nobody asks"], port) == "nobody asks"

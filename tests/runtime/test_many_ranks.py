@@ -27,6 +27,8 @@ class _Queues:
 
 
 class _Carrier:
+    seal = None
+
     def __init__(self, queues, rank):
         self._queues = queues
         self.rank, self.size = rank, queues.size

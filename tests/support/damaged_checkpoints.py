@@ -21,6 +21,7 @@ from smp_runtime.checkpoint.files.records import DIGEST, digest_of
 _STRANGE: list[Any] = [
     None, True, -1, 0, 7, 2**31, 2**63, 10**30, 1.5, float("nan"), float("inf"), "", "x", "../../outside/model.pt",
     "/etc/passwd", "\ud800", "a\0b", [], [[]], {}, {"": None}, [1, "2", None], "é" * 300,
+    "[/red][bold", "\x1b]0;title\x07\x1b[2J",
 ]  # fmt: skip
 
 
@@ -259,3 +260,108 @@ _KINDS: list[Callable[[Path, Path, random.Random], Damage]] = [
     _file_forged,
     _newest,
 ]
+
+
+# -- weights of Transformers -------------------------------------------------------------------------------------------
+
+#: What stands where a type, a shape or a place in the file was.
+_STRANGE_FIELDS: dict[str, list[Any]] = {
+    "dtype": ["F32", "F64", "F8_E4M3", "BOOL", "X9", "", None, 7, ["F32"]],
+    "shape": [[], [0], [3, 2, 1], [2**62, 4], [-1, 6], [10**30], [1.5], "6", None, {}],
+    "data_offsets": [[0, 0], [0, 2**62], [8, 0], [-8, 16], [0], [0, 8, 16], [10**30, 10**31], "0-8", None],
+}
+
+
+def damage_safetensors(folder: Path, outside: Path, seed: int) -> Damage:
+    """Damage weights that are two shards and their index in one way; nothing but the format itself protects them."""
+    chance = random.Random(seed)
+    index = folder / "model.safetensors.index.json"
+    shard = chance.choice(sorted(folder.glob("*.safetensors")))
+    kind = chance.choice(["header", "header", "fields", "fields", "index", "index", "file", "names"])
+    if kind == "header":
+        what = _header(shard, chance)
+    elif kind == "fields":
+        what = _field(shard, chance)
+    elif kind == "index":
+        what = _index(index, shard, outside, chance)
+    elif kind == "file":
+        what = chance.choice([_bytes_changed, _cut, _other_kind, _other_content])(
+            chance.choice([shard, index]), outside, chance
+        )
+    else:
+        one, other = sorted(folder.glob("*.safetensors"))
+        content = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+        what = "shards swapped"
+    return Damage(f"{shard.name}: {kind}: {what}", is_forged=True)
+
+
+def _header(file: Path, chance: random.Random) -> str:
+    """Another length of the header, or another text in its place."""
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    how = chance.choice(["length", "text", "nested", "twice", "metadata"])
+    if how == "length":
+        number = chance.choice([0, 1, length - 1, length + 1, 10**8 + 1, 2**31, 2**63, 2**64 - 1])
+        file.write_bytes(number.to_bytes(8, "little") + content[8:])
+        return f"{how} {number}"
+    header = content[8 : 8 + length]
+    if how == "text":
+        header = chance.choice([b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"a":1}', b'{"":{}}', b"{}" + b" " * 1000])
+    elif how == "nested":
+        header = b'{"a":' * 20_000 + b"1" + b"}" * 20_000
+    elif how == "twice":
+        header = b"{" + header.strip()[1:-1] + b"," + header.strip()[1:]
+    else:
+        about = json.loads(header)
+        about["__metadata__"] = chance.choice([None, 7, {"a": 1}, {"format": "x"}, {"a": {"b": []}}, []])
+        header = json.dumps(about).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+    return how
+
+
+def _field(file: Path, chance: random.Random) -> str:
+    """Another value in the header's record of a tensor, or another name."""
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    about = json.loads(content[8 : 8 + length])
+    name = chance.choice([name for name in about if name != "__metadata__"])
+    if chance.random() < 0.15:
+        other = chance.choice(["", "../../x", "a\0b", "x" * 5000, "weight.weight"])
+        about[other] = about.pop(name)
+        what = f"{name} -> {other[:20]!r}"
+    else:
+        key = chance.choice(list(_STRANGE_FIELDS))
+        about[name][key] = chance.choice(_STRANGE_FIELDS[key])
+        what = f"{key} of {name} -> {str(about[name][key])[:30]}"
+    header = json.dumps(about).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+    return what
+
+
+def _index(file: Path, shard: Path, outside: Path, chance: random.Random) -> str:
+    """Another file in the index, or no index."""
+    data = json.loads(file.read_text())
+    (outside / "model.safetensors").write_bytes(shard.read_bytes())
+    name = chance.choice(list(data["weight_map"]))
+    other = chance.choice(
+        [
+            "../outside/model.safetensors", str(outside / "model.safetensors"), "..", ".", "", "/dev/zero", "a\0b", "pipe",
+            "endless", 7, None, [], {}, "x" * 5000, file.name, "model.bin",
+        ]
+    )  # fmt: skip
+    if other == "pipe":
+        os.mkfifo(file.with_name("pipe"))
+    elif other == "endless":
+        file.with_name("endless").symlink_to("/dev/zero")
+    elif other == "model.bin":
+        torch.save({name: RunsCode(outside / "ran")}, file.with_name("model.bin"))
+    how = chance.choice(["one", "all", "map"])
+    if how == "map":
+        data["weight_map"] = chance.choice([None, [], {}, "x", {"a": "b"}, {"": ""}, other])
+    else:
+        for each in data["weight_map"] if how == "all" else [name]:
+            data["weight_map"][each] = other
+    file.write_text(json.dumps(data))
+    return f"{how} -> {str(other)[:40]!r}"

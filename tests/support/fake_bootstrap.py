@@ -90,3 +90,10 @@ elif play == "obey":
     signal.signal(signal.SIGTERM, stop)
     print("waiting", flush=True)
     time.sleep(600)
+elif play.startswith("flood"):
+    if "ignore" in play:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    number = 0
+    while True:
+        number += 1
+        print(f"flood line {number} " + "x" * 2000, flush=True)

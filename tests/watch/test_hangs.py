@@ -25,10 +25,7 @@ ALL = [
         for kind in ("sleep", "lock", "dataset", "save_one", "forward", "backward", "stop", "extra_state")
     ),
     *((kind, "pp 2 × dp 2") for kind in ("event", "forward_spin", "extra_barrier", "stop", "skip_step", "uneven")),
-    *(
-        (kind, "sharding 4")
-        for kind in ("queue", "skip_optimizer", "forward", "stop", "save_all_but_one")
-    ),
+    *((kind, "sharding 4") for kind in ("queue", "skip_optimizer", "forward", "stop", "save_all_but_one")),
     *((kind, "tp 2 × dp 2") for kind in ("spin", "recv", "step_function", "stop", "worker", "skipped_barrier")),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shlex
 import shutil
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from smp_config.errors import ConfigError
+from smp_config.launchers import SECRET_VARIABLE, job_secret
 from smp_config.whereabouts import FOLDER_VARIABLE
 from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE, SURROUNDINGS_VARIABLE, prepare, to_text
 from smp_launch.anywhere.surroundings import Kind, Surroundings
@@ -33,6 +35,7 @@ from smp_launch.watch.watch import Watch
 
 if TYPE_CHECKING:
     from smp_config.parameters import ModelParallelParameters
+from smp_config.secrets import masked, masked_words
 
 #: A task that fails ends the step: SLURM lets the others go on otherwise, unless its administrator says so.
 _SRUN = ("srun", "--kill-on-bad-exit=1")
@@ -97,9 +100,10 @@ class LocalJob:
             if not surroundings.port and not surroundings.uses_mpi:
                 new["MASTER_PORT"] = "(a free port)"
             lines.append(
-                f"variables of rank {surroundings.first_rank}: " + " ".join(f"{k}={v}" for k, v in sorted(new.items()))
+                f"variables of rank {surroundings.first_rank}: "
+                + " ".join(f"{k}={masked(k, v)}" for k, v in sorted(new.items()))
             )
-        return [*lines, f"command: {shlex.join(self.command())}"]
+        return [*lines, f"command: {shlex.join(masked_words(self.command()))}"]
 
     def become(self, environ: Mapping[str, str]) -> NoReturn:
         """Let this process be the rank, or srun: what has started it signals it, and sees how it ends.
@@ -115,6 +119,8 @@ class LocalJob:
                 f"SLURM_JOB_ID is {environ.get('SLURM_JOB_ID')}, so this is an allocation of SLURM, but no folder of PATH has "
                 "srun, which starts its tasks; add the folder, or unset SLURM_JOB_ID to run on this machine alone"
             )
+        else:
+            passed = with_secret(passed)  # srun hands it on to all tasks
         if self.surroundings.first_rank == 0:
             say(self.surroundings.describe())
         os.execvpe(command[0], command, passed)
@@ -139,8 +145,9 @@ class LocalJob:
                 ranks=surroundings.ranks,
                 grace=grace_seconds(environ),
             )
+            passed = self.environment(environ)
             passed = {
-                **self.environment(environ),
+                **(with_secret(passed) if surroundings.one_host else passed),
                 SURROUNDINGS_VARIABLE: to_text(surroundings),
                 REPORT_VARIABLE: str(reports),
             }
@@ -161,17 +168,24 @@ class LocalJob:
         return exit_code(outcome), cause_of(collector, outcome, self.script)
 
 
+def with_secret(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` with a secret of this job's, where it has none; whoever starts all ranks gives it to them."""
+    return {**environ, SECRET_VARIABLE: environ.get(SECRET_VARIABLE) or secrets.token_hex(32)}
+
+
 def plan(
     surroundings: Surroundings,
     script: str,
     words: Sequence[str],
     parameters: ModelParallelParameters | None,
     again: Sequence[str],
+    environ: Mapping[str, str],
 ) -> LocalJob:
     """The job of a script.
 
     Raises:
-        ConfigError: the script is not there or of no kind that can be started, or the degrees do not fit the ranks.
+        ConfigError: the script is not there or of no kind that can be started, the degrees do not fit the ranks, or the job's
+            secret can be guessed.
     """
     path = Path(script)
     if not path.is_file():
@@ -185,6 +199,7 @@ def plan(
         )
     job = LocalJob(surroundings, script, tuple(words), parameters, tuple(again))
     job.check()
+    job_secret(environ)
     return job
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 import click
 
+from smp_config import strict_json
 from smp_config.errors import ConfigError
 from smp_config.job import MP_PARAMETERS, decoded_hyperparameter
 from smp_config.parameters import ModelParallelParameters
@@ -62,7 +62,7 @@ def run_script(
     again = [sys.executable, "-m", "smp_launch", *sys.argv[1:]]
     try:
         surroundings = recognise(environ, Given(processes, hosts, host_rank, master))
-        job = plan(surroundings, script, words, _parameters(parameters, surroundings.kind, environ), again)
+        job = plan(surroundings, script, words, _parameters(parameters, surroundings.kind, environ), again, environ)
     except ConfigError as error:
         sys.exit(_end(CANNOT_START, Cause(f"the job cannot start: {error}"), failure_file))
     if only_print:
@@ -110,8 +110,8 @@ def _parameters(given: str | None, kind: Kind, environ: Mapping[str, str]) -> Mo
         found = dictionary(given, "--parameters")
     elif text := environ.get(PARAMETERS_VARIABLE):
         try:
-            found = json.loads(text)
-        except json.JSONDecodeError as error:
+            found = strict_json.parse(text)
+        except ValueError as error:
             raise ConfigError(
                 f"{PARAMETERS_VARIABLE} is no JSON ({error}); it holds the job's mp_parameters: correct or unset it, or give "
                 "--parameters"

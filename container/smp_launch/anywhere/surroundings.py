@@ -24,7 +24,9 @@ from smp_config.launchers import (
     place_of,
     started_by,
 )
+from smp_config.values import is_count
 from smp_launch.environment import HOST_VARIABLE, gpu_count
+from smp_launch.platform_files import check_resources
 from smp_launch.tree import Tree
 
 #: Ports that are derived lie below those that systems give to connections (from 32768 on Linux).
@@ -189,7 +191,7 @@ def _of_options(environ: Mapping[str, str], given: Given) -> Surroundings:
             f"--host-rank is {mine}, but --hosts is {hosts}: hosts count from 0 to {hosts - 1}; correct one"
         )
     address, colon, port = given.master.rpartition(":")
-    if not colon or not address or not port.isdigit():
+    if not colon or not address or not is_count(port):
         raise ConfigError(
             f"--master is {given.master!r}; the ranks of all hosts meet there: write ADDRESS:PORT, with an address of the host of "
             "--host-rank 0 that all reach, and a port that is free there"
@@ -218,20 +220,20 @@ def _of_pod(environ: Mapping[str, str], given: Given) -> Surroundings:
     if not mine or not pods:  # operators before 1.6 set RANK and WORLD_SIZE only, of pods
         mine = mine or environ.get("RANK", "")
         pods = pods or environ.get("WORLD_SIZE", "")
-    if not (mine.isdigit() and pods.isdigit() and int(mine) < int(pods)):
+    if not (is_count(mine) and is_count(pods) and int(mine) < int(pods)):
         raise ConfigError(
             f"this pod is number {mine!r} of {pods!r}, by {_POD_RANK} and {_PODS}, or by RANK and WORLD_SIZE; the operator sets "
             "them where the job has a Master replica: give it one, or say --hosts, --host-rank and --master"
         )
     address = environ.get(_POD_ADDRESS) or environ.get(ADDRESS_VARIABLE) or ""
     port = environ.get(_POD_PORT) or environ.get(PORT_VARIABLE) or ""
-    if int(pods) > 1 and not (address and port.isdigit()):
+    if int(pods) > 1 and not (address and is_count(port)):
         raise ConfigError(
             f"this is pod {mine} of {pods}, but {ADDRESS_VARIABLE} is {address!r} and {PORT_VARIABLE} is {port!r}; the operator "
             "sets both where the job has a Master replica with a container named pytorch: give it one, or set them"
         )
     asked = environ.get(POD_PROCESSES_VARIABLE, "")
-    ranks = given.processes or (int(asked) if asked.isdigit() and int(asked) else _ranks(environ, given))
+    ranks = given.processes or (int(asked) if is_count(asked) and int(asked) else _ranks(environ, given))
     return _of_hosts(Kind.KUBERNETES, environ, ranks, int(pods), int(mine), address, int(port or 0))
 
 
@@ -290,11 +292,11 @@ def _of_rank(started: Started, environ: Mapping[str, str]) -> Surroundings:
     return Surroundings(
         kind,
         host,
-        ranks=int(ranks) if ranks.isdigit() else 1,
+        ranks=int(ranks) if is_count(ranks) else 1,
         first_rank=started.rank,
         size=started.size,
         is_rank=True,
-        local_rank=int(local) if local.isdigit() else 0,
+        local_rank=int(local) if is_count(local) else 0,
         address=address,
         port=_port(port) if port else 0,
     )
@@ -305,9 +307,9 @@ def _tasks_here(environ: Mapping[str, str]) -> str:
     counts: list[str] = []
     for word in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         count, _, times = word.partition("(x")
-        counts += [count] * int(times.rstrip(")") or 1) if count.isdigit() else []
+        counts += [count] * int(times.rstrip(")") or 1) if is_count(count) else []
     here = environ.get("SLURM_NODEID", "")
-    return counts[int(here)] if here.isdigit() and int(here) < len(counts) else ""
+    return counts[int(here)] if is_count(here) and int(here) < len(counts) else ""
 
 
 def _of_sagemaker(environ: Mapping[str, str], given: Given) -> Surroundings | None:
@@ -315,7 +317,8 @@ def _of_sagemaker(environ: Mapping[str, str], given: Given) -> Surroundings | No
     if not (tree.config_dir / "resourceconfig.json").is_file():
         return None
     resources = tree.read_config("resourceconfig")
-    hosts, here = resources.get("hosts") or [], environ.get(HOST_VARIABLE) or resources.get("current_host")
+    check_resources(resources, tree.config_dir / "resourceconfig.json")
+    hosts, here = resources["hosts"], environ.get(HOST_VARIABLE) or resources.get("current_host")
     if here not in hosts:
         raise ConfigError(
             f"this host is {here!r}, which is not among the hosts {hosts} of {tree.config_dir / 'resourceconfig.json'}; the name "
@@ -350,7 +353,7 @@ def _host_name(environ: Mapping[str, str]) -> str:
 
 
 def _port(text: str) -> int:
-    if not text.isdigit() or not 0 < int(text) < 2**16:
+    if not is_count(text) or not 0 < int(text) < 2**16:
         raise ConfigError(
             f"{PORT_VARIABLE} is {text!r}; the ranks meet there: set a port that is free on the host of rank 0"
         )

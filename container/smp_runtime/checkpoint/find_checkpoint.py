@@ -20,6 +20,7 @@ from smp_runtime.checkpoint.files.manifest import (
 )
 from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, ReplacedError
 from smp_runtime.checkpoint.files.verification import uncovered
+from smp_runtime.checkpoint.rank_agreement import met_by
 from smp_runtime.comm.control import host_name
 from smp_runtime.errors import CheckpointError
 
@@ -152,12 +153,12 @@ def _look(session: Session, path: Path) -> _Seen:
         found = {(c.name, c.save): c for c in reversed(checkpoints_in(path, formers=True))}
     except Exception as error:  # whatever it is, the other ranks wait to be told
         failure = f"{type(error).__name__}: {error}"
-    mine = ([*reversed(found)], newest_name(path), failure)
+    mine = ([*reversed(found)], newest_name(path), failure, host_name())
     views = session.ranks.control.allgather(mine, list(range(session.ranks.control.size)))
-    for rank, (_, _, why) in enumerate(views):
+    for rank, (_, _, why, host) in enumerate(views):
         if why:
-            raise CheckpointError(f"rank {rank} cannot look for checkpoints in {path} ({why}); check the path")
-    return _Seen(found, [listed for listed, _, _ in views], [pointed for _, pointed, _ in views])
+            raise met_by(f"rank {rank} cannot look for checkpoints in {path} ({why}); check the path", rank, host)
+    return _Seen(found, [listed for listed, *_ in views], [pointed for _, pointed, *_ in views])
 
 
 def _candidates(listed: Sequence[Sequence[_Key]], pointed: set[str | None], tag: str | None) -> list[_Key]:
@@ -215,11 +216,11 @@ def _problems(session: Session, checkpoint: FoundCheckpoint, needs: Needs) -> li
         except Exception as error:  # whatever it is, the other ranks wait to be told
             failure, refusal = error, f"{type(error).__name__}: {error}"
     views = session.ranks.control.allgather((host_name(), wanted, problems, refusal), everyone)
-    refusals = [why for _, _, _, why in views if why]
+    refusals = [(why, rank, host) for rank, (host, _, _, why) in enumerate(views) if why]
     if failure is not None:
         raise failure
     if refusals:
-        raise CheckpointError(refusals[0])
+        raise met_by(*refusals[0])
     said = _merged([found for _, _, found, _ in views])
     if said or manifest is None or opened is None:
         return said

@@ -24,6 +24,7 @@ from smp_runtime.checkpoint.files.manifest import (
 )
 from smp_runtime.checkpoint.files.whole_file import sync_folder, write_text
 from smp_runtime.checkpoint.folder_lock import Holder, SavingLocks
+from smp_runtime.checkpoint.rank_agreement import heard, met_by, told
 from smp_runtime.comm.control import host_name
 from smp_runtime.errors import CheckpointError
 
@@ -77,7 +78,7 @@ class FolderTransaction:
         if not self.keeps_order and session.ranks.local_rank == 0:
             problem = problem or failure_of(lambda: self._join(token))
         found = control.allgather((self.keeps_order, host_name(), problem), everyone)
-        failures = [(rank, why) for rank, (_, _, why) in enumerate(found) if why]
+        failures = [(rank, host, why) for rank, (_, host, why) in enumerate(found) if why]
         if failures:
             self.abandon()
             raise not_saved(final, failures)
@@ -100,7 +101,7 @@ class FolderTransaction:
             CheckpointError: on every rank, when there is no manifest or a rank cannot rename; the former checkpoint
                 stays the newest.
         """
-        manifest, refusal = exchange.broadcast(None if verdict is None else [verdict.manifest, verdict.refusal])
+        manifest, refusal = exchange.broadcast(None if verdict is None else [verdict.manifest, told(verdict.refusal)])
         error: CheckpointError | None
         if manifest is not None:
             error = self._agreed(exchange, lambda: self._prepare(manifest))
@@ -109,7 +110,7 @@ class FolderTransaction:
                 if error is not None:
                     self._withdraw()
         else:
-            error = CheckpointError(refusal)
+            error = heard(refusal)
         if error is None:
             self._tidy(keep)
         else:
@@ -125,10 +126,9 @@ class FolderTransaction:
 
     def _agreed(self, exchange: Exchange, step: Callable[[], object]) -> CheckpointError | None:
         """Do something where a folder is kept in order; on every rank the same error if it failed on any."""
-        failures = exchange.gather(failure_of(step) if self.keeps_order else None)
-        broken = [(rank, why) for rank, why in enumerate(failures or []) if why]
-        refusal: str | None = exchange.broadcast(str(not_saved(self.final, broken)) if broken else None)
-        return None if refusal is None else CheckpointError(refusal)
+        failures = exchange.gather([host_name(), failure_of(step) if self.keeps_order else None])
+        broken = [(rank, host, why) for rank, (host, why) in enumerate(failures or []) if why]
+        return heard(exchange.broadcast(told(not_saved(self.final, broken) if broken else None)))
 
     def _prepare(self, manifest: str) -> None:
         """Make the folder whole under its hidden name."""
@@ -211,27 +211,29 @@ class Verdict:
     """
 
     manifest: str | None
-    refusal: str = ""
+    refusal: CheckpointError | None = None
 
 
 def not_saved(
-    final: Path, failures: list[tuple[int, str]], former: str = "the former one is still the newest"
+    final: Path, failures: list[tuple[int, str, str]], former: str = "the former one is still the newest"
 ) -> CheckpointError:
-    """The error of a checkpoint that some ranks could not write.
+    """The error of a checkpoint that some ranks could not write; the first of them is its origin.
 
     Args:
+        failures: the ranks, their hosts, and why.
         former: what became of the former one.
     """
-    broken = "; ".join(f"rank {rank}: {why}" for rank, why in failures)
-    return CheckpointError(f"the checkpoint {final} was not saved ({broken}); {former}")
+    broken = "; ".join(f"rank {rank}: {why}" for rank, _, why in failures)
+    text = f"the checkpoint {final} was not saved ({broken}); {former}"
+    return met_by(text, *failures[0][:2])
 
 
 def refuse_if_any_failed(
     session: Session, failure: str | None, final: Path, former: str = "the former one is still the newest"
 ) -> None:
     """Raise on every rank when any rank could not write its part; every rank calls it. See :func:`not_saved`."""
-    failures = session.ranks.control.allgather(failure, list(range(session.ranks.control.size)))
-    broken = [(rank, why) for rank, why in enumerate(failures) if why]
+    failures = session.ranks.control.allgather((host_name(), failure), list(range(session.ranks.control.size)))
+    broken = [(rank, host, why) for rank, (host, why) in enumerate(failures) if why]
     if broken:
         raise not_saved(final, broken, former)
 

@@ -41,6 +41,8 @@ from smp_runtime.checkpoint.files.whole_file import (
 from smp_runtime.checkpoint.folder_transaction import failure_of, refuse_if_any_failed, words_of
 from smp_runtime.checkpoint.full_transaction import finish_at, full_transaction
 from smp_runtime.checkpoint.load_partial import Loading
+from smp_runtime.checkpoint.rank_agreement import met_by
+from smp_runtime.comm.control import host_name
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.optim.whole_state import HALF_KEY
 from smp_runtime.tensors.nested import unshared
@@ -56,6 +58,7 @@ logger = logging.getLogger("smp")
 USER_CONTENT = "user_content"
 #: Follows the tag in the name of the optimizer's file.
 OPTIMIZER = "_optimizer"
+_FORMER_STAY = "the former files of that tag stay"
 #: How often files that another job replaces meanwhile are opened again.
 _LOOKS = 10
 
@@ -82,8 +85,14 @@ def save(
     def renamed(state: Mapping[str, Any]) -> Mapping[str, Any]:
         return session.module_manager.translated(state, model.module) if translates else state
 
+    optimizer_state = None
     try:
         optimizer_state = optimizer.full_state_dict(gather_to_rank0=True) if optimizer is not None else None
+    except Exception as error:  # whatever it is, the other ranks wait to be told
+        failure = words_of(error)
+    # Before weights are gathered: whoever failed would take no part.
+    refuse_if_any_failed(session, failure, file, _FORMER_STAY)
+    try:
 
         def write(write_weights: Callable[[Path, str], object]) -> None:
             save_id = uuid.uuid4().hex
@@ -110,7 +119,7 @@ def save(
                 write(lambda to, save_id: write_whole(model, renamed, state, to, save_id))
     except Exception as error:  # whatever it is, the other ranks wait to be told
         failure = words_of(error)
-    refuse_if_any_failed(session, failure, file, "the former files of that tag stay")
+    refuse_if_any_failed(session, failure, file, _FORMER_STAY)
     if session.ranks.rank == 0 and tag == PICKLED and weights_of(folder) != file and (folder / SAFETENSORS).exists():
         logger.warning(
             "%s was saved, but Transformers takes %s from the same folder first; save into a folder of its own",
@@ -237,12 +246,12 @@ def _identities(file: Path) -> dict[str, tuple[int, ...]]:
 def _refuse_on_all(session: Session, file: Path, failure: Exception | None) -> None:
     """Raise on every rank what any of them has met; all ranks call it."""
     said = None if failure is None else f"{type(failure).__name__}: {failure}"
-    everyone = session.ranks.control.allgather(said, _everyone(session))
+    everyone = session.ranks.control.allgather((host_name(), said), _everyone(session))
     if failure is not None:
         raise failure
-    for rank, why in enumerate(everyone):
+    for rank, (host, why) in enumerate(everyone):
         if why:
-            raise CheckpointError(f"rank {rank} cannot load {file} ({why}); nothing was loaded")
+            raise met_by(f"rank {rank} cannot load {file} ({why}); nothing was loaded", rank, host)
 
 
 def _everyone(session: Session) -> list[int]:

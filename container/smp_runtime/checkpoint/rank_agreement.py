@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import secrets
+import time
 from datetime import timedelta
 from typing import Any, Protocol
 
+from smp_config.records import FailureRecord
+from smp_runtime.comm.authentication import SECRET_BYTES, ForgedError, Seal
 from smp_runtime.comm.control import RUNTIME_CHANNEL, ControlPlane, timeout_seconds
 from smp_runtime.errors import CheckpointError, DeadlineError
 from smp_runtime.tensors.torch_private import default_store
+
+
+def met_by(text: str, rank: int, host: str) -> CheckpointError:
+    """An error that all ranks raise, since one has met it: its rank is the one that the job's failure names."""
+    error = CheckpointError(text)
+    error.failure = FailureRecord(
+        rank=rank, host=host, error_type=CheckpointError.__name__, message=text, when=time.time()
+    )
+    return error
+
+
+def told(error: CheckpointError | None) -> list[Any] | None:
+    """An error of :func:`met_by` as JSON has it, for the other ranks."""
+    if error is None or error.failure is None:
+        return None
+    return [str(error), error.failure.rank, error.failure.host]
+
+
+def heard(words: list[Any] | None) -> CheckpointError | None:
+    """From :func:`told`."""
+    return None if words is None else met_by(*words)
 
 
 class Exchange(Protocol):
@@ -56,8 +78,8 @@ class ControlExchange:
 class StoreExchange:
     """Over a connection of its own to the store of ``torch.distributed``, for a thread that no collective may wait for.
 
-    Whoever reaches the store's port can write to it: values are JSON, from which nothing is run, and signed with a secret that
-    only the job's ranks know. Each is signed for its place, so that none can be moved to another.
+    Whoever reaches the store's port can write to it: values are JSON, from which nothing is run, and sealed with a secret that
+    only the job's ranks know. Each is sealed for its place, so that none can be moved to another.
 
     Args:
         store: a clone of the default store, which no other thread uses.
@@ -70,7 +92,7 @@ class StoreExchange:
         self._rank = rank
         self._size = size
         self._title = title
-        self._secret = secret
+        self._seal = Seal(secret)
         self._calls = 0
 
     def gather(self, payload: Any) -> list[Any] | None:
@@ -98,11 +120,7 @@ class StoreExchange:
         self.gather(None)
 
     def _put(self, key: str, payload: Any) -> None:
-        text = json.dumps(payload).encode()
-        self._store.set(key, self._signature(key, text) + text)
-
-    def _signature(self, key: str, text: bytes) -> bytes:
-        return hmac.new(self._secret, key.encode() + b"\0" + text, hashlib.sha256).digest()
+        self._store.set(key, self._seal.close(key, json.dumps(payload).encode()))
 
     def _take(self, key: str, whom: str) -> Any:
         try:
@@ -115,23 +133,26 @@ class StoreExchange:
             ) from None
         value = self._store.get(key)
         self._store.delete_key(key)
-        signature, text = value[: hashlib.sha256().digest_size], value[hashlib.sha256().digest_size :]
-        if not hmac.compare_digest(signature, self._signature(key, text)):
+        try:
+            return json.loads(self._seal.open(key, value))
+        except ForgedError:
             raise CheckpointError(
                 f"what the job's store has in the place of {whom}'s part of a checkpoint ({len(value):,} bytes) is not from a rank "
                 "of this job: another process writes to the store; keep its port from others, and save again"
-            )
-        return json.loads(text)
+            ) from None
 
 
 def background_exchange(control: ControlPlane, title: str) -> Exchange | None:
     """An exchange for another thread; None where this version of PyTorch has no second connection to its store.
 
-    Every rank calls it.
+    Every rank calls it. Where the job has no secret, what seals its values was told by the control plane, for others to read.
     """
     if control.size == 1:
         return ControlExchange(control)
-    secret = control.broadcast(secrets.token_bytes(32) if control.rank == 0 else None, list(range(control.size)))
+    nonce = control.broadcast(
+        secrets.token_bytes(SECRET_BYTES) if control.rank == 0 else None, list(range(control.size))
+    )
+    secret = control.secret_for(f"checkpoint {title}", nonce)
     import torch.distributed as dist
 
     store: Any = default_store()

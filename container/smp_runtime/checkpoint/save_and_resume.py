@@ -20,7 +20,9 @@ from smp_runtime.checkpoint.find_checkpoint import Needed, find_checkpoint
 from smp_runtime.checkpoint.folder_lock import LOCK
 from smp_runtime.checkpoint.live_state import check_random_state, random_file, restore_random_state
 from smp_runtime.checkpoint.load_partial import Loading
+from smp_runtime.checkpoint.rank_agreement import met_by
 from smp_runtime.checkpoint.save_partial import Saver
+from smp_runtime.comm.control import host_name
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
@@ -232,13 +234,13 @@ def _raised_on_all(session: Session) -> Iterator[None]:
     except Exception as error:  # whatever it is, the other ranks wait to be told
         failure, other = f"rank {session.ranks.rank} could not resume: {type(error).__name__}: {error}", error
     everyone = session.ranks.control.allgather(
-        failure, session.ranks.topology.group_of(Group.WORLD, session.ranks.rank)
+        (host_name(), failure), session.ranks.topology.group_of(Group.WORLD, session.ranks.rank)
     )
     if other is not None:
         raise other
-    for why in everyone:
+    for rank, (host, why) in enumerate(everyone):
         if why:
-            raise CheckpointError(why)
+            raise met_by(why, rank, host)
 
 
 def check_tag(tag: str, *, partial: bool = True) -> None:

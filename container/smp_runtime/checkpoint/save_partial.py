@@ -35,7 +35,7 @@ from smp_runtime.checkpoint.folder_transaction import FolderTransaction, Verdict
 from smp_runtime.checkpoint.live_state import random_file, random_state, updated
 from smp_runtime.checkpoint.rank_agreement import ControlExchange, Exchange, background_exchange
 from smp_runtime.checkpoint.rank_contents import Apart, Contents, Share, contents_of, optimizer_record
-from smp_runtime.comm.control import timeout_seconds
+from smp_runtime.comm.control import host_name, timeout_seconds
 from smp_runtime.errors import DeadlineError
 
 if TYPE_CHECKING:
@@ -61,17 +61,18 @@ class Report:
     pieces: dict[str, dict[str, dict[str, Piece]]] = field(default_factory=dict)
     parameters: dict[str, TensorRecord] = field(default_factory=dict)
     buffers: dict[str, TensorRecord] = field(default_factory=dict)
+    host: str = ""  # its rank's, where it was told to rank 0
 
     def to_json(self) -> list[Any]:
         """As a manifest has it, for rank 0."""
-        return [self.failure, Manifest("", files=self.files, **self._tensors()).to_json()]
+        return [self.failure, host_name(), Manifest("", files=self.files, **self._tensors()).to_json()]
 
     @classmethod
     def from_json(cls, found: list[Any]) -> Report:
         """From :meth:`to_json`."""
-        failure, text = found
+        failure, host, text = found
         told = Manifest.from_json(text)
-        return cls(failure, told.files, told.pieces, told.parameters, told.buffers)
+        return cls(failure, told.files, told.pieces, told.parameters, told.buffers, host)
 
     def _tensors(self) -> dict[str, Any]:
         return {"pieces": self.pieces, "parameters": self.parameters, "buffers": self.buffers}
@@ -305,12 +306,12 @@ def _verdict(transaction: FolderTransaction, described: Described | None, report
     """The manifest's text, or why there is none; never raises, since the other ranks wait for it."""
     try:
         found = [Report.from_json(report) for report in reports]
-        broken = [(rank, report.failure) for rank, report in enumerate(found) if report.failure]
+        broken = [(rank, report.host, report.failure) for rank, report in enumerate(found) if report.failure]
         if described is not None and not broken:
             return Verdict(merge(described, found, transaction.token).to_json())
     except Exception as error:
-        broken = [(0, words_of(error))]
-    return Verdict(None, str(not_saved(transaction.final, broken)))
+        broken = [(0, host_name(), words_of(error))]
+    return Verdict(None, not_saved(transaction.final, broken))
 
 
 def describe(

@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import pickle
+import secrets
 import socket
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from smp_config.launchers import ELASTIC_VARIABLE
+from smp_config.launchers import ELASTIC_VARIABLE, SECRET_VARIABLE
+from smp_runtime.comm import plain_data
+from smp_runtime.comm.authentication import (
+    SECRET_BYTES,
+    ForgedError,
+    Seal,
+    SecretKeeper,
+    has_credentials,
+    on_one_machine,
+    secret_from_keeper,
+    secret_of,
+)
+from smp_runtime.comm.meeting import store_at_meeting_place
 from smp_runtime.comm.waiting import FAILED, Place, Wait, script_s_call, timeout_seconds
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.tensors.torch_private import default_store
@@ -38,6 +53,9 @@ class SoloCarrier:
     rank = 0
     size = 1
     call = ""
+
+    def __init__(self) -> None:
+        self.seal = Seal(secrets.token_bytes(SECRET_BYTES))
 
     def send(self, payload: Any, dest: int, channel: int) -> None:
         """See :class:`Carrier`."""
@@ -73,6 +91,8 @@ class MpiCarrier:
         self.rank = self._comm.Get_rank()
         self.size = self._comm.Get_size()
         self.call = ""
+        # Messages of MPI go by its own connections; this is for what ranks exchange by others.
+        self.seal = Seal(self._comm.bcast(secrets.token_bytes(SECRET_BYTES) if self.rank == 0 else None))
         #: Who is told when this rank leaves. In a large job not all: a connection to each would be made for that.
         self._contacts = set(range(self.size)) if self.size <= _TELLS_ALL else set()
         self._places: dict[int, Place] = {}
@@ -150,6 +170,11 @@ class _EndsProcess:
 class StoreCarrier:
     """Messages over a store of PyTorch: for ``torchrun`` and all others whose ranks meet without MPI.
 
+    Whoever reaches the store's port can read and write all that it has. So each message is sealed for its place with a secret of
+    the job's, and one that is not is neither believed nor unpickled. The secret is that of the environment; where all ranks are on
+    one machine rank 0 makes one, and gives it to those that the system says are the same user's. Where there is none, only data
+    is read (:mod:`smp_runtime.comm.plain_data`).
+
     Args:
         store: reaches all ranks.
         environ: of this process.
@@ -169,6 +194,12 @@ class StoreCarrier:
         self._require_same_job(environ)
         #: How often this rank has joined; all have equally often.
         self._joined = self._store.add(f"joined/{self.rank}", 1)
+        self._environ = environ
+        self._seal: Seal | None = None
+        self._has_met = False  # whether this rank knows if there is a secret
+        #: By rank, what messages to it are sealed for, besides their place: those of a former job with the same secret are not.
+        self._nonces = {self.rank: secrets.token_hex(16)}
+        self._store.set(self._nonce(self.rank), self._nonces[self.rank])
 
     @classmethod
     def at_meeting_place(cls, rank: int, size: int, environ: Mapping[str, str]) -> StoreCarrier:
@@ -180,8 +211,7 @@ class StoreCarrier:
         place = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
         patience = timeout_seconds()
         try:
-            meeting = dist.rendezvous("env://", rank=rank, world_size=size, timeout=timedelta(seconds=patience))
-            store, _, _ = next(iter(meeting))
+            store = store_at_meeting_place(rank, size, environ, patience)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             said = str(error).splitlines()[0]
             named = f"{place}, which MASTER_ADDR and MASTER_PORT name"
@@ -212,21 +242,43 @@ class StoreCarrier:
         """Notice ranks of another launch, which would take each other's messages or wait for ever."""
         if ELASTIC_VARIABLE in environ:
             return  # its agents count the ranks, and the store may be that of ranks before
-        said = int(self._store.compare_set("size", "", str(self.size)))
-        if said != self.size:
+        said = self._store.compare_set("size", "", str(self.size)).decode(errors="replace")
+        if said != str(self.size):
             raise SMPRuntimeError(
                 f"this process is rank {self.rank} of {self.size}, but another that has come to the same store is one of {said}: "
                 "ranks of two launches meet at one MASTER_ADDR and MASTER_PORT, or WORLD_SIZE differs between hosts; start all "
                 "ranks with the same WORLD_SIZE, and each job with a MASTER_PORT of its own"
             )
         me = f"{socket.gethostname()} process {os.getpid()} started {_start_of_process()}"
-        first = self._store.compare_set(f"who/{self.rank}", "", me).decode()
+        first = self._store.compare_set(f"who/{self.rank}", "", me).decode(errors="replace")
         if first != me:
             raise SMPRuntimeError(
                 f"two processes are rank {self.rank} of {self.size}: {_place(first)} and {_place(me)}; the same RANK was given "
                 "twice, or a rank was started again while the others of its job go on: give each its own RANK, and restart all "
                 "together"
             )
+
+    @property
+    def seal(self) -> Seal | None:
+        """See :class:`Carrier`. It is there from this rank's first message on, for which all ranks must have come."""
+        if not self._has_met:
+            secret = self._secret()
+            self._seal, self._has_met = (None if secret is None else Seal(secret)), True
+        return self._seal
+
+    def _secret(self) -> bytes | None:
+        """What only the ranks of this job know; None where there is no way that strangers cannot read."""
+        if (given := secret_of(self._environ)) is not None:
+            return given
+        if self.size == 1 or not (has_credentials() and on_one_machine(self._environ, self.size)):
+            return None
+        key = f"{self._joined}/keeper"
+        if self.rank == 0:
+            keeper = SecretKeeper(self.size - 1)
+            self._store.set(key, keeper.name)
+            return keeper.serve(timeout_seconds())
+        self._await(key, 0)
+        return secret_from_keeper(self._store.get(key).decode(errors="replace"), self.rank, timeout_seconds())
 
     def _key(self, source: int, dest: int, channel: int) -> str:
         number = self._sequence[source, dest, channel]
@@ -235,19 +287,56 @@ class StoreCarrier:
 
     def send(self, payload: Any, dest: int, channel: int) -> None:
         """See :class:`Carrier`."""
+        seal = self.seal
+        # Before the message counts: what cannot be written is not waited for.
+        message = plain_data.to_bytes(payload) if seal is None else pickle.dumps(payload)
         key = self._key(self.rank, dest, channel)
-        self._store.set(key, pickle.dumps(payload))  # type: ignore[arg-type]  # bytes work, the stub says str
+        if seal is not None:
+            message = seal.close(self._place_of_message(key, dest), message)
+        self._store.set(key, message)  # type: ignore[arg-type]  # bytes work, the stub says str
         self._await(key + "/received", dest)
         self._store.delete_key(key + "/received")
 
     def receive(self, source: int, channel: int) -> Any:
         """See :class:`Carrier`."""
-        key = self._key(source, self.rank, channel)
+        seal, key = self.seal, self._key(source, self.rank, channel)
         self._await(key, source)
-        payload = self._store.get(key)
+        message = self._store.get(key)
         self._store.delete_key(key)
         self._store.set(key + "/received", "1")
-        return pickle.loads(payload)
+        if seal is None:
+            return self._data_of(message, source)
+        try:
+            body = seal.open(self._place_of_message(key, self.rank), message)
+        except ForgedError:
+            raise SMPRuntimeError(
+                f"{self._told(message, source)} is not from a rank of this job: another process writes to the store, or "
+                f"{SECRET_VARIABLE} is another on that host; keep the store's port from others, and give all hosts one secret"
+            ) from None
+        return pickle.loads(body)
+
+    def _data_of(self, message: bytes, source: int) -> Any:
+        try:
+            return plain_data.from_bytes(message)
+        except ValueError as error:
+            raise SMPRuntimeError(
+                f"{self._told(message, source)} was not read: {error}; either another process writes to the store, from whose "
+                f"port others must be kept, or that rank has a secret and this one has none: set {SECRET_VARIABLE} to one random "
+                "text on all hosts"
+            ) from None
+
+    def _told(self, message: bytes, source: int) -> str:
+        return f"what the job's store has in the place of a message from rank {source} to rank {self.rank} ({len(message):,} bytes)"
+
+    def _place_of_message(self, key: str, dest: int) -> str:
+        """What a message is sealed for."""
+        if dest not in self._nonces:
+            self._await(self._nonce(dest), dest)
+            self._nonces[dest] = self._store.get(self._nonce(dest)).decode(errors="replace")
+        return f"{key} {self._nonces[dest]}"
+
+    def _nonce(self, rank: int) -> str:
+        return f"{self._joined}/nonce/{rank}"
 
     def _await(self, key: str, other: int) -> None:
         """Return when ``other`` has set the key. Not by the store's own wait, which sees nothing else meanwhile."""
@@ -266,9 +355,15 @@ class StoreCarrier:
         """See :class:`Carrier`."""
         if asks:
             self._tell(Place(self.call or script_s_call()))
-        place = self._place(other)
-        found: Place | None = pickle.loads(self._store.get(place)) if self._store.check([place]) else None
-        return found
+        key = self._place(other)
+        if not self._has_met or not self._store.check([key]):
+            return None
+        told = self._store.get(key)
+        try:
+            words = json.loads(told if self._seal is None else self._seal.open(key, told))
+            return Place(str(words["call"]), str(words["left"]))
+        except (ValueError, LookupError, TypeError):  # a stranger's: it says nothing of that rank
+            return None
 
     def went_on(self) -> None:
         """This rank waits no more. The key stays: another rank may be about to read it, and would wait for it."""
@@ -280,7 +375,9 @@ class StoreCarrier:
             self._tell(Place(left=left))
 
     def _tell(self, place: Place) -> None:
-        self._store.set(self._place(self.rank), pickle.dumps(place))  # type: ignore[arg-type]  # as above
+        if self._has_met:
+            key, words = self._place(self.rank), json.dumps(asdict(place)).encode()
+            self._store.set(key, words if self._seal is None else self._seal.close(key, words))  # type: ignore[arg-type]  # as above
 
     def _place(self, rank: int) -> str:
         return f"{self._joined}/place/{rank}"

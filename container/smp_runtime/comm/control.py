@@ -191,6 +191,22 @@ class ControlPlane:
         """Return when every member has arrived."""
         self.allgather(None, ranks, channel)
 
+    @property
+    def has_secret(self) -> bool:
+        """Whether ranks know each other's messages from those of a stranger."""
+        return self._carrier.seal is not None
+
+    def secret_for(self, purpose: str, nonce: bytes) -> bytes:
+        """What the ranks of this job know and a stranger does not, for one purpose.
+
+        Where the job has no secret (:class:`~smp_runtime.comm.carriers.StoreCarrier`) it is the nonce, and known to whoever reads
+        what ranks exchange.
+
+        Args:
+            nonce: of one rank, which the others were told.
+        """
+        return nonce if self._carrier.seal is None else self._carrier.seal.derived(purpose, nonce)
+
     def close(self, left: str = ENDED) -> None:
         """Leave the job; later messages are errors.
 

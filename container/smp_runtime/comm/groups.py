@@ -10,15 +10,23 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from smp_config import Group, Topology, smddp
-from smp_config.interfaces import LOOPBACK, addresses
+from smp_runtime.comm.authentication import machine
 from smp_runtime.comm.control import ControlPlane, timeout_seconds
+from smp_runtime.comm.meeting import (
+    LOCALHOST,
+    answering,
+    callable_addresses,
+    kept_store,
+    listening_address,
+    stay_inside,
+)
 from smp_runtime.comm.peer_connections import PeerConnections
 from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.tensors.torch_private import abort_process_groups
@@ -27,9 +35,6 @@ logger = logging.getLogger("smp")
 
 #: Seconds that the calls of a GPU have to end once they are aborted; other exit handlers need time too.
 ABORT_SECONDS = 1.0
-
-#: Seconds for a host to answer at one of its addresses; a route that leads nowhere says nothing.
-_ANSWER_SECONDS = 3.0
 
 #: Seconds for collectives that nobody waits for, before their connections are closed; less after a failure.
 _UNDER_WAY_SECONDS = 5.0
@@ -173,10 +178,14 @@ class ProcessGroups:
         if control.size == 1:
             store = dist.HashStore()
         else:
+            machines = set(control.allgather(machine(), everyone))
+            one_machine = len(machines) == 1 and "" not in machines
+            if one_machine:
+                stay_inside()
             if control.rank == 0:
-                called = callable_addresses(os.environ)
-                # Port 0: the store itself finds a free one, so that nobody can take it in between.
-                store = dist.TCPStore(called[0], port or 0, is_master=True, wait_for_workers=False, timeout=timeout)
+                called = [LOCALHOST] if one_machine else callable_addresses(os.environ)
+                # Port 0: any that is free, taken at once, so that nobody can take it in between.
+                store = _own_store(called, port or 0, timeout, control.size)
                 agreed = store.port
                 control.broadcast((called, agreed), everyone)
             else:
@@ -186,29 +195,12 @@ class ProcessGroups:
         return agreed
 
 
-def callable_addresses(environ: Mapping[str, str]) -> list[str]:
-    """What other hosts may call this one, where its launcher has not said it: its name, then the addresses of its interfaces."""
-    if given := environ.get("MASTER_ADDR"):
-        return [given]
-    name = socket.gethostname()
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError:
-        names = []  # it means nothing here, where this rank connects to itself
-    else:
-        names = [name]
-    return [*names, *(address for name, address in addresses().items() if name != LOOPBACK)] or ["127.0.0.1"]
-
-
-def answering(called: Sequence[str], port: int) -> str:
-    """The first of ``called`` where something listens; the first of all where nothing does, so that its error is told.
-
-    A name may mean nothing on this host, or this host itself.
-    """
-    for address in called if len(called) > 1 else ():
-        with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=_ANSWER_SECONDS):
-            return address
-    return called[0]
+def _own_store(called: Sequence[str], port: int, timeout: timedelta, size: int) -> dist.TCPStore:
+    """The store that this rank keeps: at the one address at which it is called, or at all where there are several."""
+    listens = listening_address(called[0], os.environ, size) if len(called) == 1 else ""
+    if listens:
+        return kept_store(listens, port, timeout, calls=called[0], wait_for_workers=False)
+    return dist.TCPStore(called[0], port, is_master=True, wait_for_workers=False, timeout=timeout)
 
 
 def groups_to_name(topology: Topology, rank: int) -> list[tuple[int, ...]]:

@@ -7,11 +7,14 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_config import ConfigError, limits
 from smp_config.whereabouts import here
 from smp_runtime.errors import DeadlineError, RankLeftError, SMPUserError
+
+if TYPE_CHECKING:
+    from smp_runtime.comm.authentication import Seal
 
 #: How a rank has left the job.
 ENDED = "ended"
@@ -48,11 +51,16 @@ class Carrier(Protocol):
 
     Attributes:
         call: the public call that the script is in; empty outside.
+        seal: for what ranks exchange by other ways, since strangers do not have its secret; None where there is no secret.
     """
 
     rank: int
     size: int
     call: str
+
+    @property
+    def seal(self) -> Seal | None:
+        """See above."""
 
     def send(self, payload: Any, dest: int, channel: int) -> None:
         """Send an object to rank ``dest``."""

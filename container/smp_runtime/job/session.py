@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from smp_config import Group, ModelParallelParameters, whereabouts
+from smp_config.launchers import SECRET_VARIABLE
 from smp_config.whereabouts import here
 from smp_runtime.comm.control import ControlPlane, connect
 from smp_runtime.comm.messages import Messages
@@ -179,6 +180,14 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
     if session.ranks.rank == 0:
         for sentence in parameters.warnings():
             logger.warning(sentence)
+        if not control.has_secret:
+            logger.warning(
+                "the %d ranks have no secret by which they know each other, since their launcher gave them none: whoever reaches "
+                "the ports of their hosts can disturb this job or take a rank's place; keep the network to these hosts, or set %s "
+                "to one random text on all of them (docs/security.md)",
+                control.size,
+                SECRET_VARIABLE,
+            )
         if not parameters.ddp and session.ranks.size(Group.DP) > 1:
             logger.warning(
                 "%d data parallel ranks, but ddp is false: their gradients are not reduced and each trains its own "

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from smp_config.disk_space import free_space, why_full
 from smp_runtime.errors import CheckpointError
-
-#: What a write says where there is no room: the disk's, the user's share of it, or the largest file of this process.
-_FULL = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the quota of the disk is used up",
-    errno.EFBIG: "the file is larger than this process or file system allows",
-}
 
 
 @contextlib.contextmanager
@@ -35,24 +27,13 @@ def naming_full_disk(path: Path, needed: int | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _FULL:
+        if (why := why_full(error)) is None:
             raise
         what = f"{needed:,} bytes" if needed is not None else "more bytes"
         raise CheckpointError(
-            f"{path} cannot be written: {_FULL[error.errno]} (it takes {what}, and {_free(path.parent)} of its file system; "
+            f"{path} cannot be written: {why} (it takes {what}, and {free_space(path.parent)} of its file system; "
             f"{error.strerror}); make room, keep fewer checkpoints with num_kept_partial_checkpoints, or save to a larger disk"
         ) from error
-
-
-def _free(folder: Path) -> str:
-    """How much room there is, in words."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        about = os.statvfs(folder)
-    except OSError as error:
-        return f"nobody knows how much is free ({error.strerror})"
-    return f"{about.f_bavail * about.f_frsize:,} of {about.f_blocks * about.f_frsize:,} bytes are free"
 
 
 def bytes_of(content: Any) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp_config.records import FailureRecord
-from smp_runtime.errors import SMPRuntimeError
+from smp_runtime.errors import SMPError, SMPRuntimeError
 from smp_runtime.pipeline.transport.messages import Fail
 from smp_runtime.pipeline.transport.transport import StageFailed
 
@@ -37,11 +37,9 @@ class StageError(SMPRuntimeError):
     """An error on another stage of the pipeline, with its rank, module and traceback.
 
     Attributes:
-        failure: the error where it was raised, which is what the job's failure is to say; None when no script raised it.
         accused: ranks whose connection was lost.
     """
 
-    failure: FailureRecord | None = None
     accused: tuple[int, ...] = ()
 
 
@@ -149,9 +147,9 @@ class FirstStepFailures:
         """What the others raise."""
         return error_of(told)
 
-    def attribute(self, error: Exception, told: Fail) -> Exception:
+    def attribute(self, error: SMPError, told: Fail) -> SMPError:
         """``error`` with what was told as its origin, for the job's failure."""
-        error.failure = told.failure  # type: ignore[attr-defined]
+        error.failure = told.failure
         return error
 
 

@@ -61,7 +61,7 @@ class Failures(Protocol):
         """What the others raise."""
         ...
 
-    def attribute(self, error: Exception, told: Any) -> Exception:
+    def attribute(self, error: SMPError, told: Any) -> SMPError:
         """``error``, which this library raises on another rank, as a consequence of what was told."""
         ...
 
@@ -124,7 +124,7 @@ def decide(
     if failure is not None:
         raise failure
     if decision.is_unsettled:
-        _settle(module, tracing, control)
+        _settle(module, tracing, control, failures)
         return decide(
             *(module, tracing, parameters, manual, control, failures),
             tracing_rank=tracing_rank,
@@ -143,33 +143,34 @@ def decide(
     return Assignment.from_dict(answer)
 
 
-def _settle(module: nn.Module, tracing: Tracing, control: ControlPlane) -> None:
+def _settle(module: nn.Module, tracing: Tracing, control: ControlPlane, failures: Failures) -> None:
     """Have every rank's model do what its first call does to its tree.
 
     Raises:
         SMPUserError: the models are not alike afterwards, or have other parameters, on every rank with the same message.
     """
     before = {name: id(parameter) for name, parameter in module.named_parameters()}
-    failure, others = "", False
+    failure, others, told = "", False, None
     try:
         with tracing.placed():
             settle(module, tracing.run)
         others = {name: id(parameter) for name, parameter in module.named_parameters()} != before
     except Exception as error:  # the others wait for what has become of it
-        failure = f"{type(error).__name__}: {error}"
+        failure, told = f"{type(error).__name__}: {error}", failures.told(error, module_that_raised(error))
     tree = [(path, type(part).__name__) for path, part in module.named_modules()]
-    found = control.allgather((failure, others, tree), range(control.size))
+    found = control.allgather((failure, told, others, tree), range(control.size))
     what = "the first call of the model puts modules in the place of others"
     way_out = "call it once with such a batch before smp.DistributedModel, on every rank"
-    for rank, (failed, has_others, theirs) in enumerate(found):
+    for rank, (failed, told, has_others, theirs) in enumerate(found):
         if failed:
-            raise SMPUserError(f"{what}, and rank {rank} could not do so: {failed}; {way_out}")
+            echo = SMPUserError(f"{what}, and rank {rank} could not do so: {failed}; {way_out}")
+            raise failures.attribute(echo, told)
         if has_others:
             raise SMPUserError(
                 f"{what}, and its parameters are others then, which the optimizer does not have; {way_out}"
             )
-        if theirs != found[0][2]:
-            differing = sorted({path for path, _ in set(theirs) ^ set(found[0][2])})
+        if theirs != found[0][3]:
+            differing = sorted({path for path, _ in set(theirs) ^ set(found[0][3])})
             raise SMPUserError(
                 f"{what}, and ranks 0 and {rank} have other modules then ({some(map(repr, differing))}), since their batches "
                 f"differ; {way_out}"

@@ -1,0 +1,91 @@
+"""What looks like a secret, for logs and messages, which more people read than should have it.
+
+A hyperparameter or a variable is taken for one by its name (``hub_token``) or by its value (``hf_…``). Nothing is
+changed in what a script gets.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from smp_config.errors import shown
+
+#: Stands for what is not shown.
+MASK = "***"
+
+#: Words of a name, as in ``api_key``, ``apiKey`` or ``API-KEY``.
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+
+_SECRET_WORDS = frozenset(
+    """apikey auth authorization bearer credential credentials key keys passphrase passwd password passwords pat pwd secret
+    secrets token tokens""".split()
+)
+#: What such a word may also mean, where the value shows it: the size of a vocabulary, a switch.
+_HARMLESS = re.compile(
+    r"[+-]?\d{1,9}(\.\d*)?([eE][+-]?\d+)?|true|false|none|null|<\|?[\w/ ]{1,30}\|?>|\[[A-Z]{1,10}\]|", re.IGNORECASE
+)
+_ALWAYS = frozenset("passphrase passwd password pwd".split())
+
+_VALUES = re.compile(
+    r"""
+      \b(?:AKIA|ASIA|AROA|AIDA)[A-Z0-9]{16}\b                                    # AWS: ids of keys
+    | (?<![A-Za-z0-9/+])(?=[a-z0-9/+]*[A-Z])(?=[A-Z0-9/+]*[a-z])(?=[A-Za-z/+]*\d)[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+=])  # keys
+    | \b(?:hf|api_org)_[A-Za-z0-9]{16,}                                          # Hugging Face
+    | \b(?:gh[pousr]_|github_pat_|glpat-|sk-|xox[abeoprs]-|npm_|dop_v1_|AIza)[A-Za-z0-9_-]{16,}
+    | \beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*                  # JSON web tokens
+    | -----BEGIN[ A-Z]*PRIVATE\ KEY-----.*
+    | (?<=://)[^/\s:@]+:[^/\s@]+(?=@)                                            # user:password@host
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+
+#: ``name=value``, ``"name": "value"`` and the like inside a text.
+_PAIRS = re.compile(r"""(["']?)([A-Za-z][\w.-]{0,80})\1(\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s,;}\]]+)""")
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether something of this name is likely a secret."""
+    return any(word.lower() in _SECRET_WORDS for word in _WORDS.findall(name))
+
+
+def masked(name: str, text: str) -> str:
+    """The text of the value ``name``, or what of it may be shown."""
+    words = {word.lower() for word in _WORDS.findall(name)} & _SECRET_WORDS
+    if words and (words & _ALWAYS or not _HARMLESS.fullmatch(text)):
+        return MASK
+    return masked_text(text)
+
+
+def masked_text(text: str) -> str:
+    """A text, without what in it looks like a secret: by its form, or behind a name that says so (``token=…``)."""
+
+    def pair(found: re.Match[str]) -> str:
+        quote, name, between, value = found.groups()
+        bare = value.strip("\"'")
+        hidden = masked(name, bare) if is_secret_name(name) else bare
+        return found[0] if hidden == bare else f"{quote}{name}{quote}{between}{value.replace(bare, hidden)}"
+
+    return _VALUES.sub(MASK, _PAIRS.sub(pair, text))
+
+
+def masked_words(words: Sequence[str]) -> list[str]:
+    """The words of a command line, ``--name value`` and ``--name=value`` among them, without secrets."""
+    said, name = [], ""
+    for word in words:
+        said.append(masked(name, word) if name else masked_text(word))
+        name = word.lstrip("-") if word.startswith("-") and "=" not in word else ""
+    return said
+
+
+def shown_value(name: Any, value: Any, levels: int = 3) -> str:
+    """A value as a message shows it, see :func:`smp_config.errors.shown`, without secrets."""
+    if isinstance(value, Mapping) and value and levels:
+        inside = (f"{shown(key)}: {shown_value(key, inner, levels - 1)}" for key, inner in islice(value.items(), 20))
+        return f"{{{', '.join(inside)}}}"
+    if isinstance(name, str) and is_secret_name(name):
+        quote = "'" if isinstance(value, str) else ""
+        return f"{quote}{masked(name, value if isinstance(value, str) else shown(value))}{quote}"
+    return masked_text(shown(value))

@@ -1,0 +1,85 @@
+"""JSON that others have written: read as it stands or refused, never half understood."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+#: Objects and lists inside one another; what a job says of itself has fewer than ten.
+MOST_LEVELS = 64
+
+
+def parse(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is no JSON, or JSON that Python would not read as it stands: numbers beyond its range, a name twice
+            in one object (the first of the two would be lost), or more than 64 levels. The message says which, and where.
+    """
+    try:
+        value = json.loads(text, parse_float=_float, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError(f"it has more than {MOST_LEVELS} levels of objects and lists") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at line {error.lineno} column {error.colno}") from None
+    for place, _ in _parts(value):
+        if len(place) > MOST_LEVELS:
+            raise ValueError(f"it has more than {MOST_LEVELS} levels of objects and lists")
+    return value
+
+
+def unusable_text(value: Any) -> str | None:
+    """Where the first text stands that no command line and no variable can hold, and why; None where all of it can be used.
+
+    Args:
+        value: of JSON, with names as well as values.
+    """
+    for place, part in _parts(value):
+        if isinstance(part, str) and (why := why_unusable(part)):
+            return f"{''.join(f'[{step!r:.80}]' for step in place) or 'it'} {why}"
+    return None
+
+
+def why_unusable(text: str) -> str | None:
+    """``"holds the character NUL"``, or half a character; None for a text that every program can be given."""
+    if "\0" in text:
+        return "holds the character NUL, at which a program's argument ends"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"holds half of a surrogate pair ({text[error.start]!a}), which is no character"
+    return None
+
+
+def _parts(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every value and name inside ``value`` with its place; without recursion, at most one level too deep."""
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), value)]
+    while waiting:
+        place, part = waiting.pop()
+        yield place, part
+        if len(place) > MOST_LEVELS:
+            continue
+        if isinstance(part, dict):
+            for name, inner in part.items():
+                yield (*place, name), name
+                waiting.append(((*place, name), inner))
+        elif isinstance(part, list):
+            waiting.extend(((*place, number), inner) for number, inner in enumerate(part))
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"the number {text[:40]} is beyond the range of floating point numbers")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the name {twice[:100]!r} stands twice in one object")
+    return found

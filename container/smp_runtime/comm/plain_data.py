@@ -1,0 +1,161 @@
+"""Objects that are data, as bytes whose reading runs no code of whoever has written them: for messages that bear no seal."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import enum
+import io
+import pathlib
+import pickle
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel
+
+from smp_config.launchers import SECRET_VARIABLE
+from smp_runtime.errors import SMPUserError
+
+#: Classes that only hold values, whoever calls them; none whose own attributes a pickle could set.
+_CLASSES: dict[tuple[str, str], Any] = {
+    (kind.__module__, kind.__qualname__): kind
+    for kind in (
+        *(complex, set, frozenset, bytearray, range, slice, int, float, str, bytes, bool, list, dict, tuple),
+        *(collections.OrderedDict, collections.defaultdict, collections.deque),
+        *(datetime.date, datetime.time, datetime.datetime, datetime.timedelta, datetime.timezone),
+        *(torch.Size, torch.device),
+    )
+}
+#: Packages whose records may travel.
+_OURS = ("smp_runtime.", "smp_config.")
+
+
+def to_bytes(value: Any) -> bytes:
+    """A value as bytes.
+
+    Numbers, texts, containers, tensors, arrays of NumPy, dates and paths are data, and so are this library's own records.
+
+    Raises:
+        SMPUserError: something in it is an object of another class.
+    """
+    buffer = io.BytesIO()
+    _Writer(buffer, protocol=5).dump(value)
+    return buffer.getvalue()
+
+
+def from_bytes(data: bytes) -> Any:
+    """The value of :func:`to_bytes`.
+
+    Raises:
+        ValueError: bytes that it has not written, or that name a class that is no data.
+    """
+    try:
+        return _Reader(io.BytesIO(data)).load()
+    except Exception as error:  # a stranger's bytes may fail in any way
+        raise ValueError(f"{len(data):,} bytes are no message of plain data: {type(error).__name__}: {error}") from None
+
+
+class _Writer(pickle.Pickler):
+    """Refuses what :class:`_Reader` would not read."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How an object is rebuilt, where its own way is not known to be harmless."""
+        if isinstance(obj, torch.Tensor):
+            file = io.BytesIO()
+            torch.save(obj, file)
+            return _tensor, (file.getvalue(),)
+        if isinstance(obj, np.ndarray | np.generic) and not obj.dtype.hasobject:
+            file = io.BytesIO()
+            np.save(file, obj, allow_pickle=False)
+            return _array, (file.getvalue(), isinstance(obj, np.generic))
+        if isinstance(obj, pathlib.PurePath):
+            return _path, (str(obj), isinstance(obj, pathlib.Path))
+        if isinstance(obj, torch.dtype) or any(obj is function for function in _FUNCTIONS.values()):
+            return NotImplemented
+        kind = obj if isinstance(obj, type) else type(obj)
+        if _CLASSES.get((kind.__module__, kind.__qualname__)) is kind:
+            return NotImplemented
+        if kind is not obj and (fields := _fields_of(obj)) is not None:
+            return _record, (kind.__module__, kind.__qualname__, fields)
+        raise SMPUserError(
+            f"an object of {kind.__module__}.{kind.__qualname__} cannot be sent to another rank: these ranks have no secret by "
+            "which they would know their messages from those of a stranger, so that only data is read (numbers, texts, containers, "
+            f"tensors, arrays); send data, start the job with 'smp-launch run SCRIPT' or mpirun, or set {SECRET_VARIABLE} to one "
+            "random text on all hosts (docs/security.md)"
+        )
+
+
+class _Reader(pickle.Unpickler):
+    """Takes nothing by name but what is data."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a name stands for."""
+        if module == __name__ and name in _FUNCTIONS:
+            return _FUNCTIONS[name]
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) in _CLASSES:
+            return _CLASSES[module, name]
+        raise pickle.UnpicklingError(f"{module}.{name} is no data")
+
+
+def _fields_of(obj: Any) -> Any:
+    """What makes up a record of this library; None for other objects."""
+    kind = type(obj)
+    if not kind.__module__.startswith(_OURS) or "." in kind.__qualname__:
+        return None
+    if isinstance(obj, enum.Enum):
+        return obj.name
+    if isinstance(obj, BaseModel):
+        return obj.model_dump()
+    if _is_named_tuple(kind):
+        return dict(zip(vars(kind)["_fields"], obj, strict=True))
+    if dataclasses.is_dataclass(obj):
+        return {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj)}
+    return None
+
+
+def _is_named_tuple(kind: type) -> bool:
+    return issubclass(kind, tuple) and kind.__bases__ == (tuple,) and hasattr(kind, "_fields")
+
+
+def _record(module: str, name: str, fields: Any) -> Any:
+    """A record of this library, filled with values; none of its code runs but the checks of its fields."""
+    if not (isinstance(module, str) and module.startswith(_OURS)):
+        raise ValueError(f"{module} is no module of this library")
+    kind = vars(sys.modules[module])[name]
+    if not isinstance(kind, type) or kind.__module__ != module:
+        raise ValueError(f"{module}.{name} is no record")
+    if issubclass(kind, enum.Enum):
+        return kind[fields]
+    if issubclass(kind, BaseModel):
+        return kind.model_validate(fields)
+    if _is_named_tuple(kind):
+        return kind(**fields)
+    if not dataclasses.is_dataclass(kind) or set(fields) != {field.name for field in dataclasses.fields(kind)}:
+        raise ValueError(f"{module}.{name} is no record of {sorted(fields)}")
+    made = object.__new__(kind)
+    for field, value in fields.items():
+        object.__setattr__(made, field, value)
+    return made
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    found: torch.Tensor = torch.load(io.BytesIO(data), weights_only=True)
+    return found
+
+
+def _array(data: bytes, is_number: bool) -> Any:
+    found = np.load(io.BytesIO(data), allow_pickle=False)
+    return found[()] if is_number else found
+
+
+def _path(text: str, is_real: bool) -> pathlib.PurePath:
+    return pathlib.Path(text) if is_real else pathlib.PurePath(text)
+
+
+#: What a message may call.
+_FUNCTIONS = {function.__name__: function for function in (_record, _tensor, _array, _path)}
