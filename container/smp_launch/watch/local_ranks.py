@@ -70,14 +70,12 @@ class LocalRanks:
         began = time.monotonic()
         alive = [rank for rank, state in before.items() if not (state.is_stopped or state.has_ended)]
         threads = stacks.ask(self._folder, pids, alive)
-        if self._wakes:
-            stopped = [rank for rank, state in before.items() if state.letter == "T"]
-            threads |= stacks.ask_stopped(self._folder, pids, stopped)
+        woken = [rank for rank, state in before.items() if state.letter == "T"] if self._wakes else []
+        threads |= stacks.ask_stopped(self._folder, pids, woken)
         time.sleep(max(0.0, _SAMPLE_SECONDS - (time.monotonic() - began)))
         now = time.monotonic()
-        after = whereabouts.read_all(self._folder)
-        # What a stopped rank did in the moment in which it was let go on is no sign of life.
-        after |= {rank: where for rank, where in records.items() if before[rank].is_stopped}
+        # What happened in the moment in which a stopped rank was let go on is no sign of life.
+        after = whereabouts.read_all(self._folder) if not woken else {}
         return {
             rank: _position(after.get(rank, where), before[rank], threads.get(rank, ()), now, now - began)
             for rank, where in records.items()
