@@ -20,6 +20,9 @@ MOST_LOCAL_RANKS = 2**12
 #: Seconds without progress after which a job hangs; 0 for no watch.
 HANG_VARIABLE = "SMP_HANG_SECONDS"
 
+#: The same where nothing is set; more in jobs with long steps.
+LEAST_HANG_SECONDS = 60.0
+
 #: Collectives of tensor parallelism that may be queued on a GPU.
 THROTTLE_VARIABLE = "SMP_NCCL_THROTTLE_LIMIT"
 DEFAULT_THROTTLE = 8

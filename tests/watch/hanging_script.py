@@ -227,6 +227,10 @@ def user_code(step):
     if hangs("stop_mpirun", step):
         os.kill(os.getppid(), signal.SIGSTOP)
         time.sleep(FOREVER)
+    if hangs("stop_launcher", step):
+        status = open(f"/proc/{os.getppid()}/stat", "rb").read()  # noqa: SIM115
+        os.kill(int(status.rpartition(b")")[2].split()[1]), signal.SIGSTOP)
+        time.sleep(FOREVER)
     if hangs("extra_barrier", step):
         smp.barrier()  # <- extra_barrier
     if args.hang == "skipped_barrier" and step == args.step and not ME:

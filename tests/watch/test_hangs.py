@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from watch.conftest import marked
 
@@ -44,6 +46,18 @@ def test_slow_ranks_are_no_hang(hanging_job, topology, steps):
     ended = hanging_job("", topology, 2.0, steps=steps, delay=0.01, rank=99)
     assert not ended.error
     assert "rank 0 is done" in ended.output
+
+
+@pytest.mark.full
+def test_a_stopped_mpirun_is_told(hanging_job):
+    ended = hanging_job("stop_mpirun", "dp 2", SECONDS)
+    assert re.match(r"hang: process \d+, \w+, through which the ranks run, is stopped", ended.headline), ended.error
+
+
+def test_a_stopped_launcher_is_told(hanging_job):
+    """It stops with the first step's words, before it could notice anything itself."""
+    ended = hanging_job("stop_launcher", "dp 2", SECONDS)
+    assert re.match(r"hang: the launcher of algo-1, process \d+, is stopped", ended.headline), ended.error
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,10 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
-from smp_config.limits import hang_seconds, timeout_seconds
+from smp_config.limits import LEAST_HANG_SECONDS, hang_seconds, timeout_seconds
 
-#: Where the user has set nothing: steps, and seconds at least.
+#: Where the user has set nothing: steps.
 _STEPS = 10.0
-_LEAST_SECONDS = 60.0
 
 #: How much longer a rank may take that computes or moves data, and whatever comes before the job is in its stride.
 _LONGER = 10.0
@@ -70,11 +69,11 @@ class Patience:
         if self._given is not None:
             return self._given
         median = statistics.median(self._steps) if self._steps else 0.0
-        return min(max(_LEAST_SECONDS, _STEPS * median), self._most)
+        return min(max(LEAST_HANG_SECONDS, _STEPS * median), self._most)
 
     @property
     def longer(self) -> float:
         """The same where it may only be slow: it computes or moves data, or the job is not in its stride."""
         if self._given is None:
             return min(_LONGER * self.seconds, self._most)
-        return self._given if self.has_stepped else max(self._given, _LEAST_SECONDS)
+        return self._given if self.has_stepped else max(self._given, LEAST_HANG_SECONDS)
