@@ -248,7 +248,7 @@ class ProcessJob:
             if not self._hung and self._patience and now - since >= self._patience:
                 pid = self._bootstraps[host].pid
                 self._hung = (
-                    f"hang: the launcher of {host}, process {pid}, is stopped (by SIGSTOP or a debugger) since {now - since:.0f} s; "
+                    f"hang: the launcher of {host}, process {pid}, is stopped (SIGSTOP, or a debugger) since {now - since:.0f} s; "
                     f"kill -CONT {pid} would have let the job go on, and {HANG_VARIABLE} sets another number of seconds"
                 )
                 self._end_for("kill", None, running)

@@ -287,9 +287,9 @@ WAITS = (
 )
 
 
-def in_stride(seconds):
+def in_stride(seconds, most=float("inf")):
     """Patience with a job that has done some steps."""
-    patience = Patience(seconds)
+    patience = Patience(seconds, most)
     for step in (1, 2, 3):
         patience.saw(step, float(step))
     return patience
@@ -335,6 +335,18 @@ def test_a_long_phase_that_was_declared_is_waited_for(sleeper, tmp_path):
     watch, began = Watch([LocalRanks(tmp_path)], in_stride(0.3)), time.monotonic()
     assert look_until(watch).verdict.rank == 1
     assert time.monotonic() - began > 2.0
+
+
+def test_a_rank_that_computes_is_waited_for_unless_patience_was_set(sleeper, tmp_path):
+    """Its child does, as an upload would; a rank that nobody waits for may do so for ever."""
+    computes = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+    sleeper(1, computes)
+    watch = Watch([LocalRanks(tmp_path)], in_stride(0.5))
+    assert look_until(watch).verdict.is_certain is False
+    alone = Watch([LocalRanks(tmp_path)], in_stride(None, most=0.5))
+    assert look_until(alone, 3.0) is None
+    sleeper(0, WAITS)
+    assert look_until(alone).verdict.rank == 1
 
 
 def test_a_rank_that_nobody_waits_for_may_take_its_time(sleeper, tmp_path):

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Protocol
 from smp_config import whereabouts
 from smp_launch.watch import stacks
 from smp_launch.watch.position import Position, position_of
-from smp_launch.watch.states import State, is_active, state_of
+from smp_launch.watch.states import is_active, states_with_children
 
 if TYPE_CHECKING:
-    from smp_config.whereabouts import Glance, Whereabouts
+    from smp_config.whereabouts import Glance
 
 #: Seconds over which it is seen whether a process computes.
 _SAMPLE_SECONDS = 0.5
@@ -66,7 +66,8 @@ class LocalRanks:
         """See :class:`Ranks`; takes half a second, in which it is seen who computes."""
         records = whereabouts.read_all(self._folder)
         pids = {rank: where.pid for rank, where in records.items()}
-        before = {rank: state_of(pid) for rank, pid in pids.items()}
+        states = states_with_children(pids.values())
+        before = {rank: states[pid] for rank, pid in pids.items()}
         began = time.monotonic()
         alive = [rank for rank, state in before.items() if not (state.is_stopped or state.has_ended)]
         threads = stacks.ask(self._folder, pids, alive)
@@ -76,14 +77,9 @@ class LocalRanks:
         now = time.monotonic()
         # What happened in the moment in which a stopped rank was let go on is no sign of life.
         after = whereabouts.read_all(self._folder) if not woken else {}
-        return {
-            rank: _position(after.get(rank, where), before[rank], threads.get(rank, ()), now, now - began)
-            for rank, where in records.items()
-        }
-
-
-def _position(
-    where: Whereabouts, before: State, threads: tuple[stacks.Thread, ...], now: float, elapsed: float
-) -> Position:
-    state = before if before.is_stopped else state_of(where.pid)
-    return position_of(where, state, threads, now, is_active=is_active(before, state, elapsed))
+        later, found = states_with_children(pids.values()), {}
+        for rank, where in records.items():
+            state = before[rank] if before[rank].is_stopped else later[where.pid]
+            active = is_active(before[rank], state, now - began)
+            found[rank] = position_of(after.get(rank, where), state, threads.get(rank, ()), now, is_active=active)
+        return found

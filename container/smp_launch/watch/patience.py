@@ -11,9 +11,6 @@ from smp_config.limits import LEAST_HANG_SECONDS, hang_seconds, timeout_seconds
 #: Where the user has set nothing: steps.
 _STEPS = 10.0
 
-#: How much longer a rank may take that computes or moves data, and whatever comes before the job is in its stride.
-_LONGER = 10.0
-
 #: The step with which a job is in its stride.
 _IN_STRIDE = 3
 
@@ -72,8 +69,13 @@ class Patience:
         return min(max(LEAST_HANG_SECONDS, _STEPS * median), self._most)
 
     @property
+    def is_given(self) -> bool:
+        """Whether the user has set it."""
+        return self._given is not None
+
+    @property
     def longer(self) -> float:
         """The same where it may only be slow: it computes or moves data, or the job is not in its stride."""
         if self._given is None:
-            return min(_LONGER * self.seconds, self._most)
+            return self._most
         return self._given if self.has_stepped else max(self._given, LEAST_HANG_SECONDS)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+
+from smp_launch.processes import all_processes, below
 
 #: Of ``/proc/PID/stat``: stopped by a signal, or by a debugger.
 _STOPPED = ("T", "t")
 _ENDED = ("Z", "X")
+#: In a system call that cannot be interrupted, such as a file system's that does not answer.
+_ON_DISK = "D"
 
 #: Share of a core's time from which a process counts as computing.
 _BUSY = 0.3
@@ -65,7 +70,21 @@ def name_of(pid: int) -> str:
         return "gone meanwhile"
 
 
+def states_with_children(pids: Collection[int]) -> dict[int, State]:
+    """The state of each process; what processes below it have used and moved counts as its own."""
+    table = all_processes()
+    found = {}
+    for pid in pids:
+        own = state_of(pid)
+        parts = [own, *(state_of(child) for child in below([pid], table))]
+        used = sum(part.processor_seconds for part in parts)
+        found[pid] = State(own.letter, used, sum(part.moved_bytes for part in parts))
+    return found
+
+
 def is_active(before: State, after: State, seconds: float) -> bool:
-    """Whether a process has computed, or moved data, in the ``seconds`` between two looks."""
+    """Whether a process has computed, moved data, or waited for the disk, in the ``seconds`` between two looks."""
+    if before.letter == after.letter == _ON_DISK:
+        return True
     computed = after.processor_seconds - before.processor_seconds
     return computed > _BUSY * seconds or after.moved_bytes - before.moved_bytes > _MOVING_BYTES * seconds

@@ -166,5 +166,8 @@ class Watch:
             return True
         if blamed.standing is Standing.STOPPED:
             return hang.seconds >= self._patience.seconds
+        awaited = any(blamed.rank in position.whom for position in hang.positions.values())
+        if not (hang.verdict.is_certain or awaited or self._patience.is_given):
+            return False  # it may compute as long as it likes
         is_slow = not hang.verdict.is_certain or not self._patience.has_stepped
         return hang.seconds >= (self._patience.longer if is_slow else self._patience.seconds)
