@@ -226,8 +226,10 @@ class FailureCollector:
         for record in self.records:
             for rank in record.accused:
                 votes[rank] += 1 / len(record.accused)
-        blamed, *others = sorted(votes, key=lambda rank: -votes[rank])
-        if others and votes[others[0]] == votes[blamed]:
+        tellers = {r.rank for r in self.records}
+        # Of as many, one that has told nothing: one that has told blames another, who may be its cause.
+        blamed, *others = sorted(votes, key=lambda rank: (-votes[rank], rank in tellers))
+        if others and (votes[others[0]], others[0] in tellers) == (votes[blamed], blamed in tellers):
             return min(self.records, key=lambda r: r.when or float("inf"))  # each blames the other
         if (itself := next((r for r in self.records if r.rank == blamed), None)) is not None:
             return itself

@@ -219,9 +219,9 @@ def user_code(step):
         smp.dp_barrier()  # <- dp_barrier
     if args.hang == "branch" and step == args.step:
         if ME:
-            smp.allgather(1, smp.WORLD)  # <- branch
+            smp.save_checkpoint(CHECKPOINTS, "branch", model=model, optimizer=optimizer)  # <- branch
         else:
-            smp.barrier()  # <- branch
+            dist.barrier()  # <- branch
     if hangs("stop", step):
         os.kill(os.getpid(), signal.SIGSTOP)  # <- stop
     if hangs("stop_mpirun", step):

@@ -20,7 +20,7 @@ from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.patience import Patience
 from smp_launch.watch.position import Position, Standing, position_of
 from smp_launch.watch.report import cause_of_hang, last_seen, text_of, write_report
-from smp_launch.watch.stacks import Frame, Thread, parse
+from smp_launch.watch.stacks import Frame, Thread, ask, parse
 from smp_launch.watch.states import State, state_of
 from smp_launch.watch.verdict import find
 from smp_launch.watch.watch import Watch
@@ -227,6 +227,32 @@ def test_of_several_dumps_the_last_one_counts():
     first = 'Current thread 0x01 (most recent call first):\n  File "a.py", line 1 in f\n'
     second = 'Thread 0x02 (most recent call first):\n  File "b.py", line 2 in g\n\n' + first.replace("line 1", "line 3")
     assert parse(first + second) == (stack(("b.py", 2, "g"), ident=2), stack(("a.py", 3, "f"), ident=1))
+
+
+def test_stacks_that_are_written_slowly_are_read_to_their_end(tmp_path):
+    """A rank on a busy machine is interrupted between two lines; its main thread comes last."""
+    path = tmp_path / f"7{whereabouts.STACKS_SUFFIX}"
+    path.write_text("")
+    dump = (
+        'Thread 0x02 (most recent call first):\n  File "b.py", line 2 in _bootstrap\n\n',
+        ('Current thread 0x01 (most recent call first):\n  File "a.py", line 1 in <module>\n'),
+    )
+    script = f"""
+import signal, time
+def write(*_):
+    for part in {dump!r}:
+        with open({str(path)!r}, "a") as file:
+            file.write(part)
+        time.sleep(0.2)
+signal.signal({int(whereabouts.STACKS_SIGNAL)}, write)
+print("ready", flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        found = ask(tmp_path, {7: process.pid}, [7])
+        process.kill()
+    assert found == {7: (stack(("b.py", 2, "_bootstrap"), ident=2), stack(("a.py", 1, "<module>"), ident=1))}
 
 
 # -- patience --------------------------------------------------------------------------------------------------------

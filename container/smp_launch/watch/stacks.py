@@ -16,6 +16,10 @@ from smp_config.whereabouts import STACKS_SIGNAL, STACKS_SUFFIX
 #: Seconds for all ranks to write their stacks.
 _PATIENCE = 2.0
 _PAUSE = 0.02
+#: Seconds without another line, after which the stacks of a rank are taken to be whole where their end does not show it.
+_QUIET = 0.4
+#: Outermost calls of a main thread, whose stack comes last.
+_OUTERMOST = ("<module>", "_run_module_as_main")
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
 _CRASH = "Fatal Python error"
@@ -83,10 +87,23 @@ def ask(
         except (OSError, KeyError):
             before.pop(rank, None)
     texts: dict[int, str] = {}
-    deadline = time.monotonic() + _PATIENCE
-    while (_read_on(folder, before, texts) or texts.keys() != before.keys()) and time.monotonic() < deadline:
+    changed = time.monotonic()
+    deadline = changed + _PATIENCE
+    while (now := time.monotonic()) < deadline:
+        if _read_on(folder, before, texts):
+            changed = now
+        missing = [rank for rank in before if not _is_whole(texts.get(rank, ""))]
+        if not missing or (now - changed > _QUIET and texts.keys() == before.keys()):
+            break
         time.sleep(_PAUSE)  # files tell nobody that they have grown
     return {rank: parse(text) for rank, text in texts.items()}
+
+
+def _is_whole(text: str) -> bool:
+    """Whether the stacks end with the outermost call of the main thread; they are written a line at a time."""
+    line = text[text.rfind("\n", 0, -1) + 1 :]
+    frame = _FRAME.match(line.rstrip("\n")) if line.endswith("\n") else None
+    return frame is not None and frame[3] in _OUTERMOST
 
 
 def ask_stopped(folder: Path, pids: dict[int, int], among: Collection[int]) -> dict[int, tuple[Thread, ...]]:
