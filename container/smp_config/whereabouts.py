@@ -207,6 +207,11 @@ class Notes:
         self._has_steps = True
         self.enter(FORWARD)
 
+    def go_on(self, step: int) -> None:
+        """The rank goes on with a training that had begun so many steps before its ranks were started again."""
+        self.step = step
+        self._write_state()
+
     def update(self) -> None:
         """An optimizer updates; in a script without step functions, that is what its steps are counted by."""
         if not self._has_steps:

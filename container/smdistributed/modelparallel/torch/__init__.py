@@ -14,6 +14,8 @@ from smdistributed.modelparallel.torch import (
 )
 from smdistributed.modelparallel.torch.checkpoint import (
     load,
+    memory_checkpoint,
+    newest_memory_checkpoint,
     resume_from_checkpoint,
     save,
     save_checkpoint,
@@ -119,11 +121,13 @@ __all__ = [
     "load",
     "local_rank",
     "local_size",
+    "memory_checkpoint",
     "model",
     "model_creation",
     "mp_barrier",
     "mp_rank",
     "mp_size",
+    "newest_memory_checkpoint",
     "nn",
     "optimizer",
     "optimizers",

@@ -1,0 +1,74 @@
+"""Trains a small model with dropout, keeps its state in memory after each step, and tells of each step when it is over."""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=8)
+parser.add_argument("--pause", type=float, default=0.0)
+args, _ = parser.parse_known_args()
+
+smp.init()
+torch.manual_seed(0)
+OUTPUT = Path(os.environ["SM_OUTPUT_DATA_DIR"])
+LEDGER = os.open(OUTPUT / f"ledger.{smp.rank()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 32)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 32)) for _ in range(4)
+        )
+        self.last = nn.Linear(32, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.last(x)
+
+
+@smp.step
+def train_step(model, x, y):
+    loss = nn.functional.cross_entropy(model(x), y)
+    model.backward(loss)
+    return loss
+
+
+def tell(*words):
+    os.write(LEDGER, (" ".join(map(str, words)) + "\n").encode())
+
+
+with smp.tensor_parallelism(enabled=smp.tp_size() > 1):
+    net = Net()
+model = smp.DistributedModel(net)
+optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+begin = 0
+if smp.newest_memory_checkpoint() is not None:
+    content = smp.resume_from_checkpoint(os.environ["SMP_CHECKPOINT_DIR"])
+    begin = content["step"]
+    scheduler.load_state_dict(content["scheduler"])
+tell("start", begin, os.getpid(), time.monotonic())
+for step in range(begin, args.steps):
+    draw = torch.Generator().manual_seed(1000 * step + smp.dp_rank())
+    x, y = torch.randn(16, 8, generator=draw), torch.randint(0, 4, (16,), generator=draw)
+    model.train()
+    optimizer.zero_grad()
+    train_step(model, x, y)
+    optimizer.step()
+    scheduler.step()
+    smp.memory_checkpoint(model, optimizer, {"step": step + 1, "scheduler": scheduler.state_dict()})
+    tell("step", step, os.getpid(), time.monotonic())
+    time.sleep(args.pause)
+state = {name: value for name, value in model.local_state_dict().items() if isinstance(value, torch.Tensor)}
+torch.save(state, OUTPUT / f"state.{smp.rank()}.pt")
