@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smp_config.rank_lists import ranks_of, ranks_text
+from smp_config.recovery import restart_count
 from smp_config.script_lines import script_line
 
 #: Names the folder where the ranks of a machine keep their records, as ``<rank>``; without it they keep none.
@@ -380,6 +381,9 @@ def begin(environ: Mapping[str, str], rank: int) -> Notes:
     if not folder or _notes.are_kept:
         return _notes
     try:
+        if restart_count(environ):  # where another host has the launcher, the record of the start before is still there
+            Path(folder, str(rank)).unlink(missing_ok=True)
+            Path(folder, f"{rank}{STACKS_SUFFIX}").unlink(missing_ok=True)
         kept = Notes(Path(folder, str(rank)), rank)
         # Not closed: it is written by a signal's handler, until the process ends.
         stacks = os.open(Path(folder, f"{rank}{STACKS_SUFFIX}"), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from smp_config import Group
 from smp_config.recovery import (
     FOLDER_VARIABLE,
     INTERVAL_VARIABLE,
@@ -183,6 +184,15 @@ class Copier:
             )
         folders = list(dict.fromkeys(found))
         numbers = [folders.index(folder) for folder in found]
+        if self.is_on and len(folders) > 1 and (apart := _groups_apart(session, numbers)):
+            self.is_on = False
+            if self._rank == 0:
+                logger.warning(
+                    "%s=1 has no effect: %s groups lie on several hosts, and ranks keep in their host's memory only what they need "
+                    "there; place these groups within hosts, or use smp.save_checkpoint(..., async_save=True)",
+                    MEMORY_VARIABLE,
+                    apart,
+                )
         self._neighbours = [rank for rank in self._everyone if numbers[rank] == numbers[self._rank]]
         self._share = Share(session, numbers if len(folders) > 1 else None)
         if self.is_on:
@@ -331,6 +341,22 @@ class Copier:
         self.is_on = False
         self._progress.turn_off(self._rank)
         self._rooms.clear()
+
+
+def _groups_apart(session: Session, hosts: list[int]) -> str:
+    """Which groups have a rank that writes for others on another host; empty if none has."""
+    groups = {"tensor parallel": Group.TP}
+    if session.ranks.cfg.sharded_data_parallel_degree > 1:
+        groups["sharding"] = Group.SHARD
+    if session.ranks.cfg.shard_optimizer_state:
+        groups["reduced data parallel"] = Group.RDP
+    topology = session.ranks.topology
+    apart = [
+        name
+        for name, group in groups.items()
+        if any(len({hosts[rank] for rank in members}) > 1 for members in topology.groups(group))
+    ]
+    return " and ".join(apart)
 
 
 def _identity(folder: str) -> tuple[int, ...]:
