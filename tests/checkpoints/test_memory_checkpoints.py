@@ -170,6 +170,39 @@ def test_without_room_in_shared_memory_training_goes_on_without_copies(solo, fol
     assert "No space left on device" in told_once[0]
 
 
+def test_a_rank_without_room_ends_the_copies_of_all(ranks, folder):
+    def keep():
+        import os
+
+        from support.checkpoint_training import Training
+
+        from smp_runtime.checkpoint.memory import copying
+
+        def refuse(*_):
+            raise OSError(28, "No space left on device")
+
+        os.environ.pop("SMP_MEMORY_CHECKPOINT_STEPS")  # so that the ranks agree on how often: always
+        share, copying.SHARE_OF_STEP = copying.SHARE_OF_STEP, 1e9
+        real, run, found = os.posix_fallocate, Training(), []
+        try:
+            for step in range(7):
+                run.train(step, step + 1)
+                if step == 4:  # copies are larger from now on, for which rank 1 gets no memory
+                    for state in run.optimizer.state.values():
+                        state["more"] = state["exp_avg"].clone()
+                    if run.smp.rank() == 1:
+                        os.posix_fallocate = refuse
+                found.append(run.smp.memory_checkpoint())
+            return found
+        finally:
+            os.posix_fallocate, copying.SHARE_OF_STEP = real, share
+
+    one, two = ranks(keep, 2, config={"ddp": True, "shard_optimizer_state": True}, env=told(folder))
+    assert one[:4] + one[5:] == [True] * 4 + [False] * 2  # it may have copied the fifth before rank 1 gave up
+    assert two == [True] * 4 + [False] * 3
+    assert not list(Path(folder).glob("*.head"))
+
+
 def test_without_the_variable_nothing_is_copied(solo, folder, monkeypatch):
     monkeypatch.setenv("SMP_MEMORY_FOLDER", folder)
     solo({})

@@ -195,6 +195,8 @@ class Copier:
                 )
         self._neighbours = [rank for rank in self._everyone if numbers[rank] == numbers[self._rank]]
         self._share = Share(session, numbers if len(folders) > 1 else None)
+        #: Whether all ranks know that nothing is copied.
+        self._is_over = not self.is_on
         if self.is_on:
             self._rooms = Rooms(self._folder, self._start, self._rank)
             self._progress = Progress(self._folder, self._start, len(self._everyone))
@@ -217,13 +219,13 @@ class Copier:
         Returns:
             Whether this rank has a copy of the state of this moment.
         """
-        if not self.is_on:
+        if self._is_over:
             return False
         self._number += 1
         began = time.perf_counter()
         self._interval.step_ended(began)
         copied = None
-        if self._number >= self._next:
+        if self.is_on and self._number >= self._next:
             self._next = self._number + self._interval.steps
             if self._copy(Generation(self._start, self._number), model, optimizer, content):
                 copied = time.perf_counter() - began
@@ -237,7 +239,12 @@ class Copier:
         if self._interval.is_given or not (calls in _FIRST_AGREEMENTS or calls % _AGREEMENT_EVERY == 0):
             return
         former = self._interval.steps
-        measured = self._session.ranks.control.allgather(self._interval.measured(), self._everyone)
+        found = self._session.ranks.control.allgather((self.is_on, self._interval.measured()), self._everyone)
+        if not all(is_on for is_on, _ in found):
+            self._end()
+            self._is_over = True
+            return
+        measured = [seconds for _, seconds in found]
         self._interval.agree(measured)
         if self._interval.steps != former:
             self._next = self._number + self._interval.steps
@@ -303,9 +310,14 @@ class Copier:
         if self._progress.wait(self._neighbours, generation.number, patience):
             return True
         if self._progress.least(self._neighbours) is None:
-            self.is_on = False
-            self._rooms.clear()
+            self._end()
         return False
+
+    def _end(self) -> None:
+        """Copy nothing any more, and give the memory back; the ranks go on agreeing until all know of it."""
+        self.is_on = False
+        self._progress.turn_off(self._rank)
+        self._rooms.clear()
 
     def _layout(self, report: Report, model: DistributedModel, optimizer: DistributedOptimizer | None) -> str:
         """The name of the file that says what the tensors of a copy are; a new one where that has changed."""
@@ -338,9 +350,7 @@ class Copier:
             error.strerror or error,
             MEMORY_VARIABLE,
         )
-        self.is_on = False
-        self._progress.turn_off(self._rank)
-        self._rooms.clear()
+        self._end()
 
 
 def _groups_apart(session: Session, hosts: list[int]) -> str:
