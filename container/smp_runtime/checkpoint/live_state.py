@@ -152,6 +152,22 @@ def random_state(session: Session) -> dict[str, Any]:
     return state
 
 
+@dataclass(frozen=True)
+class Moment:
+    """What a script's calls move on between two steps without touching the model: kept, a later save has it as it was.
+
+    Attributes:
+        random: of this rank, as :func:`random_state` gives it.
+    """
+
+    random: dict[str, Any]
+
+    @classmethod
+    def now(cls, session: Session) -> Moment:
+        """As it is."""
+        return cls(random_state(session))
+
+
 def check_random_state(state: Any) -> None:
     """Make sure that what a file has is a random state; None, for no file, is.
 

@@ -32,7 +32,7 @@ from smp_runtime.checkpoint.files.name_translation import translation_names
 from smp_runtime.checkpoint.files.transformers_format import CONFIG, config_of
 from smp_runtime.checkpoint.files.whole_file import write_recorded
 from smp_runtime.checkpoint.folder_transaction import FolderTransaction, Verdict, not_saved, words_of
-from smp_runtime.checkpoint.live_state import random_file, random_state, updated
+from smp_runtime.checkpoint.live_state import Moment, random_file, updated
 from smp_runtime.checkpoint.rank_agreement import ControlExchange, Exchange, background_exchange
 from smp_runtime.checkpoint.rank_contents import Apart, Contents, Share, contents_of, optimizer_record
 from smp_runtime.comm.control import host_name, timeout_seconds
@@ -146,11 +146,13 @@ class Saver:
         keep: int | None,
         in_background: bool,
         has_content: bool = True,
+        moment: Moment | None = None,
     ) -> None:
         """Save a checkpoint; every rank calls it. See ``save_checkpoint``.
 
         Args:
             has_content: whether ``user_content`` is anything but None.
+            moment: to which the checkpoint belongs; None for now. The model and the optimizer must not have changed since.
         """
         session = self._session
         problem: str | None = None
@@ -182,7 +184,8 @@ class Saver:
             made = contents_of(session, model, optimizer, Share(session, transaction.hosts), apart)
             report = Report(None, {}, made.pieces, made.parameters, made.buffers)
             first = made.first
-            jobs = self._jobs(made, model, content, transaction, snapshot=exchange is not None)
+            moment = moment or Moment.now(session)
+            jobs = self._jobs(made, model, content, transaction, moment, snapshot=exchange is not None)
         except Exception as error:  # whatever it is, the other ranks wait to be told
             report.failure = words_of(error)
         report.failure = undescribed or report.failure
@@ -217,7 +220,14 @@ class Saver:
             self._error = error
 
     def _jobs(
-        self, made: Contents, model: DistributedModel, content: bytes, transaction: FolderTransaction, *, snapshot: bool
+        self,
+        made: Contents,
+        model: DistributedModel,
+        content: bytes,
+        transaction: FolderTransaction,
+        moment: Moment,
+        *,
+        snapshot: bool,
     ) -> dict[str, Callable[[], Any]]:
         """What makes the content of every file; with ``snapshot`` everything is copied now."""
         session = self._session
@@ -227,7 +237,7 @@ class Saver:
                 jobs[name] = _given(build(self._copied))
             else:
                 jobs[name] = functools.partial(build, _live)
-        jobs[random_file(session.ranks.rank)] = _given(random_state(session))
+        jobs[random_file(session.ranks.rank)] = _given(moment.random)
         if transaction.keeps_order:
             jobs[USER_CONTENT] = _given(content)
             if model.assignment is not None:

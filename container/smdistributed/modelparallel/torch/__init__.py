@@ -13,6 +13,7 @@ from smdistributed.modelparallel.torch import (
     utils,
 )
 from smdistributed.modelparallel.torch.checkpoint import (
+    auto_resume,
     load,
     resume_from_checkpoint,
     save,
@@ -92,6 +93,7 @@ __all__ = [
     "__version__",
     "allgather",
     "amp",
+    "auto_resume",
     "barrier",
     "broadcast",
     "comm",
