@@ -36,6 +36,10 @@ logger = logging.getLogger("smp")
 _LONGEST_TAG = 150
 
 
+class Resumed(list[str]):
+    """Folders from which a job was resumed, one after the other."""
+
+
 def save_checkpoint(  # noqa: PLR0913 - the documented signature
     session: Session,
     path: str,
@@ -182,6 +186,7 @@ def resume_from_checkpoint(
         return full.resume(
             session, folder, tag, model, optimizer, translate_function, strict=strict, trusted=trust_user_content
         )
+    session.ranks.keep(Resumed, Resumed).append(path)
     Saver.of(session).wait()
     plans: dict[str, Loading] = {}
 

@@ -184,11 +184,15 @@ class Progress:
             saved = content[_STATES]
         else:
             self.step, self.user_content, saved = self._session.progress.step, content, {}
-            self._refuse("it was not saved by smp.auto_resume, and has no number of steps of its own and no state but the model's")
+            self._refuse(
+                "it was not saved by smp.auto_resume, and has no number of steps of its own and no state but the model's"
+            )
         missing = sorted(self._state.others.keys() - saved.keys())
         unused = sorted(saved.keys() - self._state.others.keys())
         if missing or unused:
-            self._refuse(f"it has no state of {', '.join(missing) or 'others'} and one of {', '.join(unused) or 'no other'}")
+            self._refuse(
+                f"it has no state of {', '.join(missing) or 'others'} and one of {', '.join(unused) or 'no other'}"
+            )
         for name in saved.keys() & self._state.others.keys():
             self._state.others[name].load_state_dict(saved[name])
         if isinstance(self._state.own, dict) and isinstance(self.user_content, Mapping):
@@ -208,7 +212,7 @@ class Progress:
             logger.warning("%s; what is missing begins anew", said)
 
 
-def auto_resume(  # noqa: PLR0913 - options by keyword, each with a default
+def auto_resume(
     session: Session,
     model: DistributedModel,
     optimizer: DistributedOptimizer,
@@ -240,7 +244,7 @@ def auto_resume(  # noqa: PLR0913 - options by keyword, each with a default
         num_kept_partial_checkpoints: older ones are removed beyond this number; None keeps all.
         async_save: write checkpoints of ``every`` while training goes on.
         strict: False lets a checkpoint without some of ``states`` pass, which begin anew.
-        states: by name, what else goes on: schedulers, ``smp.amp.GradScaler``, anything with ``state_dict`` and ``load_state_dict``.
+        states: by name, what else goes on: schedulers, ``GradScaler``, anything with ``state_dict`` and ``load_state_dict``.
 
     Returns:
         How far the job is: ``range(progress, total)`` and ``progress.steps(total)`` are the steps that are left.
@@ -257,23 +261,28 @@ def auto_resume(  # noqa: PLR0913 - options by keyword, each with a default
     if session.models != [model] or session.optimizers != [optimizer]:
         raise SMPUserError(
             f"smp.auto_resume saves one wrapped model and one wrapped optimizer, but {len(session.models)} and "
-            f"{len(session.optimizers)} are alive: save them with smp.save_checkpoint(model=…, optimizer=…), and remember SIGTERM in a "
-            "handler of the script's own (docs/preemption.md)"
+            f"{len(session.optimizers)} are alive: save them with smp.save_checkpoint(model=…, optimizer=…), and remember "
+            "SIGTERM in a handler of the script's own (docs/preemption.md)"
         )
     for name, other in states.items():
         if not isinstance(other, Stateful):
             raise SMPUserError(
-                f"{name}= of smp.auto_resume is a {type(other).__name__} without state_dict and load_state_dict; pass plain values in "
-                "user_content="
+                f"{name}= of smp.auto_resume is a {type(other).__name__} without state_dict and load_state_dict; pass plain "
+                "values in user_content="
             )
     if every is not None and every < 1:
-        raise SMPUserError(f"every is {every} steps; save each 1 or more, or None for a checkpoint when the job is stopped")
+        raise SMPUserError(
+            f"every is {every} steps; save each 1 or more, or None for a checkpoint when the job is stopped"
+        )
     if session.ranks.kept(Progress) is not None:
-        raise SMPUserError("smp.auto_resume was called a second time in this job; call it once, before the loop")
+        raise SMPUserError(
+            "smp.auto_resume was called a second time in this job, or after the first step of one with SMP_AUTO_CHECKPOINT=1, "
+            "which has begun without it; call it once, before the loop"
+        )
     state = JobState(
         model,
         optimizer,
-        Path(folder or os.environ.get(_FOLDER_VARIABLE) or _FOLDER),
+        Path(folder) if folder else default_folder(),
         states,
         user_content,
         every,
@@ -288,16 +297,23 @@ def begin(session: Session, state: JobState) -> Progress:
     """Resume, and listen to requests to stop; every rank calls it, once per job."""
     agreement = StopAgreement(session.ranks.control)
     session.at_leave.append(agreement.close)
+    if not agreement.listen():
+        logger.warning(
+            "rank %d: the script handles SIGTERM itself, or does not run in the main thread: this rank stops when another is asked "
+            "to, and not by its own SIGTERM",
+            session.ranks.rank,
+        )
+    # All ranks listen before any goes on: resuming brings them together.
     progress = session.ranks.keep(Progress, lambda: Progress(session, state, agreement))
     progress.resume()
     session.after_update.append(progress.on_update)
     session.before_step.append(progress.on_step)
-    if not agreement.listen() and session.ranks.rank == 0:
-        logger.warning(
-            "the script handles SIGTERM itself, or does not run in the main thread: this rank stops when another is asked to, and not "
-            "by its own SIGTERM"
-        )
     return progress
+
+
+def default_folder() -> Path:
+    """Where a job's checkpoints lie."""
+    return Path(os.environ.get(_FOLDER_VARIABLE) or _FOLDER)
 
 
 def _has_any(session: Session, folder: Path) -> bool:

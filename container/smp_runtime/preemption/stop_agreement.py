@@ -74,7 +74,9 @@ class StopAgreement:
             else:
                 self._asks_all = True  # an older PyTorch: no thread may use the store
                 if control.rank == 0:
-                    logger.info("the ranks ask each other after every step whether to stop; a newer PyTorch needs no such call")
+                    logger.info(
+                        "the ranks ask each other after every step whether to stop; a newer PyTorch needs no such call"
+                    )
 
     def request(self, reason: str) -> None:
         """Ask for a stop; a handler of a signal may call it.
@@ -134,8 +136,8 @@ class StopAgreement:
                 return int(last[0])
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"rank {self._control.rank} was asked to stop after step {self._finished} and waited {timeout_seconds():g} s for "
-                    "rank 0, which tells after which step all stop; look for the first error of that rank, or raise "
+                    f"rank {self._control.rank} was asked to stop after step {self._finished} and waited {timeout_seconds():g} s "
+                    "for rank 0, which tells after which step all stop; look for the first error of that rank, or raise "
                     "SMP_TIMEOUT_SECONDS"
                 )
             time.sleep(_ANSWER_PAUSE_SECONDS)
