@@ -80,7 +80,15 @@ class _Job:
         self.folder, (self.size, parameters) = folder, TOPOLOGIES[topology]
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("SM_", "SMP_", "SLURM", "OMPI"))}
         environ |= {"PYTHONPATH": str(PACKAGES), "OMP_NUM_THREADS": "1", "STEPS": str(steps), "LOOP": loop}
-        words = ["run", "--processes", str(self.size), "--failure-file", "failure", "--parameters", json.dumps(parameters)]
+        words = [
+            "run",
+            "--processes",
+            str(self.size),
+            "--failure-file",
+            "failure",
+            "--parameters",
+            json.dumps(parameters),
+        ]
         with (folder / "log").open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "smp_launch", *words, "train.py"],
@@ -137,7 +145,9 @@ def test_a_pipeline_stops_in_a_plain_loop(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("topology", "loop", "count"), [("pp2-dp2", "steps", 17), ("s4", "range", 17), ("tp2-dp2", "steps", 16)])
+@pytest.mark.parametrize(
+    ("topology", "loop", "count"), [("pp2-dp2", "steps", 17), ("s4", "range", 17), ("tp2-dp2", "steps", 16)]
+)
 def test_fifty_stops_at_random_moments(tmp_path, topology, loop, count):
     """Each job goes on where the one before was stopped, and all together train as one that was never stopped."""
     moments = random.Random(topology)

@@ -187,4 +187,4 @@ def background_exchange(control: ControlPlane, title: str) -> Exchange | None:
     if control.size == 1:
         return ControlExchange(control)
     found = second_connection(control, "smp-checkpoint", f"checkpoint {title}")
-    return found and StoreExchange(found.store, control.rank, control.size, title, found.secret)
+    return None if found is None else StoreExchange(found.store, control.rank, control.size, title, found.secret)

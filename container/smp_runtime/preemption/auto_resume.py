@@ -18,7 +18,7 @@ from smp_runtime.checkpoint.save_partial import Saver
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
-from smp_runtime.preemption.stop_agreement import StopAgreement
+from smp_runtime.preemption.stop_agreement import StopAgreement, script_handles_stops
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
@@ -107,7 +107,7 @@ class Progress:
                 self.step += 1
                 if self._has_updated:
                     self._has_updated = False
-                    if self._stopped_by or self._is_due():
+                    if self._stopped_by or (self._is_due() and self.step < total):
                         self._save_and_stop(None)
         finally:
             self._in_loop = False
@@ -238,7 +238,7 @@ def auto_resume(
         model: what ``smp.DistributedModel`` returned.
         optimizer: what ``smp.DistributedOptimizer`` returned.
         folder: of checkpoints; default: ``SMP_CHECKPOINT_DIR``, else ``checkpoints``.
-        every: save each so many steps; None saves only when the job is stopped.
+        every: save each so many steps, but not after the last; None saves only when the job is stopped.
         user_content: plain containers, numbers, strings and tensors that belong to the state. A dictionary is updated with what
             was saved, a function gives them when they are saved; rank 0's are saved.
         num_kept_partial_checkpoints: older ones are removed beyond this number; None keeps all.
@@ -298,7 +298,8 @@ def begin(session: Session, state: JobState) -> Progress:
     agreement = StopAgreement(session.ranks.control)
     session.at_leave.append(agreement.close)
     if not agreement.listen():
-        logger.warning(
+        logger.log(
+            logging.WARNING if script_handles_stops() else logging.INFO,
             "rank %d: the script handles SIGTERM itself, or does not run in the main thread: this rank stops when another is asked "
             "to, and not by its own SIGTERM",
             session.ranks.rank,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from smp_runtime.job.session import at_init
 from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 from smp_runtime.preemption.auto_resume import JobState, Progress, begin, default_folder
+from smp_runtime.preemption.stop_agreement import script_handles_stops
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
@@ -90,8 +90,13 @@ class Automatic:
     def _of_the_script(self) -> str:
         """How the script stops and resumes by itself on any rank, in words; empty when it does not. All ranks call it."""
         ranks = self._session.ranks
-        handles = signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, None)
-        mine = "it handles SIGTERM itself" if handles else "it resumes by itself" if ranks.kept(Resumed) else ""
+        mine = (
+            "it handles SIGTERM itself"
+            if script_handles_stops()
+            else "it resumes by itself"
+            if ranks.kept(Resumed)
+            else ""
+        )
         said = ranks.control.allgather(mine, list(range(ranks.control.size)))
         return next((words for words in said if words), "")
 

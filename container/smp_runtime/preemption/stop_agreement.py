@@ -60,8 +60,7 @@ class StopAgreement:
         self._is_asked = False
         self._last: int | None = None  # the script's thread alone
         self._reason = ""
-        self._restore: Callable[[], None] = lambda: None
-        self._keeps_handler = False
+        self._handler: _Handler | None = None
         self._board: _Board | None = None
         self._thread: threading.Thread | None = None
         self._asks_all = False
@@ -108,7 +107,8 @@ class StopAgreement:
 
     def close(self) -> None:
         """No more steps: the other ranks are told, and signals mean what they did."""
-        self._restore()
+        if self._handler is not None:
+            self._handler.remove()
         if self._thread is not None:
             self._requests.put(None)
             self._thread.join(timeout_seconds())
@@ -202,29 +202,41 @@ class StopAgreement:
         Returns:
             Whether it does; this rank stops with the others in any case.
         """
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread() or script_handles_stops():
             return False
-        former = signal.getsignal(signal.SIGTERM)
-        if former not in (signal.SIG_DFL, None):
-            return False
-        owner = os.getpid()
-
-        def ask(number: int, frame: types.FrameType | None) -> None:
-            if os.getpid() == owner:
-                self._keeps_handler = True  # a second one must not end what a first has begun
-                self.request(signal.Signals(number).name)
-                return
-            signal.signal(number, signal.SIG_DFL)  # a child that was forked ends as it would have
-            os.kill(os.getpid(), number)
-
-        def restore() -> None:
-            is_ours = signal.getsignal(signal.SIGTERM) is ask and threading.current_thread() is threading.main_thread()
-            if is_ours and not self._keeps_handler:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-        signal.signal(signal.SIGTERM, ask)
-        self._restore = restore
+        handler = _Handler(self.request)
+        signal.signal(signal.SIGTERM, handler)
+        self._handler = handler
         return True
+
+
+class _Handler:
+    """Asks for a stop when a signal comes."""
+
+    def __init__(self, request: Callable[[str], None]) -> None:
+        self._request = request
+        self._process = os.getpid()
+        self._was_called = False
+
+    def __call__(self, number: int, frame: types.FrameType | None) -> None:
+        if os.getpid() == self._process:
+            self._was_called = True
+            self._request(signal.Signals(number).name)
+            return
+        signal.signal(number, signal.SIG_DFL)  # a child that was forked ends as it would have
+        os.kill(os.getpid(), number)
+
+    def remove(self) -> None:
+        """The signal ends the process again, unless one has come: a second must not end what the first has begun."""
+        is_there = signal.getsignal(signal.SIGTERM) is self and threading.current_thread() is threading.main_thread()
+        if is_there and not self._was_called:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def script_handles_stops() -> bool:
+    """Whether the script has a handler of its own for SIGTERM, or ignores it."""
+    former = signal.getsignal(signal.SIGTERM)
+    return former not in (signal.SIG_DFL, None) and not isinstance(former, _Handler)
 
 
 class _Board:
