@@ -169,11 +169,11 @@ def test_states_of_other_names_are_refused_or_begin_anew(wrapped, tmp_path, capl
         smp.auto_resume(run.model, run.optimizer, folder=tmp_path, scheduler=run.scheduler)
     run = wrapped()
     progress = smp.auto_resume(run.model, run.optimizer, folder=tmp_path, strict=False, scheduler=run.scheduler)
-    assert (progress.step, progress.resumed, run.scheduler.last_epoch) == (3, True, 0)
+    assert (progress.step, progress.resumed, run.scheduler.last_epoch) == (2, True, 0)
     run = wrapped()
     progress = smp.auto_resume(run.model, run.optimizer, folder=tmp_path, schedule=run.scheduler)
-    assert run.scheduler.last_epoch == 3
-    assert list(range(progress, 5)) == [3, 4]
+    assert run.scheduler.last_epoch == 2
+    assert list(range(progress, 4)) == [2, 3]
 
 
 def test_a_checkpoint_of_the_script_is_refused_or_counted_by_updates(wrapped, tmp_path):

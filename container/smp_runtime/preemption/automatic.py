@@ -45,15 +45,17 @@ class Automatic:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._left_to = ""
+        self._is_told = True
         self._is_decided = False
 
-    def leave_to(self, whom: str) -> None:
+    def leave_to(self, whom: str, *, is_told: bool = True) -> None:
         """Somebody else stops and resumes this job; every rank says so, before the first step.
 
         Args:
-            whom: in a sentence, such as ``Trainer``.
+            whom: in a sentence, such as ``Trainer saves by itself``.
+            is_told: whether the user is; not where that does what was asked for.
         """
-        self._left_to = self._left_to or whom
+        self._left_to, self._is_told = whom, is_told
 
     def on_step(self) -> None:
         """A step begins; every rank calls it."""
@@ -64,7 +66,7 @@ class Automatic:
         if session.ranks.kept(Progress) is not None:
             return  # the script has called smp.auto_resume
         if whom := self._left_to or self._of_the_script():
-            if session.ranks.rank == 0:
+            if session.ranks.rank == 0 and self._is_told:
                 logger.warning(
                     "%s=1 has no effect in this job, since %s; its state is saved and resumed as the script says",
                     VARIABLE,
