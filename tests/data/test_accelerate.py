@@ -39,9 +39,8 @@ def _prepared(skipped):
 def test_accelerate_goes_on_in_the_same_order_on_any_number_of_ranks(ranks):
     whole, *_ = ranks(_prepared, 1, 0, config={})
     assert sorted(itertools.chain(*whole)) == list(range(SAMPLES))
-    for world in (1, 2):
-        for found in ranks(_prepared, world, 2, config={"ddp": True}):
-            assert found == whole[2:]
+    for found in ranks(_prepared, 2, 2, config={"ddp": True}):
+        assert found == whole[2:]
 
 
 def _twice():

@@ -63,6 +63,17 @@ def test_a_plain_loader_that_reads_ahead_is_refused(kind):
         next(iter(loader))
 
 
+def test_a_loader_that_was_made_over_the_sampler_and_not_used_does_not_count():
+    sampler = _sampler()
+    counting = smp.data.DataLoader(sampler.dataset, 4, sampler=sampler)
+    next(iter(counting))
+    loader = iter(torch_data.DataLoader(sampler.dataset, 4, sampler=sampler))
+    next(loader), next(loader)
+    assert sampler.state_dict()["index"] == 8
+    with pytest.raises(SMPUserError, match="with 2 workers"):
+        next(iter(torch_data.DataLoader(sampler.dataset, 4, sampler=counting.sampler, num_workers=2)))
+
+
 def test_what_no_checkpoint_keeps_may_be_read_ahead():
     loader = torch_data.DataLoader(range(40), 4, sampler=_sampler(kept=False), num_workers=2, collate_fn=list)
     assert sorted(itertools.chain(*loader)) == list(range(40))

@@ -81,7 +81,6 @@ class DataLoader(torch_data.DataLoader[Any]):
         if isinstance(source, DistributedStream):
             _refuse_if_divided(source.dataset, self.num_workers)
         self.source = source
-        source.position.is_counted_by_loader = True
 
     @property
     def epoch(self) -> int:
@@ -101,20 +100,22 @@ class DataLoader(torch_data.DataLoader[Any]):
         self.source.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # more than PyTorch's own kind of iterator
-        source = self.source
+        source, position = self.source, self.source.position
         batch = getattr(self.batch_sampler, "batch_size", None) or 1
+        position.is_counted_by_loader = True  # as long as this pass lasts: others may draw from the source, too
         if isinstance(source, DistributedStream):
             source.tell_workers(batch, shared=self.num_workers > 0)
         if self._draws_seeds and self.generator is not None:
             # Ranks with the same samples change them in the same way.
             place = (source.seed_of_order, source.epoch, source.position.index, source.rank, source.num_replicas)
             self.generator.manual_seed(random.Random(repr(place)).getrandbits(63))
-        batches = super().__iter__()
-        position = source.position
-        for each in batches:
-            position.hand_out(batch * source.num_replicas)
-            yield each
-        position.complete()
+        try:
+            for each in super().__iter__():
+                position.hand_out(batch * source.num_replicas)
+                yield each
+            position.complete()
+        finally:
+            position.is_counted_by_loader = False
 
 
 def _refuse_if_divided(dataset: Any, workers: int) -> None:

@@ -54,7 +54,7 @@ class Position:
         end: the index behind the last sample of the pass; None where nobody knows.
         is_resumed: whether no pass has begun since the job was resumed.
         is_numbered: whether the script numbers its epochs.
-        is_counted_by_loader: whether a loader counts what the script gets, because samples are drawn earlier.
+        is_counted_by_loader: whether a loader counts what the script gets of this pass, because samples are drawn earlier.
     """
 
     epoch: int = 0
@@ -123,8 +123,8 @@ class Source:
             SMPUserError: the state is of a data set with another number of samples, or no state.
         """
         self.check_state(state)
-        numbered, by_loader = self.position.is_numbered, self.position.is_counted_by_loader
-        self.position = Position(state["epoch"], state["index"], state["index"], None, True, numbered, by_loader)
+        epoch, index = state["epoch"], state["index"]
+        self.position = Position(epoch, index, first=index, is_resumed=True, is_numbered=self.position.is_numbered)
         self._resume_at(state["epoch"], state["seed"])
 
     def check_state(self, state: Any) -> None:

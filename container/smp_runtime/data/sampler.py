@@ -62,9 +62,10 @@ class DistributedSampler(TorchSampler[Any], Source):
         self.position.is_numbered = True
 
     def __iter__(self) -> Iterator[int]:
-        if self.is_kept and not self.position.is_counted_by_loader:
-            self._refuse_loaders_that_read_ahead()
         position = self.position
+        counts = not position.is_counted_by_loader
+        if counts and self.is_kept:
+            self._refuse_loaders_that_read_ahead()
         start = position.begin(self.epoch)
         if start is None:
             return
@@ -74,10 +75,10 @@ class DistributedSampler(TorchSampler[Any], Source):
         # Behind the end of the order it begins again: that pads.
         places = (start + self.rank + self.num_replicas * torch.arange(count)) % max(1, len(order))
         for index in cast("list[int]", order[places].tolist()):
-            if not position.is_counted_by_loader:
+            if counts:
                 position.hand_out(self.num_replicas)
             yield index
-        if not position.is_counted_by_loader:
+        if counts:
             position.complete()
 
     def _pass_from(self, start: int) -> tuple[int, int]:
