@@ -17,6 +17,12 @@ MOST_RANKS = 2**17
 #: Of a job whose ranks are processes of one machine.
 MOST_LOCAL_RANKS = 2**12
 
+#: Seconds without progress after which a job hangs; 0 for no watch.
+HANG_VARIABLE = "SMP_HANG_SECONDS"
+
+#: The same where nothing is set; more in jobs with long steps.
+LEAST_HANG_SECONDS = 60.0
+
 #: Collectives of tensor parallelism that may be queued on a GPU.
 THROTTLE_VARIABLE = "SMP_NCCL_THROTTLE_LIMIT"
 DEFAULT_THROTTLE = 8
@@ -33,6 +39,23 @@ def timeout_seconds(environ: Mapping[str, str]) -> float:
         raise ConfigError(
             f"{TIMEOUT_VARIABLE} is {shown(text)}; it counts the seconds that a rank waits for another: set a number above 0, and "
             f"of at most {MOST_SECONDS:,.0f}"
+        )
+    return value
+
+
+def hang_seconds(environ: Mapping[str, str]) -> float | None:
+    """What the user has set: seconds, 0 for no watch, None where nothing is; ConfigError for what is no such number."""
+    text = environ.get(HANG_VARIABLE, "")
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ConfigError(
+            f"{HANG_VARIABLE} is {text!r}; it counts the seconds without progress after which a job hangs: set a number above 0, "
+            "or 0 for no watch"
         )
     return value
 

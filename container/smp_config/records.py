@@ -98,7 +98,11 @@ def parse_usage(line: str) -> UsageRecord | None:
 
 
 class FailureRecord(BaseModel):
-    """Why a rank failed; ``when`` is seconds since the epoch, so that the first cause can be told."""
+    """Why a rank failed; ``when`` is seconds since the epoch, so that the first cause can be told.
+
+    ``accused`` are ranks that this one holds to be the cause, as when a connection to them has ended: what one of them tells
+    itself counts more.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -108,6 +112,7 @@ class FailureRecord(BaseModel):
     message: str
     traceback: str = ""
     when: _Finite = 0.0
+    accused: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, rank: int, host: str, error: BaseException, traceback: str) -> FailureRecord:
@@ -123,6 +128,7 @@ class FailureRecord(BaseModel):
             message=str(error),
             traceback=traceback,
             when=time.time(),
+            accused=tuple(getattr(error, "accused", ())),
         )
 
     def headline(self) -> str:

@@ -23,6 +23,7 @@ from typing import NoReturn
 
 from smp_config import emulation
 from smp_config.records import FailureRecord, format_failure
+from smp_config.whereabouts import here
 from smp_launch.failure import REPORT_SUFFIX, REPORT_VARIABLE
 
 #: Seconds for exit handlers and open files. Other ranks wait for this one meanwhile, and none of them may hang in it.
@@ -96,6 +97,11 @@ def tell(rank: int, host: str, error: BaseException, name: str | None = None) ->
 
 def explain(error: BaseException) -> None:
     """Add to the message of an error what a beginner must know, where the script has taken one thing for another."""
+    known = here().explain
+    if known is not None and (told := known(error)) is not None:
+        error.args = (str(told),)
+        error.accused = getattr(told, "accused", ())  # type: ignore[attr-defined]
+        return
     wanted = getattr(error, "name", None)
     if isinstance(error, AttributeError) and wanted in _OF_STEP_OUTPUT and type(error.obj).__name__ == "Tensor":
         words = "this is a tensor already; only what a function with @smp.step returns to its caller, a StepOutput, has"

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,12 +48,6 @@ _HOLD_LINES = 100
 #: SIGKILL, but reports only the first process that ended.)
 _FIRST_CAUSES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS})
 
-#: What a rank tells that only knows of another's end. Clocks of hosts differ, so that it may seem to come first.
-_CONSEQUENCES = frozenset({"RankLeftError", "StageError"})
-_OF_OTHERS = re.compile(
-    r"rank (\d+)(?:, rank \d+)*(?: \(pipeline stage \d+\))? (?:failed while|(?:has )?ended its script)"
-)
-
 #: Signals with which a job is stopped: by the launcher, or by mpirun where a rank does not end.
 _STOPS = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGKILL})
 
@@ -89,6 +84,7 @@ class FailureCollector:
 
     Attributes:
         release_at: when :meth:`release` is due, in seconds of ``time.monotonic()``; infinity when nothing is held back.
+        last_seen: where ranks were before they ended, as far as it is known.
     """
 
     host_of: Callable[[int], str]
@@ -96,6 +92,7 @@ class FailureCollector:
     records: list[FailureRecord] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
     release_at: float = float("inf")
+    last_seen: dict[int, str] = field(default_factory=dict)
     _block: list[str] | None = None
 
     @property
@@ -184,8 +181,7 @@ class FailureCollector:
             first_ended: the rank that ended first, if known.
             ended_unheard: ranks that ended before any had told of a failure; None when unknown.
         """
-        told = {record.rank for record in self.records}
-        record = min(self.records, key=lambda record: _order(record, told)) if self.records else None
+        record = self._first_record()
         death, code = self._ended(_BY_SIGNAL), self._ended(_BY_CODE)
         is_told = code is not None
         if death is None and code is None and first_ended is not None:
@@ -202,8 +198,9 @@ class FailureCollector:
                 return self._killed(rank, number, stopped_by)
         if code is not None and (record is None or self._came_first(code, is_told, ended_unheard)):
             rank, number = code
+            who = f"rank {rank} ({self.host_of(rank)})"
             return Cause(
-                f"rank {rank} ({self.host_of(rank)}): ended with exit code {number}; it did not raise an exception, so the "
+                f"{who}: ended with exit code {number}{self._where(rank)}; it did not raise an exception, so the "
                 "script or a library called os._exit: its last words are in the log",
                 self.consequences(),
             )
@@ -214,6 +211,31 @@ class FailureCollector:
         how = f"was killed by {_signal_name(-returncode)}" if returncode < 0 else f"ended with code {returncode}"
         known = f": {self.messages[0]}" if self.messages else "; its messages are in the log"
         return Cause(_one_line(f"{program} {how}{known}"), "\n".join(self.messages))
+
+    def _first_record(self) -> FailureRecord | None:
+        """What was told first, but for what only blames another rank that has told itself; where all blame others, what most say.
+
+        Clocks of hosts differ, so that a consequence may seem to come first.
+        """
+        own = {r.rank for r in self.records if not r.accused}
+        if own or not self.records:
+            causes = [r for r in self.records if not own.intersection(r.accused)]
+            return min(causes, key=lambda r: r.when or float("inf"), default=None)
+        # Who has lost all others is more likely to be cut off itself than all others are.
+        votes: dict[int, float] = defaultdict(float)
+        for record in self.records:
+            for rank in record.accused:
+                votes[rank] += 1 / len(record.accused)
+        tellers = {r.rank for r in self.records}
+        # Of as many, one that has told nothing: one that has told blames another, who may be its cause.
+        blamed, *others = sorted(votes, key=lambda rank: (-votes[rank], rank in tellers))
+        if others and (votes[others[0]], others[0] in tellers) == (votes[blamed], blamed in tellers):
+            return min(self.records, key=lambda r: r.when or float("inf"))  # each blames the other
+        if (itself := next((r for r in self.records if r.rank == blamed), None)) is not None:
+            return itself
+        first = min((r for r in self.records if blamed in r.accused), key=lambda r: r.when or float("inf"))
+        words = f"as rank {first.rank} tells: {first.message}"
+        return first.model_copy(update={"rank": blamed, "host": self.host_of(blamed), "message": words})
 
     def _came_first(self, code: tuple[int, int], is_told: bool, ended_unheard: Collection[int] | None) -> bool:
         """Whether a rank's end without a word came before the failures that others have told of, which it then caused.
@@ -227,6 +249,9 @@ class FailureCollector:
             return False
         # A rank that raises ends with 1, so that another code is not that of one who has told why.
         return is_told or (number != 1 and not any(r.error_type in _OWN_CODES for r in self.records))
+
+    def _where(self, rank: int) -> str:
+        return f" {self.last_seen[rank]}" if rank in self.last_seen else ""
 
     def consequences(self) -> str:
         """What the ranks told, where something else is the cause."""
@@ -246,20 +271,10 @@ class FailureCollector:
             )
         hint = _HINTS.get(signal.Signals(number)) if number in set(signal.Signals) else None
         return Cause(
-            f"{where}: was killed by signal {number} ({_signal_name(number)})" + (f": {hint}" if hint else ""),
+            f"{where}: was killed by signal {number} ({_signal_name(number)}){self._where(rank)}"
+            + (f": {hint}" if hint else ""),
             self.consequences(),
         )
-
-
-def _order(record: FailureRecord, told: Collection[int]) -> tuple[bool, float]:
-    """The least comes first: what only is the consequence of another's end, who told of it itself, whatever its host's clock said.
-
-    Args:
-        told: the ranks that have.
-    """
-    named = _OF_OTHERS.search(record.message) if record.error_type in _CONSEQUENCES else None
-    is_echo = named is not None and int(named[1]) != record.rank and int(named[1]) in told
-    return is_echo, record.when or float("inf")
 
 
 def write_failure(path: Path, cause: Cause) -> bool:

@@ -20,6 +20,7 @@ from smp_launch.environment import seconds_of
 from smp_launch.errors import LaunchError, Stopped
 from smp_launch.login import FOLLOW, READY
 from smp_launch.ssh import Client, port
+from smp_launch.watch.other_hosts import OtherHost
 
 if TYPE_CHECKING:
     from smp_launch.locked_folders import LeaderStatus
@@ -210,6 +211,11 @@ class Followers:
     def pids(self) -> frozenset[int]:
         """Processes that hold the connections."""
         return frozenset(c.process.pid for c in self._connections if c.process is not None)
+
+    def ranks(self) -> list[OtherHost]:
+        """Those of each host, for the watch over them."""
+        pipes = [(c.process.stdin, c.process.stdout) for c in self._connections if c.process is not None]
+        return [OtherHost(requests, answers) for requests, answers in pipes if requests and answers]
 
     def lost(self) -> list[str]:
         """Hosts whose connection has ended."""

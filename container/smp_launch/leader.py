@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from smp_config.mpi_options import MergedOptions, MpiOption, merge, parse_mpi_options, variables
 from smp_config.secrets import masked_words
 from smp_config.smddp import BufferSizes
+from smp_config.whereabouts import FOLDER_VARIABLE
 from smp_launch.command import OpenMpi, PrivateDirs, as_root, check_size, mpi_options, mpirun_command, without_scheduler
 from smp_launch.environment import EMULATION_LINE, HOST_VARIABLE, TrainingEnvironment, cpu_count, emulates_cuda
 from smp_launch.failure import REPORT_VARIABLE, Cause, FailureCollector
@@ -33,6 +34,10 @@ from smp_launch.supervise import (
     say,
     show,
 )
+from smp_launch.watch.local_ranks import LocalRanks
+from smp_launch.watch.patience import Patience
+from smp_launch.watch.report import cause_of_hang, last_seen, write_report
+from smp_launch.watch.watch import Watch
 
 if TYPE_CHECKING:
     from smp_config.job import JobSettings
@@ -59,6 +64,7 @@ class Job:
     custom: tuple[MpiOption, ...]
     buffers: BufferSizes
     mpi: OpenMpi | None
+    patience: Patience
 
     @classmethod
     def read(
@@ -80,7 +86,7 @@ class Job:
         merge((), custom).raise_for_conflicts()
         buffers = BufferSizes.from_environment(variables(custom), environ)
         mpi = None if layout.kind is Kind.SCRIPT else OpenMpi.find(environ)
-        job = cls(training, layout, entry_point, custom, buffers, mpi)
+        job = cls(training, layout, entry_point, custom, buffers, mpi, Patience.from_environment(environ))
         if mpi is not None:
             job.options(PrivateDirs()).raise_for_conflicts()
         return job
@@ -114,6 +120,13 @@ class Job:
             # The first rank, which the others connect to, is on this host.
             with reserved_port() as port:
                 yield {**values, PORT_VARIABLE: str(port)}
+
+    def watched(self, records: Path, others: Followers | None, passed: dict[str, str]) -> Watch | None:
+        """The watch over all ranks, which are told in ``passed`` where to keep their records; None where it is not wanted."""
+        if not self.patience.watches:
+            return None
+        passed[FOLDER_VARIABLE] = str(records)
+        return Watch([LocalRanks(records, wakes=True), *(others.ranks() if others is not None else ())], self.patience)
 
     def describe(self) -> str:
         """One line for the log: hosts, processes, program."""
@@ -173,10 +186,15 @@ def run_job(
         tags=job.mpi.dialect.tags if job.mpi else None,
         apart=others.pids if others else (),
     )
-    with _private_dirs(job, others) as dirs, job.announced(environ) as announced:
+    with (
+        _private_dirs(job, others) as dirs,
+        job.announced(environ) as announced,
+        private_dir(Path(tempfile.gettempdir())) as records,
+    ):
         passed = job.environment(environ, announced)
         if dirs.session:
             passed[REPORT_VARIABLE] = str(dirs.session)
+        supervisor.watch = job.watched(records, others, passed)
         command = job.program()
         if job.mpi is not None:
             command = mpirun_command(job.mpi, job.layout, job.options(dirs), command, exported=announced)
@@ -184,7 +202,11 @@ def run_job(
         outcome = supervisor.run(command, passed, job.training.tree.code_dir)
         if dirs.session:
             collector.read_reports(dirs.session)
+        collector.last_seen = last_seen(records)
     show(collector.finish(), 2)
+    if outcome.hang is not None:
+        write_report(job.training.tree.output_data_dir, outcome.hang)
+        return 1, cause_of_hang(outcome.hang, job.layout.host_of)
     if outcome.returncode == 0 and not collector.records:
         return 0, None
     if others is not None and (cause := _lost_host(others, collector)) is not None:

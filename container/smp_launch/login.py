@@ -12,9 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from smp_config.whereabouts import FOLDER_VARIABLE
 from smp_launch.command import as_root, without_scheduler
 from smp_launch.environment import HOST_VARIABLE
 from smp_launch.locked_folders import LeaderStatus, StatusDir
+from smp_launch.watch.other_hosts import RECORDS, answer
 
 #: The request of the leader to be followed: its standard input stays open until it ends.
 FOLLOW = "smp-launch-follow"
@@ -38,14 +40,32 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     os.chdir("/")
     environ = without_scheduler(as_root(environment_of(int(pid))))
-    os.execve("/bin/bash", ["bash", "-c", wanted], {**environ, HOST_VARIABLE: host})
+    own = {HOST_VARIABLE: host}
+    records = records_of(status_dir)
+    if records.is_dir():
+        own[FOLDER_VARIABLE] = str(records)
+    os.execve("/bin/bash", ["bash", "-c", wanted], {**environ, **own})
+
+
+def records_of(status_dir: str) -> Path:
+    """Where this host's ranks keep their records, if they are watched."""
+    return Path(status_dir).with_name(RECORDS)
 
 
 def follow(status_dir: StatusDir) -> int:
-    """Be the leader's stand-in on this host for as long as it lives; its last words are how it ended."""
+    """Be the leader's stand-in on this host for as long as it lives.
+
+    It asks where the ranks of this host are, line by line; its last words are how it ended.
+    """
+    words = ""
     with status_dir.leading():
         print(READY, flush=True)
-        words = sys.stdin.read()
+        for line in sys.stdin:
+            answered = answer(line.strip(), records_of(str(status_dir.path)))
+            if answered is None:
+                words += line
+            else:
+                print(answered, flush=True)
         if words:
             status_dir.publish(LeaderStatus(**json.loads(words)))
     return 0

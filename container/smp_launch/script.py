@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
+from smp_config import whereabouts
 from smp_launch import ending
 from smp_launch.output import STARTED_PREFIX
 from smp_launch.processes import adopt_orphans
@@ -59,6 +60,7 @@ def run_to_end(place: Place, enter: Callable[[], Program]) -> int:
         if program.script.suffix == ".sh":
             _run_shell(place, program)
         else:
+            whereabouts.begin(os.environ, place.rank)
             if place.is_supervised:
                 _translate_stop_signal()
                 _announce(place.rank)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +24,7 @@ from smp_launch.processes import adopt_orphans, descendants, is_ending, kill_des
 if TYPE_CHECKING:
     from smp_launch.failure import FailureCollector
     from smp_launch.signals import StopRequests
+    from smp_launch.watch.watch import Hang, Watch
 
 #: Overrides the seconds that ranks have after a request to stop.
 GRACE_VARIABLE = "SMP_LAUNCH_GRACE_SECONDS"
@@ -64,6 +66,7 @@ class Outcome:
         overdue: why what was left had to be killed; None when it ended by itself.
         first_ended: the rank that ended first; None when unknown.
         ended_unheard: ranks that ended before any had told of a failure; None when unknown.
+        hang: why the ranks did not go on, where they were killed for that.
     """
 
     returncode: int
@@ -71,6 +74,7 @@ class Outcome:
     overdue: str | None = None
     first_ended: int | None = None
     ended_unheard: set[int] | None = None
+    hang: Hang | None = None
 
 
 @dataclass
@@ -87,6 +91,7 @@ class Supervisor:
         grace: seconds between a request to stop and the end of all patience.
         tags: see :class:`smp_launch.output.LineAssembler`.
         apart: child processes of the launcher that are not part of the run.
+        watch: notices that the ranks do not go on; None for no such watch.
     """
 
     stop: StopRequests
@@ -98,6 +103,7 @@ class Supervisor:
     grace: float = DEFAULT_GRACE
     tags: str | None = None
     apart: Collection[int] = ()
+    watch: Watch | None = None
     _selector: selectors.BaseSelector = field(init=False, default_factory=selectors.DefaultSelector)
     _process: subprocess.Popen[bytes] = field(init=False)
     _outcome: Outcome = field(init=False, default_factory=lambda: Outcome(0))
@@ -146,12 +152,15 @@ class Supervisor:
             if not gone and self._process.poll() is not None:
                 gone = True
                 self._expect(_DRAIN_PATIENCE, "kept the output open after the job's end")
-            events = self._selector.select(self._until(min(self._deadline, self.collector.release_at)))
+            next_look = self.watch.next_look if self.watch is not None and not gone else float("inf")
+            events = self._selector.select(self._until(min(self._deadline, self.collector.release_at, next_look)))
             # Of what came at once, a rank's end is the cause and what another tells of it the consequence.
             for key, _ in sorted(events, key=lambda event: event[0].fileobj in pipes):
                 key.data()
             if time.monotonic() >= self.collector.release_at:
                 show(self.collector.release(), 2)
+            if time.monotonic() >= next_look:
+                self._look()
             if not self._failure_seen and (self.collector.failing or self.failing()):
                 self._failure_seen = True
                 self._expect(self.failure_patience, "did not end after a rank had failed")
@@ -254,6 +263,18 @@ class Supervisor:
             return
         self._stop_sent = True
         self._process.send_signal(signal.SIGUSR2)
+
+    def _look(self) -> None:
+        """End a job whose ranks hang; what has failed, or was stopped, ends by its own deadline."""
+        if self.watch is None or self._failure_seen or self._outcome.stopped_by or self._outcome.hang:
+            return
+        try:
+            self._outcome.hang = self.watch.look()
+        except Exception:  # nothing that is wrong with the watch may end a job
+            say(f"the watch over hangs has failed, and the job goes on without it:\n{traceback.format_exc()}")
+            self.watch = None
+        if self._outcome.hang is not None:
+            self._expect(0.0, "hung")
 
     def _on_overdue(self) -> None:
         running = self._process.poll() is None

@@ -18,10 +18,12 @@ from smp_launch.errors import LaunchError
 from smp_launch.failure import Cause
 from smp_launch.followers import hosts_patience
 from smp_launch.locked_folders import STATUS_VARIABLE, LeaderStatus, StatusDir, private_dir
+from smp_launch.login import records_of
 from smp_launch.network import shared_memory_warning
 from smp_launch.processes import adopt_orphans, kill_descendants, reap
 from smp_launch.ssh import login_program, serving, trusted_addresses
 from smp_launch.supervise import grace_seconds, say
+from smp_launch.watch.patience import Patience
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
@@ -56,6 +58,8 @@ def serve_leader(
     with private_dir(Path(tempfile.gettempdir())) as folder:
         status_dir = StatusDir(folder / "leader")
         status_dir.path.mkdir()
+        if Patience.from_environment(environ).watches:
+            records_of(str(status_dir.path)).mkdir()
         trusted = trusted_addresses(leader, stop, environ, patience)
         try:
             with serving(folder, trusted, login_program(os.getpid(), host, status_dir.path), environ):

@@ -33,11 +33,33 @@ class NotInitializedError(SMPRuntimeError):
 
 
 class DeadlineError(SMPRuntimeError):
-    """A wait for another rank outlasted its deadline."""
+    """A wait for another rank outlasted its deadline.
+
+    Attributes:
+        accused: the ranks that did not come, as far as is known.
+    """
+
+    accused: tuple[int, ...] = ()
 
 
 class RankLeftError(SMPRuntimeError):
-    """Another rank has ended its script, or failed, while this one waits for it."""
+    """Another rank has ended its script, or failed, while this one waits for it.
+
+    Attributes:
+        accused: the ranks that this is the fault of, as far as is known; an error of one of them is the cause.
+    """
+
+    accused: tuple[int, ...] = ()
+
+
+class ConnectionLostError(SMPRuntimeError):
+    """A connection to other ranks has ended, though they had not left the job.
+
+    Attributes:
+        accused: those ranks; empty where nobody can say whose connection it was.
+    """
+
+    accused: tuple[int, ...] = ()
 
 
 class CheckpointError(SMPRuntimeError):

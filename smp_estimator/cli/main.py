@@ -21,6 +21,7 @@ from smp_estimator.cli.migrate import migrate
 from smp_estimator.cli.models import models
 from smp_estimator.cli.planning import plan, suggest
 from smp_estimator.cli.run import run
+from smp_estimator.cli.where import where
 from smp_estimator.sdk_found import SDKMissing
 
 LOCAL_TYPES = ("local", "local_gpu")
@@ -54,6 +55,7 @@ main.add_command(models)
 main.add_command(plan)
 main.add_command(suggest)
 main.add_command(run)
+main.add_command(where)
 
 
 # -- validate ----------------------------------------------------------------------------------------------

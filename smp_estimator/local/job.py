@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_config.disk_space import full_disk
 from smp_config.job import STOP_GRACE_SECONDS
+from smp_config.limits import HANG_VARIABLE, LEAST_HANG_SECONDS, hang_seconds
 from smp_estimator.local.artifacts import address, deliver, failure_text, merged_files
 from smp_estimator.local.bootstrap import Bootstrap, environment_of
 from smp_estimator.local.log import JobLog
 from smp_estimator.local.stop import kill_job
 from smp_estimator.local.tree import written_on_the_machine
+from smp_launch.watch.states import state_of
 
 if TYPE_CHECKING:
     from smp_estimator.local.tree import JobTree
@@ -33,6 +35,8 @@ _FAILURE_DRAIN_SECONDS = 3.0
 _SUCCESS_DRAIN_SECONDS = 30.0
 #: Between SIGTERM and SIGKILL for hosts that did not end by themselves.
 _DRAIN_GRACE_SECONDS = 2.0
+#: Between two looks at the launchers.
+_LOOK_SECONDS = 1.0
 #: Most of a line of the log that a reason of failure repeats.
 _SHOWN_CHARACTERS = 400
 #: After SIGKILL: this long processes that the system does not let die are waited for.
@@ -93,6 +97,10 @@ class ProcessJob:
         self._stopping = False
         self._interrupted = False
         self._timed_out = False
+        self._hung = ""
+        self._stopped: dict[str, float] = {}  # launchers, and since when
+        given = hang_seconds(request.get("Environment") or {})
+        self._patience = LEAST_HANG_SECONDS if given is None else given
         self.failure_reason: str | None = None
         self._created = self._ended = datetime.now().astimezone()
         self.status = Status.IN_PROGRESS
@@ -217,15 +225,33 @@ class ProcessJob:
         running = set(self._bootstraps)
         if self._max_run_seconds is not None:
             self._due("max_run", self._max_run_seconds)
+        self._due("look", _LOOK_SECONDS)
         while running:
             kind, value = self._next_event()
-            if kind == "ended":
+            if kind == "look":
+                self._look_after(running)
+                self._due("look", _LOOK_SECONDS)
+            elif kind == "ended":
                 running.discard(value[0])
                 self._note_end(*value)
             elif kind == "unkillable":
                 return
             else:
                 self._end_for(kind, value, running)
+
+    def _look_after(self, running: set[str]) -> None:
+        """End a job whose launcher is stopped, as by SIGSTOP: it can tell nothing of its ranks any more."""
+        now = time.monotonic()
+        stopped = {host for host in running if state_of(self._bootstraps[host].pid).is_stopped}
+        self._stopped = {host: self._stopped.get(host, now) for host in stopped}
+        for host, since in self._stopped.items():
+            if not self._hung and self._patience and now - since >= self._patience:
+                pid = self._bootstraps[host].pid
+                self._hung = (
+                    f"hang: the launcher of {host}, process {pid}, is stopped (SIGSTOP, or a debugger) since {now - since:.0f} s; "
+                    f"kill -CONT {pid} would have let the job go on, and {HANG_VARIABLE} sets another number of seconds"
+                )
+                self._end_for("kill", None, running)
 
     def _end_for(self, kind: str, value: Any, running: set[str]) -> None:
         """Have the hosts that run end, as the reason for it wants."""
@@ -288,7 +314,7 @@ class ProcessJob:
                 folder,
                 variable,
             )
-        if not self._stopping and (any(self._exit_codes.values()) or self.log.failure):
+        if not self._stopping and (self._hung or any(self._exit_codes.values()) or self.log.failure):
             self._conclude(Status.FAILED, self._reason())
             return
         if self.log.failure:
@@ -314,6 +340,8 @@ class ProcessJob:
 
     def _reason(self) -> str:
         """The failure file of the first host that has one; else what is known: exit codes and the end of the log."""
+        if self._hung:
+            return self._hung
         if failure := self.log.failure:
             told = [text for host in self.tree.hosts if (text := failure_text(host.failure_file))]
             others = f"\nA host failed, too: {told[0]}" if told else ""

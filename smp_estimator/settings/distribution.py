@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from smp_config import ConfigError, Group, JobSettings, ModelParallelParameters, Topology, emulation, limits
+from smp_config import ConfigError, Group, JobSettings, ModelParallelParameters, Topology, emulation, faults, limits
 from smp_config.errors import shown, suggest
 from smp_config.job import HYPERPARAMETER_CHARACTERS, MP_PARAMETERS, MPI_PROCESSES
 from smp_config.mpi_options import MpiOption, check_mpi_options, merge, variables
@@ -359,6 +359,8 @@ def _check_variables(exported: Mapping[str, str], environment: Mapping[str, Any]
     BufferSizes.from_environment(exported, environment)
     given = {**{name: value for name, value in environment.items() if isinstance(value, str)}, **exported}
     limits.timeout_seconds(given)
+    limits.hang_seconds(given)
+    faults.parse(given.get(faults.VARIABLE, ""))
     limits.throttle_limit(given)
     emulation.is_asked_for(given)
     steps_to_keep(given)

@@ -199,9 +199,12 @@ def test_without_locks_a_job_of_another_machine_is_known_by_its_signs_of_life(no
 
     def live():
         beats = 0
-        while not over.wait(0.05):
-            beats += 1
-            path.write_text(dataclasses.replace(other, beats=beats).to_json())
+        with path.open("r+b", buffering=0) as file:
+            while not over.wait(0.05):
+                beats += 1
+                os.pwrite(
+                    file.fileno(), dataclasses.replace(other, beats=beats).to_json().encode(), 0
+                )  # as a holder does
 
     path.write_text(other.to_json())
     living = threading.Thread(target=live)

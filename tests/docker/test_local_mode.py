@@ -152,6 +152,24 @@ def test_the_message_of_a_failing_rank_reaches_fit(local_job, text, tmp_path, co
     assert set(containers.exit_codes()) == {1}
 
 
+@pytest.mark.parametrize("kind", ["sleep", "stop"])
+def test_a_hang_on_the_second_host_is_found_by_the_first(local_job, text, containers, kind):
+    from smp_estimator import SMPEstimator
+
+    script = Path(__file__).parents[1] / "watch" / "hanging_script.py"
+    settings = {"entry_point": script.name, "source_dir": str(script.parent), "hang": kind, "rank": 3}
+    job = local_job(hosts=2, kind=SMPEstimator, parameters={"partitions": 2}, **settings)
+    job.environment["SMP_HANG_SECONDS"] = "8"
+    with pytest.raises(UnexpectedStatusException) as caught:
+        fit(job, f"file://{text}")
+    headline = str(caught.value).partition("Reason: ")[2].splitlines()[0]
+    said = "has been at hanging_script.py:" if kind == "sleep" else "is stopped"
+    assert re.match(rf"rank 3 \(algo-2-\w+\): hang: {said}", headline), caught.value
+    assert "rank 2 waits in" in headline or "rank 0" in headline or "ranks 0" in headline
+    containers.collect()
+    assert set(containers.exit_codes()) == {1}
+
+
 def test_the_stock_estimator_shows_the_message_and_keeps_it(local_job, text, tmp_path, containers, capfd):
     """Its exception is made of the command and the exit code; the message is in the log that ``fit()`` shows."""
     job = local_job(entry_point="train.py", source_dir=failing_script(tmp_path, 1))

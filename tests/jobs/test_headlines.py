@@ -155,15 +155,16 @@ def test_who_only_heard_of_another_s_end_is_never_the_cause():
             error_type="RankLeftError",
             message="rank 1 failed while rank 0 is in smp.barrier; the error …",
             when=1.0,
+            accused=(1,),
         ),
         FailureRecord(rank=1, error_type="LookupError", message="broken here", when=2.0),
     ]
     assert collector.first_cause(1).headline == "rank 1: LookupError: broken here"
     del collector.records[1]
-    assert collector.first_cause(1).headline.startswith("rank 0: RankLeftError")
+    assert collector.first_cause(1).headline.startswith("rank 1 (1): RankLeftError: as rank 0 tells: rank 1 failed")
 
 
-def test_of_ranks_that_heard_of_one_another_the_first_is_named():
+def test_of_ranks_that_heard_of_one_another_the_end_of_the_chain_is_named():
     """On a host whose ranks were told by one of another host, whose own record is not here."""
     collector = FailureCollector(str)
     collector.records = [
@@ -172,10 +173,13 @@ def test_of_ranks_that_heard_of_one_another_the_first_is_named():
             error_type="StageError",
             message="rank 1 (pipeline stage 1) has ended its script or called …",
             when=1.0,
+            accused=(1,),
         ),
-        FailureRecord(rank=1, error_type="RankLeftError", message="rank 3 failed while rank 1 is in …", when=2.0),
+        FailureRecord(
+            rank=1, error_type="RankLeftError", message="rank 3 failed while rank 1 is in …", when=2.0, accused=(3,)
+        ),
     ]
-    assert collector.first_cause(1).headline.startswith("rank 1: RankLeftError: rank 3 failed")
+    assert collector.first_cause(1).headline.startswith("rank 3 (3): RankLeftError: as rank 1 tells: rank 3 failed")
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_tensor_is_a_lost_one(tmp_path):
         if not (tmp_path / "0").exists():
             assert pool._ranks[0][1].poll(PATIENCE)
         stage, kind, message, nothing_failed = json.loads((tmp_path / "0").read_text())
-        assert (stage, kind, nothing_failed) == (1, "SMPRuntimeError", True)
+        assert (stage, kind, nothing_failed) == (1, "ConnectionLostError", True)
         assert "look for the first error in the log of rank 1" in message
 
 

@@ -277,7 +277,7 @@ def test_the_death_of_a_stage_is_told_once(forked, tmp_path):
             if not (tmp_path / str(rank)).exists():
                 assert pool._ranks[rank][1].poll(PATIENCE)
             stage, kind, message, seconds = json.loads((tmp_path / str(rank)).read_text())
-            assert (stage, kind) == (1, "SMPRuntimeError")
+            assert (stage, kind) == (1, "ConnectionLostError")
             assert "stage 1 (rank 1)" in message
             assert "look for the first error in the log of rank 1" in message
             assert seconds < PATIENCE / 2  # by itself, not when something else ends

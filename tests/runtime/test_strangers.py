@@ -205,7 +205,9 @@ def test_tensors_and_parameters_stay_what_they_are():
 
 
 @pytest.mark.parametrize(
-    "value", [_OfTheScript(1), len, os.system, _OfTheScript, threading.Lock, np.array([object()])], ids=repr
+    "value",
+    [_OfTheScript(1), len, os.system, _OfTheScript, threading.Lock, np.array([object()])],
+    ids=["object", "function", "system", "class", "lock", "array"],
 )
 def test_other_objects_are_refused_where_they_are_sent(value):
     with pytest.raises(SMPUserError, match="cannot be sent to another rank"):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from smp_config.errors import ConfigError
 from smp_config.launchers import SECRET_VARIABLE, job_secret
+from smp_config.whereabouts import FOLDER_VARIABLE
 from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE, SURROUNDINGS_VARIABLE, prepare, to_text
 from smp_launch.anywhere.surroundings import Kind, Surroundings
 from smp_launch.environment import EMULATION_LINE, emulates_cuda
@@ -27,6 +28,10 @@ from smp_launch.locked_folders import private_dir
 from smp_launch.network import reserved_port, shared_memory_warning
 from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
 from smp_launch.supervise import FAILURE_PATIENCE, FAILURE_PATIENCE_ALONE, Supervisor, grace_seconds, say, show
+from smp_launch.watch.local_ranks import LocalRanks
+from smp_launch.watch.patience import Patience
+from smp_launch.watch.report import cause_of_hang, last_seen, write_report
+from smp_launch.watch.watch import Watch
 
 if TYPE_CHECKING:
     from smp_config.parameters import ModelParallelParameters
@@ -146,9 +151,18 @@ class LocalJob:
                 SURROUNDINGS_VARIABLE: to_text(surroundings),
                 REPORT_VARIABLE: str(reports),
             }
+            patience = Patience.from_environment(environ)
+            if patience.watches:
+                passed[FOLDER_VARIABLE] = str(reports)
+                supervisor.watch = Watch([LocalRanks(reports, wakes=True)], patience, surroundings.size)
             outcome = supervisor.run(self.command(), passed, os.getcwd())
             collector.read_reports(reports)
+            collector.last_seen = last_seen(reports)
         show(collector.finish(), 2)
+        if outcome.hang is not None:
+            if (report := write_report(Path.cwd(), outcome.hang)) is not None:
+                say(f"the report on the hang is {report}")
+            return 1, cause_of_hang(outcome.hang, lambda rank: surroundings.host)
         if outcome.returncode == 0 and not collector.records:
             return 0, None
         return exit_code(outcome), cause_of(collector, outcome, self.script)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.serialization import default_restore_location
 
-from smp_config import Group
+from smp_config import Group, whereabouts
 from smp_runtime.checkpoint.files.whole_file import read_tensors, write_tensors
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
@@ -45,8 +45,9 @@ def save(
         CheckpointError: the disk is full; the former file stays.
     """
     path = Path(_name(f) + (f"_{partial_suffix(session, v3=v3)}" if partial else ""))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_tensors(obj, path, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
+    with whereabouts.here().within(whereabouts.SAVE):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_tensors(obj, path, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
 
 
 def load(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_config import Group
+from smp_config.whereabouts import SAVE, here
 from smp_runtime.checkpoint import full_checkpoint as full
 from smp_runtime.checkpoint.adapters import find_adapters, load_adapters
 from smp_runtime.checkpoint.files.manifest import MANIFEST, NEWEST, PARTIAL, USER_CONTENT, FoundCheckpoint
@@ -102,19 +103,20 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
         found = user_content if save_id is None else wrapped(user_content, save_id, Positions.of(session.ranks).state())
         return user_content_bytes(found, trusted=trust_user_content)
 
-    if not partial:
-        full.save(session, folder, tag, chosen, optimizer, content, translates=translate_if_full)
-        return
-    Saver.of(session).save(
-        folder / f"{tag}{PARTIAL}",
-        tag,
-        chosen,
-        optimizer,
-        content,
-        keep=num_kept_partial_checkpoints,
-        in_background=async_save,
-        has_content=user_content is not None,
-    )
+    with here().within(SAVE):
+        if not partial:
+            full.save(session, folder, tag, chosen, optimizer, content, translates=translate_if_full)
+            return
+        Saver.of(session).save(
+            folder / f"{tag}{PARTIAL}",
+            tag,
+            chosen,
+            optimizer,
+            content,
+            keep=num_kept_partial_checkpoints,
+            in_background=async_save,
+            has_content=user_content is not None,
+        )
 
 
 def wait_for_checkpoint(session: Session) -> None:

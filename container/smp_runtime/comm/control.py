@@ -11,15 +11,25 @@ import re
 import socket
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from smp_config import ConfigError
 from smp_config.launchers import Started, require_meeting_place, started_by
+from smp_config.rank_lists import ranks_text
+from smp_config.script_lines import script_line
+from smp_config.whereabouts import here
 from smp_runtime.comm.carriers import MpiCarrier, SoloCarrier, StoreCarrier, process_group_size
-from smp_runtime.comm.waiting import ENDED, Carrier, left_text
+from smp_runtime.comm.waiting import ENDED, Carrier, left_error
 from smp_runtime.comm.waiting import timeout_seconds as timeout_seconds
-from smp_runtime.errors import DeadlineError, RankLeftError, SMPError, SMPRuntimeError, SMPUserError
+from smp_runtime.errors import (
+    ConnectionLostError,
+    DeadlineError,
+    RankLeftError,
+    SMPError,
+    SMPRuntimeError,
+    SMPUserError,
+)
 
 #: Message channels, so that the runtime's own messages never match a script's, nor a script's ``allgather`` its ``send``.
 USER_CHANNEL = 1
@@ -33,6 +43,8 @@ _ANSWER_SECONDS = 1.5
 _LOST = re.compile(
     r"(?i)gloo|nccl|c10d|TCPStore|connection (closed|reset|refused|was)|socket|broken pipe|remote process"
 )
+#: Of those, errors about a connection that has ended.
+_CUT_OFF = re.compile(r"(?i)connection (closed|reset|refused|was|lost)|broken pipe|remote process|socket|pair closure")
 _TIMED_OUT = re.compile(r"(?i)timed out|timeout")
 
 
@@ -52,6 +64,8 @@ class ControlPlane:
         self._carrier = carrier
         self.rank = carrier.rank
         self.size = carrier.size
+        #: Ranks to which tensors cannot travel any more; whoever has connected them says it.
+        self.lost_ranks: Callable[[], Sequence[int]] = tuple
 
     @contextlib.contextmanager
     def doing(self, call: str) -> Iterator[None]:
@@ -64,25 +78,49 @@ class ControlPlane:
             yield
             return
         self._carrier.call = call
+        here().call(call)
         try:
             yield
         except (RankLeftError, DeadlineError) as error:
             if not _comes_from_us(error.__traceback__):
                 raise
-            raise type(error)(*error.args) from None  # the way to the wait says nothing to the script
+            plain = type(error)(*error.args)
+            plain.accused = error.accused
+            raise plain from None  # the way to the wait says nothing to the script
         except RuntimeError as error:
-            if isinstance(error, SMPError) or not _LOST.search(str(error)):
+            told = self.explained(error)
+            if told is None:
                 raise
-            if left := self._who_left():
-                raise RankLeftError(left_text(self._carrier, left)) from None
-            if _TIMED_OUT.search(str(error)):
-                raise DeadlineError(
-                    f"rank {self.rank} waited {timeout_seconds():g} s in {call} for another rank ({error}); let every rank make "
-                    "the same calls in the same order, or raise SMP_TIMEOUT_SECONDS"
-                ) from error
-            raise
+            raise told from (None if isinstance(told, RankLeftError) else error)
         finally:
             self._carrier.call = ""
+
+    def explained(self, error: BaseException) -> SMPRuntimeError | None:
+        """What an error of PyTorch's collectives means: who has left, whose connection is lost; None for any other error."""
+        if not isinstance(error, RuntimeError) or isinstance(error, SMPError) or not _LOST.search(str(error)):
+            return None
+        if left := self._who_left():
+            return left_error(self._carrier, left)
+        said = next(iter(str(error).splitlines()), "").partition(". This is")[0]
+        call = self._carrier.call
+        file, line = script_line()
+        at = f" ({os.path.basename(file)}:{line})" if file else ""
+        if _TIMED_OUT.search(said):
+            return DeadlineError(
+                f"rank {self.rank} waited {timeout_seconds():g} s in {call or 'a collective'}{at} for another rank ({said}); let "
+                "every rank make the same calls in the same order, or raise SMP_TIMEOUT_SECONDS"
+            )
+        if not _CUT_OFF.search(said):
+            return None
+        lost = tuple(self.lost_ranks())
+        whom = "ranks " + ranks_text(lost) if len(lost) > 1 else f"rank {lost[0]}" if lost else "another rank"
+        cut_off = ConnectionLostError(
+            f"rank {self.rank} has lost its connection to {whom} in {call or 'a collective'}{at}: it ended without a word from "
+            f"there ({said}); see the log of {whom} and of its host: the process may have been killed, or the network between "
+            "the hosts may have failed"
+        )
+        cut_off.accused = lost
+        return cut_off
 
     def _who_left(self) -> dict[int, str]:
         """Ranks that have left the job, and how: asked for a moment, as the connection that was lost may have been theirs."""

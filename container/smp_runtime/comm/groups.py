@@ -27,6 +27,7 @@ from smp_runtime.comm.meeting import (
     listening_address,
     stay_inside,
 )
+from smp_runtime.comm.peer_connections import PeerConnections
 from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.tensors.torch_private import abort_process_groups
 
@@ -98,11 +99,16 @@ class ProcessGroups:
                 self._by_ranks[ranks] = made  # non-members hold a placeholder they never use
         self._sockets = _open_sockets() - before
         # A rank that leaves at once must not hang up while others are still connecting.
-        control.barrier(list(range(control.size)))
+        self._peers = PeerConnections(self._sockets, control)
+        control.lost_ranks = self._peers.lost
 
     def group(self, kind: Group) -> dist.ProcessGroup:
         """This rank's process group of that kind."""
         return self._by_ranks[tuple(self._topology.group_of(kind, self._rank))]
+
+    def cut_off(self) -> None:
+        """End all connections to other ranks at once; for drills."""
+        self._peers.cut()
 
     def let_end(self, is_under_way: Callable[[], bool]) -> None:
         """For a collective that nobody waits for: :meth:`close` gives it a moment as long as ``is_under_way()``.

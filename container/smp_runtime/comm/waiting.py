@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_config import ConfigError, limits
+from smp_config.whereabouts import here
 from smp_runtime.errors import DeadlineError, RankLeftError, SMPUserError
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class Wait:
         self._began = time.monotonic()
         self._next_look = self._began + min(_QUIET_SECONDS, self._seconds)
         self._asked = 0  # times
+        self._noted: int | None = None  # in the record of this process, once it is worth a note
         self._left_at: float | None = None  # when it was first seen
         self._pause = 20e-6
 
@@ -104,6 +106,8 @@ class Wait:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._noted is not None:
+            here().close_wait(self._noted)
         if self._asked:
             self._carrier.went_on()
 
@@ -122,22 +126,26 @@ class Wait:
     def _look(self) -> None:
         now = time.monotonic()
         waited, self._next_look = now - self._began, now + _LOOK_SECONDS
+        if self._noted is None:
+            self._noted = here().open_wait(self._carrier.call or script_s_call(), (self._other,))
         asks = waited > _QUIET_SECONDS * 2**self._asked
         self._asked += asks
         place = self._carrier.look(self._other, asks=asks)
         if place is not None and place.left:
             self._left_at = self._left_at or now
             if now - self._left_at > _UNDER_WAY_SECONDS:
-                raise RankLeftError(left_text(self._carrier, {self._other: place.left}))
+                raise left_error(self._carrier, {self._other: place.left})
         if waited > self._seconds:
             where = (
                 f"waits in {place.call}" if place is not None and place.call else "is in no call that waits for a rank"
             )
-            raise DeadlineError(
+            late = DeadlineError(
                 f"rank {self._carrier.rank} waited {self._seconds:g} s in {self._carrier.call or script_s_call()} for rank "
                 f"{self._other}, which {where}, as far as it has told; let every rank make the same calls in the same order, or "
                 "raise SMP_TIMEOUT_SECONDS"
             )
+            late.accused = (self._other,)
+            raise late
 
 
 def script_s_call() -> str:
@@ -149,6 +157,13 @@ def script_s_call() -> str:
             name = frame.f_code.co_name if owner is None else f"{type(owner).__name__}.{frame.f_code.co_name}"
         frame = frame.f_back
     return name.removesuffix(".__init__")
+
+
+def left_error(carrier: Carrier, left: Mapping[int, str]) -> RankLeftError:
+    """The error of a rank that cannot go on because others, by rank, have left the job."""
+    error = RankLeftError(left_text(carrier, left))
+    error.accused = tuple(left)
+    return error
 
 
 def left_text(carrier: Carrier, left: Mapping[int, str]) -> str:

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from smp_config import ConfigError, Group, ModelParallelParameters, Topology
+from smp_config.whereabouts import FORWARD, here
 from smp_runtime.comm.control import ControlPlane, host_name
 from smp_runtime.comm.devices import assign_gpus, choose_backend, sharing_warning, use_device, visible_gpus
 from smp_runtime.comm.groups import ProcessGroups
+from smp_runtime.comm.watched import WatchedCollectives
 from smp_runtime.smddp.process_group import collectives_of
 from smp_runtime.smddp.registration import BACKEND, register
 
@@ -60,6 +62,8 @@ class StepState:
     @microbatch.setter
     def microbatch(self, value: int | None) -> None:
         self._here.microbatch = value
+        if value is not None:
+            here().enter(FORWARD, value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +114,7 @@ class Ranks:
             backend=backend,
             control=control,
             groups=ProcessGroups(control, topology, backend, parameters.ddp_port, device),
-            collectives=collectives or collectives_of(backend),
+            collectives=_watched(collectives or collectives_of(backend)),
             step=StepState(has_threads=topology.size(Group.PP) > 1),
         )
         return ranks, sharing_warning(parameters, device, gpus)
@@ -144,6 +148,12 @@ class Ranks:
     def kept(self, kind: type[T]) -> T | None:
         """What :meth:`keep` has made, if it has."""
         return self._kept.get(kind)
+
+
+def _watched(collectives: Collectives) -> Collectives:
+    """The same, with notes of each where somebody may read them."""
+    notes = here()
+    return WatchedCollectives(collectives, notes) if notes.are_kept else collectives
 
 
 def _agree(

@@ -16,12 +16,14 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from smp_config import Group, ModelParallelParameters
+from smp_config import Group, ModelParallelParameters, whereabouts
 from smp_config.launchers import SECRET_VARIABLE
+from smp_config.whereabouts import here
 from smp_runtime.comm.control import ControlPlane, connect
 from smp_runtime.comm.messages import Messages
 from smp_runtime.comm.waiting import ENDED, FAILED
 from smp_runtime.errors import NotInitializedError, SMPUserError
+from smp_runtime.job.faults import Injector
 from smp_runtime.job.module_manager import ModuleManager
 from smp_runtime.job.progress import ProgressReporter
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE, Ranks
@@ -128,6 +130,7 @@ class Session:
     def close(self) -> None:
         """Leave the job: process groups and the control plane are released."""
         self.progress.close(failed=self.has_failed)
+        here().leave(FAILED if self.has_failed else ENDED)
         failure: Exception | None = None
         for finish in self.at_close:
             try:
@@ -168,8 +171,12 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
     settings = {**_given(config), **_given(json.loads(carried) if carried else None)}
     parameters = ModelParallelParameters.from_mp_parameters(settings)
     control = connect()
+    whereabouts.begin(os.environ, control.rank)
     with control.doing("smp.init"):
         session = Session(parameters, control)
+    here().explain = control.explained
+    if (injector := Injector.from_environment(os.environ, session.ranks.rank, session.ranks.groups)) is not None:
+        here().on_phase = injector.entered
     if session.ranks.rank == 0:
         for sentence in parameters.warnings():
             logger.warning(sentence)

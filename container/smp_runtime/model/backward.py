@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from smp_config.whereabouts import BACKWARD, here
 from smp_runtime.data_parallel.reducer import AccumulationScale
 from smp_runtime.errors import SMPUserError
 
@@ -54,9 +55,11 @@ class Backward:
         gradients = _seeds(outputs, grad_tensors, scale)
         if pipeline is not None:
             _refuse(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+            here().enter(BACKWARD, -1 if step.microbatch is None else step.microbatch)
             with pipeline.backward(), _advising(splits=True):
                 torch.autograd.backward(outputs, gradients)
             return
+        here().enter(BACKWARD, -1 if step.microbatch is None else step.microbatch)
         self._runs, step.seed_scale = True, scale
         try:
             with _advising(splits=False):

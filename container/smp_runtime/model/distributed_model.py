@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from smp_config import Group
+from smp_config.whereabouts import FORWARD, here
 from smp_runtime.activations.marking import begin_step
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
@@ -227,6 +228,8 @@ class DistributedModel(WrappedModule):
         if step.is_tracing:
             return self.module(*args, **kwargs)
         is_outside = step.microbatch is None
+        if is_outside:
+            here().enter(FORWARD)
         if not self.partitioned or (self.pipeline is not None and is_outside):
             raise SMPUserError(
                 "the model was called outside a step, but with pipeline parallelism its modules are on several ranks, which only "

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from smp_config import Group
+from smp_config.whereabouts import OPTIMIZER, here
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.optim.fused import TakesNorms
@@ -225,6 +226,12 @@ class DistributedOptimizer(SavedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters with the gradients that the step has reduced; skipped on every rank after an overflow."""
+        notes = here()
+        with self._session.ranks.control.doing("optimizer.step"), notes.within(OPTIMIZER):
+            notes.update()
+            return self._update(closure)
+
+    def _update(self, closure: Callable[[], Any] | None) -> Any:
         if self._model is None:
             result = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
             self._session.progress.optimizer_stepped()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import torch
 
 from smp_config import Group
+from smp_config.whereabouts import BETWEEN, REDUCTION, here
 from smp_runtime.comm.devices import in_order_with_script, keep_for_script
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
@@ -82,8 +83,12 @@ class StepFunction:
 
     def _call(self, bound: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
         session = sessions.current()
+        notes = here()
         with session.ranks.control.doing(f"the step {self._name}"):
-            return self._step(session, bound, *args, **kwargs)
+            notes.begin_step()
+            result = self._step(session, bound, *args, **kwargs)
+            notes.enter(BETWEEN)
+            return result
 
     def _step(self, session: Session, bound: tuple[Any, ...], /, *args: Any, **kwargs: Any) -> Any:
         if session.ranks.step.microbatch is not None:
@@ -128,6 +133,7 @@ class StepFunction:
             for model in models:
                 model.abandon_step()
             raise
+        here().enter(REDUCTION)
         trained = [model.finish_step() for model in models]
         merged = merge_outputs(returned, detach=self._detach)
         if any(trained):

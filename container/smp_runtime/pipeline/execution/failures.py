@@ -34,7 +34,13 @@ _OWN_FOLDERS = tuple(
 
 
 class StageError(SMPRuntimeError):
-    """An error on another stage of the pipeline, with its rank, module and traceback."""
+    """An error on another stage of the pipeline, with its rank, module and traceback.
+
+    Attributes:
+        accused: ranks whose connection was lost.
+    """
+
+    accused: tuple[int, ...] = ()
 
 
 def message_of(error: BaseException, place: str, stage: int, rank: int) -> Fail:
@@ -56,6 +62,7 @@ def message_of(error: BaseException, place: str, stage: int, rank: int) -> Fail:
             message=_plain(str(error)),
             traceback=f"In {where}:\n" * where.startswith("module ") + _plain(traceback_of(error)),
             when=time.time(),
+            accused=tuple(getattr(error, "accused", ())),
         )
     return Fail(stage, rank, where, failure)
 
@@ -218,6 +225,7 @@ class Alarm:
         else:
             seen = StageError(f"pipeline stage {self._stage} (rank {self._ranks[self._stage]}): {error}")
             seen.__cause__ = error
+            seen.accused = getattr(error, "accused", ())
         with self._changed:
             self._end(seen)
 
@@ -235,11 +243,13 @@ class Alarm:
         """
         if self.left and (gone := self.left.intersection(stages)):
             stage = min(gone)
-            raise StageError(
+            error = StageError(
                 f"rank {self._ranks[stage]} (pipeline stage {stage}) has ended its script or called smp.shutdown(), but rank "
                 f"{self._ranks[self._stage]} (stage {self._stage}) is in a step that needs it; all ranks must run the same number "
                 "of steps: look for a loop, an exit or a data loader whose length depends on the rank"
             )
+            error.accused = (self._ranks[stage],)
+            raise error
 
     def reset(self) -> None:
         """A step begins.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
+from smp_config.whereabouts import BACKWARD, here
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.execution.call_predictions import MOST_KINDS, Outcome, described, difference, outcome_of
 from smp_runtime.pipeline.execution.stage_context import StageContext, in_modes
@@ -264,6 +265,7 @@ class ModuleServer:
 
     def _backward(self, task: Task, back: Back) -> None:
         self._begins(back.microbatch)
+        here().enter(BACKWARD, back.microbatch)
         with self._context.lock:
             graph = self.graphs.pop((back.microbatch, back.path), None)
         if graph is None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
+from smp_config.whereabouts import here
 from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.errors import DeadlineError, SMPUserError
 from smp_runtime.pipeline.execution.failures import STEP_FUNCTION, Alarm
@@ -265,7 +266,8 @@ class RunningStep:
         conductor = self._context.conductor
         # Work that the order holds back although nothing else happens for the time of some steps: it does not fit.
         stall = min(STALL_SECONDS, 1.0 + 3 * self._longest_step)
-        with self._context.changed:
+        whom = tuple(self._context.ranks[other] for other in of())
+        with here().waiting(f"the pipeline, {what},", whom), self._context.changed:
             while not is_true():
                 if self._alarm.error is not None:
                     raise self._alarm.error

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from smp_runtime.comm.control import ControlPlane, timeout_seconds
-from smp_runtime.errors import DeadlineError, SMPRuntimeError
+from smp_runtime.errors import ConnectionLostError, DeadlineError, SMPRuntimeError
 from smp_runtime.pipeline.transport.connections import connect_all
 from smp_runtime.pipeline.transport.peer import Ended, Peer, Reader, write_pieces
 from smp_runtime.pipeline.transport.tensor_channels import (
@@ -419,11 +419,12 @@ class Transport:
 def _loss(peer: Peer) -> SMPRuntimeError:
     cause = peer.broken
     said = "it ended the connection" if isinstance(cause, EOFError) else str(cause)
-    error = SMPRuntimeError(
+    error = ConnectionLostError(
         f"the connection to {peer} is lost ({said}), and it had not closed it in good order; its process probably died: "
         f"look for the first error in the log of rank {peer.rank}"
     )
     error.__cause__ = cause
+    error.accused = (peer.rank,)
     return error
 
 

@@ -1,0 +1,136 @@
+"""The ranks of other machines: asked over the connection that the leader has to each host, answered there.
+
+Requests and answers are lines. Clocks differ between hosts, so an answer says when it was given, by its host's clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import select
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from pydantic import TypeAdapter, ValidationError
+
+from smp_config.whereabouts import Glance  # noqa: TC001 - pydantic reads it
+from smp_launch.watch.local_ranks import LocalRanks
+from smp_launch.watch.position import Position  # noqa: TC001 - as above
+
+#: Requests of the leader.
+GLANCE, WHERE = "smp-glance", "smp-where"
+
+#: Name of the folder with the records of a host that is not the leader, beside the folder of the leader's status.
+RECORDS = "ranks"
+
+#: Seconds for a host to answer where its ranks are.
+_PATIENCE = 8.0
+
+_READ_BYTES = 1 << 16
+
+#: An answer is never longer: some hundred threads with their stacks for each rank.
+_MOST_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a host says; ``now`` is its clock's."""
+
+    now: float
+    glances: dict[int, Glance]
+    positions: dict[int, Position] | None = None
+
+
+_answers = TypeAdapter(_Answer)
+
+
+def answer(request: str, folder: Path) -> str | None:
+    """The line with which a host answers a request of its leader; None for words that are none."""
+    if request not in (GLANCE, WHERE):
+        return None
+    ranks = LocalRanks(folder, wakes=True)
+    positions = ranks.positions() if request == WHERE else None
+    return _answers.dump_json(_Answer(time.monotonic(), ranks.glances(), positions)).decode()
+
+
+class OtherHost:
+    """See :class:`~smp_launch.watch.local_ranks.Ranks`: the ranks of a host, over its connection.
+
+    Args:
+        requests: what is written to the host.
+        answers: what the host writes; only this object reads from it.
+    """
+
+    def __init__(self, requests: IO[bytes], answers: IO[bytes]) -> None:
+        self._requests = requests
+        self._answers = answers
+        self._heard = bytearray()
+        self._glances: dict[int, Glance] = {}
+        self._positions: dict[int, Position] | None = None
+        self._is_asked = False
+
+    def glances(self) -> dict[int, Glance]:
+        """See :class:`Ranks`: what the host has said last; it is asked anew."""
+        self._hear(0.0)
+        if not self._is_asked:
+            self._request(GLANCE)
+        return self._glances
+
+    def ask(self) -> None:
+        """See :class:`Ranks`."""
+        self._positions = None
+        self._request(WHERE)
+
+    def positions(self) -> Mapping[int, Position]:
+        """See :class:`Ranks`."""
+        deadline = time.monotonic() + _PATIENCE
+        while self._positions is None and (left := deadline - time.monotonic()) > 0 and self._hear(left):
+            pass
+        return self._positions or {}
+
+    def _request(self, words: str) -> None:
+        try:
+            os.write(self._requests.fileno(), f"{words}\n".encode())
+            self._is_asked = True
+        except (OSError, ValueError):
+            pass  # the host is gone, which others notice
+
+    def _hear(self, seconds: float) -> bool:
+        """Take in what the host says within ``seconds``; whether there may be more."""
+        try:
+            while select.select([self._answers], [], [], seconds)[0]:
+                data = os.read(self._answers.fileno(), _READ_BYTES)
+                if not data or len(self._heard) > _MOST_BYTES:
+                    return False
+                self._heard += data
+                *lines, rest = self._heard.split(b"\n")
+                self._heard = bytearray(rest)
+                for line in lines:
+                    self._take(bytes(line))
+                if lines:
+                    return True
+                seconds = min(seconds, 1.0)
+        except (OSError, ValueError):
+            return False
+        return seconds > 0
+
+    def _take(self, line: bytes) -> None:
+        try:
+            said = _answers.validate_json(line)
+        except ValidationError:
+            return  # a banner, or words of another program
+        self._is_asked = False
+        later = time.monotonic() - said.now
+        self._glances = {rank: dataclasses.replace(g, when=g.when + later) for rank, g in said.glances.items()}
+        if said.positions is not None:
+            self._positions = {rank: _shifted(position, later) for rank, position in said.positions.items()}
+
+
+def _shifted(position: Position, later: float) -> Position:
+    """The same by another clock."""
+    where = position.where
+    moved = dataclasses.replace(where, when=where.when + later, long_until=where.long_until + later)
+    return dataclasses.replace(position, where=moved)

@@ -1,0 +1,180 @@
+"""Where a rank stands that does not go on: stopped, gone, in the script's code, or waiting for others."""
+
+from __future__ import annotations
+
+import enum
+import linecache
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from smp_config.script_lines import is_ours, is_script_s, is_standard
+from smp_config.whereabouts import BETWEEN, Line, Waiting, Whereabouts
+from smp_launch.watch.stacks import Frame, Thread  # noqa: TC001 - pydantic reads the class
+from smp_launch.watch.states import State  # noqa: TC001 - as above
+
+_LOADER = os.path.join("torch", "utils", "data", "")
+_COMPILER = (os.path.join("torch", "_dynamo", ""), os.path.join("torch", "_inductor", ""))
+_DISTRIBUTED = os.path.join("torch", "distributed", "")
+_MPI = "mpi4py"
+_PIPELINE = os.path.join("smp_runtime", "pipeline", "execution", "")
+
+#: Innermost functions of the interpreter's own files, and what somebody does who is in them.
+_LOCKS = {"threading.py", "queue.py", "connection.py", "_base.py", "popen_fork.py", "subprocess.py", "selectors.py"}
+
+_SHOWN_CHARACTERS = 80
+
+
+class Standing(enum.Enum):
+    """Why a rank does not go on."""
+
+    STOPPED = "stopped"
+    LEFT = "left"
+    SCRIPT = "in the script"
+    WAITING = "waiting"
+
+
+@dataclass(frozen=True)
+class Position:
+    """One rank of a job that does not go on.
+
+    Attributes:
+        where: its record.
+        seconds: since its last sign of life.
+        line: of the script, where it stands.
+        doing: in words, what it does there.
+        call: what it waits in for others.
+        wait: the open wait, where the record has one.
+        is_active: whether it computes, or moves data.
+        is_compiling: whether PyTorch's compiler is at work.
+    """
+
+    where: Whereabouts
+    standing: Standing
+    seconds: float
+    line: Line
+    doing: str = ""
+    call: str = ""
+    wait: Waiting | None = None
+    is_active: bool = False
+    is_compiling: bool = False
+    threads: tuple[Thread, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        """Of the job."""
+        return self.where.rank
+
+    @property
+    def whom(self) -> tuple[int, ...]:
+        """The ranks that it waits for, as far as it is known; itself left out."""
+        return tuple(rank for rank in self.wait.whom if rank != self.rank) if self.wait is not None else ()
+
+    def at(self) -> str:
+        """The script's line with its source, as in ``train.py:12 (for batch in loader:)``."""
+        if not self.line:
+            return "outside the script's own lines"
+        source = linecache.getline(self.line.file, self.line.number).strip()
+        if len(source) > _SHOWN_CHARACTERS:
+            source = source[: _SHOWN_CHARACTERS - 1] + "…"
+        return f"{self.line} ({source})" if source else str(self.line)
+
+
+def moment(where: Whereabouts) -> str:
+    """When in its course a rank is, as in ``in backward of step 30``."""
+    if where.phase == BETWEEN:
+        return f"after step {where.step}"
+    return f"in {where.phase} of step {where.step}" if where.step else "before the first step"
+
+
+def position_of(
+    where: Whereabouts, state: State, threads: Sequence[Thread], now: float, *, is_active: bool
+) -> Position:
+    """Where a rank stands.
+
+    Args:
+        threads: its stacks; none where it could not tell.
+        now: in seconds of the monotonic clock.
+    """
+    seconds = max(0.0, now - where.when)
+    wait = where.waits[0] if where.waits else None
+    standing, line, doing, call, compiling = Standing.WAITING, where.line, "", "", False
+    if state.is_stopped:
+        doing = "is stopped (by SIGSTOP, or by a debugger)"
+        standing = Standing.STOPPED
+        if (thread := _of_script(threads, where.main_thread)) is not None:
+            line = _line(thread) or line
+    elif where.left or state.has_ended:
+        doing = "has left the job"
+        standing = Standing.LEFT
+    elif (thread := _of_script(threads, where.main_thread)) is not None:
+        standing, doing = _standing(thread, wait)
+        line = _line(thread) or line
+        call = wait.what if wait is not None else _call(thread)
+        compiling = any(part in frame.file for frame in thread.frames for part in _COMPILER)
+    elif wait is None:
+        standing, doing = Standing.SCRIPT, "does not go on"
+    else:
+        call = wait.what
+    if standing is Standing.WAITING and wait is not None and not line:
+        line = wait.line
+    return Position(where, standing, seconds, line, doing, call, wait, is_active, compiling, tuple(threads))
+
+
+def _of_script(threads: Sequence[Thread], main: int) -> Thread | None:
+    """The thread that does the script's work: one of a pipeline's that is in its code, else the main thread."""
+    for thread in threads:
+        if any(_PIPELINE in frame.file for frame in thread.frames) and _is_in_script(thread):
+            return thread
+    return next((thread for thread in threads if thread.ident == main and thread.frames), None)
+
+
+def _significant(thread: Thread) -> Frame | None:
+    """The innermost frame that is not the interpreter's own."""
+    return next((frame for frame in thread.frames if not is_standard(frame.file)), None)
+
+
+def _is_in_script(thread: Thread) -> bool:
+    frame = _significant(thread)
+    if frame is not None and frame.function == "<module>":
+        return True  # it imports
+    return frame is not None and not (is_ours(frame.file) or _DISTRIBUTED in frame.file or _MPI in frame.file)
+
+
+def _standing(thread: Thread, wait: Waiting | None) -> tuple[Standing, str]:
+    frame = _significant(thread)
+    if frame is None or _is_in_script(thread):
+        return Standing.SCRIPT, _doing(thread)
+    if wait is None and is_ours(frame.file):
+        return Standing.SCRIPT, f"is in this library's {frame.function}"
+    return Standing.WAITING, ""
+
+
+def _doing(thread: Thread) -> str:
+    inner = thread.frames[0]
+    before_script = []
+    for frame in thread.frames:
+        if is_script_s(frame.file):
+            break
+        before_script.append(frame)
+    if any(_LOADER in frame.file for frame in before_script):
+        return "gets nothing from its data loader"
+    if is_standard(inner.file) and os.path.basename(inner.file) in _LOCKS:
+        return "waits for another thread or process of its own"
+    return "does not go on"
+
+
+def _line(thread: Thread) -> Line:
+    frame = next((frame for frame in thread.frames if is_script_s(frame.file)), None)
+    return Line(frame.file, frame.line) if frame is not None else Line("", 0)
+
+
+def _call(thread: Thread) -> str:
+    """The function of PyTorch's or MPI's that the script has called."""
+    found = ""
+    for frame in thread.frames:
+        if is_script_s(frame.file):
+            break
+        if _DISTRIBUTED in frame.file and frame.function != "wrapper":
+            found = f"torch.distributed.{frame.function}"
+    return found or "another rank's message"

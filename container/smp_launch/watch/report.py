@@ -1,0 +1,134 @@
+"""What is known of a hang, for people and for programs: the failure's words, and the report with all stacks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smp_config import whereabouts
+from smp_config.limits import HANG_VARIABLE
+from smp_config.rank_lists import ranks_text
+from smp_launch.failure import Cause
+from smp_launch.watch import stacks
+from smp_launch.watch.position import moment, position_of
+from smp_launch.watch.states import State
+
+if TYPE_CHECKING:
+    from smp_launch.watch.position import Position
+    from smp_launch.watch.watch import Hang
+
+#: In the folder of the job's output.
+TEXT_NAME = "hang-report.txt"
+JSON_NAME = "hang-report.json"
+
+#: Calls of each rank that the report has.
+_CALLS = 8
+
+
+def cause_of_hang(hang: Hang, host_of: Callable[[int], str]) -> Cause:
+    """The failure of a job that hangs."""
+    rank = hang.verdict.rank
+    who = "hang" if rank is None else f"rank {rank} ({host_of(rank)}): hang"
+    detail = (
+        f"Nothing went on for {hang.seconds:.0f} s. The calls and stacks of all ranks are in {TEXT_NAME} in the job's output; "
+        f"{HANG_VARIABLE} sets another number of seconds, or 0 for no watch.\n\n" + summary(hang.positions)
+    )
+    return Cause(f"{who}: {hang.verdict.text}", detail)
+
+
+def summary(positions: Mapping[int, Position]) -> str:
+    """A line for each rank."""
+    return "\n".join(describe(position) for position in positions.values())
+
+
+def describe(position: Position) -> str:
+    """Where a rank stands, in one line."""
+    where = position.where
+    step = f"step {where.step}, " if where.step else ""
+    doing = f"waits in {position.call}" if position.standing.value == "waiting" else position.doing or "goes on"
+    whom = f" for {_listed(position.whom)}" if position.whom and position.standing.value == "waiting" else ""
+    return f"rank {position.rank}: {step}{where.phase}, {position.seconds:.0f} s: {doing}{whom}, at {position.at()}"
+
+
+def last_seen(folder: Path) -> dict[int, str]:
+    """Where ranks were that have ended, as in ``in backward of step 30, last seen at train.py:40 (…)``; none without a note."""
+    found = {}
+    for rank, where in whereabouts.read_all(folder).items():
+        if where.step or where.line:
+            threads = stacks.left_by_crash(folder, rank)
+            position = position_of(where, State("S"), threads, where.when, is_active=False)
+            found[rank] = f"{moment(where)}, {'at' if threads else 'last seen at'} {position.at()}"
+    return found
+
+
+def write_report(folder: Path, hang: Hang) -> Path | None:
+    """Write the report in both forms; gives the text's path, None where it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / JSON_NAME).write_text(json.dumps(_content(hang), indent=1), encoding="utf-8", errors="replace")
+        path = folder / TEXT_NAME
+        path.write_text(text_of(hang), encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return path
+
+
+def text_of(hang: Hang) -> str:
+    """The report for people."""
+    rank = hang.verdict.rank
+    lines = [f"{'' if rank is None else f'rank {rank} '}{hang.verdict.text}", "", summary(hang.positions)]
+    for position in hang.positions.values():
+        lines += ["", f"== rank {position.rank}, process {position.where.pid} =="]
+        for wait in position.where.waits:
+            lines.append(f"waits in {wait.what} for {_listed(wait.whom)}, since {position.seconds:.0f} s")
+        for call in position.where.calls[-_CALLS:]:
+            of = f" (the {call.number}th of {_listed(call.members)})" if call.members else ""
+            lines.append(f"call {call.position}: {call.content}{of}" + (f" at {call.line}" if call.line else ""))
+        for thread in position.threads:
+            main = " (main)" if thread.ident == position.where.main_thread else ""
+            lines += [
+                f"thread {thread.ident:#x}{main}, innermost call first:",
+                *(f"  {frame}" for frame in thread.frames),
+            ]
+        if not position.threads:
+            lines.append("no stacks: the process could not write them")
+    return "\n".join(lines) + "\n"
+
+
+def _content(hang: Hang) -> dict[str, Any]:
+    """The same for programs."""
+    return {
+        "rank": hang.verdict.rank,
+        "text": hang.verdict.text,
+        "certain": hang.verdict.is_certain,
+        "seconds": hang.seconds,
+        "ranks": [
+            {
+                "rank": position.rank,
+                "pid": position.where.pid,
+                "standing": position.standing.value,
+                "seconds": position.seconds,
+                "step": position.where.step,
+                "microbatch": position.where.microbatch,
+                "phase": position.where.phase,
+                "file": position.line.file,
+                "line": position.line.number,
+                "doing": position.doing,
+                "call": position.call,
+                "waits": [dataclasses.asdict(wait) for wait in position.where.waits],
+                "calls": [dataclasses.asdict(call) for call in position.where.calls[-_CALLS:]],
+                "threads": [
+                    {"ident": thread.ident, "frames": [dataclasses.asdict(frame) for frame in thread.frames]}
+                    for thread in position.threads
+                ],
+            }
+            for position in hang.positions.values()
+        ],
+    }
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' * (len(ranks) != 1)} {ranks_text(ranks)}"

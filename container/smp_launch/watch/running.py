@@ -1,0 +1,74 @@
+"""Jobs that run on this machine now, found by their ranks' environment; asked where they are without being disturbed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smp_config.errors import ConfigError
+from smp_config.whereabouts import FOLDER_VARIABLE
+from smp_launch.environment import JOB_NAME_VARIABLE
+from smp_launch.watch.local_ranks import LocalRanks
+from smp_launch.watch.patience import Patience
+from smp_launch.watch.verdict import Verdict, find
+from smp_launch.watch.watch import Watch
+
+if TYPE_CHECKING:
+    from smp_launch.watch.position import Position
+
+#: Seconds without a sign of life after which a rank is said to stand still, when somebody asks.
+_STILL_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class RunningJob:
+    """A job of this user's on this machine.
+
+    Attributes:
+        name: empty where none was given.
+        folder: where its ranks keep their records.
+    """
+
+    name: str
+    folder: Path
+
+
+def running_jobs() -> list[RunningJob]:
+    """All jobs whose ranks this user may look at, by name."""
+    found: dict[Path, RunningJob] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            pairs = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has ended, or is another user's
+        environ = dict(pair.decode("utf-8", "replace").partition("=")[::2] for pair in pairs if b"=" in pair)
+        folder = environ.get(FOLDER_VARIABLE)
+        if folder and os.path.isdir(folder):
+            found[Path(folder)] = RunningJob(environ.get(JOB_NAME_VARIABLE, ""), Path(folder))
+    return sorted(found.values(), key=lambda job: (job.name, str(job.folder)))
+
+
+def named(name: str) -> RunningJob:
+    """The running job whose name is, or begins with, ``name``; the only one there is, if that is empty.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    jobs = running_jobs()
+    chosen = [job for job in jobs if job.name == name] or [job for job in jobs if job.name.startswith(name)]
+    if len(chosen) == 1:
+        return chosen[0]
+    there = ", ".join(job.name or "one without a name" for job in jobs) or "none"
+    if not chosen:
+        raise ConfigError(f"no job {name!r} of yours runs as processes of this machine; there are: {there}")
+    raise ConfigError(f"{len(chosen)} running jobs have names that begin with {name!r}; say which: {there}")
+
+
+def positions_of(job: RunningJob) -> tuple[dict[int, Position], Verdict | None]:
+    """Where each rank is now, and what keeps those that stand still; None where all go on."""
+    watch = Watch([LocalRanks(job.folder)], Patience(given=_STILL_SECONDS))
+    positions = watch.positions()
+    still = watch.standing_still(positions)
+    return positions, find(still, max(p.seconds for p in still.values())) if still else None

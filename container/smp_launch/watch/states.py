@@ -1,0 +1,90 @@
+"""What the system says of a process: whether it runs, is stopped, or has ended, and whether it gets anywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from smp_launch.processes import all_processes, below
+
+#: Of ``/proc/PID/stat``: stopped by a signal, or by a debugger.
+_STOPPED = ("T", "t")
+_ENDED = ("Z", "X")
+#: In a system call that cannot be interrupted, such as a file system's that does not answer.
+_ON_DISK = "D"
+
+#: Share of a core's time from which a process counts as computing.
+_BUSY = 0.3
+
+#: Bytes a second that a process reads and writes, from which it counts as moving data; libraries exchange a little while they wait.
+_MOVING_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class State:
+    """A process at one moment.
+
+    Attributes:
+        letter: the system's, such as ``R`` or ``S``; empty when it is gone.
+        processor_seconds: that it has used.
+        moved_bytes: that it has read and written.
+    """
+
+    letter: str
+    processor_seconds: float = 0.0
+    moved_bytes: int = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it goes on only when somebody lets it."""
+        return self.letter in _STOPPED
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is gone."""
+        return not self.letter or self.letter in _ENDED
+
+
+def state_of(pid: int) -> State:
+    """The state of a process of this machine."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return State("")
+    ticks = os.sysconf("SC_CLK_TCK")
+    moved = 0
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/io").read_text().splitlines()[:2]:  # rchar, wchar
+            moved += int(line.partition(":")[2])
+    return State(words[0].decode(), (int(words[11]) + int(words[12])) / ticks, moved)
+
+
+def name_of(pid: int) -> str:
+    """What a process runs, in a word."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "gone meanwhile"
+
+
+def states_with_children(pids: Collection[int]) -> dict[int, State]:
+    """The state of each process; what processes below it have used and moved counts as its own."""
+    table = all_processes()
+    found = {}
+    for pid in pids:
+        own = state_of(pid)
+        parts = [own, *(state_of(child) for child in below([pid], table))]
+        used = sum(part.processor_seconds for part in parts)
+        found[pid] = State(own.letter, used, sum(part.moved_bytes for part in parts))
+    return found
+
+
+def is_active(before: State, after: State, seconds: float) -> bool:
+    """Whether a process has computed, moved data, or waited for the disk, in the ``seconds`` between two looks."""
+    if before.letter == after.letter == _ON_DISK:
+        return True
+    computed = after.processor_seconds - before.processor_seconds
+    return computed > _BUSY * seconds or after.moved_bytes - before.moved_bytes > _MOVING_BYTES * seconds

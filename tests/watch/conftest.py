@@ -1,0 +1,86 @@
+"""Jobs that hang, or fail on purpose, through ``fit()``."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.jobs import model_parallel
+
+SCRIPT = Path(__file__).with_name("hanging_script.py")
+
+#: By name: processes, and the parameters of the library.
+TOPOLOGIES = {
+    "dp 2": (2, {"ddp": True}),
+    "pp 2": (2, {"partitions": 2, "microbatches": 2, "ddp": True}),
+    "pp 2 × dp 2": (4, {"partitions": 2, "microbatches": 2, "ddp": True}),
+    "sharding 4": (4, {"sharded_data_parallel_degree": 4, "ddp": True}),
+    "tp 2 × dp 2": (4, {"tensor_parallel_degree": 2, "ddp": True}),
+}
+
+
+@dataclass
+class Ended:
+    """How a job ended: its exception's words, empty without one, the seconds that ``fit()`` took, and what it printed."""
+
+    error: str
+    seconds: float
+    output: str
+
+    @property
+    def headline(self) -> str:
+        """The first line of the reason."""
+        return self.error.partition("Reason: ")[2].split("\n")[0]
+
+    @property
+    def lines(self) -> set[int]:
+        """The lines of the script that the headline names."""
+        return {int(number) for number in re.findall(rf"{SCRIPT.name}:(\d+)", self.headline)}
+
+
+def marked(kind: str) -> set[int]:
+    """Lines of the script that a verdict about ``kind`` may name."""
+    found = set()
+    for number, line in enumerate(SCRIPT.read_text().splitlines(), 1):
+        if kind in line.partition("# <- ")[2].split():
+            found.add(number)
+    return found
+
+
+@pytest.fixture
+def hanging_job(tmp_path: Path, capfd: Any) -> Callable[..., Ended]:
+    """Runs ``hanging_script.py``: ``hanging_job(kind, topology, seconds, rank=…, environment=…)``."""
+    from smp_estimator import SMPEstimator
+
+    def run(
+        kind: str = "",
+        topology: str = "dp 2",
+        seconds: float | None = 4.0,
+        environment: dict[str, str] | None = None,
+        **hyperparameters: Any,
+    ) -> Ended:
+        processes, parameters = TOPOLOGIES[topology]
+        watch = {} if seconds is None else {"SMP_HANG_SECONDS": str(seconds)}
+        estimator = SMPEstimator(
+            entry_point=SCRIPT.name,
+            source_dir=str(SCRIPT.parent),
+            instance_type="local",
+            instance_count=1,
+            output_path=f"file://{tmp_path}",
+            distribution=model_parallel(processes, **parameters),
+            hyperparameters={"hang": kind, **hyperparameters},
+            environment={**watch, **(environment or {})},
+        )
+        began, error = time.monotonic(), ""
+        try:
+            estimator.fit()
+        except Exception as failed:
+            error = str(failed)
+        return Ended(error, time.monotonic() - began, capfd.readouterr().out)
+
+    return run

@@ -1,0 +1,438 @@
+"""Who is blamed, and when: out of positions of ranks, of records in a folder, and of what ranks tell of one another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from smp_config import ConfigError, whereabouts
+from smp_config.limits import HANG_VARIABLE, hang_seconds
+from smp_config.records import FailureRecord
+from smp_config.whereabouts import COLLECTIVE, PUBLIC, Call, Line, Waiting, Whereabouts
+from smp_launch.failure import FailureCollector
+from smp_launch.watch import watch as watches
+from smp_launch.watch.local_ranks import LocalRanks
+from smp_launch.watch.patience import Patience
+from smp_launch.watch.position import Position, Standing, position_of
+from smp_launch.watch.report import cause_of_hang, last_seen, text_of, write_report
+from smp_launch.watch.stacks import Frame, Thread, ask, parse
+from smp_launch.watch.states import State, state_of
+from smp_launch.watch.verdict import find
+from smp_launch.watch.watch import Watch
+
+HERE = os.path.abspath(__file__)
+EVERYONE = (0, 1, 2, 3)
+
+
+def public(number, name, line):
+    return Call(number, 0.0, PUBLIC, name, Line("train.py", line), number=number)
+
+
+def collective(number, line, name="all_reduce", size=8, members=EVERYONE):
+    return Call(number, 0.0, COLLECTIVE, name, Line("train.py", line), members, number, size, "float32")
+
+
+def position(rank, standing=Standing.WAITING, line=10, calls=(), wait=None, step=4, **more):
+    where = Whereabouts(
+        100 + rank, rank, 1, 0.0, step, -1, "forward", "", "", 0.0, tuple(calls), (wait,) if wait else ()
+    )
+    call = wait.what if wait else "smp.barrier"
+    return Position(where, standing, more.pop("seconds", 61.0), Line("train.py", line), call=call, wait=wait, **more)
+
+
+def waiting(number, line, whom=EVERYONE, what="all_reduce"):
+    return Waiting(0.0, what, whom, Line("train.py", line), number)
+
+
+def of(*positions):
+    return find({p.rank: p for p in positions}, 61.0)
+
+
+def test_a_stopped_rank_is_the_cause_of_all():
+    found = of(
+        position(0, wait=waiting(7, 10)),
+        position(1, Standing.SCRIPT, line=20),
+        position(2, Standing.STOPPED, line=30, doing="is stopped"),
+    )
+    assert found.rank == 2
+    assert "train.py:30" in found.text
+    assert "kill -CONT 102" in found.text
+    assert "rank 0 waits in all_reduce at train.py:10" in found.text
+    assert found.is_certain
+
+
+def test_of_ranks_in_the_script_one_that_others_wait_for():
+    found = of(
+        position(0, wait=waiting(7, 10, whom=(0, 2))),
+        position(1, Standing.SCRIPT, line=20, seconds=90),
+        position(2, Standing.SCRIPT, line=30, doing="gets nothing from its data loader"),
+    )
+    assert found.rank == 2
+    assert "train.py:30" in found.text
+    assert "data loader" in found.text
+    assert found.is_certain
+
+
+def test_one_that_computes_may_only_be_slow():
+    slow = of(position(0, wait=waiting(7, 10)), position(1, Standing.SCRIPT, is_active=True))
+    assert (slow.rank, slow.is_certain) == (1, False)
+    compiles = of(position(0, wait=waiting(7, 10)), position(1, Standing.SCRIPT, is_compiling=True))
+    assert not compiles.is_certain
+    both = of(
+        position(0, wait=waiting(7, 10)),
+        position(1, Standing.SCRIPT, is_active=True, seconds=99),
+        position(2, Standing.SCRIPT, line=33),
+    )
+    assert (both.rank, both.is_certain) == (2, True)
+
+
+def test_of_two_in_the_script_the_one_that_is_behind():
+    """On a GPU the other waits for it where it reads a value."""
+    ahead = position(0, Standing.SCRIPT, line=10, seconds=90, calls=[collective(7, 10)])
+    behind = position(1, Standing.SCRIPT, line=20, is_active=True, calls=[collective(6, 10)])
+    assert of(ahead, behind).rank == 1
+
+
+def test_uneven_steps_say_who_ran_how_many():
+    found = of(position(0, wait=waiting(9, 10), step=10), position(1, Standing.LEFT, step=8))
+    assert found.rank == 1
+    assert "ended its script after 8 steps" in found.text
+    assert "rank 0 waits for it in all_reduce, at train.py:10, in step 10" in found.text
+    assert "join" in found.text
+
+
+def test_other_shapes_in_the_same_collective():
+    positions = [position(r, calls=[collective(7, 10)], wait=waiting(7, 10)) for r in (0, 1, 3)]
+    odd = position(2, line=12, calls=[collective(7, 12, size=9)], wait=waiting(7, 12))
+    found = of(*positions, odd)
+    assert found.rank == 2
+    assert "all_reduce of 9 float32 at train.py:12" in found.text
+    assert "rank 0 all_reduce of 8 float32 at train.py:10" in found.text
+
+
+def test_a_rank_that_waits_elsewhere_has_left_out_a_call():
+    positions = [position(r, calls=[collective(6, 9), collective(7, 10)], wait=waiting(7, 10)) for r in (0, 1)]
+    late = position(2, line=44, calls=[collective(6, 9)], wait=Waiting(0.0, "smp.barrier", (0,), Line("train.py", 44)))
+    found = of(*positions, late)
+    assert found.rank == 2
+    assert "train.py:44" in found.text
+    assert "train.py:10" in found.text
+
+
+@pytest.mark.parametrize("skips", [0, 1])
+def test_of_two_ranks_the_one_that_skips_a_call_is_told_by_what_follows(skips):
+    """The other's next call is the one that this rank has made already."""
+    whole = [public(1, "the step a", 5), public(2, "smp.save_checkpoint", 6), public(3, "the step a", 5)]
+    short = [public(1, "the step a", 5), public(2, "the step a", 5)]
+    calls = {skips: short, 1 - skips: whole}
+    found = of(*(position(rank, calls=calls[rank]) for rank in (0, 1)))
+    assert found.rank == skips
+    assert "smp.save_checkpoint at train.py:6" in found.text
+
+
+def test_of_many_ranks_the_one_that_differs():
+    most = [public(1, "the step a", 5), public(2, "smp.barrier", 6)]
+    found = of(
+        *(position(r, calls=most) for r in (0, 1, 3)), position(2, calls=[most[0], public(2, "smp.allgather", 8)])
+    )
+    assert found.rank == 2
+    assert "smp.allgather" in found.text
+
+
+def test_all_in_the_same_call_may_be_the_network():
+    found = of(*(position(r, calls=[collective(7, 10)], wait=waiting(7, 10)) for r in EVERYONE))
+    assert "connection between them" in found.text
+
+
+# -- where a rank stands ---------------------------------------------------------------------------------------------
+
+
+def record(waits=(), main=1, **more):
+    values = {
+        "pid": 1,
+        "rank": 0,
+        "main_thread": main,
+        "when": 0.0,
+        "step": 1,
+        "microbatch": -1,
+        "phase": "forward",
+        "left": "",
+        "long": "",
+    }
+    return Whereabouts(**{**values, "long_until": 0.0, "calls": (), "waits": tuple(waits), **more})
+
+
+def stack(*frames, ident=1):
+    return Thread(ident, tuple(Frame(file, line, name) for file, line, name in frames))
+
+
+SCRIPT = ("/opt/ml/code/train.py", 12, "main")
+LOADER = ("/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py", 3, "__next__")
+REDUCE = ("/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3, "all_reduce")
+LINEAR = ("/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", 3, "forward")
+OURS = (whereabouts.__file__, 3, "enter")
+PIPELINE = (
+    os.path.join(os.path.dirname(os.path.dirname(whereabouts.__file__)), "smp_runtime/pipeline/execution/task.py"),
+    3,
+    "run",
+)
+LOCK = (__import__("queue").__file__, 3, "get")
+
+
+def standing(*threads, waits=(), state="S", **more):
+    found = position_of(record(waits, **more), State(state), threads, 5.0, is_active=False)
+    return found.standing, found.line.number, found.doing or found.call
+
+
+@pytest.mark.parametrize(
+    ("frames", "waits", "expected"),
+    [
+        ([SCRIPT], [], (Standing.SCRIPT, 12, "does not go on")),
+        ([LINEAR, SCRIPT], [], (Standing.SCRIPT, 12, "does not go on")),
+        ([LOCK, SCRIPT], [], (Standing.SCRIPT, 12, "waits for another thread or process of its own")),
+        ([LOCK, LOADER, SCRIPT], [], (Standing.SCRIPT, 12, "gets nothing from its data loader")),
+        ([REDUCE, SCRIPT], [], (Standing.WAITING, 12, "torch.distributed.all_reduce")),
+        ([LOCK, OURS, SCRIPT], [waiting(3, 12)], (Standing.WAITING, 12, "all_reduce")),
+        ([OURS, SCRIPT], [], (Standing.SCRIPT, 12, "is in this library's enter")),
+        ([SCRIPT], [waiting(3, 12)], (Standing.SCRIPT, 12, "does not go on")),
+        ([(REDUCE[0], 1, "<module>"), SCRIPT], [], (Standing.SCRIPT, 12, "does not go on")),
+    ],
+)
+def test_the_innermost_frames_say_where_a_rank_stands(frames, waits, expected):
+    assert standing(stack(*frames), waits=waits) == expected
+
+
+def test_a_pipeline_s_thread_in_the_script_counts_though_the_main_thread_waits():
+    main = stack(OURS, ("/opt/ml/code/train.py", 99, "main"))
+    task = stack(("/opt/ml/code/model.py", 7, "forward"), PIPELINE, ident=2)
+    idle = stack(LOCK, PIPELINE, ident=3)
+    assert standing(main, idle, task, waits=[waiting(0, 99)])[:2] == (Standing.SCRIPT, 7)
+    assert standing(main, idle, waits=[waiting(0, 99)])[:2] == (Standing.WAITING, 99)
+
+
+def test_what_cannot_tell_its_stacks_is_judged_by_its_record():
+    assert standing(waits=[waiting(3, 12)]) == (Standing.WAITING, 12, "all_reduce")
+    assert standing()[0] is Standing.SCRIPT
+    assert standing(state="T")[0] is Standing.STOPPED
+    assert standing(left="ended")[0] is Standing.LEFT
+    assert standing(state="")[0] is Standing.LEFT
+
+
+def test_of_several_dumps_the_last_one_counts():
+    first = 'Current thread 0x01 (most recent call first):\n  File "a.py", line 1 in f\n'
+    second = 'Thread 0x02 (most recent call first):\n  File "b.py", line 2 in g\n\n' + first.replace("line 1", "line 3")
+    assert parse(first + second) == (stack(("b.py", 2, "g"), ident=2), stack(("a.py", 3, "f"), ident=1))
+
+
+def test_stacks_that_are_written_slowly_are_read_to_their_end(tmp_path):
+    """A rank on a busy machine is interrupted between two lines; its main thread comes last."""
+    path = tmp_path / f"7{whereabouts.STACKS_SUFFIX}"
+    path.write_text("")
+    dump = (
+        'Thread 0x02 (most recent call first):\n  File "b.py", line 2 in _bootstrap\n\n',
+        ('Current thread 0x01 (most recent call first):\n  File "a.py", line 1 in <module>\n'),
+    )
+    script = f"""
+import signal, time
+def write(*_):
+    for part in {dump!r}:
+        with open({str(path)!r}, "a") as file:
+            file.write(part)
+        time.sleep(0.2)
+signal.signal({int(whereabouts.STACKS_SIGNAL)}, write)
+print("ready", flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        found = ask(tmp_path, {7: process.pid}, [7])
+        process.kill()
+    assert found == {7: (stack(("b.py", 2, "_bootstrap"), ident=2), stack(("a.py", 1, "<module>"), ident=1))}
+
+
+# -- patience --------------------------------------------------------------------------------------------------------
+
+
+def test_patience_grows_with_the_steps_and_not_with_the_first():
+    patience = Patience(most=500.0)
+    assert (patience.seconds, patience.longer, patience.has_stepped) == (60.0, 500.0, False)
+    patience.saw(1, 0.0)
+    patience.saw(2, 300.0)
+    assert (patience.seconds, patience.has_stepped) == (60.0, False)
+    patience.saw(3, 310.0)
+    patience.saw(5, 330.0)
+    assert (patience.seconds, patience.has_stepped) == (100.0, True)
+    for step in range(6, 30):
+        patience.saw(step, 400.0 * step)
+    assert patience.seconds == 500.0
+
+
+def test_what_the_user_has_set_holds_as_it_is():
+    assert hang_seconds({}) is None
+    patience = Patience.from_environment({HANG_VARIABLE: "7.5"})
+    # But what only builds or compiles may take a minute, until the job is in its stride.
+    assert (patience.seconds, patience.longer, patience.watches) == (7.5, 60.0, True)
+    assert (in_stride(7.5).seconds, in_stride(7.5).longer) == (7.5, 7.5)
+    assert not Patience.from_environment({HANG_VARIABLE: "0"}).watches
+    for text in ("-1", "nan", "inf", "soon"):
+        with pytest.raises(ConfigError, match=r"SMP_HANG_SECONDS is .* counts the seconds"):
+            hang_seconds({HANG_VARIABLE: text})
+
+
+# -- the watch itself, over processes that sleep -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def sleeper(tmp_path):
+    """``sleeper(rank)``: a process with a record in the folder; its notes are written by the test."""
+    processes = []
+
+    def start(rank, code="import time; time.sleep(1000)"):
+        begin = "import os; from smp_config import whereabouts as w; n = w.begin(os.environ, %d); n.begin_step(); n.begin_step();"
+        environ = {**os.environ, whereabouts.FOLDER_VARIABLE: str(tmp_path)}
+        processes.append(subprocess.Popen([sys.executable, "-c", begin % rank + code], env=environ))
+        while (found := whereabouts.read(tmp_path / str(rank))) is None or found.step < 2:
+            time.sleep(0.01)
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+#: In a file of this library's, as a wait is.
+WAITS = (
+    "slot = n.open_wait('all_reduce', (0, 1)); import time; "
+    "exec(compile('def wait(): time.sleep(1000)', w.__file__, 'exec')); wait()"
+)
+
+
+def in_stride(seconds, most=float("inf")):
+    """Patience with a job that has done some steps."""
+    patience = Patience(seconds, most)
+    for step in (1, 2, 3):
+        patience.saw(step, float(step))
+    return patience
+
+
+def look_until(watch, seconds=15.0):
+    deadline = time.monotonic() + seconds
+    while (found := watch.look()) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def test_the_watch_finds_a_stopped_process_and_writes_a_report(sleeper, tmp_path):
+    sleeper(0, WAITS)
+    stopped = sleeper(1)
+    watch = Watch([LocalRanks(tmp_path)], in_stride(0.5))
+    os.kill(stopped.pid, signal.SIGSTOP)
+    hang = look_until(watch)
+    assert hang.verdict.rank == 1
+    assert "is stopped" in hang.verdict.text
+    woken = LocalRanks(tmp_path, wakes=True).positions()[1]
+    assert (woken.standing, bool(woken.threads)) == (Standing.STOPPED, True)
+    assert state_of(stopped.pid).is_stopped
+    cause = cause_of_hang(hang, lambda rank: f"algo-{rank}")
+    assert cause.headline.startswith("rank 1 (algo-1): hang: is stopped")
+    assert "rank 0: step 2, forward" in cause.detail
+    assert write_report(tmp_path / "out", hang).read_text() == text_of(hang)
+    assert write_report(tmp_path / "0", hang) is None  # a file stands there
+
+
+def test_the_watch_waits_while_somebody_goes_on_whom_others_wait_for(sleeper, tmp_path):
+    sleeper(0, WAITS)
+    goes_on = sleeper(1, "import time\nwhile True: n.move(); time.sleep(0.02)")
+    watch = Watch([LocalRanks(tmp_path)], in_stride(0.5))
+    assert look_until(watch, 2.0) is None
+    os.kill(goes_on.pid, signal.SIGSTOP)
+    assert look_until(watch).verdict.rank == 1
+
+
+def test_a_long_phase_that_was_declared_is_waited_for(sleeper, tmp_path):
+    sleeper(0, WAITS)
+    sleeper(1, "import time\nwith w.long_phase('evaluation', 3.0): time.sleep(1000)")
+    watch, began = Watch([LocalRanks(tmp_path)], in_stride(0.3)), time.monotonic()
+    assert look_until(watch).verdict.rank == 1
+    assert time.monotonic() - began > 2.0
+
+
+def test_a_rank_that_computes_is_waited_for_unless_patience_was_set(sleeper, tmp_path):
+    """Its child does, as an upload would; a rank that nobody waits for may do so for ever."""
+    computes = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+    sleeper(1, computes)
+    watch = Watch([LocalRanks(tmp_path)], in_stride(0.5))
+    assert look_until(watch).verdict.is_certain is False
+    alone = Watch([LocalRanks(tmp_path)], in_stride(None, most=0.5))
+    assert look_until(alone, 3.0) is None
+    sleeper(0, WAITS)
+    assert look_until(alone).verdict.rank == 1
+
+
+def test_a_rank_that_nobody_waits_for_may_take_its_time(sleeper, tmp_path):
+    sleeper(0, "import time\nwhile True: n.move(); time.sleep(0.02)")
+    sleeper(1)
+    assert look_until(Watch([LocalRanks(tmp_path)], in_stride(0.3)), 1.5) is None
+
+
+def test_a_rank_that_has_left_while_another_waits_for_it(sleeper, tmp_path, monkeypatch):
+    monkeypatch.setattr(watches, "_LEFT_SECONDS", 0.5)
+    sleeper(0, WAITS)
+    sleeper(1, "n.leave('ended'); import time; time.sleep(1000)")
+    hang = look_until(Watch([LocalRanks(tmp_path)], in_stride(1000.0)))
+    assert hang.verdict.rank == 1
+    assert "ended its script after 2 steps" in hang.verdict.text
+
+
+# -- who is to blame for a connection ----------------------------------------------------------------------------------
+
+
+def told(rank, accused=(), when=1.0, kind="ConnectionLostError"):
+    return FailureRecord(rank=rank, error_type=kind, message=f"told by {rank}", when=when, accused=accused)
+
+
+def headline(*records):
+    return FailureCollector(lambda rank: f"algo-{rank}", records=list(records)).first_cause(1).headline
+
+
+def test_what_a_rank_tells_of_itself_counts_more_than_what_others_blame_it_for():
+    assert headline(told(0, (2,), 1.0), told(2, (), 1.5, "ValueError")) == "rank 2: ValueError: told by 2"
+
+
+def test_most_ranks_are_right_about_whose_connection_is_lost():
+    records = [told(2, (0, 1, 3), 1.0), told(0, (2,), 1.1), told(3, (2,), 1.2)]
+    assert headline(*records) == "rank 2: ConnectionLostError: told by 2"
+    assert headline(*records[1:]) == "rank 2 (algo-2): ConnectionLostError: as rank 0 tells: told by 0"
+    # One that has lost all others is more likely to be cut off itself.
+    assert headline(told(1, (3,), 1.0), told(3, (0, 1, 2), 1.1)) == "rank 3: ConnectionLostError: told by 3"
+    # Each of two blames the other: the first word.
+    assert headline(told(1, (0,), 1.0), told(0, (1,), 1.1)) == "rank 1: ConnectionLostError: told by 1"
+
+
+# -- ranks that have ended without a word -------------------------------------------------------------------------------
+
+
+def test_a_rank_that_was_killed_is_told_with_its_last_line_and_one_that_crashed_with_its_stack(tmp_path, sleeper):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "def step():\n    n.call('the step a')\n    os.abort() if crashes else time.sleep(1000)\nstep()\n"
+    )
+    run = f"import os, time; exec(compile(open({str(script)!r}).read(), {str(script)!r}, 'exec'))"
+    killed, crashed = sleeper(0, f"crashes = False; {run}"), sleeper(1, f"crashes = True; {run}")
+    crashed.wait()
+    while not whereabouts.read(tmp_path / "0").calls:
+        time.sleep(0.01)
+    killed.kill()
+    seen = last_seen(tmp_path)
+    assert seen[0] == "in forward of step 2, last seen at train.py:2 (n.call('the step a'))"
+    assert seen[1] == "in forward of step 2, at train.py:3 (os.abort() if crashes else time.sleep(1000))"
+    collector = FailureCollector(lambda rank: f"algo-{rank}", last_seen=seen, mpirun=False)
+    said = collector.first_cause(-signal.SIGABRT, first_ended=1).headline
+    assert said.startswith(f"rank 1 (algo-1): was killed by signal 6 (SIGABRT) {seen[1]}: native code gave up")
+    assert last_seen(tmp_path / "absent") == {}
