@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -295,14 +296,17 @@ def sleeper(tmp_path):
     def start(rank, code="import time; time.sleep(1000)"):
         begin = "import os; from smp_config import whereabouts as w; n = w.begin(os.environ, %d); n.begin_step(); n.begin_step();"
         environ = {**os.environ, whereabouts.FOLDER_VARIABLE: str(tmp_path)}
-        processes.append(subprocess.Popen([sys.executable, "-c", begin % rank + code], env=environ))
+        processes.append(
+            subprocess.Popen([sys.executable, "-c", begin % rank + code], env=environ, start_new_session=True)
+        )
         while (found := whereabouts.read(tmp_path / str(rank))) is None or found.step < 2:
             time.sleep(0.01)
         return processes[-1]
 
     yield start
     for process in processes:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its children, too
         process.wait()
 
 
