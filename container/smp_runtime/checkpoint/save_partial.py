@@ -21,6 +21,7 @@ from smp_config import Group
 from smp_config.version import __version__
 from smp_runtime.checkpoint.files.manifest import (
     PARTITION,
+    POSITIONS,
     USER_CONTENT,
     FileRecord,
     Manifest,
@@ -36,6 +37,7 @@ from smp_runtime.checkpoint.live_state import random_file, random_state, updated
 from smp_runtime.checkpoint.rank_agreement import ControlExchange, Exchange, background_exchange
 from smp_runtime.checkpoint.rank_contents import Apart, Contents, Share, contents_of, optimizer_record
 from smp_runtime.comm.control import host_name, timeout_seconds
+from smp_runtime.data.position import Positions
 from smp_runtime.errors import DeadlineError
 
 if TYPE_CHECKING:
@@ -233,6 +235,8 @@ class Saver:
             if model.assignment is not None:
                 text = json.dumps(model.assignment.to_dict(), indent=1) + "\n"
                 jobs[PARTITION] = _given(text.encode())
+            if positions := Positions.of(session.ranks).state():
+                jobs[POSITIONS] = _given((json.dumps(positions, indent=1) + "\n").encode())
             config = config_of(model.module)
             if config is not None:  # so that the weights can become a model of Transformers again
                 jobs[CONFIG] = _given((json.dumps(config, indent=2) + "\n").encode())
