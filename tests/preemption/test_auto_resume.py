@@ -127,6 +127,32 @@ def test_checkpoints_of_every_few_steps(solo, tmp_path):
     assert sorted(p.name for p in (tmp_path / "plain").glob("*_partial")) == ["step2_partial", "step4_partial"]
 
 
+@pytest.mark.parametrize("loop", ["steps", "plain"])
+def test_data_goes_on_behind_what_was_trained(wrapped, tmp_path, loop):
+    """A batch that was read for the step that does not begin is read again."""
+
+    def job(folder, steps, stop_at=None):
+        run, seen = wrapped(), []
+        loader = smp.data.DataLoader(list(range(60)), batch_size=2, shuffle=True)
+        progress = smp.auto_resume(run.model, run.optimizer, folder=folder, scheduler=run.scheduler)
+        numbers = progress.steps(steps) if loop == "steps" else range(progress, steps)
+        try:
+            # The number first: a batch is read in the turn that trains with it.
+            for number, batch in zip(numbers, loader, strict=False):
+                if number == stop_at:
+                    signal.raise_signal(signal.SIGTERM)
+                run.train(1)
+                seen.append(batch.tolist())
+        except SystemExit:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return seen
+
+    first = job(tmp_path / "stopped", 20, stop_at=7)
+    assert len(first) == 8
+    second = job(tmp_path / "stopped", 20)
+    assert first + second == job(tmp_path / "undisturbed", 20)
+
+
 class _Wrapped:
     """A model and an optimizer of one process."""
 
@@ -253,6 +279,11 @@ def test_a_script_that_stops_or_resumes_by_itself_is_left_alone(automatic, wrapp
     smp.resume_from_checkpoint(str(tmp_path))
     run.train(1)
     assert "it resumes by itself" in caplog.text
+    run = wrapped()
+    loader = smp.data.DataLoader(list(range(8)))
+    run.train(1)
+    assert "what it reads with smp.data goes on by smp.auto_resume alone" in caplog.text
+    assert len(loader) == 8
     assert signal.getsignal(signal.SIGTERM) is own
     assert not automatic.exists()
 

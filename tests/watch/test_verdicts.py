@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from smp_launch.watch.patience import Patience
 from smp_launch.watch.position import Position, Standing, position_of
 from smp_launch.watch.report import cause_of_hang, last_seen, text_of, write_report
 from smp_launch.watch.stacks import Frame, Thread, ask, parse
-from smp_launch.watch.states import State, state_of
+from smp_launch.watch.states import State, is_active, state_of
 from smp_launch.watch.verdict import find
 from smp_launch.watch.watch import Watch
 
@@ -295,14 +296,17 @@ def sleeper(tmp_path):
     def start(rank, code="import time; time.sleep(1000)"):
         begin = "import os; from smp_config import whereabouts as w; n = w.begin(os.environ, %d); n.begin_step(); n.begin_step();"
         environ = {**os.environ, whereabouts.FOLDER_VARIABLE: str(tmp_path)}
-        processes.append(subprocess.Popen([sys.executable, "-c", begin % rank + code], env=environ))
+        processes.append(
+            subprocess.Popen([sys.executable, "-c", begin % rank + code], env=environ, start_new_session=True)
+        )
         while (found := whereabouts.read(tmp_path / str(rank))) is None or found.step < 2:
             time.sleep(0.01)
         return processes[-1]
 
     yield start
     for process in processes:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its children, too
         process.wait()
 
 
@@ -361,6 +365,27 @@ def test_a_long_phase_that_was_declared_is_waited_for(sleeper, tmp_path):
     watch, began = Watch([LocalRanks(tmp_path)], in_stride(0.3)), time.monotonic()
     assert look_until(watch).verdict.rank == 1
     assert time.monotonic() - began > 2.0
+
+
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/schedstat"), reason="the system does not count who waits for a processor"
+)
+def test_of_many_that_share_a_processor_each_computes():
+    """As on a machine with more ranks than cores: none of them has as much as it would take of an idle one."""
+    code = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nprint(flush=True)\nwhile True: pass"
+    spinning = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(6)]
+    try:
+        for process in spinning:
+            process.stdout.readline()
+        before, began = [state_of(process.pid) for process in spinning], time.monotonic()
+        time.sleep(0.6)
+        seconds = time.monotonic() - began
+        assert all(is_active(a, state_of(p.pid), seconds) for a, p in zip(before, spinning, strict=True))
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+            process.stdout.close()
 
 
 def test_a_rank_that_computes_is_waited_for_unless_patience_was_set(sleeper, tmp_path):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from smp_runtime.checkpoint.files.tensor_regions import Region
+from smp_runtime.data.position import Positions
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.tensor_parallel.random_tracker import tracker_state
 
@@ -158,14 +159,16 @@ class Moment:
 
     Attributes:
         random: of this rank, as :func:`random_state` gives it.
+        positions: in the data sets of ``smp.data``, by name.
     """
 
     random: dict[str, Any]
+    positions: dict[str, dict[str, Any]]
 
     @classmethod
     def now(cls, session: Session) -> Moment:
         """As it is."""
-        return cls(random_state(session))
+        return cls(random_state(session), Positions.of(session.ranks).state())
 
 
 def check_random_state(state: Any) -> None:

@@ -21,6 +21,7 @@ from smp_config import Group
 from smp_config.version import __version__
 from smp_runtime.checkpoint.files.manifest import (
     PARTITION,
+    POSITIONS,
     USER_CONTENT,
     FileRecord,
     Manifest,
@@ -243,6 +244,8 @@ class Saver:
             if model.assignment is not None:
                 text = json.dumps(model.assignment.to_dict(), indent=1) + "\n"
                 jobs[PARTITION] = _given(text.encode())
+            if moment.positions:
+                jobs[POSITIONS] = _given((json.dumps(moment.positions, indent=1) + "\n").encode())
             config = config_of(model.module)
             if config is not None:  # so that the weights can become a model of Transformers again
                 jobs[CONFIG] = _given((json.dumps(config, indent=2) + "\n").encode())

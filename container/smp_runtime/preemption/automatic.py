@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from smp_config.errors import ConfigError
 from smp_runtime.checkpoint.save_and_resume import Resumed
+from smp_runtime.data.position import Positions
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job.session import at_init
 from smp_runtime.model.distributed_model import DistributedModel
@@ -68,7 +69,7 @@ class Automatic:
         if whom := self._left_to or self._of_the_script():
             if session.ranks.rank == 0 and self._is_told:
                 logger.warning(
-                    "%s=1 has no effect in this job, since %s; its state is saved and resumed as the script says",
+                    "%s=1 has no effect in this job, since %s: its state is saved and resumed as the script says",
                     VARIABLE,
                     whom,
                 )
@@ -92,13 +93,15 @@ class Automatic:
     def _of_the_script(self) -> str:
         """How the script stops and resumes by itself on any rank, in words; empty when it does not. All ranks call it."""
         ranks = self._session.ranks
-        mine = (
-            "it handles SIGTERM itself"
-            if script_handles_stops()
-            else "it resumes by itself"
-            if ranks.kept(Resumed)
-            else ""
-        )
+        mine = ""
+        if script_handles_stops():
+            mine = "it handles SIGTERM itself"
+        elif ranks.kept(Resumed):
+            mine = "it resumes by itself"
+        elif Positions.of(ranks).state():  # of which this step has a batch already
+            mine = (
+                "what it reads with smp.data goes on by smp.auto_resume alone, which is called before the first batch"
+            )
         said = ranks.control.allgather(mine, list(range(ranks.control.size)))
         return next((words for words in said if words), "")
 
