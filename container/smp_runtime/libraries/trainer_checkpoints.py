@@ -92,7 +92,7 @@ def stop_and_resume(trainer: Any) -> None:
     if (automatic := session.ranks.kept(Automatic)) is not None:
         automatic.leave_to("Trainer saves and resumes with its own count of steps", is_told=False)
 
-    class Stop(TrainerCallback):  # type: ignore[misc]  # not typed
+    class Stop(TrainerCallback):
         agreement: StopAgreement | None = None
         reason: str | None = None
 

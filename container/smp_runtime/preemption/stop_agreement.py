@@ -156,6 +156,8 @@ class StopAgreement:
                 "process writes to the store; keep its port from others. This job does not stop between two steps",
                 self._control.rank,
             )
+            with contextlib.suppress(RuntimeError):
+                self._answer(self._board, None)  # others may wait for this rank
         except RuntimeError:
             pass  # the store is gone: rank 0 has left, and nobody else stops either
 
