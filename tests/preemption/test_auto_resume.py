@@ -202,6 +202,18 @@ def test_states_of_other_names_are_refused_or_begin_anew(wrapped, tmp_path, capl
     assert list(range(progress, 4)) == [2, 3]
 
 
+def test_a_loss_scaler_goes_on(wrapped, tmp_path):
+    run = wrapped()
+    scaler = smp.amp.GradScaler(init_scale=8.0)
+    progress = smp.auto_resume(run.model, run.optimizer, folder=tmp_path, every=1, scaler=scaler)
+    for _ in progress.steps(2):
+        run.train(1)
+    run = wrapped()
+    scaler = smp.amp.GradScaler(init_scale=2.0)
+    smp.auto_resume(run.model, run.optimizer, folder=tmp_path, scaler=scaler)
+    assert scaler.get_scale() == 8.0
+
+
 def test_a_checkpoint_of_the_script_is_refused_or_counted_by_updates(wrapped, tmp_path):
     run = wrapped()
     run.train(2)
