@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from smp_config.limits import HANG_VARIABLE, hang_seconds
 from smp_config.records import FailureRecord
 from smp_config.whereabouts import COLLECTIVE, PUBLIC, Call, Line, Waiting, Whereabouts
 from smp_launch.failure import FailureCollector
+from smp_launch.watch import stacks
 from smp_launch.watch import watch as watches
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.patience import Patience
@@ -123,6 +125,24 @@ def test_a_rank_that_waits_elsewhere_has_left_out_a_call():
     assert found.rank == 2
     assert "train.py:44" in found.text
     assert "train.py:10" in found.text
+
+
+def test_a_stage_that_waits_for_one_that_left_out_a_step_is_not_blamed():
+    """Its replica waits for it in a collective; it waits for the next stage, which has gone on to another call."""
+    steps = [public(1, "the step a", 5), public(2, "the step a", 5)]
+    first = position(
+        0, calls=[*steps, collective(6, 5, members=(0, 2))], wait=Waiting(0.0, "the step a", (1,), Line("train.py", 5))
+    )
+    replica = position(2, calls=[*steps, collective(7, 5, members=(0, 2))], wait=waiting(7, 5, (0, 2)))
+    left_out = position(
+        1,
+        calls=[steps[0], public(2, "smp.barrier", 9), collective(6, 5, members=(1, 3))],
+        wait=Waiting(0.0, "smp.barrier", (0,), Line("train.py", 9)),
+    )
+    other = position(3, calls=[*steps, collective(7, 5, members=(1, 3))], wait=waiting(7, 5, (1, 3)))
+    found = of(first, left_out, replica, other)
+    assert found.rank == 1
+    assert "smp.barrier at train.py:9, where rank 0 called the step a at train.py:5" in found.text
 
 
 @pytest.mark.parametrize("skips", [0, 1])
@@ -348,6 +368,19 @@ def test_the_watch_finds_a_stopped_process_and_writes_a_report(sleeper, tmp_path
     assert "rank 0: step 2, forward" in cause.detail
     assert write_report(tmp_path / "out", hang).read_text() == text_of(hang)
     assert write_report(tmp_path / "0", hang) is None  # a file stands there
+
+
+def test_a_stopped_rank_s_main_thread_is_asked(sleeper, tmp_path, monkeypatch):
+    """Of what is asked of the process, any of its threads could tell, while the main thread goes on from where it has stopped."""
+    rank = sleeper(0)
+    os.kill(rank.pid, signal.SIGSTOP)
+    while not state_of(rank.pid).is_stopped:
+        time.sleep(0.01)
+    monkeypatch.setattr(stacks, "_PATIENCE", 0.1)
+    assert ask(tmp_path, {0: rank.pid}, [0]) == {}
+    told = dict(line.split(":\t") for line in Path(f"/proc/{rank.pid}/status").read_text().splitlines())
+    bit = 1 << (whereabouts.STACKS_SIGNAL - 1)
+    assert (int(told["SigPnd"], 16) & bit, int(told["ShdPnd"], 16) & bit) == (bit, 0)
 
 
 def test_the_watch_waits_while_somebody_goes_on_whom_others_wait_for(sleeper, tmp_path):
