@@ -37,6 +37,10 @@ logger = logging.getLogger("smp")
 _LONGEST_TAG = 150
 
 
+class Resumed(list[str]):
+    """Folders from which a job was resumed, one after the other."""
+
+
 def save_checkpoint(  # noqa: PLR0913 - the documented signature
     session: Session,
     path: str,
@@ -193,6 +197,7 @@ def resume_from_checkpoint(
             trusted=trust_user_content,
             goes_on=load_optimizer,
         )
+    session.ranks.keep(Resumed, Resumed).append(path)
     Saver.of(session).wait()
     plans: dict[str, Loading] = {}
 

@@ -33,11 +33,10 @@ from smp_runtime.checkpoint.files.name_translation import translation_names
 from smp_runtime.checkpoint.files.transformers_format import CONFIG, config_of
 from smp_runtime.checkpoint.files.whole_file import write_recorded
 from smp_runtime.checkpoint.folder_transaction import FolderTransaction, Verdict, not_saved, words_of
-from smp_runtime.checkpoint.live_state import random_file, random_state, updated
+from smp_runtime.checkpoint.live_state import Moment, random_file, updated
 from smp_runtime.checkpoint.rank_agreement import ControlExchange, Exchange, background_exchange
 from smp_runtime.checkpoint.rank_contents import Apart, Contents, Share, contents_of, optimizer_record
 from smp_runtime.comm.control import host_name, timeout_seconds
-from smp_runtime.data.position import Positions
 from smp_runtime.errors import DeadlineError
 
 if TYPE_CHECKING:
@@ -148,11 +147,13 @@ class Saver:
         keep: int | None,
         in_background: bool,
         has_content: bool = True,
+        moment: Moment | None = None,
     ) -> None:
         """Save a checkpoint; every rank calls it. See ``save_checkpoint``.
 
         Args:
             has_content: whether ``user_content`` is anything but None.
+            moment: to which the checkpoint belongs; None for now. The model and the optimizer must not have changed since.
         """
         session = self._session
         problem: str | None = None
@@ -184,7 +185,8 @@ class Saver:
             made = contents_of(session, model, optimizer, Share(session, transaction.hosts), apart)
             report = Report(None, {}, made.pieces, made.parameters, made.buffers)
             first = made.first
-            jobs = self._jobs(made, model, content, transaction, snapshot=exchange is not None)
+            moment = moment or Moment.now(session)
+            jobs = self._jobs(made, model, content, transaction, moment, snapshot=exchange is not None)
         except Exception as error:  # whatever it is, the other ranks wait to be told
             report.failure = words_of(error)
         report.failure = undescribed or report.failure
@@ -219,7 +221,14 @@ class Saver:
             self._error = error
 
     def _jobs(
-        self, made: Contents, model: DistributedModel, content: bytes, transaction: FolderTransaction, *, snapshot: bool
+        self,
+        made: Contents,
+        model: DistributedModel,
+        content: bytes,
+        transaction: FolderTransaction,
+        moment: Moment,
+        *,
+        snapshot: bool,
     ) -> dict[str, Callable[[], Any]]:
         """What makes the content of every file; with ``snapshot`` everything is copied now."""
         session = self._session
@@ -229,14 +238,14 @@ class Saver:
                 jobs[name] = _given(build(self._copied))
             else:
                 jobs[name] = functools.partial(build, _live)
-        jobs[random_file(session.ranks.rank)] = _given(random_state(session))
+        jobs[random_file(session.ranks.rank)] = _given(moment.random)
         if transaction.keeps_order:
             jobs[USER_CONTENT] = _given(content)
             if model.assignment is not None:
                 text = json.dumps(model.assignment.to_dict(), indent=1) + "\n"
                 jobs[PARTITION] = _given(text.encode())
-            if positions := Positions.of(session.ranks).state():
-                jobs[POSITIONS] = _given((json.dumps(positions, indent=1) + "\n").encode())
+            if moment.positions:
+                jobs[POSITIONS] = _given((json.dumps(moment.positions, indent=1) + "\n").encode())
             config = config_of(model.module)
             if config is not None:  # so that the weights can become a model of Transformers again
                 jobs[CONFIG] = _given((json.dumps(config, indent=2) + "\n").encode())
