@@ -12,8 +12,6 @@ import dataclasses
 import json
 import math
 import os
-import signal
-import threading
 from pathlib import Path
 
 import torch
@@ -199,22 +197,6 @@ def sample_text(model: GPT, prompt: str, length: int, device: torch.device, seed
     return bytes(ids[0].tolist()).decode("utf-8", errors="replace")
 
 
-class StopRequest:
-    """Remembers a SIGTERM, so that the loop can save and leave between two steps, on all ranks at the same one."""
-
-    def __init__(self) -> None:
-        self.received = False
-        if threading.current_thread() is threading.main_thread():  # in Ray's workers the script has another
-            signal.signal(signal.SIGTERM, self._remember)
-
-    def _remember(self, *_: object) -> None:
-        self.received = True
-
-    def agreed(self) -> bool:
-        """Whether any rank was asked to stop; a collective call."""
-        return any(smp.allgather(self.received, smp.WORLD)) if smp.size() > 1 else self.received
-
-
 def learning_rate_factor(step: int, warmup: int, steps: int) -> float:
     """Linear warm-up, then a cosine down to a tenth."""
     if step < warmup:
@@ -275,16 +257,6 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> smp.Distribute
     )
 
 
-def resume(args: argparse.Namespace, scheduler: torch.optim.lr_scheduler.LRScheduler) -> tuple[int, list[float]]:
-    """The next step and the losses so far, from the newest checkpoint if there is one."""
-    if not (args.checkpoint_dir / "newest").exists():
-        return 0, []
-    content = smp.resume_from_checkpoint(str(args.checkpoint_dir))
-    scheduler.load_state_dict(content["scheduler"])
-    print_once(f"resumed at step {content['step']}")
-    return content["step"], content["losses"]
-
-
 def is_due(done: int, interval: int, args: argparse.Namespace) -> bool:
     """Whether something that happens every ``interval`` steps happens now; after the last step it comes anyway."""
     return bool(interval) and done % interval == 0 and done < args.steps
@@ -306,7 +278,6 @@ def main() -> int:
             f"parallel {'groups' if smp.state.cfg.prescaled_batch else 'ranks'} that read different ones; use a multiple of "
             f"{readers}"
         )
-    stop = StopRequest()
     torch.manual_seed(args.seed)  # equal weights everywhere
     config = GPTConfig(args.layers, args.hidden, args.heads, args.seq_len, args.dropout)
     corpus = Corpus(Path(args.train), args.seq_len)
@@ -319,20 +290,23 @@ def main() -> int:
         optimizer, lambda step: learning_rate_factor(step, args.warmup, args.steps)
     )
 
-    first_step, losses = resume(args, scheduler)
-
-    def save(step: int) -> None:
-        smp.save_checkpoint(
-            str(args.checkpoint_dir),
-            tag=f"step{step}",
-            model=model,
-            optimizer=optimizer,
-            user_content={"step": step, "losses": losses, "scheduler": scheduler.state_dict()},
-            num_kept_partial_checkpoints=args.kept_checkpoints,
-        )
+    # Resumes from the newest checkpoint, saves one every few steps and on SIGTERM, after which the job ends with exit code 0.
+    kept: dict[str, list[float]] = {"losses": []}
+    progress = smp.auto_resume(
+        model,
+        optimizer,
+        folder=args.checkpoint_dir,
+        every=args.checkpoint_interval or None,
+        user_content=kept,
+        num_kept_partial_checkpoints=args.kept_checkpoints,
+        scheduler=scheduler,
+    )
+    if progress.resumed:
+        print_once(f"resumed at step {progress.step}")
+    losses = kept["losses"]
 
     model.train()
-    for step in range(first_step, args.steps):
+    for step in progress.steps(args.steps):
         ids, targets = corpus.batch(corpus.train, args.batch_size, seed=args.seed * 1_000_003 + step)
         share = this_ranks_share(args.batch_size)
         optimizer.zero_grad()
@@ -350,12 +324,6 @@ def main() -> int:
             if val_loss is not None:
                 smp.state.progress.note_eval_loss(val_loss)
             print_once(f"step {done}: train_loss={float(loss.reduce_mean()):.4f} val_loss={shown(val_loss)}")
-        if stop.agreed():
-            save(done)
-            print_once(f"stopped after step {done}; a new run continues here")
-            return 0
-        if is_due(done, args.checkpoint_interval, args):
-            save(done)
 
     finish(model, config, args, evaluate(model, corpus, args, device), losses)
     return 0

@@ -72,7 +72,7 @@ def test_docker_stop_leaves_a_checkpoint(image, text, tmp_path, containers, netw
     took = time.monotonic() - start
     log = logs(containers.ids[0])
     assert containers.exit_codes() == [0] * hosts, log
-    assert "stopped after step" in log
+    assert "stopped by SIGTERM after step" in log
     print(f"{hosts} host(s): docker stop took {took:.1f} s")
     assert took < 30
     checkpoints = tmp_path / "algo-1" / "checkpoints"
@@ -80,7 +80,7 @@ def test_docker_stop_leaves_a_checkpoint(image, text, tmp_path, containers, netw
     assert (checkpoints / newest / "user_content.pt").exists()
     assert not (tmp_path / "algo-1" / "output" / "failure").exists()
     if hosts == 1:
-        step = int(log.rpartition("stopped after step ")[2].partition(";")[0])
+        step = int(log.rpartition("stopped by SIGTERM after step ")[2].partition(",")[0])
         mounts = tree(tmp_path, "algo-1", names, text, steps=step + 5)
         again = containers.run(*mounts, image, "train")
         assert docker("wait", again) == "0"

@@ -104,7 +104,7 @@ def test_killed_at_step_50_of_100_and_started_again_it_ends_as_if_never_killed(g
         killer = (
             f"        if done == 50 and smp.rank() == 1 and not os.path.exists({str(marker)!r}):\n"
             f"            open({str(marker)!r}, 'w').close()\n"
-            "            os.kill(os.getpid(), signal.SIGKILL)\n"
+            "            os.kill(os.getpid(), 9)\n"
         )
         assert source.count("        done = step + 1\n") == 1
         (tmp_path / "kill" / name).write_text(

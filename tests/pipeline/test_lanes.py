@@ -205,7 +205,9 @@ def _dies_in_a_tensor(folder: str) -> None:
         time.sleep(0.01)
     box.control.send("waits", 1)
     stage, error = box.lost.get(timeout=PATIENCE)
-    Path(folder, "0").write_text(json.dumps([stage, type(error).__name__, str(error), box.failed.empty()]))
+    written = Path(folder, "0.part")
+    written.write_text(json.dumps([stage, type(error).__name__, str(error), box.failed.empty()]))
+    written.rename(Path(folder, "0"))  # whole as soon as it is there
 
 
 def _is_receiving() -> bool:

@@ -43,7 +43,9 @@ def _dies(folder):
             train(torch.ones(2, 4))
         except Exception as error:
             seen.append((type(error).__name__, str(error), time.monotonic() - began))
-    pathlib.Path(folder, str(smp.rank())).write_text(json.dumps(seen))
+    written = pathlib.Path(folder, f"{smp.rank()}.part")
+    written.write_text(json.dumps(seen))
+    written.rename(pathlib.Path(folder, str(smp.rank())))  # whole as soon as it is there
     smp.barrier()  # nobody else leaves before all have seen it; rank 1 never comes
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,13 +17,14 @@ from smp_config.limits import HANG_VARIABLE, hang_seconds
 from smp_config.records import FailureRecord
 from smp_config.whereabouts import COLLECTIVE, PUBLIC, Call, Line, Waiting, Whereabouts
 from smp_launch.failure import FailureCollector
+from smp_launch.watch import stacks
 from smp_launch.watch import watch as watches
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.patience import Patience
 from smp_launch.watch.position import Position, Standing, position_of
 from smp_launch.watch.report import cause_of_hang, last_seen, text_of, write_report
 from smp_launch.watch.stacks import Frame, Thread, ask, parse
-from smp_launch.watch.states import State, state_of
+from smp_launch.watch.states import State, is_active, state_of
 from smp_launch.watch.verdict import find
 from smp_launch.watch.watch import Watch
 
@@ -122,6 +125,24 @@ def test_a_rank_that_waits_elsewhere_has_left_out_a_call():
     assert found.rank == 2
     assert "train.py:44" in found.text
     assert "train.py:10" in found.text
+
+
+def test_a_stage_that_waits_for_one_that_left_out_a_step_is_not_blamed():
+    """Its replica waits for it in a collective; it waits for the next stage, which has gone on to another call."""
+    steps = [public(1, "the step a", 5), public(2, "the step a", 5)]
+    first = position(
+        0, calls=[*steps, collective(6, 5, members=(0, 2))], wait=Waiting(0.0, "the step a", (1,), Line("train.py", 5))
+    )
+    replica = position(2, calls=[*steps, collective(7, 5, members=(0, 2))], wait=waiting(7, 5, (0, 2)))
+    left_out = position(
+        1,
+        calls=[steps[0], public(2, "smp.barrier", 9), collective(6, 5, members=(1, 3))],
+        wait=Waiting(0.0, "smp.barrier", (0,), Line("train.py", 9)),
+    )
+    other = position(3, calls=[*steps, collective(7, 5, members=(1, 3))], wait=waiting(7, 5, (1, 3)))
+    found = of(first, left_out, replica, other)
+    assert found.rank == 1
+    assert "smp.barrier at train.py:9, where rank 0 called the step a at train.py:5" in found.text
 
 
 @pytest.mark.parametrize("skips", [0, 1])
@@ -295,14 +316,17 @@ def sleeper(tmp_path):
     def start(rank, code="import time; time.sleep(1000)"):
         begin = "import os; from smp_config import whereabouts as w; n = w.begin(os.environ, %d); n.begin_step(); n.begin_step();"
         environ = {**os.environ, whereabouts.FOLDER_VARIABLE: str(tmp_path)}
-        processes.append(subprocess.Popen([sys.executable, "-c", begin % rank + code], env=environ))
+        processes.append(
+            subprocess.Popen([sys.executable, "-c", begin % rank + code], env=environ, start_new_session=True)
+        )
         while (found := whereabouts.read(tmp_path / str(rank))) is None or found.step < 2:
             time.sleep(0.01)
         return processes[-1]
 
     yield start
     for process in processes:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its children, too
         process.wait()
 
 
@@ -346,6 +370,19 @@ def test_the_watch_finds_a_stopped_process_and_writes_a_report(sleeper, tmp_path
     assert write_report(tmp_path / "0", hang) is None  # a file stands there
 
 
+def test_a_stopped_rank_s_main_thread_is_asked(sleeper, tmp_path, monkeypatch):
+    """Of what is asked of the process, any of its threads could tell, while the main thread goes on from where it has stopped."""
+    rank = sleeper(0)
+    os.kill(rank.pid, signal.SIGSTOP)
+    while not state_of(rank.pid).is_stopped:
+        time.sleep(0.01)
+    monkeypatch.setattr(stacks, "_PATIENCE", 0.1)
+    assert ask(tmp_path, {0: rank.pid}, [0]) == {}
+    told = dict(line.split(":\t") for line in Path(f"/proc/{rank.pid}/status").read_text().splitlines())
+    bit = 1 << (whereabouts.STACKS_SIGNAL - 1)
+    assert (int(told["SigPnd"], 16) & bit, int(told["ShdPnd"], 16) & bit) == (bit, 0)
+
+
 def test_the_watch_waits_while_somebody_goes_on_whom_others_wait_for(sleeper, tmp_path):
     sleeper(0, WAITS)
     goes_on = sleeper(1, "import time\nwhile True: n.move(); time.sleep(0.02)")
@@ -361,6 +398,27 @@ def test_a_long_phase_that_was_declared_is_waited_for(sleeper, tmp_path):
     watch, began = Watch([LocalRanks(tmp_path)], in_stride(0.3)), time.monotonic()
     assert look_until(watch).verdict.rank == 1
     assert time.monotonic() - began > 2.0
+
+
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/schedstat"), reason="the system does not count who waits for a processor"
+)
+def test_of_many_that_share_a_processor_each_computes():
+    """As on a machine with more ranks than cores: none of them has as much as it would take of an idle one."""
+    code = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nprint(flush=True)\nwhile True: pass"
+    spinning = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(6)]
+    try:
+        for process in spinning:
+            process.stdout.readline()
+        before, began = [state_of(process.pid) for process in spinning], time.monotonic()
+        time.sleep(0.6)
+        seconds = time.monotonic() - began
+        assert all(is_active(a, state_of(p.pid), seconds) for a, p in zip(before, spinning, strict=True))
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+            process.stdout.close()
 
 
 def test_a_rank_that_computes_is_waited_for_unless_patience_was_set(sleeper, tmp_path):

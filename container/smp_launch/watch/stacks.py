@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -81,7 +82,7 @@ def ask(
         path = folder / f"{rank}{STACKS_SUFFIX}"
         try:
             before[rank] = path.stat().st_size
-            os.kill(pids[rank], STACKS_SIGNAL)
+            _interrupt(pids[rank], STACKS_SIGNAL)
             if then is not None:
                 os.kill(pids[rank], then)
         except (OSError, KeyError):
@@ -104,6 +105,13 @@ def _is_whole(text: str) -> bool:
     line = text[text.rfind("\n", 0, -1) + 1 :]
     frame = _FRAME.match(line.rstrip("\n")) if line.endswith("\n") else None
     return frame is not None and frame[3] in _OUTERMOST
+
+
+def _interrupt(pid: int, number: int) -> None:
+    """Send a signal to a process's main thread: of a stopped one, any thread would take it, while the main thread goes on."""
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # not in every C library
+    if tgkill is None or tgkill(pid, pid, number) != 0:  # the main thread has the process's number
+        os.kill(pid, number)
 
 
 def ask_stopped(folder: Path, pids: dict[int, int], among: Collection[int]) -> dict[int, tuple[Thread, ...]]:

@@ -29,7 +29,7 @@ class State:
 
     Attributes:
         letter: the system's, such as ``R`` or ``S``; empty when it is gone.
-        processor_seconds: that it has used.
+        processor_seconds: that it has used, or has waited for while others had the processor.
         moved_bytes: that it has read and written.
     """
 
@@ -54,12 +54,22 @@ def state_of(pid: int) -> State:
         words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return State("")
-    ticks = os.sysconf("SC_CLK_TCK")
+    used = (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
     moved = 0
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/io").read_text().splitlines()[:2]:  # rchar, wchar
             moved += int(line.partition(":")[2])
-    return State(words[0].decode(), (int(words[11]) + int(words[12])) / ticks, moved)
+    return State(words[0].decode(), used + _delayed(pid), moved)
+
+
+def _delayed(pid: int) -> float:
+    """Seconds for which a process's threads could have run but waited for a processor; 0 where the system does not count them."""
+    delayed = 0
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError, ValueError, IndexError):  # it may end meanwhile
+                delayed += int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[1])
+    return delayed / 1e9
 
 
 def name_of(pid: int) -> str:

@@ -122,9 +122,11 @@ def _missing_collective(positions: Mapping[int, Position]) -> Verdict | None:
         ]
         waiting = [p for p in positions.values() if p.wait and (p.wait.whom, p.wait.number) == (members, number)]
         if behind and waiting:
-            public = _other_call({rank: positions[rank] for rank in [*behind[:1], waiting[0].rank]})
-            if public is not None:
-                return public
+            # It may have made another call than whoever waits for it, or than whom it waits for itself.
+            for others in ([waiting[0].rank], positions[behind[0]].whom):
+                involved = {rank: positions[rank] for rank in (behind[0], *others) if rank in positions}
+                if (public := _other_call(involved)) is not None:
+                    return public
             late, first = positions[behind[0]], waiting[0]
             return Verdict(
                 late.rank,

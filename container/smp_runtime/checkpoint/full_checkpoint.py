@@ -43,6 +43,7 @@ from smp_runtime.checkpoint.full_transaction import finish_at, full_transaction
 from smp_runtime.checkpoint.load_partial import Loading
 from smp_runtime.checkpoint.rank_agreement import met_by
 from smp_runtime.comm.control import host_name
+from smp_runtime.data.position import Positions
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.optim.whole_state import HALF_KEY
 from smp_runtime.tensors.nested import unshared
@@ -138,8 +139,12 @@ def resume(
     *,
     strict: bool,
     trusted: bool,
+    goes_on: bool = True,
 ) -> Any:
     """Load what :func:`save` wrote, or any file with a ``state_dict``; returns the user content.
+
+    Args:
+        goes_on: whether what ``smp.data`` reads goes on where it was, too.
 
     Raises:
         CheckpointError: the file is missing, damaged, or belongs to another model; nothing was loaded.
@@ -152,9 +157,12 @@ def resume(
     for look in range(1, _LOOKS + 1):
         failure: Exception | None = None
         opened: _Opened | None = None
+        positions: Any = {}
         before = _identities(file)
         try:
             opened = _open(session, file, model, optimizer, translate_function, strict=strict, trusted=trusted)
+            positions = opened.positions if goes_on else {}
+            Positions.of(session.ranks).check(positions)
         except Exception as error:  # whatever it is, the other ranks must not load either
             failure = error
         mine = (_identities(file) != before, opened.save_id if opened is not None else None)
@@ -181,6 +189,7 @@ def resume(
     plan.load()
     if optimizer is not None and optimizer_state is not None:
         load_full_state(model, optimizer, optimizer_state)
+    Positions.of(session.ranks).load(positions)
     return content
 
 
@@ -191,12 +200,14 @@ class _Opened:
     Attributes:
         optimizer_state: None if there is none.
         save_id: None for files from elsewhere.
+        positions: in data sets; empty where nobody counted.
     """
 
     plan: Loading
     content: Any
     optimizer_state: dict[str, Any] | None
     save_id: str | None
+    positions: Any
 
 
 def _open(
@@ -213,7 +224,7 @@ def _open(
     optimizer_file = file.with_name(f"{file.name}{OPTIMIZER}")
     content_file = file.with_name(f"{USER_CONTENT}_{file.name}")
     plan = plan_weights(session, model, file, translate_function, strict=strict)
-    content, save_id = unwrapped(read_user_content(content_file, trusted=trusted))
+    content, save_id, positions = unwrapped(read_user_content(content_file, trusted=trusted))
     weights = save_ids(file)
     ids = {**weights, str(content_file): save_id}
     if any(weights.values()) and content_file.is_file() and content_file.stat().st_size == 0:
@@ -227,7 +238,7 @@ def _open(
         optimizer_state = read_full_state(optimizer_file, optimizer)
         ids[str(optimizer_file)] = optimizer_state.pop(SAVE_ID, None)
     refuse_other_saves(ids)
-    return _Opened(plan, content, optimizer_state, next((found for found in ids.values() if found), None))
+    return _Opened(plan, content, optimizer_state, next((found for found in ids.values() if found), None), positions)
 
 
 def _identities(file: Path) -> dict[str, tuple[int, ...]]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from smp_runtime.checkpoint.files.tensor_regions import Region
+from smp_runtime.data.position import Positions
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.tensor_parallel.random_tracker import tracker_state
 
@@ -150,6 +151,24 @@ def random_state(session: Session) -> dict[str, Any]:
     if tracker is not None:
         state["tensor_parallel"] = tracker
     return state
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a script's calls move on between two steps without touching the model: kept, a later save has it as it was.
+
+    Attributes:
+        random: of this rank, as :func:`random_state` gives it.
+        positions: in the data sets of ``smp.data``, by name.
+    """
+
+    random: dict[str, Any]
+    positions: dict[str, dict[str, Any]]
+
+    @classmethod
+    def now(cls, session: Session) -> Moment:
+        """As it is."""
+        return cls(random_state(session), Positions.of(session.ranks).state())
 
 
 def check_random_state(state: Any) -> None:

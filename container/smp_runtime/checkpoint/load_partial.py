@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_config import Group
-from smp_runtime.checkpoint.files.manifest import EXTRA, MODULE, PARTITION, FoundCheckpoint, Manifest
+from smp_runtime.checkpoint.files.manifest import EXTRA, MODULE, PARTITION, POSITIONS, FoundCheckpoint, Manifest
 from smp_runtime.checkpoint.files.name_translation import Names, Traced, read_into
 from smp_runtime.checkpoint.files.reader import CheckpointReader
 from smp_runtime.checkpoint.live_state import (
@@ -165,7 +165,7 @@ class Loading:
         if tensors is None:
             return None
         rank = self._session.ranks.rank
-        found = {name for name in self.manifest.files if name in (PARTITION, "user_content.pt")}
+        found = {name for name in self.manifest.files if name in (PARTITION, POSITIONS, "user_content.pt")}
         if self.same_topology and random_file(rank) in self.manifest.files:
             found.add(random_file(rank))
         return found | self._settings_files() | tensors
@@ -273,6 +273,21 @@ class Loading:
             self.reader.loss_scale()
         if not self._model.partitioned and self._fits_partition():
             self._saved_partition()
+
+    def positions(self) -> Any:
+        """Where the job that saved was in its data sets; empty where nobody counted.
+
+        Raises:
+            CheckpointError: the file that says so is damaged.
+        """
+        if POSITIONS not in self.manifest.files:
+            return {}
+        try:
+            return json.loads(self.reader.files.text(POSITIONS))
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"{self._title} has no positions in data sets in {POSITIONS} ({error}); resume from another tag"
+            ) from None
 
     def load(self) -> None:
         """Load now, or as soon as the parameters have a place; settings of the optimizer are loaded now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -142,25 +143,48 @@ class StoreExchange:
             ) from None
 
 
-def background_exchange(control: ControlPlane, title: str) -> Exchange | None:
-    """An exchange for another thread; None where this version of PyTorch has no second connection to its store.
+@dataclass(frozen=True)
+class SecondConnection:
+    """A connection of a rank's own to the store of ``torch.distributed``, for another thread than the script's.
+
+    Attributes:
+        secret: what values are sealed with, the same on every rank.
+    """
+
+    store: Any
+    secret: bytes
+
+
+def second_connection(control: ControlPlane, prefix: str, purpose: str) -> SecondConnection | None:
+    """One more connection to the store; None where this version of PyTorch makes none.
 
     Every rank calls it. Where the job has no secret, what seals its values was told by the control plane, for others to read.
+
+    Args:
+        prefix: of the keys.
+        purpose: of the secret.
     """
-    if control.size == 1:
-        return ControlExchange(control)
     nonce = control.broadcast(
         secrets.token_bytes(SECRET_BYTES) if control.rank == 0 else None, list(range(control.size))
     )
-    secret = control.secret_for(f"checkpoint {title}", nonce)
+    secret = control.secret_for(purpose, nonce)
     import torch.distributed as dist
 
     store: Any = default_store()
     if not hasattr(dist.Store, "clone"):
         return None
     try:
-        return StoreExchange(
-            dist.PrefixStore("smp-checkpoint", store.clone()), control.rank, control.size, title, secret
-        )
+        return SecondConnection(dist.PrefixStore(prefix, store.clone()), secret)
     except RuntimeError:  # a store of another kind
         return None
+
+
+def background_exchange(control: ControlPlane, title: str) -> Exchange | None:
+    """An exchange for another thread; None where this version of PyTorch has no second connection to its store.
+
+    Every rank calls it.
+    """
+    if control.size == 1:
+        return ControlExchange(control)
+    found = second_connection(control, "smp-checkpoint", f"checkpoint {title}")
+    return None if found is None else StoreExchange(found.store, control.rank, control.size, title, found.secret)

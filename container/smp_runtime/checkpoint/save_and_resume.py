@@ -33,6 +33,7 @@ from smp_runtime.checkpoint.memory.newest import MemoryState, Recovery, newest_s
 from smp_runtime.checkpoint.rank_agreement import met_by
 from smp_runtime.checkpoint.save_partial import Saver
 from smp_runtime.comm.control import host_name
+from smp_runtime.data.position import Positions
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
@@ -45,6 +46,10 @@ logger = logging.getLogger("smp")
 
 #: Bytes that a tag may have: names of files have at most 255, and a save's are longer than its tag.
 _LONGEST_TAG = 150
+
+
+class Resumed(list[str]):
+    """Folders from which a job was resumed, one after the other."""
 
 
 def save_checkpoint(  # noqa: PLR0913 - the documented signature
@@ -61,6 +66,8 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
     trust_user_content: bool = False,
 ) -> None:
     """Save a checkpoint; every rank calls it with the same tag.
+
+    What the script was given of ``smp.data`` by now counts as trained: a job that resumes goes on behind it.
 
     A partial checkpoint is the folder ``path/<tag>_partial`` with the model's and the optimizer's state and every
     rank's random state; every rank writes its own part. It appears whole or not at all, and ``path/newest`` names it
@@ -107,7 +114,7 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
     folder = Path(path)
 
     def content(save_id: str | None = None) -> bytes:
-        found = user_content if save_id is None else wrapped(user_content, save_id)
+        found = user_content if save_id is None else wrapped(user_content, save_id, Positions.of(session.ranks).state())
         return user_content_bytes(found, trusted=trust_user_content)
 
     with here().within(SAVE):
@@ -204,7 +211,7 @@ def resume_from_checkpoint(
 
     The degrees, the number of processes and the precision may be others than when it was saved. Every file is checked
     against its checksum, and names and shapes against the model, before anything is loaded. With the optimizer's state
-    the progress display goes on from the step at which a partial checkpoint was saved.
+    the progress display goes on from the step at which a partial checkpoint was saved, and so does what ``smp.data`` reads.
 
     The first call after the launcher has started the ranks again (``SMP_MAX_RESTARTS``) loads the newest state that
     ``memory_checkpoint`` has kept, if all ranks have one and the files that are asked for have none that is newer.
@@ -246,8 +253,17 @@ def resume_from_checkpoint(
         return None
     if not partial:
         return full.resume(
-            session, folder, tag, model, optimizer, translate_function, strict=strict, trusted=trust_user_content
+            session,
+            folder,
+            tag,
+            model,
+            optimizer,
+            translate_function,
+            strict=strict,
+            trusted=trust_user_content,
+            goes_on=load_optimizer,
         )
+    session.ranks.keep(Resumed, Resumed).append(path)
     Saver.of(session).wait()
     wants = _Wants(model, optimizer, strict, load_optimizer, load_sharded_optimizer_state, trust_user_content)
     state = newest_state(session)
@@ -310,6 +326,7 @@ def _load(session: Session, plan: Loading, wants: _Wants) -> Any:
         )
     content: Any = None
     random_state: Any = None
+    positions: Any = {}
     with _raised_on_all(session):
         # All that may be wrong with the files' content is found before anything of them is loaded.
         plan.check()
@@ -318,10 +335,13 @@ def _load(session: Session, plan: Loading, wants: _Wants) -> Any:
             content = read_user_content(file, trusted=wants.trusted, files=plan.reader.files)
         random_state = plan.reader.content(random_file(session.ranks.rank)) if plan.same_topology else None
         check_random_state(random_state)
+        positions = plan.positions() if wants.load_optimizer else {}
+        Positions.of(session.ranks).check(positions)
     plan.adopt_partition()
     with _raised_on_all(session):
         plan.load()
         restore_random_state(session, random_state, plan.same_topology)
+        Positions.of(session.ranks).load(positions)
     if wants.load_optimizer and plan.manifest.steps:  # else the weights begin a training of their own
         session.progress.set_position(plan.manifest.steps)
     return content

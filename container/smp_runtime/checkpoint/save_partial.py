@@ -21,6 +21,7 @@ from smp_config import Group
 from smp_config.version import __version__
 from smp_runtime.checkpoint.files.manifest import (
     PARTITION,
+    POSITIONS,
     USER_CONTENT,
     FileRecord,
     Manifest,
@@ -32,7 +33,7 @@ from smp_runtime.checkpoint.files.name_translation import translation_names
 from smp_runtime.checkpoint.files.transformers_format import CONFIG, config_of
 from smp_runtime.checkpoint.files.whole_file import write_recorded
 from smp_runtime.checkpoint.folder_transaction import FolderTransaction, Verdict, not_saved, words_of
-from smp_runtime.checkpoint.live_state import random_file, random_state, updated
+from smp_runtime.checkpoint.live_state import Moment, random_file, updated
 from smp_runtime.checkpoint.rank_agreement import ControlExchange, Exchange, background_exchange
 from smp_runtime.checkpoint.rank_contents import Apart, Contents, Share, contents_of, optimizer_record
 from smp_runtime.comm.control import host_name, timeout_seconds
@@ -146,11 +147,13 @@ class Saver:
         keep: int | None,
         in_background: bool,
         has_content: bool = True,
+        moment: Moment | None = None,
     ) -> None:
         """Save a checkpoint; every rank calls it. See ``save_checkpoint``.
 
         Args:
             has_content: whether ``user_content`` is anything but None.
+            moment: to which the checkpoint belongs; None for now. The model and the optimizer must not have changed since.
         """
         session = self._session
         problem: str | None = None
@@ -182,7 +185,8 @@ class Saver:
             made = contents_of(session, model, optimizer, Share(session, transaction.hosts), apart)
             report = Report(None, {}, made.pieces, made.parameters, made.buffers)
             first = made.first
-            jobs = self._jobs(made, model, content, transaction, snapshot=exchange is not None)
+            moment = moment or Moment.now(session)
+            jobs = self._jobs(made, model, content, transaction, moment, snapshot=exchange is not None)
         except Exception as error:  # whatever it is, the other ranks wait to be told
             report.failure = words_of(error)
         report.failure = undescribed or report.failure
@@ -217,7 +221,14 @@ class Saver:
             self._error = error
 
     def _jobs(
-        self, made: Contents, model: DistributedModel, content: bytes, transaction: FolderTransaction, *, snapshot: bool
+        self,
+        made: Contents,
+        model: DistributedModel,
+        content: bytes,
+        transaction: FolderTransaction,
+        moment: Moment,
+        *,
+        snapshot: bool,
     ) -> dict[str, Callable[[], Any]]:
         """What makes the content of every file; with ``snapshot`` everything is copied now."""
         session = self._session
@@ -227,9 +238,9 @@ class Saver:
                 jobs[name] = _given(build(self._copied))
             else:
                 jobs[name] = functools.partial(build, _live)
-        jobs[random_file(session.ranks.rank)] = _given(random_state(session))
+        jobs[random_file(session.ranks.rank)] = _given(moment.random)
         if transaction.keeps_order:
-            jobs |= {name: _given(found) for name, found in files_of_job(model, content).items()}
+            jobs |= {name: _given(found) for name, found in files_of_job(model, content, moment).items()}
         if snapshot and session.ranks.device.type == "cuda":
             torch.cuda.synchronize(session.ranks.device)
         return jobs
@@ -254,13 +265,16 @@ class Saver:
         return buffer
 
 
-def files_of_job(model: DistributedModel, content: bytes) -> dict[str, bytes]:
+def files_of_job(model: DistributedModel, content: bytes, moment: Moment) -> dict[str, bytes]:
     """What a checkpoint has once, whatever the number of ranks, beside its manifest.
 
     Args:
         content: the script's own, as ``user_content_bytes`` gives it.
+        moment: to which the checkpoint belongs.
     """
     files = {USER_CONTENT: content}
+    if moment.positions:
+        files[POSITIONS] = (json.dumps(moment.positions, indent=1) + "\n").encode()
     if model.assignment is not None:
         files[PARTITION] = (json.dumps(model.assignment.to_dict(), indent=1) + "\n").encode()
     config = config_of(model.module)

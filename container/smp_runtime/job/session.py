@@ -61,6 +61,8 @@ class Session:
         module_manager: what clients ask about distributed modules.
         has_failed: whether an exception that nobody caught ends this process.
         at_close: run when the session closes, before anything is released: what must be brought to its end.
+        before_step: run when a step-decorated function is called, before anything of it.
+        after_update: run when a wrapped optimizer has updated, or skipped an update for an overflow; they get the optimizer.
         at_leave: run after these, whether the script still holds its model or not: what ends threads and connections.
     """
 
@@ -76,6 +78,8 @@ class Session:
         )
         self.module_manager = self.ranks.keep(ModuleManager, ModuleManager)
         self.has_failed = False
+        self.before_step: list[Callable[[], None]] = []
+        self.after_update: list[Callable[[TrainedOptimizer], None]] = []
         self.at_close: list[Callable[[], None]] = []
         self.at_leave: list[Callable[[], None]] = []
         # Lists, not sets: every rank must walk over them in the same order.
@@ -139,6 +143,8 @@ class Session:
                 failure = failure or error
         for leave in self.at_leave:
             leave()
+        self.before_step.clear()
+        self.after_update.clear()
         # First of all, since taking groups down may wait for others, and they for this rank.
         self.ranks.control.close(FAILED if self.has_failed else ENDED)
         if self.has_failed:
@@ -151,6 +157,9 @@ class Session:
 
 
 _session: Session | None = None
+
+#: Run by :func:`init` with the new session: rooms above put here what every job does that asks for it.
+at_init: list[Callable[[Session], None]] = []
 
 
 def init(config: Mapping[str, Any] | None = None) -> Session:
@@ -197,6 +206,8 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
     _session = session
     atexit.register(shutdown)
     _note_failure_of(session)
+    for begin in at_init:
+        begin(session)
     return session
 
 

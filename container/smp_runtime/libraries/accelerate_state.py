@@ -8,15 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_config import Group
+from smp_runtime.data.position import batch_group
 
 if TYPE_CHECKING:
-    from smp_runtime.job.ranks import Ranks
     from smp_runtime.job.session import Session
-
-
-def batch_group(ranks: Ranks) -> Group:
-    """The ranks whose batches differ: replicas, and without ``prescaled_batch`` tensor parallel ranks too."""
-    return Group.RDP if ranks.cfg.prescaled_batch else Group.DP
 
 
 def describe_processes(session: Session) -> None:

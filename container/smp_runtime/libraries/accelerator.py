@@ -18,12 +18,13 @@ from torch import nn
 
 from smp_config import Group
 from smp_runtime.checkpoint.save_and_resume import resume_from_checkpoint, save_checkpoint
+from smp_runtime.data.position import batch_group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE
-from smp_runtime.libraries.accelerate_state import batch_group, describe_processes
+from smp_runtime.libraries.accelerate_state import describe_processes
 from smp_runtime.libraries.accelerated_optimizer import AcceleratedDistributedOptimizer, loss_scale_of
-from smp_runtime.libraries.shared_order import share_order
+from smp_runtime.libraries.shared_order import refuse_divided, share_order
 from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 from smp_runtime.optim.grad_scaler import GradScaler
@@ -124,6 +125,7 @@ class JobAccelerator(Accelerator):
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         """Give each rank whose batch differs its batches, in an order that all ranks share."""
+        refuse_divided(data_loader)
         share_order(data_loader, self._job.ranks)
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 

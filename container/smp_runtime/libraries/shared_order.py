@@ -8,6 +8,8 @@ import torch
 from torch.utils.data import RandomSampler
 
 from smp_config import Group
+from smp_runtime.data.position import Source
+from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
@@ -20,3 +22,20 @@ def share_order(loader: Any, ranks: Ranks) -> None:
         seed = int(torch.empty((), dtype=torch.int64).random_().item())
         everyone = ranks.control.allgather(seed, ranks.members(Group.WORLD))
         sampler.generator = torch.Generator().manual_seed(everyone[0])
+
+
+def refuse_divided(loader: Any) -> None:
+    """Make sure that a loader has the samples of all ranks, of which Accelerate gives each its batches.
+
+    Raises:
+        SMPUserError: it has this rank's already, which Accelerate would divide once more.
+    """
+    parts = (getattr(loader, "dataset", None), getattr(loader, "sampler", None))
+    within = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    source = next((each for each in (*parts, within) if isinstance(each, Source)), None)
+    if source is not None:
+        raise SMPUserError(
+            f"the loader that Accelerate was given to prepare reads a smp.data.{type(source).__name__}, which has divided the "
+            "samples among the ranks already: Accelerate would divide them once more; use the smp.data.DataLoader as it is, or "
+            "prepare one of PyTorch's without this sampler"
+        )

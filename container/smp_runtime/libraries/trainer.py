@@ -57,6 +57,7 @@ def adapt_trainer(module: ModuleType) -> None:
         "_save_optimizer_and_scheduler": checkpoints.save_optimizer_and_scheduler,
         "_load_from_checkpoint": checkpoints.load_from_checkpoint,
         "save_model": checkpoints.save_model,
+        "train": checkpoints.train,
         "_load_optimizer_and_scheduler": checkpoints.load_optimizer_and_scheduler,
         "_save_rng_state": checkpoints.save_rng_state,
         "_load_rng_state": checkpoints.load_rng_state,
@@ -132,6 +133,7 @@ def _begin_trainer(former: functools.partial[None], trainer: Any, *args: Any, **
     given = dict(zip(inspect.signature(former).parameters, args, strict=False)).get("args", kwargs.get("args"))
     if given is None or not hasattr(given, "bf16"):
         former(*args, **kwargs)
+        checkpoints.stop_and_resume(trainer)
         return
     wanted = sessions.current().ranks.cfg.bf16
     if given.bf16 != wanted:
@@ -145,6 +147,7 @@ def _begin_trainer(former: functools.partial[None], trainer: Any, *args: Any, **
         former(*args, **kwargs)
     finally:
         given.bf16 = wanted
+    checkpoints.stop_and_resume(trainer)
 
 
 def _create_accelerator(former: functools.partial[None], trainer: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,15 +19,21 @@ from smp_runtime.checkpoint.live_state import random_state, restore_random_state
 from smp_runtime.checkpoint.save_and_resume import resume_from_checkpoint, save_checkpoint
 from smp_runtime.job import session as sessions
 from smp_runtime.model.distributed_model import DistributedModel
+from smp_runtime.preemption.automatic import VARIABLE, Automatic, is_wanted
+from smp_runtime.preemption.stop_agreement import StopAgreement
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
+
+logger = logging.getLogger("smp")
 
 #: The folder and the tag of what all ranks save of model and optimizer, beside Trainer's own files.
 _FOLDER, _TAG = "smp", "state"
 _SCHEDULER = "scheduler.pt"
 #: Says that a folder was saved by this library; Transformers looks for it.
 _SAVED_HERE = "user_content.pt"
+#: The last file of a checkpoint that Trainer resumes.
+_COUNTS = "trainer_state.json"
 
 
 def _state_folder(checkpoint: Any) -> Path | None:
@@ -69,6 +77,69 @@ def load_optimizer_and_scheduler(former: Callable[..., Any], trainer: Any, check
     scheduler = folder.parent / _SCHEDULER
     if scheduler.is_file():
         trainer.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+
+# -- stopping between two steps ----------------------------------------------------------------------------------------
+
+
+def stop_and_resume(trainer: Any) -> None:
+    """With ``SMP_AUTO_CHECKPOINT=1``: a request to stop makes Trainer save after the same step on all ranks, and end with 0."""
+    if not is_wanted(os.environ):
+        return
+    from transformers import TrainerCallback
+
+    session = sessions.current()
+    if (automatic := session.ranks.kept(Automatic)) is not None:
+        automatic.leave_to("Trainer saves and resumes with its own count of steps", is_told=False)
+
+    class Stop(TrainerCallback):
+        agreement: StopAgreement | None = None
+        reason: str | None = None
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if self.agreement is None:
+                self.agreement = StopAgreement(session.ranks.control)
+                session.at_leave.append(self.agreement.close)
+                self.agreement.listen()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.reason = self.reason or (self.agreement.finished_step() if self.agreement is not None else None)
+            if self.reason:
+                control.should_save = True
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if not self.reason:
+                return
+            session.ranks.control.barrier(session.ranks.members(Group.WORLD))
+            if session.ranks.rank == 0:
+                logger.warning(
+                    "stopped by %s after step %d, saved in %s; Trainer goes on from there in a job with that folder",
+                    self.reason,
+                    state.global_step,
+                    args.output_dir,
+                )
+            raise SystemExit(0)
+
+    trainer.add_callback(Stop())
+
+
+def train(
+    former: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """With ``SMP_AUTO_CHECKPOINT=1``: a script that does not say from where goes on from its newest checkpoint."""
+    if resume_from_checkpoint is None and is_wanted(os.environ):
+        control = sessions.current().ranks.control
+        resume_from_checkpoint = control.broadcast(_newest(Path(trainer.args.output_dir)), list(range(control.size)))
+        if resume_from_checkpoint is not None and control.rank == 0:
+            logger.warning("%s=1: Trainer goes on from %s", VARIABLE, resume_from_checkpoint)
+    return former(resume_from_checkpoint, *args, **kwargs)
+
+
+def _newest(folder: Path) -> str | None:
+    """Trainer's checkpoint with the most steps that has all its files; a job that was killed may have left some without."""
+    numbers = {int(p.name.rpartition("-")[2]): p for p in folder.glob("checkpoint-*") if p.name[11:].isdecimal()}
+    whole = [str(p) for _, p in sorted(numbers.items()) if (p / _COUNTS).is_file() and (p / _FOLDER).is_dir()]
+    return whole[-1] if whole else None
 
 
 # -- adapters of PEFT --------------------------------------------------------------------------------------------------

@@ -229,7 +229,10 @@ class DistributedOptimizer(SavedOptimizer):
         notes = here()
         with self._session.ranks.control.doing("optimizer.step"), notes.within(OPTIMIZER):
             notes.update()
-            return self._update(closure)
+            result = self._update(closure)
+        for heard in self._session.after_update:
+            heard(self)
+        return result
 
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         if self._model is None:

@@ -83,6 +83,8 @@ class StepFunction:
 
     def _call(self, bound: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
         session = sessions.current()
+        for begin in session.before_step:
+            begin()
         notes = here()
         with session.ranks.control.doing(f"the step {self._name}"):
             notes.begin_step()

@@ -4,6 +4,7 @@ from smdistributed.modelparallel.torch import (
     amp,
     comm,
     comm_hooks,
+    data,
     exceptions,
     model,
     nn,
@@ -13,6 +14,7 @@ from smdistributed.modelparallel.torch import (
     utils,
 )
 from smdistributed.modelparallel.torch.checkpoint import (
+    auto_resume,
     load,
     memory_checkpoint,
     newest_memory_checkpoint,
@@ -75,6 +77,7 @@ from smp_runtime.job.older_names import hvd_average_grads
 from smp_runtime.job.session import init, is_initialized, is_tracing, shutdown
 from smp_runtime.libraries import installed as _installed  # noqa: F401 - it waits for other libraries to be imported
 from smp_runtime.model.creation import delay_param_initialization, model_creation, partition, set_partition
+from smp_runtime.preemption import automatic as _automatic  # noqa: F401 - it waits for smp.init
 from smp_runtime.replacement.registration import tp_register, tp_register_with_module
 from smp_runtime.replacement.scopes import set_tensor_parallelism, tensor_parallelism
 from smp_runtime.sharding.module_hooks import register_parameter
@@ -94,10 +97,12 @@ __all__ = [
     "__version__",
     "allgather",
     "amp",
+    "auto_resume",
     "barrier",
     "broadcast",
     "comm",
     "comm_hooks",
+    "data",
     "delay_param_initialization",
     "dp_barrier",
     "dp_rank",

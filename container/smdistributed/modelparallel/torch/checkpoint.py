@@ -1,4 +1,4 @@
-"""Saving and loading: ``smp.save``, ``smp.load``, ``smp.save_checkpoint``, ``smp.resume_from_checkpoint`` and more."""
+"""Saving and loading: ``smp.save``, ``smp.load``, ``smp.save_checkpoint``, ``smp.resume_from_checkpoint``, ``smp.auto_resume``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from smp_runtime.checkpoint import object_files as objects
 from smp_runtime.checkpoint import save_and_resume as checkpoints
 from smp_runtime.job.session import current
+from smp_runtime.preemption import auto_resume as preemption
 
 
 def _of_current_session(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,3 +34,4 @@ resume_from_checkpoint = _of_current_session(checkpoints.resume_from_checkpoint)
 wait_for_checkpoint = _of_current_session(checkpoints.wait_for_checkpoint)
 memory_checkpoint = _of_current_session(checkpoints.memory_checkpoint)
 newest_memory_checkpoint = _of_current_session(checkpoints.newest_memory_checkpoint)
+auto_resume = _of_current_session(preemption.auto_resume)

@@ -264,6 +264,7 @@ def _refused_object(error: BaseException) -> str:
 #: A key of the optimizer's state and of the user content, an attribute of a state, and metadata of safetensors.
 SAVE_ID = "_smp_save"
 _CONTENT = "content"
+_POSITIONS = "data"
 
 
 def marked_state(state: Mapping[str, Any], save_id: str | None) -> OrderedDict[str, Any]:
@@ -274,16 +275,16 @@ def marked_state(state: Mapping[str, Any], save_id: str | None) -> OrderedDict[s
     return marked
 
 
-def wrapped(content: Any, save_id: str) -> dict[str, Any]:
-    """User content with the id."""
-    return {SAVE_ID: save_id, _CONTENT: content}
+def wrapped(content: Any, save_id: str, positions: Mapping[str, Any]) -> dict[str, Any]:
+    """User content with the id, and with the positions in data sets if there are any."""
+    return {SAVE_ID: save_id, _CONTENT: content, **({_POSITIONS: dict(positions)} if positions else {})}
 
 
-def unwrapped(content: Any) -> tuple[Any, str | None]:
-    """User content and its id; None for content that is not wrapped."""
-    if isinstance(content, dict) and content.keys() == {SAVE_ID, _CONTENT}:
-        return content[_CONTENT], content[SAVE_ID]
-    return content, None
+def unwrapped(content: Any) -> tuple[Any, str | None, Any]:
+    """User content, its id and the positions in data sets; None and none for content that is not wrapped."""
+    if isinstance(content, dict) and {SAVE_ID, _CONTENT} <= content.keys() <= {SAVE_ID, _CONTENT, _POSITIONS}:
+        return content[_CONTENT], content[SAVE_ID], content.get(_POSITIONS, {})
+    return content, None, {}
 
 
 def refuse_other_saves(ids: Mapping[str, str | None]) -> None:

@@ -27,7 +27,7 @@ from smp_config.recovery import (
     wants_memory,
 )
 from smp_config.whereabouts import here
-from smp_runtime.checkpoint.live_state import random_file, random_state
+from smp_runtime.checkpoint.live_state import Moment, random_file
 from smp_runtime.checkpoint.memory.host_folder import (
     Data,
     Generation,
@@ -209,12 +209,17 @@ class Copier:
         return session.ranks.keep(cls, lambda: cls(session, os.environ))
 
     def step(
-        self, model: DistributedModel, optimizer: DistributedOptimizer | None, content: Callable[[], bytes]
+        self,
+        model: DistributedModel,
+        optimizer: DistributedOptimizer | None,
+        content: Callable[[], bytes],
+        moment: Moment | None = None,
     ) -> bool:
         """A step is over: copy, if it is time to.
 
         Args:
             content: gives the script's own, as ``user_content_bytes`` has it.
+            moment: to which the copy belongs; None for now. The model and the optimizer must not have changed since.
 
         Returns:
             Whether this rank has a copy of the state of this moment.
@@ -227,7 +232,8 @@ class Copier:
         copied = None
         if self.is_on and self._number >= self._next:
             self._next = self._number + self._interval.steps
-            if self._copy(Generation(self._start, self._number), model, optimizer, content):
+            moment = moment or Moment.now(self._session)
+            if self._copy(Generation(self._start, self._number), model, optimizer, content, moment):
                 copied = time.perf_counter() - began
         self._agree()
         self._interval.call_ended(time.perf_counter(), copied)
@@ -263,6 +269,7 @@ class Copier:
         model: DistributedModel,
         optimizer: DistributedOptimizer | None,
         content: Callable[[], bytes],
+        moment: Moment,
     ) -> bool:
         tensors: list[torch.Tensor] = []
 
@@ -273,7 +280,7 @@ class Copier:
         session = self._session
         made = contents_of(session, model, optimizer, self._share, as_held=True)
         files: dict[str, Any] = {name: build(keep) for name, build in made.files.items()}  # type: ignore[arg-type]
-        files[random_file(self._rank)] = random_state(session)
+        files[random_file(self._rank)] = moment.random
         newest = self._rooms.newest
         if newest is not None and not self._all_have(newest):
             return False
@@ -290,7 +297,7 @@ class Copier:
                 "data": data.path.name,
                 "slots": [[slot.offset, list(slot.shape), str(slot.dtype)] for slot in slots],
                 "files": files,
-                "texts": files_of_job(model, content()) if self._rank == 0 else {},
+                "texts": files_of_job(model, content(), moment) if self._rank == 0 else {},
                 "steps": session.progress.step,
                 "step": here().step,
                 "saved": time.time(),

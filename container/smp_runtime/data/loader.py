@@ -1,0 +1,127 @@
+"""A loader that counts what it hands to the script, and not what its workers read ahead."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.utils.data as torch_data
+
+from smp_runtime.data.sampler import DistributedSampler
+from smp_runtime.data.stream import DistributedStream
+from smp_runtime.errors import SMPUserError
+
+
+class DataLoader(torch_data.DataLoader[Any]):
+    """A ``torch.utils.data.DataLoader`` that reads each rank's samples, and goes on where the job was, with any number of ranks.
+
+    Without a ``sampler`` it makes one, a :class:`~smp_runtime.data.sampler.DistributedSampler`; an ``IterableDataset`` is
+    divided by a :class:`~smp_runtime.data.stream.DistributedStream`. With ``drop_last`` these leave out what does not make a
+    sample for each rank, too.
+
+    Args:
+        dataset: with an index, or an ``IterableDataset``.
+        batch_size: samples of each batch on this rank, the same on all ranks.
+        shuffle: whether every epoch has a random order of its own.
+        sampler: a ``smp.data.DistributedSampler``.
+        batch_sampler: a ``BatchSampler`` of PyTorch over such a sampler.
+        others: as for PyTorch, in its order; batches are handed out in order.
+        seed: of the order, where the loader makes the sampler.
+        name: as for the sampler.
+        kept: as for the sampler.
+        options: as for PyTorch.
+
+    Raises:
+        SMPUserError: another sampler, of whose order nobody could say which samples were trained, ``in_order=False``, or workers
+            among which a data set divides itself.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        *others: Any,
+        seed: int = 0,
+        name: str | None = None,
+        kept: bool = True,
+        **options: Any,
+    ) -> None:
+        drops = bool(options.get("drop_last", others[3] if len(others) > 3 else False))
+        is_stream = isinstance(dataset, torch_data.IterableDataset)
+        if is_stream and not isinstance(dataset, DistributedStream):
+            dataset = DistributedStream(dataset, drop_last=drops, name=name, kept=kept)
+        elif not is_stream and sampler is None and batch_sampler is None:
+            sampler, shuffle = (
+                DistributedSampler(dataset, shuffle=bool(shuffle), seed=seed, drop_last=drops, name=name, kept=kept),
+                None,
+            )
+        source = dataset if is_stream else getattr(batch_sampler, "sampler", None) or sampler
+        if not isinstance(source, DistributedSampler | DistributedStream) or (
+            batch_sampler is not None and type(batch_sampler) is not torch_data.BatchSampler
+        ):
+            raise SMPUserError(
+                f"smp.data.DataLoader got sampler={sampler!r} and batch_sampler={batch_sampler!r}, but it takes a "
+                "smp.data.DistributedSampler, or a BatchSampler of PyTorch over one: of another order nobody could say which "
+                "samples were trained; leave both out, or use PyTorch's DataLoader"
+            )
+        super().__init__(dataset, batch_size, shuffle, sampler, batch_sampler, *others, **options)
+        self._draws_seeds = self.generator is None
+        if self._draws_seeds:
+            # PyTorch's would be the script's own random numbers, which go on where they were in a job that is resumed.
+            self.generator = torch.Generator()
+        if not getattr(self, "in_order", True):
+            raise SMPUserError(
+                "in_order=False hands out batches in any order; leave it out, so that each is read exactly once"
+            )
+        if isinstance(source, DistributedStream):
+            _refuse_if_divided(source.dataset, self.num_workers)
+        self.source = source
+
+    @property
+    def epoch(self) -> int:
+        """That of the next pass; after resuming the one to go on in."""
+        return self.source.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch of the next pass; one before that in which the job was resumed has no batches any more."""
+        self.source.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`smp_runtime.data.position.Source.state_dict`; of what the script was given."""
+        return self.source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See :meth:`smp_runtime.data.position.Source.load_state_dict`."""
+        self.source.load_state_dict(state)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # more than PyTorch's own kind of iterator
+        source, position = self.source, self.source.position
+        batch = getattr(self.batch_sampler, "batch_size", None) or 1
+        position.is_counted_by_loader = True  # as long as this pass lasts: others may draw from the source, too
+        if isinstance(source, DistributedStream):
+            source.tell_workers(batch, shared=self.num_workers > 0)
+        if self._draws_seeds and self.generator is not None:
+            # Ranks with the same samples change them in the same way.
+            place = (source.seed_of_order, source.epoch, source.position.index, source.rank, source.num_replicas)
+            self.generator.manual_seed(random.Random(repr(place)).getrandbits(63))
+        try:
+            for each in super().__iter__():
+                position.hand_out(batch * source.num_replicas)
+                yield each
+            position.complete()
+        finally:
+            position.is_counted_by_loader = False
+
+
+def _refuse_if_divided(dataset: Any, workers: int) -> None:
+    if workers and type(dataset).__module__.partition(".")[0] == "datasets":
+        raise SMPUserError(
+            f"a {type(dataset).__qualname__} of the library datasets divides itself among the {workers} workers, which then "
+            "have other samples than the order says; use num_workers=0, or a data set of your own that iterates over it in one "
+            "process"
+        )

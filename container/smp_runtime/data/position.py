@@ -1,0 +1,211 @@
+"""How far a job has come in the order of a data set: one number for all ranks, which checkpoints keep."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from smp_config import Group
+from smp_runtime.errors import CheckpointError, SMPUserError
+from smp_runtime.job import session as sessions
+
+if TYPE_CHECKING:
+    from smp_runtime.job.ranks import Ranks
+
+
+def batch_group(ranks: Ranks) -> Group:
+    """The ranks whose batches differ: replicas, and without ``prescaled_batch`` tensor parallel ranks too."""
+    return Group.RDP if ranks.cfg.prescaled_batch else Group.DP
+
+
+def place_among_readers(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """Among how many ranks samples are divided, and which of them this one is.
+
+    Args:
+        num_replicas: None for as many as read different samples in this job.
+        rank: None for this rank's place among them.
+
+    Raises:
+        NotInitializedError: one of them is None, and the job has not begun.
+        SMPUserError: no rank has that number.
+    """
+    if num_replicas is None or rank is None:
+        ranks = sessions.current().ranks
+        group = batch_group(ranks)
+        num_replicas = ranks.size(group) if num_replicas is None else num_replicas
+        rank = ranks.rank_in(group) if rank is None else rank
+    if not 0 <= rank < num_replicas:
+        raise SMPUserError(
+            f"rank is {rank} and num_replicas {num_replicas}, but ranks count from 0 to {num_replicas - 1}; leave both out, "
+            "and the job's own are taken"
+        )
+    return num_replicas, rank
+
+
+@dataclass
+class Position:
+    """A place in the order of a data set.
+
+    Attributes:
+        index: samples of the epoch that all ranks together were given.
+        first: the index at which passes of this epoch begin; not 0 where the job was resumed in its midst.
+        end: the index behind the last sample of the pass; None where nobody knows.
+        is_resumed: whether no pass has begun since the job was resumed.
+        is_numbered: whether the script numbers its epochs.
+        is_counted_by_loader: whether a loader counts what the script gets of this pass, because samples are drawn earlier.
+    """
+
+    epoch: int = 0
+    index: int = 0
+    first: int = 0
+    end: int | None = None
+    is_resumed: bool = False
+    is_numbered: bool = False
+    is_counted_by_loader: bool = False
+
+    def begin(self, epoch: int) -> int | None:
+        """The index at which a pass begins; None for an epoch before the one in which the job was resumed."""
+        if self.is_resumed and epoch < self.epoch:
+            return None
+        self.first = self.first if epoch == self.epoch else 0
+        self.epoch, self.index, self.end, self.is_resumed = epoch, self.first, None, False
+        return self.first
+
+    def hand_out(self, samples: int) -> None:
+        """The ranks together get so many more, as far as there are any."""
+        self.index = self.index + samples if self.end is None else min(self.index + samples, self.end)
+
+    def complete(self) -> None:
+        """The script has seen the end of a pass: the next one begins at the beginning."""
+        if self.is_resumed:  # it was one of an earlier epoch
+            return
+        self.first = 0
+        if not self.is_numbered:  # the same epoch once more, which is no repetition of what was trained
+            self.index = 0
+
+
+class Source:
+    """What gives samples in an order of the job: what is common to the sampler and to streams.
+
+    Args:
+        seed: of the order; None where the data set has one of its own.
+        name: under which checkpoints keep the position; None for a number, in the order in which sources are made.
+        kept: whether checkpoints keep it at all.
+    """
+
+    def _begin_source(self, seed: int | None, name: str | None, *, kept: bool) -> None:
+        """The last that a constructor does, since a resumed checkpoint may know this source."""
+        self.seed_of_order = seed
+        self.position = Position()
+        self.is_kept = kept
+        if kept and sessions.is_initialized():
+            Positions.of(sessions.current().ranks).add(self, name)
+
+    def _samples(self) -> int | None:
+        """In the data set; None where nobody knows."""
+        raise NotImplementedError
+
+    def _resume_at(self, epoch: int, seed: int | None) -> None:
+        """Take over the order in which a job has trained."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """``epoch``, ``index`` (samples of that epoch that all ranks together were given), ``seed`` and ``samples``."""
+        at = self.position
+        return {"epoch": at.epoch, "index": at.index, "seed": self.seed_of_order, "samples": self._samples()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken, with any number of ranks; its seed counts.
+
+        Raises:
+            SMPUserError: the state is of a data set with another number of samples, or no state.
+        """
+        self.check_state(state)
+        epoch, index = state["epoch"], state["index"]
+        self.position = Position(epoch, index, first=index, is_resumed=True, is_numbered=self.position.is_numbered)
+        self._resume_at(state["epoch"], state["seed"])
+
+    def check_state(self, state: Any) -> None:
+        """Raise as :meth:`load_state_dict` would; nothing is loaded."""
+        _check_numbers(state)
+        here, there = self._samples(), state["samples"]
+        if None not in (here, there) and here != there:
+            raise SMPUserError(
+                f"the job that was saved read a data set of {there:,} samples, but this one has {here:,}, so that the order is "
+                "another one; give the same data set, or another name= to begin a new one at its beginning"
+            )
+
+
+def _check_numbers(state: Any) -> None:
+    """Make sure that a state has the numbers that it must have."""
+
+    def is_count(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+    if not (
+        isinstance(state, Mapping)
+        and {"epoch", "index", "seed", "samples"} <= state.keys()
+        and all(is_count(state[key]) for key in ("epoch", "index"))
+        and (state["samples"] is None or is_count(state["samples"]))
+        and (state["seed"] is None or (isinstance(state["seed"], int) and not isinstance(state["seed"], bool)))
+    ):
+        raise SMPUserError(
+            f"the state of a data set is {str(state)[:200]}, but has whole numbers for epoch, index, seed and samples; pass what "
+            "state_dict() gave"
+        )
+
+
+class Positions:
+    """The sources of a job that checkpoints keep, by name."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, weakref.ref[Source]] = {}
+        self._waiting: dict[str, Mapping[str, Any]] = {}
+
+    @classmethod
+    def of(cls, ranks: Ranks) -> Positions:
+        """Those of a job; always the same object."""
+        return ranks.keep(cls, cls)
+
+    def add(self, source: Source, name: str | None) -> None:
+        """Keep a source; one that a resumed checkpoint knows goes on where it was."""
+        alive = self._alive()
+        if name is None:
+            name = next(str(number) for number in range(len(alive) + 1) if str(number) not in alive)
+        self._sources[name] = weakref.ref(source)
+        if name in self._waiting:
+            source.load_state_dict(self._waiting.pop(name))
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """What a checkpoint keeps; empty where the script has no such source."""
+        return {name: source.state_dict() for name, source in self._alive().items()}
+
+    def check(self, states: Any) -> None:
+        """Make sure that states of a checkpoint can be loaded.
+
+        Raises:
+            CheckpointError: they cannot.
+        """
+        alive = self._alive()
+        if not isinstance(states, Mapping):
+            raise CheckpointError(f"the positions in data sets are {str(states)[:200]}; the checkpoint is damaged")
+        for name, state in states.items():
+            try:
+                _check_numbers(state)
+                if name in alive:
+                    alive[name].check_state(state)
+            except SMPUserError as error:
+                raise CheckpointError(f"the data set {name!r} cannot go on: {error}") from None
+
+    def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Let every source go on where a checkpoint was saved; those that are made later, when they are."""
+        alive = self._alive()
+        self._waiting = {name: state for name, state in states.items() if name not in alive}
+        for name, source in alive.items():
+            if name in states:
+                source.load_state_dict(states[name])
+
+    def _alive(self) -> dict[str, Source]:
+        return {name: source for name, reference in self._sources.items() if (source := reference()) is not None}

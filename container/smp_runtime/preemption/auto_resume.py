@@ -1,0 +1,341 @@
+"""``smp.auto_resume``: what a job's state is, taken from the newest checkpoint and saved when the job is asked to stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from smp_config.recovery import wants_memory
+from smp_config.whereabouts import SAVE, here
+from smp_runtime.checkpoint.files.manifest import PARTIAL, checkpoints_in, newest_name
+from smp_runtime.checkpoint.files.whole_file import user_content_bytes
+from smp_runtime.checkpoint.live_state import Moment
+from smp_runtime.checkpoint.memory.copying import Copier
+from smp_runtime.checkpoint.memory.newest import newest_state
+from smp_runtime.checkpoint.save_and_resume import resume_from_checkpoint
+from smp_runtime.checkpoint.save_partial import Saver
+from smp_runtime.errors import CheckpointError, SMPUserError
+from smp_runtime.model.distributed_model import DistributedModel
+from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+from smp_runtime.preemption.stop_agreement import StopAgreement, script_handles_stops
+
+if TYPE_CHECKING:
+    from smp_runtime.job.session import Session
+
+logger = logging.getLogger("smp")
+
+#: Where checkpoints lie; set in a job, not by other launchers.
+_FOLDER_VARIABLE, _FOLDER = "SMP_CHECKPOINT_DIR", "checkpoints"
+
+#: In the user content of a checkpoint that was saved here: finished steps, states by name, and what the script has added.
+_STEP, _STATES, _OWN = "smp_step", "smp_states", "content"
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything with a state of plain containers, numbers and tensors: a scheduler, a loss scaler, a data loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Go on from a state."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What a job's state is, and where and when it is saved.
+
+    Attributes:
+        others: by name.
+        own: a dictionary, or what gives the script's own content when it is called.
+        every: steps between two checkpoints; None for none but that of a stop.
+        kept: how many checkpoints are.
+    """
+
+    model: DistributedModel
+    optimizer: DistributedOptimizer
+    folder: Path
+    others: Mapping[str, Stateful]
+    own: Any = None
+    every: int | None = None
+    kept: int | None = 2
+    in_background: bool = False
+    strict: bool = True
+
+
+class Progress:
+    """How far a job is; what :func:`auto_resume` returns. It stands for the number of finished steps in ``range(progress, steps)``.
+
+    Attributes:
+        step: finished steps, those of former jobs too: turns of the loop over :meth:`steps`, else calls of ``optimizer.step()``.
+        user_content: what the script had added to the checkpoint that was resumed; None without one.
+        resumed: whether there was one.
+    """
+
+    def __init__(self, session: Session, state: JobState, agreement: StopAgreement) -> None:
+        self.step = 0
+        self.user_content: Any = None
+        self.resumed = False
+        self._session = session
+        self._state = state
+        self._agreement = agreement
+        self._in_loop = False
+        self._has_updated = False  # since the last boundary; before an update gradients may be under way
+        self._stopped_by: str | None = None
+        self._moment: Moment | None = None  # of a boundary that is to be saved when the next step begins
+
+    def __index__(self) -> int:
+        return self.step
+
+    __int__ = __index__
+
+    def __repr__(self) -> str:
+        return f"Progress(step={self.step}, resumed={self.resumed})"
+
+    def steps(self, total: int) -> Iterator[int]:
+        """The numbers of the steps that are left, from 0 in a job that begins, up to ``total`` − 1.
+
+        What the body of the loop has done is saved, whatever it does after ``optimizer.step()``. Checkpoints are saved, and a job
+        that is asked to stop ends, between two turns.
+        """
+        self._in_loop = True
+        try:
+            while self.step < total:
+                yield self.step
+                self.step += 1
+                if self._has_updated:
+                    self._has_updated = False
+                    if self._stopped_by or (self._is_due() and self.step < total):
+                        self._save_and_stop(None)
+                    self._copy(None)
+        finally:
+            self._in_loop = False
+
+    # -- what the session calls ------------------------------------------------------------------------------------
+
+    def on_update(self, optimizer: object) -> None:
+        """The optimizer has updated: ask whether to stop, and note what the rest of the turn may change."""
+        if optimizer is not self._state.optimizer:
+            return
+        self._has_updated = True
+        if self._moment is not None:  # no step in between: the script calls the model without one
+            self._end_turn(self._moment)
+        self._stopped_by = self._stopped_by or self._agreement.finished_step()
+        if not self._in_loop:
+            self.step += 1
+            if self._stopped_by or self._is_due() or wants_memory(os.environ):
+                self._moment = Moment.now(self._session)
+
+    def on_step(self) -> None:
+        """A step begins: what the script does after ``optimizer.step()``, such as a scheduler's, is done."""
+        if self._moment is not None and not self._in_loop:
+            self._end_turn(self._moment)
+
+    # -- saving and resuming ---------------------------------------------------------------------------------------
+
+    def _is_due(self) -> bool:
+        return bool(self._state.every) and self.step % (self._state.every or 1) == 0
+
+    def _end_turn(self, moment: Moment) -> None:
+        """Of a loop that is not over :meth:`steps`: all that belongs to the step of that moment is done."""
+        self._moment = None
+        if self._stopped_by or self._is_due():
+            self._save_and_stop(moment)
+        self._copy(moment)
+
+    def _copy(self, moment: Moment | None) -> None:
+        """Keep the state in shared memory, where the job wants that; see ``memory_checkpoint``."""
+        copier = Copier.of(self._session)
+        if copier is not None and self._state.model.partitioned:
+            with here().within(SAVE):
+                copier.step(self._state.model, self._state.optimizer, self._content, moment)
+
+    def _save_and_stop(self, moment: Moment | None) -> None:
+        """Save; with a request to stop, end the process with exit code 0."""
+        state, reason = self._state, self._stopped_by
+        folder = state.folder / f"step{self.step}{PARTIAL}"
+        with self._session.ranks.control.doing("smp.auto_resume"), here().within(SAVE):
+            Saver.of(self._session).save(
+                folder,
+                f"step{self.step}",
+                state.model,
+                state.optimizer,
+                self._content,
+                keep=state.kept,
+                in_background=state.in_background and reason is None,
+                moment=moment,
+            )
+        if reason is not None:
+            if self._session.ranks.rank == 0:
+                logger.warning(
+                    "stopped by %s after step %d, saved as %s; a job with this folder goes on from there",
+                    reason,
+                    self.step,
+                    folder,
+                )
+            raise SystemExit(0)
+
+    def _content(self) -> bytes:
+        """Of rank 0."""
+        own = self._state.own() if callable(self._state.own) else self._state.own
+        states = {name: other.state_dict() for name, other in self._state.others.items()}
+        return user_content_bytes({_STEP: self.step, _STATES: states, _OWN: own}, trusted=False)
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint, or what lies in memory after a restart in place, if there is any; every rank calls it.
+
+        Raises:
+            CheckpointError: it is damaged, of another model, or has not the states that are asked for.
+        """
+        in_memory = newest_state(self._session) is not None
+        if not _has_any(self._session, self._state.folder) and not in_memory:
+            return
+        content = resume_from_checkpoint(self._session, str(self._state.folder))
+        self.resumed = True
+        if isinstance(content, dict) and content.keys() == {_STEP, _STATES, _OWN}:
+            self.step, self.user_content = content[_STEP], content[_OWN]
+            saved = content[_STATES]
+        else:
+            self.step, self.user_content, saved = self._session.progress.step, content, {}
+            self._refuse(
+                "it was not saved by smp.auto_resume, and has no number of steps of its own and no state but the model's"
+            )
+        missing = sorted(self._state.others.keys() - saved.keys())
+        unused = sorted(saved.keys() - self._state.others.keys())
+        if missing or unused:
+            self._refuse(
+                f"it has no state of {', '.join(missing) or 'others'} and one of {', '.join(unused) or 'no other'}"
+            )
+        for name in saved.keys() & self._state.others.keys():
+            self._state.others[name].load_state_dict(saved[name])
+        if isinstance(self._state.own, dict) and isinstance(self.user_content, Mapping):
+            self._state.own.update(self.user_content)
+        if self._session.ranks.rank == 0:
+            logger.info("resumed after step %d from %s", self.step, self._state.folder)
+
+    def _refuse(self, why: str) -> None:
+        """Of a checkpoint that has other states than the script wants."""
+        said = f"the checkpoint in {self._state.folder} does not fit: {why}"
+        if self._state.strict:
+            raise CheckpointError(
+                f"{said}; give auto_resume the same names as when it was saved, an empty folder=, or strict=False, with which what "
+                "is missing begins anew"
+            )
+        if self._session.ranks.rank == 0:
+            logger.warning("%s; what is missing begins anew", said)
+
+
+def auto_resume(
+    session: Session,
+    model: DistributedModel,
+    optimizer: DistributedOptimizer,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    every: int | None = None,
+    user_content: dict[str, Any] | Callable[[], Any] | None = None,
+    num_kept_partial_checkpoints: int | None = 2,
+    async_save: bool = False,
+    strict: bool = True,
+    **states: Stateful,
+) -> Progress:
+    """Go on where a former job has stopped, and stop so that the next one can; every rank calls it once, before its loop.
+
+    Loads the newest checkpoint in ``folder``, saved with any degrees and number of processes, if there is one: model, optimizer,
+    random numbers, ``states`` and ``user_content``. From then on SIGTERM to any rank makes all finish the same step, save, and end
+    with exit code 0.
+
+    Between two turns of ``for step in progress.steps(total)`` everything is as the body has left it. In a loop of another kind
+    the checkpoint is saved when the next ``@smp.step`` begins, with the random numbers as they were after ``optimizer.step()``.
+
+    Args:
+        model: what ``smp.DistributedModel`` returned.
+        optimizer: what ``smp.DistributedOptimizer`` returned.
+        folder: of checkpoints; default: ``SMP_CHECKPOINT_DIR``, else ``checkpoints``.
+        every: save each so many steps, but not after the last; None saves only when the job is stopped.
+        user_content: plain containers, numbers, strings and tensors that belong to the state. A dictionary is updated with what
+            was saved, a function gives them when they are saved; rank 0's are saved.
+        num_kept_partial_checkpoints: older ones are removed beyond this number; None keeps all.
+        async_save: write checkpoints of ``every`` while training goes on.
+        strict: False lets a checkpoint without some of ``states`` pass, which begin anew.
+        states: by name, what else goes on: schedulers, ``GradScaler``, anything with ``state_dict`` and ``load_state_dict``.
+
+    Returns:
+        How far the job is: ``range(progress, total)`` and ``progress.steps(total)`` are the steps that are left.
+
+    Raises:
+        SMPUserError: not the wrapped model and optimizer, or a state that is none.
+        CheckpointError: a checkpoint that is damaged, of another model, or without ``states``; see ``strict``.
+    """
+    if not isinstance(model, DistributedModel) or not isinstance(optimizer, DistributedOptimizer):
+        raise SMPUserError(
+            f"smp.auto_resume got a {type(model).__name__} and a {type(optimizer).__name__}; pass what smp.DistributedModel and "
+            "smp.DistributedOptimizer returned"
+        )
+    if session.models != [model] or session.optimizers != [optimizer]:
+        raise SMPUserError(
+            f"smp.auto_resume saves one wrapped model and one wrapped optimizer, but {len(session.models)} and "
+            f"{len(session.optimizers)} are alive: save them with smp.save_checkpoint(model=…, optimizer=…), and remember "
+            "SIGTERM in a handler of the script's own (docs/preemption.md)"
+        )
+    for name, other in states.items():
+        if not isinstance(other, Stateful):
+            raise SMPUserError(
+                f"{name}= of smp.auto_resume is a {type(other).__name__} without state_dict and load_state_dict; pass plain "
+                "values in user_content="
+            )
+    if every is not None and every < 1:
+        raise SMPUserError(
+            f"every is {every} steps; save each 1 or more, or None for a checkpoint when the job is stopped"
+        )
+    if session.ranks.kept(Progress) is not None:
+        raise SMPUserError(
+            "smp.auto_resume was called a second time in this job, or after the first step of one with SMP_AUTO_CHECKPOINT=1, "
+            "which has begun without it; call it once, before the loop"
+        )
+    state = JobState(
+        model,
+        optimizer,
+        Path(folder) if folder else default_folder(),
+        states,
+        user_content,
+        every,
+        num_kept_partial_checkpoints,
+        async_save,
+        strict,
+    )
+    return begin(session, state)
+
+
+def begin(session: Session, state: JobState) -> Progress:
+    """Resume, and listen to requests to stop; every rank calls it, once per job."""
+    agreement = StopAgreement(session.ranks.control)
+    session.at_leave.append(agreement.close)
+    if not agreement.listen():
+        logger.log(
+            logging.WARNING if script_handles_stops() else logging.INFO,
+            "rank %d: the script handles SIGTERM itself, or does not run in the main thread: this rank stops when another is asked "
+            "to, and not by its own SIGTERM",
+            session.ranks.rank,
+        )
+    # All ranks listen before any goes on: resuming brings them together.
+    progress = session.ranks.keep(Progress, lambda: Progress(session, state, agreement))
+    progress.resume()
+    session.after_update.append(progress.on_update)
+    session.before_step.append(progress.on_step)
+    return progress
+
+
+def default_folder() -> Path:
+    """Where a job's checkpoints lie."""
+    return Path(os.environ.get(_FOLDER_VARIABLE) or _FOLDER)
+
+
+def _has_any(session: Session, folder: Path) -> bool:
+    """Whether any rank sees a checkpoint, so that one must be resumed; all ranks call it."""
+    found = newest_name(folder) is not None or bool(checkpoints_in(folder))
+    return any(session.ranks.control.allgather(found, list(range(session.ranks.control.size))))
