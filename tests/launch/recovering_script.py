@@ -13,6 +13,7 @@ import smdistributed.modelparallel.torch as smp
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=8)
 parser.add_argument("--pause", type=float, default=0.0)
+parser.add_argument("--loop", default="own")
 args, _ = parser.parse_known_args()
 
 smp.init()
@@ -54,20 +55,26 @@ model = smp.DistributedModel(net)
 optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
 begin = 0
-if smp.newest_memory_checkpoint() is not None:
+if args.loop != "own":
+    progress = smp.auto_resume(model, optimizer, scheduler=scheduler)
+    begin = progress.step
+elif smp.newest_memory_checkpoint() is not None:
     content = smp.resume_from_checkpoint(os.environ["SMP_CHECKPOINT_DIR"])
     begin = content["step"]
     scheduler.load_state_dict(content["scheduler"])
+batches = iter(smp.data.DataLoader(range(100_000), batch_size=4, shuffle=True))
 tell("start", begin, os.getpid(), time.monotonic())
-for step in range(begin, args.steps):
-    draw = torch.Generator().manual_seed(1000 * step + smp.dp_rank())
+for step in progress.steps(args.steps) if args.loop == "steps" else range(begin, args.steps):
+    samples = next(batches)
+    draw = torch.Generator().manual_seed(int(samples @ torch.arange(len(samples))))
     x, y = torch.randn(16, 8, generator=draw), torch.randint(0, 4, (16,), generator=draw)
     model.train()
     optimizer.zero_grad()
     train_step(model, x, y)
     optimizer.step()
     scheduler.step()
-    smp.memory_checkpoint(model, optimizer, {"step": step + 1, "scheduler": scheduler.state_dict()})
+    if args.loop == "own":
+        smp.memory_checkpoint(model, optimizer, {"step": step + 1, "scheduler": scheduler.state_dict()})
     tell("step", step, os.getpid(), time.monotonic())
     time.sleep(args.pause)
 state = {name: value for name, value in model.local_state_dict().items() if isinstance(value, torch.Tensor)}

@@ -91,11 +91,11 @@ def to_end(running):
 def train(launcher):
     """Makes the job of a topology: ``train(name, steps, folder)``."""
 
-    def make(name, steps, folder, pause=0.0):
+    def make(name, steps, folder, pause=0.0, loop="own"):
         processes, parameters = TOPOLOGIES[name]
         launcher.folder = folder
         folder.mkdir()
-        hyperparameters = {"mp_parameters": parameters, "steps": steps, "pause": pause}
+        hyperparameters = {"mp_parameters": parameters, "steps": steps, "pause": pause, "loop": loop}
         return launcher.job(SCRIPT.read_text(), processes, hyperparameters=hyperparameters)
 
     return make
@@ -121,10 +121,18 @@ def assert_same(found, expected):
 
 
 @pytest.mark.timeout(330)
-def test_ranks_that_die_between_and_within_steps(launcher, train, undisturbed, tmp_path):
+@pytest.mark.parametrize(
+    ("loop", "phase"),
+    [
+        pytest.param("own", "save", marks=pytest.mark.full),
+        pytest.param("steps", "save", marks=pytest.mark.full),
+        ("range", "optimizer"),  # smp.auto_resume in a loop of the script's own, which copies when the next step begins
+    ],
+)
+def test_ranks_that_die_between_and_within_steps(launcher, train, undisturbed, tmp_path, loop, phase):
     expected = undisturbed("dp 2", 6)
-    job = train("dp 2", 6, tmp_path / "killed")
-    faults = "kill@rank=1,step=3,phase=backward;kill@rank=0,step=5,phase=save,restart=1"
+    job = train("dp 2", 6, tmp_path / "killed", loop=loop)
+    faults = f"kill@rank=1,step=3,phase=backward;kill@rank=0,step=5,phase={phase},restart=1"
     text = to_end(launcher.start(job, environment={**RECOVERS, "SMP_FAULTS": faults}))
     assert "failed in step 3: rank 1 (algo-1): was killed by signal 9 (SIGKILL) in backward of step 3" in text
     assert "failed in step 5: rank 0 (algo-1): was killed by signal 9 (SIGKILL)" in text
