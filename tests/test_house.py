@@ -221,8 +221,9 @@ def test_the_public_surface_is_frozen():
         dp_barrier
         dp_rank dp_size exceptions get_dp_group get_dp_process_group get_mp_group get_mp_process_group get_pp_group
         get_pp_process_group get_rdp_group get_rdp_process_group get_tp_group get_tp_process_group
-        get_world_process_group hvd_average_grads init is_initialized is_tracing load local_rank local_size model model_creation
-        mp_barrier mp_rank mp_size nn optimizer optimizers partition patches pp_rank pp_size rank rdp_rank rdp_size
+        get_world_process_group hvd_average_grads init is_initialized is_tracing load local_rank local_size memory_checkpoint
+        model model_creation mp_barrier mp_rank mp_size newest_memory_checkpoint nn optimizer optimizers partition patches
+        pp_rank pp_size rank rdp_rank rdp_size
         recv_from register_parameter
         resume_from_checkpoint save save_checkpoint send set_activation_checkpointing set_partition set_tensor_parallelism
         shutdown size

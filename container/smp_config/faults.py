@@ -31,7 +31,7 @@ KINDS = {
     "disk_full": "may write no file beyond `bytes` from then on",
 }
 
-_NUMBERS = {"rank": int, "step": int, "seconds": float, "bytes": int}
+_NUMBERS = {"rank": int, "step": int, "restart": int, "seconds": float, "bytes": int}
 _EXAMPLE = "kill@rank=2,step=30,phase=backward"
 
 
@@ -44,6 +44,7 @@ class Fault:
         rank: of the job; None for every rank.
         step: counted from 1.
         phase: empty for the step's begin.
+        restart: how often the job's ranks were started before: a fault happens in one of the starts.
         seconds: of a slow link's delay.
         size: bytes that a file may have when the disk is full.
     """
@@ -52,6 +53,7 @@ class Fault:
     rank: int | None = None
     step: int = 1
     phase: str = whereabouts.FORWARD
+    restart: int = 0
     seconds: float = 0.05
     size: int = 0
     is_over: bool = field(default=False, compare=False)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smp_config.rank_lists import ranks_of, ranks_text
+from smp_config.recovery import restart_count
 from smp_config.script_lines import script_line
 
 #: Names the folder where the ranks of a machine keep their records, as ``<rank>``; without it they keep none.
@@ -207,6 +208,11 @@ class Notes:
         self._has_steps = True
         self.enter(FORWARD)
 
+    def go_on(self, step: int) -> None:
+        """The rank goes on with a training that had begun so many steps before its ranks were started again."""
+        self.step = step
+        self._write_state()
+
     def update(self) -> None:
         """An optimizer updates; in a script without step functions, that is what its steps are counted by."""
         if not self._has_steps:
@@ -375,6 +381,9 @@ def begin(environ: Mapping[str, str], rank: int) -> Notes:
     if not folder or _notes.are_kept:
         return _notes
     try:
+        if restart_count(environ):  # where another host has the launcher, the record of the start before is still there
+            Path(folder, str(rank)).unlink(missing_ok=True)
+            Path(folder, f"{rank}{STACKS_SUFFIX}").unlink(missing_ok=True)
         kept = Notes(Path(folder, str(rank)), rank)
         # Not closed: it is written by a signal's handler, until the process ends.
         stacks = os.open(Path(folder, f"{rank}{STACKS_SUFFIX}"), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)

@@ -20,10 +20,10 @@ from smp_launch.environment import TrainingEnvironment, gpu_count
 from smp_launch.errors import CANNOT_START, LaunchError, Stopped
 from smp_launch.failure import Cause, write_failure
 from smp_launch.hosts import SIMULATED_VARIABLE, Kind, Layout
-from smp_launch.leader import Job, run_job, run_over_hosts, stop_code
+from smp_launch.leader import Job, run_job, run_over_hosts
 from smp_launch.locked_folders import LeaderStatus, StatusDir
 from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
-from smp_launch.supervise import LAST_RESORT, grace_seconds, say
+from smp_launch.supervise import LAST_RESORT, grace_seconds, say, stop_code
 from smp_launch.toolkit import prepare_code
 from smp_launch.tree import Tree
 from smp_launch.worker import serve_leader, wait_for_leader

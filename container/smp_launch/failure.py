@@ -64,10 +64,17 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a job failed: one line for people, and what else is known."""
+    """Why a job failed: one line for people, and what else is known.
+
+    Attributes:
+        error: the name of the exception, where it was one.
+        rank: that is told to have failed; None where it is not known.
+    """
 
     headline: str
     detail: str = ""
+    error: str = ""
+    rank: int | None = None
 
     def text(self) -> str:
         """What the failure file holds."""
@@ -203,9 +210,11 @@ class FailureCollector:
                 f"{who}: ended with exit code {number}{self._where(rank)}; it did not raise an exception, so the "
                 "script or a library called os._exit: its last words are in the log",
                 self.consequences(),
+                rank=rank,
             )
         if record is not None:
-            return Cause(_one_line(record.headline()), record.traceback or record.message)
+            detail = record.traceback or record.message
+            return Cause(_one_line(record.headline()), detail, record.error_type, record.rank)
         if stopped_by:
             return Cause(f"the job was stopped by {stopped_by} before its script ended")
         how = f"was killed by {_signal_name(-returncode)}" if returncode < 0 else f"ended with code {returncode}"
@@ -274,6 +283,7 @@ class FailureCollector:
             f"{where}: was killed by signal {number} ({_signal_name(number)}){self._where(rank)}"
             + (f": {hint}" if hint else ""),
             self.consequences(),
+            rank=rank,
         )
 
 

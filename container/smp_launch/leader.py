@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp_config.mpi_options import MergedOptions, MpiOption, merge, parse_mpi_options, variables
+from smp_config.recovery import COUNT_VARIABLE, SHARED_MEMORY, max_restarts
 from smp_config.secrets import masked_words
 from smp_config.smddp import BufferSizes
 from smp_config.whereabouts import FOLDER_VARIABLE
@@ -21,7 +22,9 @@ from smp_launch.failure import REPORT_VARIABLE, Cause, FailureCollector
 from smp_launch.followers import Followers
 from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
 from smp_launch.locked_folders import STATUS_VARIABLE, LeaderStatus, private_dir
+from smp_launch.memory_folder import memory_folder
 from smp_launch.network import PORT_VARIABLE, reserved_port, shared_memory_warning, usable_interface
+from smp_launch.restarts import Attempt, Restarts
 from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
 from smp_launch.ssh import Client
 from smp_launch.supervise import (
@@ -30,22 +33,18 @@ from smp_launch.supervise import (
     GRACE_VARIABLE,
     Outcome,
     Supervisor,
+    exit_code,
     grace_seconds,
     say,
     show,
 )
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.patience import Patience
-from smp_launch.watch.report import cause_of_hang, last_seen, write_report
+from smp_launch.watch.report import cause_of_hang, last_seen, last_step, write_report
 from smp_launch.watch.watch import Watch
 
 if TYPE_CHECKING:
     from smp_config.job import JobSettings
-
-#: Exit codes for a stop that the script did not turn into a success, as a shell has them.
-_STOP_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129}
-
-_SHARED_MEMORY = Path("/dev/shm")
 
 #: Seconds within which a rank's failure may be the consequence of a host's end that was noticed later.
 _SAME_MOMENT = 2.0
@@ -65,6 +64,7 @@ class Job:
     buffers: BufferSizes
     mpi: OpenMpi | None
     patience: Patience
+    restarts: int
 
     @classmethod
     def read(
@@ -86,7 +86,8 @@ class Job:
         merge((), custom).raise_for_conflicts()
         buffers = BufferSizes.from_environment(variables(custom), environ)
         mpi = None if layout.kind is Kind.SCRIPT else OpenMpi.find(environ)
-        job = cls(training, layout, entry_point, custom, buffers, mpi, Patience.from_environment(environ))
+        patience, restarts = Patience.from_environment(environ), max_restarts(environ)
+        job = cls(training, layout, entry_point, custom, buffers, mpi, patience, restarts)
         if mpi is not None:
             job.options(PrivateDirs()).raise_for_conflicts()
         return job
@@ -114,6 +115,7 @@ class Job:
     def announced(self, environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
         """What ranks on other hosts must get from the leader; the rest of their environment is their own host's."""
         values = {**self.buffers.to_environment(), LAYOUT_VARIABLE: self.layout.to_text(), "PYTHONUNBUFFERED": "1"}
+        values[COUNT_VARIABLE] = environ.get(COUNT_VARIABLE, "0")
         if self.layout.kind is not Kind.DATA_PARALLEL or PORT_VARIABLE in environ:
             yield values
         else:
@@ -123,10 +125,18 @@ class Job:
 
     def watched(self, records: Path, others: Followers | None, passed: dict[str, str]) -> Watch | None:
         """The watch over all ranks, which are told in ``passed`` where to keep their records; None where it is not wanted."""
+        if self.patience.watches or self.restarts:
+            passed[FOLDER_VARIABLE] = str(records)
         if not self.patience.watches:
             return None
-        passed[FOLDER_VARIABLE] = str(records)
         return Watch([LocalRanks(records, wakes=True), *(others.ranks() if others is not None else ())], self.patience)
+
+    def forget_failure(self) -> None:
+        """Remove the failure files that scripts have written of a failure after which they are started again."""
+        tree, here = self.training.tree, self.training.current_host
+        hosts = self.layout.hosts if self.layout.simulated else (here,)
+        for host in hosts:
+            tree.of_host(host, here).failure_file.unlink(missing_ok=True)
 
     def describe(self) -> str:
         """One line for the log: hosts, processes, program."""
@@ -174,6 +184,14 @@ def run_job(
         say(EMULATION_LINE)
     for default, custom in job.options(PrivateDirs()).replaced:
         say(f"custom_mpi_options: '{custom}' instead of '{default}'")
+    with memory_folder(environ) as memory:
+        passed = {**environ, **memory}
+        restarts = Restarts(job.restarts, stop, job.forget_failure)
+        return restarts.run(lambda count: _start(job, stop, {**passed, COUNT_VARIABLE: str(count)}, others))
+
+
+def _start(job: Job, stop: StopRequests, environ: Mapping[str, str], others: Followers | None) -> Attempt:
+    """Run the ranks to their end, once: all that a start makes is gone afterwards, so that the next meets none of it."""
     collector = FailureCollector(job.layout.host_of, mpirun=job.mpi is not None)
     supervisor = Supervisor(
         stop,
@@ -203,16 +221,25 @@ def run_job(
         if dirs.session:
             collector.read_reports(dirs.session)
         collector.last_seen = last_seen(records)
-    show(collector.finish(), 2)
+        show(collector.finish(), 2)
+        code, cause, is_final = _verdict(job, outcome, collector, others)
+        return Attempt(code, cause, last_step(records, cause.rank) if cause else None, is_final)
+
+
+def _verdict(
+    job: Job, outcome: Outcome, collector: FailureCollector, others: Followers | None
+) -> tuple[int, Cause | None, bool]:
+    """The exit code of a start, why it failed, if it did, and whether that is the job's end."""
+    stopped = outcome.stopped_by is not None
     if outcome.hang is not None:
         write_report(job.training.tree.output_data_dir, outcome.hang)
-        return 1, cause_of_hang(outcome.hang, job.layout.host_of)
+        return 1, cause_of_hang(outcome.hang, job.layout.host_of), stopped
     if outcome.returncode == 0 and not collector.records:
-        return 0, None
+        return 0, None, True
     if others is not None and (cause := _lost_host(others, collector)) is not None:
-        return exit_code(outcome), cause
+        return exit_code(outcome), cause, True
     program = job.mpi.path.name if job.mpi else job.entry_point
-    return exit_code(outcome), cause_of(collector, outcome, program)
+    return exit_code(outcome), cause_of(collector, outcome, program), stopped or bool(others and others.lost())
 
 
 def _lost_host(followers: Followers, collector: FailureCollector) -> Cause | None:
@@ -239,18 +266,6 @@ def cause_of(collector: FailureCollector, outcome: Outcome, program: str) -> Cau
     )
 
 
-def stop_code(reason: str) -> int:
-    """The exit code of a job that was stopped and did not end well."""
-    return _STOP_CODES.get(reason, 143)
-
-
-def exit_code(outcome: Outcome) -> int:
-    """The exit code of a run that did not end well, as a shell has them."""
-    if outcome.stopped_by:
-        return stop_code(outcome.stopped_by)
-    return outcome.returncode if 0 < outcome.returncode < 256 else 1
-
-
 @contextmanager
 def _private_dirs(job: Job, others: Followers | None) -> Iterator[PrivateDirs]:
     """Folders for sockets and shared memory that vanish with the job, even when its ranks were killed.
@@ -263,6 +278,6 @@ def _private_dirs(job: Job, others: Followers | None) -> Iterator[PrivateDirs]:
     with ExitStack() as stack:
         session = stack.enter_context(private_dir(Path(tempfile.gettempdir())))
         memory = None
-        if job.mpi is not None and os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
-            memory = stack.enter_context(private_dir(_SHARED_MEMORY))
+        if job.mpi is not None and os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
+            memory = stack.enter_context(private_dir(SHARED_MEMORY))
         yield PrivateDirs(session, memory)

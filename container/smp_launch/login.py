@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from smp_config import recovery
 from smp_config.whereabouts import FOLDER_VARIABLE
 from smp_launch.command import as_root, without_scheduler
 from smp_launch.environment import HOST_VARIABLE
@@ -44,12 +45,20 @@ def main(arguments: Sequence[str]) -> int:
     records = records_of(status_dir)
     if records.is_dir():
         own[FOLDER_VARIABLE] = str(records)
+    memory = memory_of(status_dir)
+    if memory.is_symlink():
+        own[recovery.FOLDER_VARIABLE] = os.readlink(memory)
     os.execve("/bin/bash", ["bash", "-c", wanted], {**environ, **own})
 
 
 def records_of(status_dir: str) -> Path:
     """Where this host's ranks keep their records, if they are watched."""
     return Path(status_dir).with_name(RECORDS)
+
+
+def memory_of(status_dir: str) -> Path:
+    """A link to the folder in shared memory in which this host's ranks keep their state, if they do."""
+    return Path(status_dir).with_name("memory")
 
 
 def follow(status_dir: StatusDir) -> int:

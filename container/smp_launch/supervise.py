@@ -52,6 +52,9 @@ _DRAIN_PATIENCE = 1.0
 
 _READ_BYTES = 1 << 16
 
+#: Exit codes for a stop that the script did not turn into a success, as a shell has them.
+_STOP_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129}
+
 #: Wherever it stands: an option of mpirun may have put a mark of its own before it.
 _STARTED = re.compile(re.escape(STARTED_PREFIX) + r"(\d+) (\d+)")
 
@@ -324,6 +327,18 @@ def say(text: str) -> None:
     """A word of the launcher itself in the job's log."""
     sys.stdout.flush()
     show([f"smp-launch: {text}"], 2)
+
+
+def stop_code(reason: str) -> int:
+    """The exit code of a job that was stopped and did not end well."""
+    return _STOP_CODES.get(reason, 143)
+
+
+def exit_code(outcome: Outcome) -> int:
+    """The exit code of a run that did not end well, as a shell has them."""
+    if outcome.stopped_by:
+        return stop_code(outcome.stopped_by)
+    return outcome.returncode if 0 < outcome.returncode < 256 else 1
 
 
 def grace_seconds(environ: Mapping[str, str]) -> float:

@@ -11,14 +11,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from smp_config.recovery import FOLDER_VARIABLE
 from smp_launch.errors import LaunchError
 from smp_launch.failure import Cause
 from smp_launch.followers import hosts_patience
 from smp_launch.locked_folders import STATUS_VARIABLE, LeaderStatus, StatusDir, private_dir
-from smp_launch.login import records_of
+from smp_launch.login import memory_of, records_of
+from smp_launch.memory_folder import memory_folder
 from smp_launch.network import shared_memory_warning
 from smp_launch.processes import adopt_orphans, kill_descendants, reap
 from smp_launch.ssh import login_program, serving, trusted_addresses
@@ -55,11 +58,14 @@ def serve_leader(
         say(warning)
     patience = hosts_patience(environ)
     adopt_orphans()
-    with private_dir(Path(tempfile.gettempdir())) as folder:
+    with ExitStack() as stack:
+        folder = stack.enter_context(private_dir(Path(tempfile.gettempdir())))
         status_dir = StatusDir(folder / "leader")
         status_dir.path.mkdir()
         if Patience.from_environment(environ).watches:
             records_of(str(status_dir.path)).mkdir()
+        if told := stack.enter_context(memory_folder(environ)):
+            memory_of(str(status_dir.path)).symlink_to(told[FOLDER_VARIABLE])
         trusted = trusted_addresses(leader, stop, environ, patience)
         try:
             with serving(folder, trusted, login_program(os.getpid(), host, status_dir.path), environ):

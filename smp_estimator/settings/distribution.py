@@ -13,7 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from smp_config import ConfigError, Group, JobSettings, ModelParallelParameters, Topology, emulation, faults, limits
+from smp_config import (
+    ConfigError,
+    Group,
+    JobSettings,
+    ModelParallelParameters,
+    Topology,
+    emulation,
+    faults,
+    limits,
+    recovery,
+)
 from smp_config.errors import shown, suggest
 from smp_config.job import HYPERPARAMETER_CHARACTERS, MP_PARAMETERS, MPI_PROCESSES
 from smp_config.mpi_options import MpiOption, check_mpi_options, merge, variables
@@ -360,6 +370,8 @@ def _check_variables(exported: Mapping[str, str], environment: Mapping[str, Any]
     given = {**{name: value for name, value in environment.items() if isinstance(value, str)}, **exported}
     limits.timeout_seconds(given)
     limits.hang_seconds(given)
+    recovery.max_restarts(given)
+    recovery.wants_memory(given)
     faults.parse(given.get(faults.VARIABLE, ""))
     limits.throttle_limit(given)
     emulation.is_asked_for(given)

@@ -81,7 +81,7 @@ def test_a_code_after_another_rank_has_told_is_its_consequence():
 def test_a_rank_that_has_told_why_is_told_so():
     collector = heard(CODES[0], 1, "SystemExit", "3")
     assert collector.first_cause(3, first_ended=1, ended_unheard={1}) == Cause(
-        "rank 1 (algo-2): SystemExit: 3", "trace 1"
+        "rank 1 (algo-2): SystemExit: 3", "trace 1", "SystemExit", 1
     )
 
 

@@ -87,7 +87,7 @@ def test_ended_with_a_code(text):
 
 def test_the_earliest_record_is_the_cause():
     collector, shown = hear(CODE_5, records=[record(0, 20.0, message="later"), record(1, 10.0)])
-    assert collector.first_cause(1) == Cause("rank 1 (algo-2): ValueError: boom", "trace 1")
+    assert collector.first_cause(1) == Cause("rank 1 (algo-2): ValueError: boom", "trace 1", "ValueError", 1)
     assert shown == []
 
 

@@ -227,3 +227,27 @@ def test_what_cannot_start_is_told_before_anything_does(folder, capfd, words, en
     done = CliRunner().invoke(run_script, list(map(str, words)), env=environ)
     assert done.exit_code == 2
     assert said in capfd.readouterr().err
+
+
+FAILS = """
+import os, sys, time
+from smp_config.whereabouts import here
+count = int(os.environ["SMP_RESTART_COUNT"])
+here().begin_step()
+print("rank", os.environ["SMP_RANK"], "start", count, len(os.environ["SMP_JOB_SECRET"]), flush=True)
+if os.environ["SMP_RANK"] == "1" and (count == 0 or sys.argv[1] == "always"):
+    raise ConnectionError(f"lost after {time.monotonic()} s")
+time.sleep(100 if count == 0 else 0)
+"""
+
+
+@pytest.mark.parametrize("when", ["once", pytest.param("always", marks=pytest.mark.full)])
+def test_ranks_are_started_again(folder, when):
+    (folder / "train.py").write_text(FAILS)
+    code, log = run("--processes", 2, "train.py", when, environ={"SMP_MAX_RESTARTS": "5"})
+    assert "failed in step 1: rank 1" in log
+    assert "(restart 1 of 5)" in log
+    assert "rank 0 start 1 64" in log
+    assert code == (0 if when == "once" else 1), log
+    assert ("the same fault came in step 1 before: the ranks are not started again" in log) == (when == "always")
+    assert "restart 2" not in log

@@ -138,6 +138,16 @@ class Training:
         return [value.clone() for value in state]
 
 
+def held(run: Training) -> list[torch.Tensor]:
+    """Copies of what this rank itself has of the model and of the optimizer's state, parts of sharded tensors too."""
+    from smp_runtime.checkpoint.live_state import buffers, masters, weights
+
+    found = [h.tensor for kind in (weights, masters, buffers) for h in kind(run.model)]
+    return [
+        value.clone() for value in (*found, *(v for values in run.optimizer.state.values() for v in values.values()))
+    ]
+
+
 def train_and_save(path: str, tag: str, first: int, last: int) -> list[float]:
     """A job that trains and saves once."""
     from support.checkpoint_training import Training

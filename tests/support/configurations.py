@@ -280,6 +280,8 @@ WRONG = [
     Probe("time limit", {**smp(8, ddp=True), "environment": {"SMP_TIMEOUT_SECONDS": "soon"}}, (r"'soon'", r"above 0")),
     Probe("throttle", options("-x SMP_NCCL_THROTTLE_LIMIT=0"), (r"is '0'", r"-1 for no limit")),
     Probe("watch", options("-x SMP_HANG_SECONDS=soon"), (r"is 'soon'", r"or 0 for no watch")),
+    Probe("restarts", options("-x SMP_MAX_RESTARTS=some"), (r"is 'some'", r"a whole number from 0")),
+    Probe("memory", options("-x SMP_MEMORY_CHECKPOINT=yes"), (r"is 'yes'", r"set 1, or 0")),
     Probe("drill", options("-x SMP_FAULTS=kill@rank=one"), (r"'rank=one'", r"a number from 0")),
     Probe("hosts as text", {**smp(ddp=True), "instance_count": "2"}, (r"instance_count is '2'",)),
     Probe("no hosts", {**smp(ddp=True), "instance_count": 0}, (r"instance_count is 0",)),

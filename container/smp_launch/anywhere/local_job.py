@@ -17,20 +17,32 @@ from typing import TYPE_CHECKING, NoReturn
 
 from smp_config.errors import ConfigError
 from smp_config.launchers import SECRET_VARIABLE, job_secret
+from smp_config.recovery import COUNT_VARIABLE, RESTARTS_VARIABLE, max_restarts
 from smp_config.whereabouts import FOLDER_VARIABLE
 from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE, SURROUNDINGS_VARIABLE, prepare, to_text
 from smp_launch.anywhere.surroundings import Kind, Surroundings
 from smp_launch.environment import EMULATION_LINE, emulates_cuda
 from smp_launch.errors import LaunchError
 from smp_launch.failure import REPORT_VARIABLE, Cause, FailureCollector
-from smp_launch.leader import cause_of, exit_code
+from smp_launch.leader import cause_of
 from smp_launch.locked_folders import private_dir
+from smp_launch.memory_folder import memory_folder
 from smp_launch.network import reserved_port, shared_memory_warning
+from smp_launch.restarts import Attempt, Restarts
 from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
-from smp_launch.supervise import FAILURE_PATIENCE, FAILURE_PATIENCE_ALONE, Supervisor, grace_seconds, say, show
+from smp_launch.supervise import (
+    FAILURE_PATIENCE,
+    FAILURE_PATIENCE_ALONE,
+    Outcome,
+    Supervisor,
+    exit_code,
+    grace_seconds,
+    say,
+    show,
+)
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.patience import Patience
-from smp_launch.watch.report import cause_of_hang, last_seen, write_report
+from smp_launch.watch.report import cause_of_hang, last_seen, last_step, write_report
 from smp_launch.watch.watch import Watch
 
 if TYPE_CHECKING:
@@ -131,12 +143,32 @@ class LocalJob:
         Returns:
             The exit code, and why the job failed when it is not 0.
         """
+        limit = max_restarts(environ)
+        if limit and not self.surroundings.one_host:
+            say(
+                f"{RESTARTS_VARIABLE}={limit} has no effect: this launcher has {self.surroundings.ranks} of "
+                f"{self.surroundings.size} ranks, and those of the others would have to be started again with them"
+            )
+            limit = 0
+        say(f"{self.surroundings.describe()}; they run {self.script}")
+        if warning := shared_memory_warning(self.surroundings.ranks):
+            say(warning)
+        if emulates_cuda(environ):
+            say(EMULATION_LINE)
+        with memory_folder(environ) as memory:
+            passed = {**environ, **memory}
+            restarts = Restarts(limit, stop)
+            return restarts.run(
+                lambda count: self._start(stop, {**passed, COUNT_VARIABLE: str(count)}, keeps=limit > 0)
+            )
+
+    def _start(self, stop: StopRequests, environ: Mapping[str, str], *, keeps: bool) -> Attempt:
+        """Run the ranks to their end, once.
+
+        Args:
+            keeps: whether ranks keep a record of where they are even where nobody watches them.
+        """
         with _meeting_place(self.surroundings) as surroundings, private_dir(Path(tempfile.gettempdir())) as reports:
-            say(f"{surroundings.describe()}; they run {self.script}")
-            if warning := shared_memory_warning(surroundings.ranks):
-                say(warning)
-            if emulates_cuda(environ):
-                say(EMULATION_LINE)
             collector = FailureCollector(lambda rank: surroundings.host, mpirun=False)
             supervisor = Supervisor(
                 stop,
@@ -152,17 +184,23 @@ class LocalJob:
                 REPORT_VARIABLE: str(reports),
             }
             patience = Patience.from_environment(environ)
-            if patience.watches:
+            if patience.watches or keeps:
                 passed[FOLDER_VARIABLE] = str(reports)
+            if patience.watches:
                 supervisor.watch = Watch([LocalRanks(reports, wakes=True)], patience, surroundings.size)
             outcome = supervisor.run(self.command(), passed, os.getcwd())
             collector.read_reports(reports)
             collector.last_seen = last_seen(reports)
-        show(collector.finish(), 2)
+            show(collector.finish(), 2)
+            code, cause = self._verdict(outcome, collector)
+            step = last_step(reports, cause.rank) if cause else None
+            return Attempt(code, cause, step, outcome.stopped_by is not None)
+
+    def _verdict(self, outcome: Outcome, collector: FailureCollector) -> tuple[int, Cause | None]:
         if outcome.hang is not None:
             if (report := write_report(Path.cwd(), outcome.hang)) is not None:
                 say(f"the report on the hang is {report}")
-            return 1, cause_of_hang(outcome.hang, lambda rank: surroundings.host)
+            return 1, cause_of_hang(outcome.hang, lambda rank: self.surroundings.host)
         if outcome.returncode == 0 and not collector.records:
             return 0, None
         return exit_code(outcome), cause_of(collector, outcome, self.script)

@@ -20,9 +20,8 @@ from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE
 from smp_launch.anywhere.surroundings import Given, Kind, recognise
 from smp_launch.errors import CANNOT_START, LaunchError, Stopped
 from smp_launch.failure import Cause, write_failure
-from smp_launch.leader import stop_code
 from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
-from smp_launch.supervise import LAST_RESORT, grace_seconds, say
+from smp_launch.supervise import LAST_RESORT, grace_seconds, say, stop_code
 from smp_launch.tree import Tree
 
 

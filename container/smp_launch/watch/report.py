@@ -36,7 +36,7 @@ def cause_of_hang(hang: Hang, host_of: Callable[[int], str]) -> Cause:
         f"Nothing went on for {hang.seconds:.0f} s. The calls and stacks of all ranks are in {TEXT_NAME} in the job's output; "
         f"{HANG_VARIABLE} sets another number of seconds, or 0 for no watch.\n\n" + summary(hang.positions)
     )
-    return Cause(f"{who}: {hang.verdict.text}", detail)
+    return Cause(f"{who}: {hang.verdict.text}", detail, rank=rank)
 
 
 def summary(positions: Mapping[int, Position]) -> str:
@@ -62,6 +62,13 @@ def last_seen(folder: Path) -> dict[int, str]:
             position = position_of(where, State("S"), threads, where.when, is_active=False)
             found[rank] = f"{moment(where)}, {'at' if threads else 'last seen at'} {position.at()}"
     return found
+
+
+def last_step(folder: Path, rank: int | None) -> int | None:
+    """The step that a rank had begun when it ended, of one without a record here that of the furthest; None before the first."""
+    glances = {int(path.name): whereabouts.glance(path) for path in folder.iterdir() if path.name.isdecimal()}
+    steps = {number: glance.step for number, glance in glances.items() if glance is not None}
+    return (steps[rank] if rank in steps else max(steps.values(), default=0)) or None
 
 
 def write_report(folder: Path, hang: Hang) -> Path | None:

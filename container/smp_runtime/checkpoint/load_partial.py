@@ -161,15 +161,21 @@ class Loading:
 
     def files(self) -> set[str] | None:
         """The files that this rank reads; None as long as nobody knows."""
-        if not self._model.partitioned and not self._fits_partition():
+        tensors = self._files_of_tensors()
+        if tensors is None:
             return None
         rank = self._session.ranks.rank
         found = {name for name in self.manifest.files if name in (PARTITION, POSITIONS, "user_content.pt")}
         if self.same_topology and random_file(rank) in self.manifest.files:
             found.add(random_file(rank))
-        found |= self._settings_files()
-        found |= {file for file, keys in self.manifest.pieces.items() if EXTRA in keys}
-        return found | (self._files_of_parts() if self._model.partitioned else self._files_of_stage())
+        return found | self._settings_files() | tensors
+
+    def _files_of_tensors(self) -> set[str] | None:
+        """Those of them that it takes tensors from, and states that modules have made of their own."""
+        if not self._model.partitioned and not self._fits_partition():
+            return None
+        extra = {file for file, keys in self.manifest.pieces.items() if EXTRA in keys}
+        return extra | (self._files_of_parts() if self._model.partitioned else self._files_of_stage())
 
     def _files_of_stage(self) -> set[str]:
         """Those of this stage in the partition that will be adopted."""
@@ -259,7 +265,7 @@ class Loading:
         Raises:
             CheckpointError: they do not.
         """
-        wanted = self.files()
+        wanted = self._files_of_tensors()
         files = [file for file in self.manifest.pieces if wanted is None or file in wanted]
         self.reader.check(files)
         if self._optimizer is not None:

@@ -128,17 +128,21 @@ def contents_of(
     optimizer: DistributedOptimizer | None,
     share: Share,
     apart: Apart | None = None,
+    *,
+    as_held: bool = False,
 ) -> Contents:
     """What this rank writes; with sharded data parallelism parts change hands first, unit by unit.
 
     Args:
         apart: given when another thread will write.
+        as_held: write parts of sharded parameters as this rank has them, so that none change hands: this library loads them as
+            well, other tools do not.
     """
     made = Contents()
     entries = updated(model, optimizer) if optimizer is not None else []
     parts = state_parts(session, model)
     flat = FlatGroups()
-    if model.shards is not None and entries and (share.has_copies or share.rdp < parts):
+    if model.shards is not None and entries and not as_held and (share.has_copies or share.rdp < parts):
         flat, made.first = flat_groups(session, model, entries, share, apart)
     if share.rdp == 0 and share.leads_tensors:
         _describe(made, model, session.ranks.rank_in(Group.PP))

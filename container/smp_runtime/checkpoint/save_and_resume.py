@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,14 @@ from smp_config import Group
 from smp_config.whereabouts import SAVE, here
 from smp_runtime.checkpoint import full_checkpoint as full
 from smp_runtime.checkpoint.adapters import find_adapters, load_adapters
-from smp_runtime.checkpoint.files.manifest import MANIFEST, NEWEST, PARTIAL, USER_CONTENT, FoundCheckpoint
+from smp_runtime.checkpoint.files.manifest import (
+    MANIFEST,
+    NEWEST,
+    PARTIAL,
+    USER_CONTENT,
+    FoundCheckpoint,
+    checkpoints_in,
+)
 from smp_runtime.checkpoint.files.opened_files import is_plain_name
 from smp_runtime.checkpoint.files.transformers_format import CONFIG, INDEX
 from smp_runtime.checkpoint.files.whole_file import read_user_content, user_content_bytes, wrapped
@@ -20,6 +28,8 @@ from smp_runtime.checkpoint.find_checkpoint import Needed, find_checkpoint
 from smp_runtime.checkpoint.folder_lock import LOCK
 from smp_runtime.checkpoint.live_state import check_random_state, random_file, restore_random_state
 from smp_runtime.checkpoint.load_partial import Loading
+from smp_runtime.checkpoint.memory.copying import Copier
+from smp_runtime.checkpoint.memory.newest import MemoryState, Recovery, newest_state
 from smp_runtime.checkpoint.rank_agreement import met_by
 from smp_runtime.checkpoint.save_partial import Saver
 from smp_runtime.comm.control import host_name
@@ -29,6 +39,7 @@ from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 
 if TYPE_CHECKING:
+    from smp_runtime.checkpoint.files.reader import CheckpointReader
     from smp_runtime.job.session import Session
 
 logger = logging.getLogger("smp")
@@ -99,8 +110,7 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
         )
     if optimizer is None and (partial or model is None):  # a full model that is asked for by itself is one file
         optimizer = _optimizer(session)
-    if optimizer is not None and not hasattr(optimizer, "original_groups"):
-        raise SMPUserError(f"optimizer= is a {type(optimizer).__name__}; pass what smp.DistributedOptimizer returned")
+    _check_optimizer(optimizer)
     folder = Path(path)
 
     def content(save_id: str | None = None) -> bytes:
@@ -121,6 +131,59 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
             in_background=async_save,
             has_content=user_content is not None,
         )
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if optimizer is not None and not hasattr(optimizer, "original_groups"):
+        raise SMPUserError(f"optimizer= is a {type(optimizer).__name__}; pass what smp.DistributedOptimizer returned")
+
+
+def memory_checkpoint(
+    session: Session,
+    model: DistributedModel | None = None,
+    optimizer: DistributedOptimizer | None = None,
+    user_content: Any = None,
+) -> bool:
+    """Keep the state of the training in shared memory; every rank calls it after each update of the optimizer.
+
+    It does nothing unless the job has ``SMP_MEMORY_CHECKPOINT=1``. Then every rank copies its part of the model's and the
+    optimizer's state and its random state into the memory of its host, as often as that takes at most 3 % of the steps' time, or
+    every ``SMP_MEMORY_CHECKPOINT_STEPS``. When the launcher starts the ranks again (``SMP_MAX_RESTARTS``),
+    ``resume_from_checkpoint`` loads the newest copy that all ranks have. Gradients are not copied.
+
+    Args:
+        model: default: the wrapped model.
+        optimizer: default: the wrapped optimizer.
+        user_content: as for ``save_checkpoint``; rank 0's is kept, and ``resume_from_checkpoint`` returns it.
+
+    Returns:
+        Whether this rank has a copy of the state of this moment.
+
+    Raises:
+        SMPUserError: content that could not be loaded back, or it is not clear which model is meant.
+    """
+    copier = Copier.of(session)
+    if copier is None:
+        return False
+    models = _models(session)
+    if model is None and len(models) != 1:
+        raise SMPUserError(f"{len(models)} wrapped models are alive, so it is not clear which one to keep: pass model=")
+    chosen, updates = model or models[0], optimizer or _optimizer(session)
+    _check_optimizer(updates)
+    if not chosen.partitioned:
+        return False
+    with here().within(SAVE):
+        return copier.step(chosen, updates, lambda: user_content_bytes(user_content))
+
+
+def newest_memory_checkpoint(session: Session) -> int | None:
+    """How many updates of the optimizer the newest state in memory has that all ranks can go on from; every rank calls it.
+
+    Returns:
+        None unless the job's ranks were started again in place and have left one, and after ``resume_from_checkpoint``.
+    """
+    state = newest_state(session)
+    return None if state is None else state.manifest.steps
 
 
 def wait_for_checkpoint(session: Session) -> None:
@@ -149,6 +212,9 @@ def resume_from_checkpoint(
     The degrees, the number of processes and the precision may be others than when it was saved. Every file is checked
     against its checksum, and names and shapes against the model, before anything is loaded. With the optimizer's state
     the progress display goes on from the step at which a partial checkpoint was saved, and so does what ``smp.data`` reads.
+
+    The first call after the launcher has started the ranks again (``SMP_MAX_RESTARTS``) loads the newest state that
+    ``memory_checkpoint`` has kept, if all ranks have one and the files that are asked for have none that is newer.
 
     Args:
         path: folder of checkpoints.
@@ -199,25 +265,64 @@ def resume_from_checkpoint(
         )
     session.ranks.keep(Resumed, Resumed).append(path)
     Saver.of(session).wait()
+    wants = _Wants(model, optimizer, strict, load_optimizer, load_sharded_optimizer_state, trust_user_content)
+    state = newest_state(session)
+    if state is not None and not _has_newer(session, folder, tag, state):
+        try:
+            content = _load(session, wants.plan(session, state.checkpoint, state.reader), wants)
+        except CheckpointError as error:
+            if session.ranks.rank == 0:
+                logger.warning("%s; resuming from files instead", error)
+        else:
+            Recovery.of(session).is_loaded(state)
+            if session.ranks.rank == 0:
+                logger.info("going on from the state in memory, after %d steps", state.manifest.steps)
+            return content
+    Recovery.of(session).end()
     plans: dict[str, Loading] = {}
 
     def needs(checkpoint: FoundCheckpoint) -> Needed:
-        sharded = session.ranks.cfg.sharded_data_parallel_degree > 1
-        if checkpoint.manifest is not None:
-            sharded = sharded or checkpoint.manifest.topology.get("sharded", 1) > 1
-        plan = Loading(
-            session, checkpoint, model, optimizer, strict=strict, states=load_sharded_optimizer_state or not sharded
-        )
-        plans[checkpoint.name] = plan
+        plan = plans[checkpoint.name] = wants.plan(session, checkpoint)
         return Needed(plan.reader.files, plan.files())
 
     found = find_checkpoint(session, folder, tag, needs)
-    plan = plans[found.name]
-    if load_optimizer and optimizer is None and plan.manifest.optimizer is not None and session.ranks.rank == 0:
+    return _load(session, plans[found.name], wants)
+
+
+@dataclass(frozen=True)
+class _Wants:
+    """What a script wants of a partial checkpoint; see :func:`resume_from_checkpoint`."""
+
+    model: DistributedModel
+    optimizer: DistributedOptimizer | None
+    strict: bool
+    load_optimizer: bool
+    sharded_state: bool
+    trusted: bool
+
+    def plan(self, session: Session, checkpoint: FoundCheckpoint, reader: CheckpointReader | None = None) -> Loading:
+        """How it would be loaded; raises CheckpointError where it does not fit."""
+        sharded = session.ranks.cfg.sharded_data_parallel_degree > 1
+        if checkpoint.manifest is not None:
+            sharded = sharded or checkpoint.manifest.topology.get("sharded", 1) > 1
+        states = self.sharded_state or not sharded
+        return Loading(
+            session, checkpoint, self.model, self.optimizer, strict=self.strict, states=states, reader=reader
+        )
+
+
+def _load(session: Session, plan: Loading, wants: _Wants) -> Any:
+    """Load what was found; gives the script's content. Nothing is loaded where this raises CheckpointError before it begins."""
+    if (
+        wants.load_optimizer
+        and wants.optimizer is None
+        and plan.manifest.optimizer is not None
+        and session.ranks.rank == 0
+    ):
         logger.warning(
             "%s has the state of an optimizer, but none was wrapped yet: wrap it before resume_from_checkpoint, or pass "
             "load_optimizer=False",
-            found.folder,
+            plan.folder,
         )
     content: Any = None
     random_state: Any = None
@@ -226,20 +331,33 @@ def resume_from_checkpoint(
         # All that may be wrong with the files' content is found before anything of them is loaded.
         plan.check()
         if USER_CONTENT in plan.manifest.files:
-            file = found.folder / USER_CONTENT
-            content = read_user_content(file, trusted=trust_user_content, files=plan.reader.files)
+            file = plan.folder / USER_CONTENT
+            content = read_user_content(file, trusted=wants.trusted, files=plan.reader.files)
         random_state = plan.reader.content(random_file(session.ranks.rank)) if plan.same_topology else None
         check_random_state(random_state)
-        positions = plan.positions() if load_optimizer else {}
+        positions = plan.positions() if wants.load_optimizer else {}
         Positions.of(session.ranks).check(positions)
     plan.adopt_partition()
     with _raised_on_all(session):
         plan.load()
         restore_random_state(session, random_state, plan.same_topology)
         Positions.of(session.ranks).load(positions)
-    if load_optimizer and plan.manifest.steps:  # else the weights begin a training of their own
+    if wants.load_optimizer and plan.manifest.steps:  # else the weights begin a training of their own
         session.progress.set_position(plan.manifest.steps)
     return content
+
+
+def _has_newer(session: Session, folder: Path, tag: str | None, state: MemoryState) -> bool:
+    """Whether the files that are asked for have a state that this training came to later; rank 0 looks."""
+    newer = False
+    if session.ranks.rank == 0:
+        names = None if tag is None else (str(tag), f"{tag}{PARTIAL}")
+        saved, steps = state.manifest.saved, state.manifest.steps
+        found = [c.manifest for c in checkpoints_in(folder) if names is None or c.name in names]
+        # An older file may have more steps: what this training began with.
+        newer = any(m is not None and m.steps > steps and m.saved >= saved for m in found)
+    answer: bool = session.ranks.control.broadcast(newer, list(range(session.ranks.control.size)))
+    return answer
 
 
 @contextlib.contextmanager

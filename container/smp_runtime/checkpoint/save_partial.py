@@ -240,15 +240,7 @@ class Saver:
                 jobs[name] = functools.partial(build, _live)
         jobs[random_file(session.ranks.rank)] = _given(moment.random)
         if transaction.keeps_order:
-            jobs[USER_CONTENT] = _given(content)
-            if model.assignment is not None:
-                text = json.dumps(model.assignment.to_dict(), indent=1) + "\n"
-                jobs[PARTITION] = _given(text.encode())
-            if moment.positions:
-                jobs[POSITIONS] = _given((json.dumps(moment.positions, indent=1) + "\n").encode())
-            config = config_of(model.module)
-            if config is not None:  # so that the weights can become a model of Transformers again
-                jobs[CONFIG] = _given((json.dumps(config, indent=2) + "\n").encode())
+            jobs |= {name: _given(found) for name, found in files_of_job(model, content, moment).items()}
         if snapshot and session.ranks.device.type == "cuda":
             torch.cuda.synchronize(session.ranks.device)
         return jobs
@@ -271,6 +263,24 @@ class Saver:
             buffer = self._pool[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=on_gpu)
         buffer.copy_(tensor.detach(), non_blocking=True)
         return buffer
+
+
+def files_of_job(model: DistributedModel, content: bytes, moment: Moment) -> dict[str, bytes]:
+    """What a checkpoint has once, whatever the number of ranks, beside its manifest.
+
+    Args:
+        content: the script's own, as ``user_content_bytes`` gives it.
+        moment: to which the checkpoint belongs.
+    """
+    files = {USER_CONTENT: content}
+    if moment.positions:
+        files[POSITIONS] = (json.dumps(moment.positions, indent=1) + "\n").encode()
+    if model.assignment is not None:
+        files[PARTITION] = (json.dumps(model.assignment.to_dict(), indent=1) + "\n").encode()
+    config = config_of(model.module)
+    if config is not None:  # so that the weights can become a model of Transformers again
+        files[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+    return files
 
 
 def _given(value: Any) -> Callable[[], Any]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from smp_config.faults import KINDS, VARIABLE, Fault, parse
+from smp_config.recovery import restart_count
 from smp_runtime.errors import SMPRuntimeError
 
 if TYPE_CHECKING:
@@ -45,7 +46,9 @@ class Injector:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], rank: int, groups: ProcessGroups) -> Injector | None:
         """The injector of this rank, where the job has faults for it; ConfigError for words that mean none."""
-        faults = [fault for fault in parse(environ.get(VARIABLE, "")) if fault.rank in (None, rank)]
+        start = restart_count(environ)
+        faults = parse(environ.get(VARIABLE, ""))
+        faults = [fault for fault in faults if fault.rank in (None, rank) and fault.restart == start]
         return cls(faults, groups) if faults else None
 
     def entered(self, phase: str, step: int) -> None:

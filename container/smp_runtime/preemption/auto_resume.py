@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from smp_config.recovery import wants_memory
 from smp_config.whereabouts import SAVE, here
 from smp_runtime.checkpoint.files.manifest import PARTIAL, checkpoints_in, newest_name
 from smp_runtime.checkpoint.files.whole_file import user_content_bytes
 from smp_runtime.checkpoint.live_state import Moment
+from smp_runtime.checkpoint.memory.copying import Copier
+from smp_runtime.checkpoint.memory.newest import newest_state
 from smp_runtime.checkpoint.save_and_resume import resume_from_checkpoint
 from smp_runtime.checkpoint.save_partial import Saver
 from smp_runtime.errors import CheckpointError, SMPUserError
@@ -109,6 +112,7 @@ class Progress:
                     self._has_updated = False
                     if self._stopped_by or (self._is_due() and self.step < total):
                         self._save_and_stop(None)
+                    self._copy(None)
         finally:
             self._in_loop = False
 
@@ -120,26 +124,39 @@ class Progress:
             return
         self._has_updated = True
         if self._moment is not None:  # no step in between: the script calls the model without one
-            self._save_and_stop(self._moment)
+            self._end_turn(self._moment)
         self._stopped_by = self._stopped_by or self._agreement.finished_step()
         if not self._in_loop:
             self.step += 1
-            if self._stopped_by or self._is_due():
+            if self._stopped_by or self._is_due() or wants_memory(os.environ):
                 self._moment = Moment.now(self._session)
 
     def on_step(self) -> None:
         """A step begins: what the script does after ``optimizer.step()``, such as a scheduler's, is done."""
         if self._moment is not None and not self._in_loop:
-            self._save_and_stop(self._moment)
+            self._end_turn(self._moment)
 
     # -- saving and resuming ---------------------------------------------------------------------------------------
 
     def _is_due(self) -> bool:
         return bool(self._state.every) and self.step % (self._state.every or 1) == 0
 
+    def _end_turn(self, moment: Moment) -> None:
+        """Of a loop that is not over :meth:`steps`: all that belongs to the step of that moment is done."""
+        self._moment = None
+        if self._stopped_by or self._is_due():
+            self._save_and_stop(moment)
+        self._copy(moment)
+
+    def _copy(self, moment: Moment | None) -> None:
+        """Keep the state in shared memory, where the job wants that; see ``memory_checkpoint``."""
+        copier = Copier.of(self._session)
+        if copier is not None and self._state.model.partitioned:
+            with here().within(SAVE):
+                copier.step(self._state.model, self._state.optimizer, self._content, moment)
+
     def _save_and_stop(self, moment: Moment | None) -> None:
         """Save; with a request to stop, end the process with exit code 0."""
-        self._moment = None
         state, reason = self._state, self._stopped_by
         folder = state.folder / f"step{self.step}{PARTIAL}"
         with self._session.ranks.control.doing("smp.auto_resume"), here().within(SAVE):
@@ -170,12 +187,13 @@ class Progress:
         return user_content_bytes({_STEP: self.step, _STATES: states, _OWN: own}, trusted=False)
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint, if there is any; every rank calls it.
+        """Go on from the newest checkpoint, or what lies in memory after a restart in place, if there is any; every rank calls it.
 
         Raises:
             CheckpointError: it is damaged, of another model, or has not the states that are asked for.
         """
-        if not _has_any(self._session, self._state.folder):
+        in_memory = newest_state(self._session) is not None
+        if not _has_any(self._session, self._state.folder) and not in_memory:
             return
         content = resume_from_checkpoint(self._session, str(self._state.folder))
         self.resumed = True

@@ -1,0 +1,74 @@
+"""What a job says of its recovery: how often its ranks are started again, and where their state is kept meanwhile.
+
+The launcher reads some of it and tells the ranks the rest; both sides know the names from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from smp_config.errors import ConfigError, shown
+
+#: How often the ranks of a job are started again after a failure; nothing or 0 for never.
+RESTARTS_VARIABLE = "SMP_MAX_RESTARTS"
+#: More would hide a job that never goes on.
+MOST_RESTARTS = 10_000
+
+#: Tells a rank how often the job's ranks were started before.
+COUNT_VARIABLE = "SMP_RESTART_COUNT"
+
+#: ``1`` keeps the state of the training in shared memory; see ``docs/recovery.md``.
+MEMORY_VARIABLE = "SMP_MEMORY_CHECKPOINT"
+#: Steps between two copies; nothing for as often as it costs little.
+INTERVAL_VARIABLE = "SMP_MEMORY_CHECKPOINT_STEPS"
+MOST_STEPS = 1_000_000
+
+#: Tells a rank the folder of its host's shared memory in which its job keeps its state; the launcher makes and removes it.
+FOLDER_VARIABLE = "SMP_MEMORY_FOLDER"
+
+#: Where Linux has files that lie in memory.
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def max_restarts(environ: Mapping[str, str]) -> int:
+    """How often ranks may be started again; ConfigError for what is no such number."""
+    return _count(environ, RESTARTS_VARIABLE, "how often the ranks are started again after a failure", 0, MOST_RESTARTS)
+
+
+def restart_count(environ: Mapping[str, str]) -> int:
+    """How often the ranks of this job were started before this time."""
+    text = environ.get(COUNT_VARIABLE, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def interval_steps(environ: Mapping[str, str]) -> int | None:
+    """Steps between two copies of the state, as the user has set them; None where nothing is set. ConfigError for other words."""
+    if not environ.get(INTERVAL_VARIABLE):
+        return None
+    return _count(
+        environ, INTERVAL_VARIABLE, "the steps from one copy of the state in memory to the next", 1, MOST_STEPS
+    )
+
+
+def wants_memory(environ: Mapping[str, str]) -> bool:
+    """Whether a job keeps its state in memory; ConfigError for anything but 0 and 1."""
+    text = environ.get(MEMORY_VARIABLE, "") or "0"
+    if text not in ("0", "1"):
+        raise ConfigError(
+            f"{MEMORY_VARIABLE} is {shown(text)}; it says whether the state of the training is kept in shared memory: set 1, or 0 "
+            "for no"
+        )
+    interval_steps(environ)
+    return text == "1"
+
+
+def _count(environ: Mapping[str, str], name: str, what: str, least: int, most: int) -> int:
+    text = environ.get(name, "") or str(least)
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not least <= value <= most:
+        raise ConfigError(f"{name} is {shown(text)}; it says {what}: set a whole number from {least} to {most:,}")
+    return value

@@ -1,0 +1,337 @@
+"""The state of a training in shared memory: complete or absent, loaded after a restart in place, and bit for bit what it was."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoint_training import TOPOLOGIES
+
+import smdistributed.modelparallel.torch as smp
+from smp_runtime.checkpoint.memory.copying import Interval, Rooms
+from smp_runtime.checkpoint.memory.host_folder import (
+    Data,
+    Generation,
+    Progress,
+    generations_of,
+    head_path,
+    packed,
+    remove_older,
+    slots_of,
+    stand_in,
+    unpacked,
+    with_tensors,
+)
+
+#: Topologies and precisions.
+NAMES = ["one", "dp2", "o2", "pp2", "tp2", "s2", "s4", "pp2-o2", "pp2-tp2", "tp2-o2", "tp2-s2", "pp2-s2", "pp4"]
+HALF = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
+#: The first window of a job has its gradients in other buckets than later ones, or adds microbatches in another order: where sums
+#: have more than two terms, their last bits may differ. What is loaded does not.
+LAST_BITS = {"tp2-s2", "tp2-o2", "pp2-s2"}
+SAMPLE = {("dp2", "bf16"), ("s2", "fp16"), ("pp2", "fp32")}
+CELLS = [(name, half) for name in NAMES for half in HALF]
+
+
+@pytest.fixture
+def folder():
+    """A job's folder in shared memory."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+        yield path
+
+
+def told(folder, start=0):
+    """What the launcher tells a rank."""
+    return {
+        "SMP_MEMORY_CHECKPOINT": "1",
+        "SMP_MEMORY_CHECKPOINT_STEPS": "1",
+        "SMP_MEMORY_FOLDER": str(folder),
+        "SMP_RESTART_COUNT": str(start),
+    }
+
+
+def train_and_keep(first, last):
+    """A job that keeps its state after each step, then goes on undisturbed; losses and the state at the end."""
+    from support.checkpoint_training import Training, held
+
+    run = Training()
+    losses = []
+    for step in range(first):
+        losses += run.train(step, step + 1)
+        content = {"step": step + 1, "scheduler": run.scheduler.state_dict()}
+        assert run.smp.memory_checkpoint(run.model, run.optimizer, content)
+    kept = held(run)
+    return losses + run.train(first, last), kept, held(run), torch.rand(3)
+
+
+def go_on(path, last, tag=None):
+    """The job after a restart: what it found, losses and the state at the end."""
+    from support.checkpoint_training import Training, held
+
+    run = Training(seed=9)
+    found = run.smp.newest_memory_checkpoint()
+    step = run.resume(path, tag)
+    loaded = held(run) if run.model.partitioned else None
+    again = run.smp.newest_memory_checkpoint()
+    losses = run.train(step, last)
+    return (found, step, again), losses, loaded, held(run), torch.rand(3)
+
+
+@pytest.mark.parametrize(
+    ("name", "half"),
+    [pytest.param(*cell, marks=() if cell in SAMPLE else pytest.mark.full) for cell in CELLS],
+)
+def test_training_goes_on_bit_for_bit(ranks, folder, name, half):
+    world, config = TOPOLOGIES[name]
+    config = {**config, **HALF[half]}
+    before = ranks(train_and_keep, world, 3, 5, config=config, env=told(folder))
+    after = ranks(go_on, world, f"{folder}/no-files", 5, config=config, env=told(folder, 1))
+    for (losses, kept, state, drawn), (said, rest, loaded, again, drawn_again) in zip(before, after, strict=True):
+        assert said == (3, 3, None)
+        assert rest == losses[3:]
+        assert torch.equal(drawn, drawn_again)
+        assert len(state) > 3
+        if loaded is not None:  # a pipeline that is not partitioned yet loads in its first step
+            assert all(torch.equal(a, b) for a, b in zip(kept, loaded, strict=True))
+        near = {"rtol": 1e-5, "atol": 1e-7} if half == "fp32" else {"rtol": 1e-2, "atol": 1e-4}
+        for mine, other in zip(state, again, strict=True):
+            assert torch.allclose(mine, other, **near) if name in LAST_BITS else torch.equal(mine, other)
+
+
+def test_a_later_file_is_preferred_and_an_older_one_is_not(ranks, folder, tmp_path):
+    def keep_and_save(path, saves):
+        from support.checkpoint_training import Training
+
+        run = Training()
+        for step in range(4):
+            if step == saves:
+                run.save(path, str(step), step)
+            run.train(step, step + 1)
+            if step < 2:  # two generations, after steps 1 and 2
+                content = {"step": step + 1, "scheduler": run.scheduler.state_dict()}
+                run.smp.memory_checkpoint(run.model, run.optimizer, content)
+
+    def resume(path, tag):
+        from support.checkpoint_training import Training
+
+        run = Training(seed=9)
+        return run.resume(path, tag), run.smp.newest_memory_checkpoint()
+
+    path = str(tmp_path / "later")
+    ranks(keep_and_save, 2, path, 3, config={"ddp": True}, env=told(folder))
+    for tag in (None, "3"):
+        assert ranks(resume, 2, path, tag, config={"ddp": True}, env=told(folder, 1)) == [(3, None)] * 2
+    older = str(tmp_path / "older")
+    ranks(keep_and_save, 2, older, 1, config={"ddp": True}, env=told(folder, 2))
+    assert ranks(resume, 2, older, "1", config={"ddp": True}, env=told(folder, 3)) == [(2, None)] * 2
+    # Without a restart in place the file that is asked for is loaded, whatever lies in memory.
+    assert ranks(resume, 2, older, "1", config={"ddp": True}, env=told(folder, 0)) == [(1, None)] * 2
+
+
+def test_a_generation_counts_only_if_all_ranks_have_it(ranks, folder):
+    """As after a kill: rank 1 has not come to the last copy, and the head of another one was cut."""
+
+    def found():
+        from support.checkpoint_training import Training
+
+        run = Training(seed=9)
+        return run.smp.newest_memory_checkpoint()
+
+    ranks(train_and_keep, 2, 4, 4, config={"ddp": True}, env=told(folder))
+    ends = {rank: generations_of(Path(folder), rank) for rank in (0, 1)}
+    assert ends == {rank: [Generation(0, 3), Generation(0, 4)] for rank in (0, 1)}
+    head_path(Path(folder), Generation(0, 4), 1).unlink()
+    assert ranks(found, 2, config={"ddp": True}, env=told(folder, 1)) == [3, 3]
+    cut = head_path(Path(folder), Generation(0, 3), 0)
+    cut.write_bytes(cut.read_bytes()[:-200])
+    assert ranks(found, 2, config={"ddp": True}, env=told(folder, 1)) == [None, None]
+    assert ranks(found, 1, env=told(folder, 1)) == [None]  # nor for another number of ranks
+
+
+def test_without_room_in_shared_memory_training_goes_on_without_copies(solo, folder, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("SMP_MEMORY_FOLDER", folder)
+    for name, value in told(folder).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    solo({})
+    model = smp.DistributedModel(torch.nn.Linear(64, 64))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not smp.memory_checkpoint(model, optimizer)
+    assert not smp.memory_checkpoint(model, optimizer)
+    told_once = [record.getMessage() for record in caplog.records if "memory checkpoints end" in record.getMessage()]
+    assert len(told_once) == 1
+    assert "take 33,280 bytes of shared memory" in told_once[0]
+    assert "No space left on device" in told_once[0]
+
+
+def test_a_rank_without_room_ends_the_copies_of_all(ranks, folder):
+    def keep():
+        import os
+        import time
+
+        from support.checkpoint_training import Training
+
+        from smp_runtime.checkpoint.memory import copying
+
+        def refuse(*_):
+            raise OSError(28, "No space left on device")
+
+        os.environ.pop("SMP_MEMORY_CHECKPOINT_STEPS")  # so that the ranks agree on how often: always
+        share, copying.SHARE_OF_STEP = copying.SHARE_OF_STEP, 1e9
+        real, run, found = os.posix_fallocate, Training(), []
+        try:
+            for step in range(7):
+                run.train(step, step + 1)
+                if step == 4:  # copies are larger from now on, for which rank 1 gets no memory
+                    for state in run.optimizer.state.values():
+                        state["more"] = state["exp_avg"].clone()
+                    if run.smp.rank() == 1:
+                        os.posix_fallocate = refuse
+                        while not os.path.exists(os.path.join(os.environ["SMP_MEMORY_FOLDER"], "0.5.0.head")):
+                            time.sleep(0.01)  # until rank 0 has its own
+                found.append(run.smp.memory_checkpoint())
+            return found
+        finally:
+            os.posix_fallocate, copying.SHARE_OF_STEP = real, share
+
+    one, two = ranks(keep, 2, config={"ddp": True, "shard_optimizer_state": True}, env=told(folder))
+    assert one == [True] * 5 + [False] * 2
+    assert two == [True] * 4 + [False] * 3
+    assert not list(Path(folder).glob("*.head"))
+
+
+def test_without_the_variable_nothing_is_copied(solo, folder, monkeypatch):
+    monkeypatch.setenv("SMP_MEMORY_FOLDER", folder)
+    solo({})
+    model = smp.DistributedModel(torch.nn.Linear(4, 4))
+    assert not smp.memory_checkpoint(model)
+    assert os.listdir(folder) == []
+
+
+def test_slots_and_stand_ins():
+    tensors = [torch.arange(5, dtype=torch.int16), torch.tensor(2.5), torch.empty(0, 3), torch.ones(2, 2).bfloat16()]
+    slots = slots_of(tensors)
+    assert [slot.offset for slot in slots] == [0, 64, 128, 128]
+    content = {"a": [stand_in(1), "word"], "b": {"c": stand_in(3), "d": 7}}
+    found = with_tensors(unpacked(packed(content)), tensors)
+    assert found == {"a": [tensors[1], "word"], "b": {"c": found["b"]["c"], "d": 7}}
+    assert found["b"]["c"] is tensors[3]
+
+
+def test_data_are_read_as_they_were_written_and_not_changed_by_readers(tmp_path):
+    tensors = [torch.randn(3, 5), torch.tensor(7), torch.empty(0)]
+    slots = slots_of(tensors)
+    for target, tensor in zip(Data(tmp_path / "data", slots, new=True).tensors, tensors, strict=True):
+        target.copy_(tensor)
+    read = Data(tmp_path / "data", slots, new=False)
+    assert all(torch.equal(a, b) for a, b in zip(read.tensors, tensors, strict=True))
+    read.tensors[0].zero_()
+    assert torch.equal(Data(tmp_path / "data", slots, new=False).tensors[0], tensors[0])
+    with pytest.raises(OSError, match="fewer than"):
+        Data(tmp_path / "data", slots_of([torch.empty(9000)]), new=False)
+
+
+def test_the_newer_copy_stays_until_the_next_is_complete(tmp_path):
+    rooms, slots = Rooms(tmp_path, 0, 0), slots_of([torch.empty(8)])
+    used = []
+    for number in (1, 2, 3, 4):
+        index, data = rooms.make_room(slots)
+        assert rooms.newest == (Generation(0, number - 1) if number > 1 else None)
+        assert generations_of(tmp_path, 0) == ([Generation(0, number - 1)] if number > 1 else [])
+        used.append(data.path.name)
+        rooms.complete(index, Generation(0, number), {"layout": "x"})
+    assert used[:2] == used[2:]
+    assert used[0] != used[1]
+    bigger = slots_of([torch.empty(100)])
+    index, data = rooms.make_room(bigger)  # another size: another file, and the former is gone
+    assert data.path.name not in used
+    assert len(list(tmp_path.glob("*.data"))) == 2
+    rooms.clear()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_see_how_far_the_others_are(tmp_path):
+    one, two = Progress(tmp_path, 0, 3), Progress(tmp_path, 0, 3)
+    one.note(0, 5)
+    two.note(1, 4)
+    assert two.least([0, 1]) == 4
+    assert one.least([0, 1, 2]) == 0
+    assert one.wait([0, 1], 4, 0.0)
+    assert not one.wait([0, 1], 5, 0.01)
+    two.turn_off(1)
+    assert one.least([0, 1]) is None
+    assert not one.wait([0, 1], 1, 60.0)  # at once: it will not come
+
+
+def test_only_what_a_rank_has_from_earlier_starts_is_removed(tmp_path):
+    kept = ["1.7.0.head", "0.9.1.head", "0.1.2.data", "1.0.1.data", "0.progress", "1.0.1.layout"]
+    for name in [*kept, "0.7.0.head", "0.0.1.data", "0.0.2.layout"]:
+        (tmp_path / name).touch()
+    (tmp_path / "0.0.0.resumed").mkdir()
+    (tmp_path / "0.0.0.resumed" / "user_content.pt").touch()
+    remove_older(tmp_path, 1, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_copies_are_made_as_often_as_they_cost_three_percent():
+    def interval(given, copy, step):
+        found = Interval(given)
+        now = 0.0
+        for _ in range(6):
+            now += step
+            found.step_ended(now)
+            now += copy
+            found.call_ended(now, copy)
+        found.agree([None, found.measured()])
+        return found.steps
+
+    assert interval(None, 0.0005, 0.02) == 1
+    assert interval(None, 0.0029, 0.05) == 2
+    assert interval(None, 0.0029, 0.01) == 10
+    assert interval(7, 0.003, 0.01) == 7
+    first = Interval(None)
+    first.agree([None, None])
+    assert first.steps == 1  # as long as nobody knows
+
+
+def at_home(job, *args):
+    """A job whose ranks are hosts of their own."""
+    import os
+
+    os.environ["SMP_MEMORY_FOLDER"] = os.path.join(os.environ["SMP_MEMORY_FOLDER"], f"host-{os.environ['RANK']}")
+    os.makedirs(os.environ["SMP_MEMORY_FOLDER"], exist_ok=True)
+    return job(*args)
+
+
+@pytest.mark.parametrize("name", ["dp2", *(pytest.param(name, marks=pytest.mark.full) for name in ("pp2", "pp4"))])
+def test_hosts_have_folders_of_their_own(ranks, folder, name):
+    """Each host keeps what its ranks need: replicas once on every host."""
+    world, config = TOPOLOGIES[name]
+    before = ranks(at_home, world, train_and_keep, 3, 5, config=config, env=told(folder))
+    assert all(len(list((Path(folder) / f"host-{rank}").glob("*.data"))) == 2 for rank in range(world))
+    after = ranks(at_home, world, go_on, f"{folder}/no-files", 5, config=config, env=told(folder, 1))
+    for (losses, _, state, drawn), (said, rest, _, again, drawn_again) in zip(before, after, strict=True):
+        assert said == (3, 3, None)
+        assert rest == losses[3:]
+        assert torch.equal(drawn, drawn_again)
+        assert all(torch.equal(mine, other) for mine, other in zip(state, again, strict=True))
+
+
+@pytest.mark.parametrize("name", ["s2", *(pytest.param(name, marks=pytest.mark.full) for name in ("tp2", "o2"))])
+def test_groups_that_share_over_hosts_keep_nothing(ranks, folder, name):
+    def keep():
+        from support.checkpoint_training import Training
+
+        run = Training()
+        run.train(0, 1)
+        return run.smp.memory_checkpoint()
+
+    world, config = TOPOLOGIES[name]
+    assert ranks(at_home, world, keep, config=config, env=told(folder)) == [False, False]
+    assert not list(Path(folder).glob("host-*/*"))
