@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Duplicate name")
 
 SEED = 22
 COUNT = 1000
-SAMPLE = 150
+SAMPLE = 60
 
 #: Of all files of an archive of these tests; the real limit takes long to reach.
 LIMIT = 1 << 20

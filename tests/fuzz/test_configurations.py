@@ -22,7 +22,7 @@ from smp_launch.errors import LaunchError
 
 SEED = 20
 COUNT = 20_000
-SAMPLE = 200
+SAMPLE = 100
 
 
 def given(source: random.Random, number: int, script: Path) -> dict[str, Any]:

@@ -147,6 +147,7 @@ def test_a_job_that_was_stopped_goes_on(tmp_path):
     assert [rate for _, rate in losses] == pytest.approx([0.01 * 0.9 ** ((done + 1) // 7) for done in range(step + 5)])
 
 
+@pytest.mark.full
 def test_a_pipeline_stops_in_a_plain_loop(tmp_path):
     step, *_ = _Job(tmp_path / "job", "pp2", loop="range").stopped(0.2)
     assert step > 0

@@ -109,7 +109,9 @@ def _stopped(folder, seed):
     return "stopped"
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(50, marks=[pytest.mark.full, pytest.mark.timeout(1500)])])
+@pytest.mark.full  # one stop of each kind runs always: in test_train_gpt.py and test_preemption.py
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("count", [50])
 def test_a_stop_at_any_moment(tmp_path, count):
     ends = [_stopped(tmp_path / str(seed), seed) for seed in range(1, count + 1)]
     print({end: ends.count(end) for end in set(ends)})
