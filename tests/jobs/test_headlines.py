@@ -146,40 +146,30 @@ def test_every_rank_tells_the_rank_that_could_not_save(ranks, tmp_path, partial)
         assert "(rank 1: LookupError: broken here)" in message
 
 
-def test_who_only_heard_of_another_s_end_is_never_the_cause():
-    """Its host's clock is behind."""
+def _first_of(*told):
+    """The headline of what ranks tell: rank, class of the error, its words, and whom it accuses; in the order of their clocks."""
     collector = FailureCollector(str)
     collector.records = [
-        FailureRecord(
-            rank=0,
-            error_type="RankLeftError",
-            message="rank 1 failed while rank 0 is in smp.barrier; the error …",
-            when=1.0,
-            accused=(1,),
-        ),
-        FailureRecord(rank=1, error_type="LookupError", message="broken here", when=2.0),
+        FailureRecord(rank=rank, error_type=kind, message=message, when=1.0 + number, accused=accused)
+        for number, (rank, kind, message, accused) in enumerate(told)
     ]
-    assert collector.first_cause(1).headline == "rank 1: LookupError: broken here"
-    del collector.records[1]
-    assert collector.first_cause(1).headline.startswith("rank 1 (1): RankLeftError: as rank 0 tells: rank 1 failed")
+    return collector.first_cause(1).headline
+
+
+def test_who_only_heard_of_another_s_end_is_never_the_cause():
+    """Its host's clock is behind."""
+    heard = 0, "RankLeftError", "rank 1 failed while rank 0 is in smp.barrier; the error …", (1,)
+    assert _first_of(heard, (1, "LookupError", "broken here", ())) == "rank 1: LookupError: broken here"
+    assert _first_of(heard).startswith("rank 1 (1): RankLeftError: as rank 0 tells: rank 1 failed")
 
 
 def test_of_ranks_that_heard_of_one_another_the_end_of_the_chain_is_named():
     """On a host whose ranks were told by one of another host, whose own record is not here."""
-    collector = FailureCollector(str)
-    collector.records = [
-        FailureRecord(
-            rank=0,
-            error_type="StageError",
-            message="rank 1 (pipeline stage 1) has ended its script or called …",
-            when=1.0,
-            accused=(1,),
-        ),
-        FailureRecord(
-            rank=1, error_type="RankLeftError", message="rank 3 failed while rank 1 is in …", when=2.0, accused=(3,)
-        ),
-    ]
-    assert collector.first_cause(1).headline.startswith("rank 3 (3): RankLeftError: as rank 1 tells: rank 3 failed")
+    found = _first_of(
+        (0, "StageError", "rank 1 (pipeline stage 1) has ended its script or called …", (1,)),
+        (1, "RankLeftError", "rank 3 failed while rank 1 is in …", (3,)),
+    )
+    assert found.startswith("rank 3 (3): RankLeftError: as rank 1 tells: rank 3 failed")
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,29 +10,13 @@ import torch
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
+from support.hostile import alarm
 
 #: Seconds that reading a small checkpoint may take on a loaded machine; a hang takes longer.
 SECONDS = 20
 
-
-class Hang(BaseException):
-    """Not to be caught by anything on the way."""
-
-
-@contextlib.contextmanager
-def bounded() -> Iterator[None]:
-    """Raise what nothing on the way catches where it takes too long."""
-
-    def over(*_: object) -> None:
-        raise Hang(f"no answer in {SECONDS} s")
-
-    former = signal.signal(signal.SIGALRM, over)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, former)
+#: Around the reading: raises what nothing on the way catches where it takes longer.
+bounded = functools.partial(alarm, SECONDS)
 
 
 class SmallModel:
