@@ -96,13 +96,15 @@ def groups(module: nn.Module) -> list[dict[str, Any]]:
 class Training:
     """One rank's model, optimizer and scheduler, and the same batches at every topology."""
 
-    def __init__(self, seed: int = 0, lr: float = 3e-3, optimizer: Any = torch.optim.AdamW) -> None:
+    def __init__(
+        self, seed: int = 0, lr: float = 3e-3, optimizer: Any = torch.optim.AdamW, divided: bool | None = None
+    ) -> None:
         import smdistributed.modelparallel.torch as smp
 
         torch.manual_seed(seed)
         state = Net().state_dict()
         self.smp = smp
-        self.model = smp.DistributedModel(Net(divided=smp.tp_size() > 1))
+        self.model = smp.DistributedModel(Net(divided=smp.tp_size() > 1 if divided is None else divided))
         self.model.load_state_dict(state)  # modules that tensor parallelism divides have drawn other numbers
         self.optimizer = smp.DistributedOptimizer(
             optimizer(groups(self.model), lr=lr), static_loss_scale=None, dynamic_loss_scale=True,

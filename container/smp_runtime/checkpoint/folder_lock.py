@@ -227,6 +227,8 @@ class FolderLock:
 class SavingLocks:
     """The folders that this job saves into: other jobs are kept out of them until it ends."""
 
+    outlives_regrouping = True
+
     def __init__(self) -> None:
         self._locks: dict[Path, FolderLock] = {}
 

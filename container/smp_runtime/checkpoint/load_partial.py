@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from smp_runtime.checkpoint.files.manifest import EXTRA, MODULE, PARTITION, POSI
 from smp_runtime.checkpoint.files.name_translation import Names, Traced, read_into
 from smp_runtime.checkpoint.files.reader import CheckpointReader
 from smp_runtime.checkpoint.live_state import (
+    Holding,
     Updated,
     buffers,
     extras,
@@ -312,23 +313,33 @@ class Loading:
     @torch.no_grad()
     def load_tensors(self) -> None:
         """Fill this rank's weights, masters, buffers and optimizer state from the files, tensor by tensor."""
-        reader = self.reader
         if self._model.shards is not None:
             self._model.shards.release()
-        for holding in (*weights(self._model), *masters(self._model)):
-            if holding.name in self._of:
-                read_into(holding.tensor, holding.region, self._of[holding.name], reader, reader.weight_key)
-        for holding in buffers(self._model):
-            if holding.name in self._of:
-                read_into(holding.tensor, holding.region, self._of[holding.name], reader, _always(MODULE))
+        self.load_named(None)
         for name, module in extras(self._model):
-            value = reader.extra(name)
+            value = self.reader.extra(name)
             if value is not None:
                 module.set_extra_state(unshared(value))
+        self.reader.close()
+
+    @torch.no_grad()
+    def load_named(self, only: Container[str] | None) -> None:
+        """Fill what this rank has of tensors with these names, in its own model; None means all."""
+        reader = self.reader
+        for holding, key in self._holdings():
+            if holding.name in self._of and (only is None or holding.name in only):
+                read_into(holding.tensor, holding.region, self._of[holding.name], reader, key)
         if self._states and self._optimizer is not None:
             for entry in updated(self._model, self._optimizer):
-                self._load_state(self._optimizer, entry)
-        reader.close()
+                if only is None or entry.name in only:
+                    self._load_state(self._optimizer, entry)
+
+    def _holdings(self) -> Iterator[tuple[Holding, Callable[[str], str]]]:
+        """This rank's tensors but the optimizer's state, each with the state key that it is read from, by name there."""
+        for holding in (*weights(self._model), *masters(self._model)):
+            yield holding, self.reader.weight_key
+        for holding in buffers(self._model):
+            yield holding, _always(MODULE)
 
     def _load_state(self, optimizer: DistributedOptimizer, entry: Updated) -> None:
         found = self._of.get(entry.name)

@@ -51,6 +51,8 @@ _LONGEST_TAG = 150
 class Resumed(list[str]):
     """Folders from which a job was resumed, one after the other."""
 
+    outlives_regrouping = True
+
 
 def save_checkpoint(  # noqa: PLR0913 - the documented signature
     session: Session,

@@ -84,23 +84,46 @@ class ProcessGroups:
         world = dist.group.WORLD
         if world is None:
             raise AssertionError("torch.distributed has no default group after it was started")
-        timeout = timedelta(seconds=timeout_seconds())
         # A script may have started torch.distributed with another backend: one that serves no CPU tensors, for example.
         lacks = not serves(dist.get_backend_config(), {"cpu", device.type})
         # Where gloo was chosen, NCCL may not work: it takes one rank per GPU.
         avoids = backend == "gloo" and self._is_nccl
-        other = backend if lacks or avoids or (backend == smddp.BACKEND and dist.get_backend() != backend) else None
-        if other is None:
+        self._other = (
+            backend if lacks or avoids or (backend == smddp.BACKEND and dist.get_backend() != backend) else None
+        )
+        if self._other is None:
             self._by_ranks[tuple(range(topology.world_size))] = world
-        for ranks in groups_to_name(topology, self._rank):
-            if ranks not in self._by_ranks:
-                alone = len(ranks) == 1  # nobody else needs to know its name
-                made = dist.new_group(list(ranks), timeout=timeout, backend=other, use_local_synchronization=alone)
-                self._by_ranks[ranks] = made  # non-members hold a placeholder they never use
+        self._make_groups(topology)
         self._sockets = _open_sockets() - before
         # A rank that leaves at once must not hang up while others are still connecting.
         self._peers = PeerConnections(self._sockets, control)
         control.lost_ranks = self._peers.lost
+
+    def _make_groups(self, topology: Topology) -> None:
+        """Those of a topology that are not there yet, in the same order on all ranks."""
+        timeout = timedelta(seconds=timeout_seconds())
+        for ranks in groups_to_name(topology, self._rank):
+            if ranks not in self._by_ranks:
+                alone = len(ranks) == 1  # nobody else needs to know its name
+                made = dist.new_group(
+                    list(ranks), timeout=timeout, backend=self._other, use_local_synchronization=alone
+                )
+                self._by_ranks[ranks] = made  # non-members hold a placeholder they never use
+
+    def slice_by(self, topology: Topology) -> None:
+        """Go over to the groups of another topology of the same ranks; every rank calls it.
+
+        Groups of former ones stay for a way back, but those of NCCL, which hold memory of the GPU: they end once the new ones
+        are there.
+        """
+        before = _open_sockets()
+        self._make_groups(topology)
+        self._topology = topology
+        self._sockets |= _open_sockets() - before
+        if self._is_nccl:
+            used = {tuple(range(topology.world_size)), *groups_to_name(topology, self._rank)}
+            for ranks in [ranks for ranks in self._by_ranks if ranks not in used]:
+                dist.destroy_process_group(self._by_ranks.pop(ranks))
 
     def group(self, kind: Group) -> dist.ProcessGroup:
         """This rank's process group of that kind."""

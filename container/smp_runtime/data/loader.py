@@ -81,6 +81,7 @@ class DataLoader(torch_data.DataLoader[Any]):
         if isinstance(source, DistributedStream):
             _refuse_if_divided(source.dataset, self.num_workers)
         self.source = source
+        source.loaders.add(self)
 
     @property
     def epoch(self) -> int:
@@ -100,8 +101,18 @@ class DataLoader(torch_data.DataLoader[Any]):
         self.source.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # more than PyTorch's own kind of iterator
-        source, position = self.source, self.source.position
-        batch = getattr(self.batch_sampler, "batch_size", None) or 1
+        source, seen = self.source, -1
+        try:
+            while seen != source.times_regrouped:  # else by other ranks, from where the job is
+                seen = source.times_regrouped
+                yield from self._pass(seen)
+            source.position.complete()
+        finally:
+            source.position.is_counted_by_loader = False
+
+    def _pass(self, seen: int) -> Iterator[Any]:
+        """Batches from where the job is, as long as the same ranks read them."""
+        source, position, batch = self.source, self.source.position, self.batch_size_here
         position.is_counted_by_loader = True  # as long as this pass lasts: others may draw from the source, too
         if isinstance(source, DistributedStream):
             source.tell_workers(batch, shared=self.num_workers > 0)
@@ -109,13 +120,21 @@ class DataLoader(torch_data.DataLoader[Any]):
             # Ranks with the same samples change them in the same way.
             place = (source.seed_of_order, source.epoch, source.position.index, source.rank, source.num_replicas)
             self.generator.manual_seed(random.Random(repr(place)).getrandbits(63))
-        try:
-            for each in super().__iter__():
-                position.hand_out(batch * source.num_replicas)
-                yield each
-            position.complete()
-        finally:
-            position.is_counted_by_loader = False
+        for each in super().__iter__():
+            position.hand_out(batch * source.num_replicas)
+            yield each
+            if seen != source.times_regrouped:
+                return
+
+    @property
+    def batch_size_here(self) -> int:
+        """Samples of a batch on this rank."""
+        return getattr(self.batch_sampler, "batch_size", None) or 1
+
+    def divide(self, before: int, after: int) -> None:
+        """So many ranks share a batch of all of them from now on, where it were ``before``."""
+        if before != after and self.batch_sampler is not None:
+            self.batch_sampler.batch_size = self.batch_size_here * before // after  # type: ignore[attr-defined]
 
 
 def _refuse_if_divided(dataset: Any, workers: int) -> None:

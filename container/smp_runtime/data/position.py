@@ -5,19 +5,25 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_config import Group
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.job import session as sessions
 
 if TYPE_CHECKING:
+    from smp_config import ModelParallelParameters
     from smp_runtime.job.ranks import Ranks
 
 
 def batch_group(ranks: Ranks) -> Group:
     """The ranks whose batches differ: replicas, and without ``prescaled_batch`` tensor parallel ranks too."""
-    return Group.RDP if ranks.cfg.prescaled_batch else Group.DP
+    return batch_group_of(ranks.cfg)
+
+
+def batch_group_of(parameters: ModelParallelParameters) -> Group:
+    """The same, by a job's settings."""
+    return Group.RDP if parameters.prescaled_batch else Group.DP
 
 
 def place_among_readers(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
@@ -86,6 +92,17 @@ class Position:
             self.index = 0
 
 
+class Loader(Protocol):
+    """What makes batches of the samples of a source."""
+
+    @property
+    def batch_size_here(self) -> int:
+        """Samples of a batch on this rank."""
+
+    def divide(self, before: int, after: int) -> None:
+        """So many ranks share a batch of all of them from now on, where it were ``before``."""
+
+
 class Source:
     """What gives samples in an order of the job: what is common to the sampler and to streams.
 
@@ -100,8 +117,53 @@ class Source:
         self.seed_of_order = seed
         self.position = Position()
         self.is_kept = kept
+        self.times_regrouped = 0
+        self.loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
+        self.follows_job = sessions.is_initialized() and (self.num_replicas, self.rank) == place_among_readers(
+            None, None
+        )
+        if sessions.is_initialized():
+            Sources.of(sessions.current().ranks).add(self)
         if kept and sessions.is_initialized():
             Positions.of(sessions.current().ranks).add(self, name)
+
+    # -- other numbers of ranks ------------------------------------------------------------------------------------
+
+    num_replicas: int
+    rank: int
+
+    def why_not(self, wanted: ModelParallelParameters) -> str:
+        """Why samples cannot be divided among the ranks that other degrees give, in words; empty if they can."""
+        if not self.follows_job:
+            return ""
+        ranks = sessions.current().ranks
+        readers = wanted.topology(ranks.control.size).size(batch_group_of(wanted))
+        for loader in self.loaders:
+            if loader.batch_size_here * self.num_replicas % readers:
+                return (
+                    f"{self.num_replicas} ranks read batches of {loader.batch_size_here}, {loader.batch_size_here * self.num_replicas} "
+                    f"samples together, which {readers} ranks cannot divide evenly; choose a batch size that they can"
+                )
+        return ""
+
+    def regroup(self) -> None:
+        """Go on at the same place among the ranks of the job that there are by now; passes that are under way begin anew there.
+
+        Loaders give batches of another size, so that all ranks together read as many samples as before.
+        """
+        if self.follows_job:
+            before = self.num_replicas
+            self.num_replicas, self.rank = place_among_readers(None, None)
+            for loader in self.loaders:
+                loader.divide(before, self.num_replicas)
+        self._ranks_changed()
+        numbered, counted = self.position.is_numbered, self.position.is_counted_by_loader
+        self.load_state_dict(self.state_dict())
+        self.position.is_numbered, self.position.is_counted_by_loader = numbered, counted
+        self.times_regrouped += 1
+
+    def _ranks_changed(self) -> None:
+        """What follows from the number of ranks."""
 
     def _samples(self) -> int | None:
         """In the data set; None where nobody knows."""
@@ -157,8 +219,33 @@ def _check_numbers(state: Any) -> None:
         )
 
 
+class Sources:
+    """All sources of a job that are alive."""
+
+    outlives_regrouping = True
+
+    def __init__(self) -> None:
+        self._sources: list[weakref.ref[Source]] = []
+
+    @classmethod
+    def of(cls, ranks: Ranks) -> Sources:
+        """Those of a job; always the same object."""
+        return ranks.keep(cls, cls)
+
+    def add(self, source: Source) -> None:
+        """One was made."""
+        self._sources = [reference for reference in self._sources if reference() is not None]
+        self._sources.append(weakref.ref(source))
+
+    def alive(self) -> list[Source]:
+        """In the order in which they were made, the same on all ranks."""
+        return [source for reference in self._sources if (source := reference()) is not None]
+
+
 class Positions:
     """The sources of a job that checkpoints keep, by name."""
+
+    outlives_regrouping = True
 
     def __init__(self) -> None:
         self._sources: dict[str, weakref.ref[Source]] = {}

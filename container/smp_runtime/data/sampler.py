@@ -62,24 +62,30 @@ class DistributedSampler(TorchSampler[Any], Source):
         self.position.is_numbered = True
 
     def __iter__(self) -> Iterator[int]:
-        position = self.position
-        counts = not position.is_counted_by_loader
+        counts = not self.position.is_counted_by_loader
         if counts and self.is_kept:
             self._refuse_loaders_that_read_ahead()
-        start = position.begin(self.epoch)
-        if start is None:
-            return
-        count, end = self._pass_from(start)
-        position.end = end
-        order = self._order()
-        # Behind the end of the order it begins again: that pads.
-        places = (start + self.rank + self.num_replicas * torch.arange(count)) % max(1, len(order))
-        for index in cast("list[int]", order[places].tolist()):
-            if counts:
-                position.hand_out(self.num_replicas)
-            yield index
-        if counts:
-            position.complete()
+        seen = -1
+        while seen != self.times_regrouped:  # else by other ranks, from where the job is
+            seen = self.times_regrouped
+            position = self.position
+            start = position.begin(self.epoch)
+            if start is None:
+                return
+            count, end = self._pass_from(start)
+            position.end = end
+            order = self._order()
+            # Behind the end of the order it begins again: that pads.
+            places = (start + self.rank + self.num_replicas * torch.arange(count)) % max(1, len(order))
+            for index in cast("list[int]", order[places].tolist()):
+                if counts:
+                    position.hand_out(self.num_replicas)
+                yield index
+                if seen != self.times_regrouped and counts:
+                    break
+            if not counts:
+                return
+        self.position.complete()
 
     def _pass_from(self, start: int) -> tuple[int, int]:
         """Samples of each rank in a pass that begins at an index, and the index behind the last sample of all."""
@@ -95,6 +101,11 @@ class DistributedSampler(TorchSampler[Any], Source):
 
     def _samples(self) -> int:
         return len(cast("Sized", self.dataset))
+
+    def _ranks_changed(self) -> None:
+        share = self._samples() / self.num_replicas
+        self.num_samples = math.floor(share) if self.drop_last else math.ceil(share)
+        self.total_size = self.num_samples * self.num_replicas
 
     def _resume_at(self, epoch: int, seed: int | None) -> None:
         self.epoch = epoch

@@ -96,13 +96,18 @@ class DistributedStream(IterableDataset[Any], Source):
                 f"a loader with {info.num_workers} workers reads smp.data.DistributedStream ahead of the training, so that a "
                 "checkpoint could not tell which samples were trained; use smp.data.DataLoader, which takes the same arguments"
             )
-        begin = position.begin(self.epoch)
-        if begin is None:
-            return
-        for sample in self._share(self.epoch, begin):
-            position.hand_out(self.num_replicas)
-            yield sample
-        position.complete()
+        seen = -1
+        while seen != self.times_regrouped:  # else by other ranks, from where the job is
+            seen, position = self.times_regrouped, self.position
+            begin = position.begin(self.epoch)
+            if begin is None:
+                return
+            for sample in self._share(self.epoch, begin):
+                position.hand_out(self.num_replicas)
+                yield sample
+                if seen != self.times_regrouped:
+                    break
+        self.position.complete()
 
     def _share(self, epoch: int, start: int) -> Iterator[Any]:
         """This rank's samples of an epoch from an index on."""

@@ -49,10 +49,14 @@ class StepState:
     """
 
     def __init__(self, *, has_threads: bool) -> None:
-        self._here: Any = threading.local() if has_threads else types.SimpleNamespace()
         self.seed_scale = 1.0
         self.is_tracing = False
         self.count = 0
+        self.use_threads(has_threads)
+
+    def use_threads(self, has_threads: bool) -> None:
+        """From now on microbatches run on threads of their own, or not."""
+        self._here: Any = threading.local() if has_threads else types.SimpleNamespace()
 
     @property
     def microbatch(self) -> int | None:
@@ -66,9 +70,9 @@ class StepState:
             here().enter(FORWARD, value)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Ranks:
-    """The place of a rank in its job."""
+    """The place of a rank in its job; only :meth:`regroup` changes it."""
 
     cfg: ModelParallelParameters  # the typed configuration, the same on all ranks
     topology: Topology  # all groups
@@ -140,6 +144,22 @@ class Ranks:
         if kind not in self._kept:
             self._kept[kind] = make()
         return cast("T", self._kept[kind])
+
+    def regroup(self, parameters: ModelParallelParameters) -> None:
+        """Take the place that other degrees give this rank; all ranks call it, between two steps.
+
+        Whoever holds this record sees it. What :meth:`keep` has made is forgotten, but for kinds that say of themselves
+        ``outlives_regrouping = True``, since most of it belongs to groups.
+
+        Raises:
+            ConfigError: the number of ranks does not fit.
+        """
+        self.topology = parameters.topology(self.control.size)
+        self.cfg = parameters
+        self.groups.slice_by(self.topology)
+        self.step.use_threads(self.size(Group.PP) > 1)
+        for kind in [kind for kind in self._kept if not getattr(kind, "outlives_regrouping", False)]:
+            del self._kept[kind]
 
     def forget(self) -> None:
         """Let go of what :meth:`keep` has made, which holds this record: the job is left."""

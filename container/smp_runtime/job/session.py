@@ -131,6 +131,16 @@ class Session:
         """Called by an optimizer that was just wrapped."""
         self._optimizers.append(weakref.ref(optimizer))
 
+    def regroup(self, parameters: ModelParallelParameters) -> None:
+        """Go over to other degrees, between two steps; every rank calls it, and then places its models anew.
+
+        Raises:
+            ConfigError: the number of ranks does not fit.
+        """
+        self.ranks.regroup(parameters)
+        self.messages = Messages(self.ranks.control, self.ranks.topology)
+        self.module_manager = self.ranks.keep(ModuleManager, ModuleManager)
+
     def close(self) -> None:
         """Leave the job: process groups and the control plane are released."""
         self.progress.close(failed=self.has_failed)
@@ -213,6 +223,8 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
 
 class _Said(set[str]):
     """What a job's user was told."""
+
+    outlives_regrouping = True
 
 
 def say_once(sentence: str) -> None:

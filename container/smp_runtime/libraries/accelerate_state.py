@@ -45,6 +45,8 @@ def describe_processes(session: Session) -> None:
 class _Described:
     """While the session lasts, which rank Accelerate takes for the main and for the last process."""
 
+    outlives_regrouping = True
+
     def begin(self, session: Session) -> None:
         rank, size = session.ranks.rank, session.ranks.size(Group.WORLD)
         self._replace(session, "is_main_process", property(lambda _: rank == 0))

@@ -8,6 +8,7 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ from smp_runtime.model.replicas import Replicas
 from smp_runtime.model.stages import Stages, TracingOptions
 from smp_runtime.model.state_dict import PARTIAL_KEY, ModelState, TensorShape
 from smp_runtime.model.wrapped_module import WrappedModule
+from smp_runtime.module_state.blueprint import Blueprint
 from smp_runtime.nn.attention import DistributedAttentionLayer
 from smp_runtime.optim.clipping import clip_over_ranks
 from smp_runtime.parameters.precision import Precision
@@ -44,6 +46,19 @@ logger = logging.getLogger("smp")
 
 #: Called with every model that is wrapped; rooms above put what its module learns by that here.
 when_wrapped: list[Callable[[DistributedModel], None]] = []
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What a script wants of its wrapper; see :class:`DistributedModel`."""
+
+    tracing: TracingOptions
+    backward_passes_per_step: int
+    bucket_bytes: int
+    overlaps: bool
+    bucket_view: bool
+    averages_microbatches: bool
+    broadcasts_buffers: bool
 
 
 class DistributedModel(WrappedModule):
@@ -96,11 +111,34 @@ class DistributedModel(WrappedModule):
                 "a second model was wrapped in smp.DistributedModel, but with pipeline parallelism a script has one; make both "
                 "parts of one nn.Module and wrap that"
             )
-        clip_over_ranks(session)
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self.precision = Precision.of(ranks.cfg)
+        self._options = _Options(
+            TracingOptions(trace_device, trace_execution_times, trace_memory_usage),
+            backward_passes_per_step=backward_passes_per_step,
+            bucket_bytes=int(bucket_cap_mb * 2**20),
+            overlaps=overlapping_allreduce,
+            bucket_view=gradient_as_bucket_view,
+            averages_microbatches=average_grads_across_microbatches,
+            broadcasts_buffers=broadcast_buffers,
+        )
+        self.blueprint = Blueprint(module)
+        self._wrap(module)
+        session.adopt_model(self)
+        for tell in when_wrapped:
+            tell(self)
+
+    def _wrap(self, module: nn.Module, *, are_equal: bool = False) -> None:
+        """Let every strategy take its part of a model.
+
+        Args:
+            are_equal: whether replicas have equal weights already.
+        """
+        session, ranks, options = self._session, self._ranks, self._options
+        clip_over_ranks(session)
         self.module = recipe.replaced(module, ranks)
+        self.blueprint.note_wrapped(self.module)
         if ranks.cfg.checkpoint_attentions and not any(
             isinstance(p, DistributedAttentionLayer) for p in self.module.modules()
         ):
@@ -113,22 +151,22 @@ class DistributedModel(WrappedModule):
         trains, loss_scale = weakref.WeakMethod(self._trains), weakref.WeakMethod(self._loss_scale)
         self._part = part = LocalPart(self.module, ranks.rank_in(Group.PP))
         self._placed = placed = Placed()
-        tracing = TracingOptions(trace_device, trace_execution_times, trace_memory_usage)
-        self._stages = Stages(part, session, self.precision, tracing)
+        self._stages = Stages(part, session, self.precision, options.tracing)
         self._window = GradientWindow(
             ranks,
             lambda: (ask := trains()) is not None and ask(),
-            passes_per_reduction=backward_passes_per_step,
-            bucket_bytes=int(bucket_cap_mb * 2**20),
-            overlap=overlapping_allreduce and ranks.cfg.overlapping_allreduce,
-            bucket_view=gradient_as_bucket_view,
+            passes_per_reduction=options.backward_passes_per_step,
+            bucket_bytes=options.bucket_bytes,
+            overlap=options.overlaps and ranks.cfg.overlapping_allreduce,
+            bucket_view=options.bucket_view,
         )
-        self._replicas = Replicas(part, placed, ranks, self._window, broadcasts_buffers=broadcast_buffers)
+        self._replicas = Replicas(part, placed, ranks, self._window, broadcasts_buffers=options.broadcasts_buffers)
+        self._replicas.are_equal = are_equal
         self._backward = Backward(
             ranks,
             self._stages,
             lambda: 1.0 if (ask := loss_scale()) is None else ask(),
-            averages_microbatches=average_grads_across_microbatches,
+            averages_microbatches=options.averages_microbatches,
         )
         self._state = ModelState(part, placed, ranks)
         if self.partitioned:
@@ -137,9 +175,33 @@ class DistributedModel(WrappedModule):
                 name, elements = type(self.module).__name__, f"{self.registry.elements:,}"
                 logger.info("Partition assignments:\n  %s: %s parameters, rank 0", name, elements)
         self._replicas.follow_loads()
-        session.adopt_model(self)
-        for tell in when_wrapped:
-            tell(self)
+
+    def rebuild(self, module: nn.Module, assignment: Assignment | None) -> None:
+        """Lay the model out anew, after the session was regrouped; every rank calls it, and then loads every tensor.
+
+        Hooks of the partition that have run do not run again, since they may load what the training began with.
+
+        Args:
+            module: as the script has given it, with parameters that are created late, equal on all ranks.
+            assignment: of modules to stages, if it is decided already.
+        """
+        mode, hook = self.training, self._window.hook
+        if self.partitioned:
+            self._post_partition_hooks.clear()
+        self.leave_stages()
+        self._wrap(module, are_equal=True)
+        self.training = mode
+        self._window.hook = hook
+        if hook is not None and self.partitioned:
+            self._window.install_hook()
+        if assignment is not None and not self.partitioned:
+            self.adopt(assignment)
+
+    def leave_stages(self) -> None:
+        """End the pipeline; nothing runs until the model is laid out anew."""
+        if self._stages.leave in self._session.at_leave:
+            self._session.at_leave.remove(self._stages.leave)
+        self._stages.leave()
 
     def _place(self) -> None:
         recipe.place(self._ranks, self._stages, self._replicas, self._window, self._backward, self._placed)
@@ -147,6 +209,7 @@ class DistributedModel(WrappedModule):
             for text in describe_placement(self._part, self._placed.shards, self._ranks):
                 logger.info("%s", text)
         self._window.install_hook()
+        self.blueprint.note_settings()
 
     # -- what it is made of ----------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ def place(
     window.shards = placed.shards = _created(ranks, stages)
     in_shards = placed.shards.parameters if placed.shards else set()
     stages.move(ranks.device)
-    if replicated:
+    if replicated and not replicas.are_equal:
         replicas.copy([*(p for p in part.parameters() if p not in in_shards), *part.buffers()])
     masters = precision.convert(part.modules(), skip=in_shards)
     # What the optimizer updates: the parameters, their float32 masters, or this rank's shards of either.

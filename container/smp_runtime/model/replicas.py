@@ -27,6 +27,9 @@ class Replicas:
 
     Args:
         broadcasts_buffers: whether buffers are copied from the first replica at every training step.
+
+    Attributes:
+        are_equal: whether replicas have the same weights already when they are placed.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class Replicas:
         self._broadcasts_buffers = broadcasts_buffers
         self._joined: JoinedModel | None = None
         self.loads = 0
+        self.are_equal = False
 
     @property
     def are_joined(self) -> bool:

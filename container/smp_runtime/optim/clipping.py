@@ -95,6 +95,8 @@ class _Measured(threading.local):
 
 
 class _Clipping:
+    outlives_regrouping = True
+
     def __init__(self, session: Session) -> None:
         self._session = weakref.ref(session)
         self._measured = _Measured()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,6 +143,33 @@ class DistributedOptimizer(SavedOptimizer):
         self._model = model
         for group in self.optimizer.param_groups:
             self._replace(group)
+
+    def release(self) -> None:
+        """Let go of parameters and state, for a model that is laid out anew; :meth:`take_over` comes next.
+
+        Groups keep their settings, and stay the same objects, which schedulers hold.
+        """
+        self._model = None
+        self._originals = []
+        self._optimizer_shards = []
+        self._masters = MasterGradients(self._ranks, self._optimizer_shards)
+        self._norms = self._norms_for(None)
+        if isinstance(self.optimizer, TakesNorms):
+            self.optimizer.use_norms(self._norms)
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+
+    def take_over(self, model: TrainedModel, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Update the parameters of a model that was laid out anew.
+
+        Args:
+            groups: its parameters by group.
+        """
+        for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):
+            group["params"] = list(parameters)
+            group.pop("param_names", None)  # of those that it had
+        self.bind(model)
 
     def _follow_replaced(self) -> None:
         """An optimizer of the unwrapped model updates what tensor parallelism has put in place of its parameters."""

@@ -77,6 +77,8 @@ class Progress:
         resumed: whether there was one.
     """
 
+    outlives_regrouping = True
+
     def __init__(self, session: Session, state: JobState, agreement: StopAgreement) -> None:
         self.step = 0
         self.user_content: Any = None

@@ -43,6 +43,8 @@ def is_wanted(environ: Mapping[str, str]) -> bool:
 class Automatic:
     """Begins when the first step of a training does: by then the script has wrapped what it trains."""
 
+    outlives_regrouping = True
+
     def __init__(self, session: Session) -> None:
         self._session = session
         self._left_to = ""

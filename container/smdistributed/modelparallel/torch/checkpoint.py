@@ -1,4 +1,4 @@
-"""Saving and loading: ``smp.save``, ``smp.load``, ``smp.save_checkpoint``, ``smp.resume_from_checkpoint``, ``smp.auto_resume``."""
+"""Saving and loading, and going over to other degrees: functions that work on the current session."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from smp_runtime.checkpoint import object_files as objects
 from smp_runtime.checkpoint import save_and_resume as checkpoints
 from smp_runtime.job.session import current
 from smp_runtime.preemption import auto_resume as preemption
+from smp_runtime.reshape import reshape as reshaping
 
 
 def _of_current_session(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,3 +36,4 @@ wait_for_checkpoint = _of_current_session(checkpoints.wait_for_checkpoint)
 memory_checkpoint = _of_current_session(checkpoints.memory_checkpoint)
 newest_memory_checkpoint = _of_current_session(checkpoints.newest_memory_checkpoint)
 auto_resume = _of_current_session(preemption.auto_resume)
+reshape = _of_current_session(reshaping.reshape)

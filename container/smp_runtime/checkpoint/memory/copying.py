@@ -159,6 +159,8 @@ class Interval:
 class Copier:
     """Copies of one job's state; every rank has one, and makes the same calls. The first call is one for all ranks together."""
 
+    outlives_regrouping = True
+
     def __init__(self, session: Session, environ: Mapping[str, str]) -> None:
         self._session = session
         self._rank = session.ranks.rank

@@ -131,6 +131,8 @@ class Recovery:
         number: of the generation that was loaded; 0 for none.
     """
 
+    outlives_regrouping = True
+
     def __init__(self) -> None:
         self.number = 0
         self._is_over = False

@@ -1,0 +1,154 @@
+"""How a model was before it was wrapped: enough to build it anew, without its weights."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+#: Entries of a module that are dictionaries of hooks; the script may add to them at any time.
+_HOOKS = "_hooks"
+#: Values that scripts set on modules while they train, such as the probability of a dropout.
+_PLAIN = (bool, int, float, str, type(None))
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """A parameter without its values.
+
+    Attributes:
+        kind: its class.
+        attributes: what the script has set on it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    kind: type
+    attributes: Mapping[str, Any]
+
+
+class Blueprint:
+    """A model as the script has given it: modules, attributes, hooks and buffers, and the shapes of its parameters.
+
+    The modules are the script's own, so that what holds them goes on holding the model when it is built anew.
+
+    Attributes:
+        problem: why the model cannot be built anew, in words; empty if it can.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.problem = ""
+        self._shapes: list[ParameterShape] = []
+        self._kept: list[tuple[nn.Module, type, dict[str, Any]]] = []
+        self._settings: dict[int, dict[str, Any]] = {}
+        numbers: dict[int, int] = {}
+        for part in module.modules():
+            if isinstance(part, torch.jit.ScriptModule):
+                self.problem = f"its {type(part).__name__} is TorchScript"
+            entries = {key: _copied(value) for key, value in vars(part).items()}
+            registry = vars(part).get("_parameters")
+            entries["_parameters"] = {
+                name: None if parameter is None else self._number(parameter, numbers)
+                for name, parameter in (registry.items() if isinstance(registry, dict) else ())
+            }
+            self._kept.append((part, type(part), entries))
+
+    def _number(self, parameter: nn.Parameter, numbers: dict[int, int]) -> int:
+        """That of its shape; a parameter with several names has one."""
+        if id(parameter) not in numbers:
+            numbers[id(parameter)] = len(self._shapes)
+            shape = ParameterShape(
+                tuple(parameter.shape), parameter.dtype, parameter.requires_grad, type(parameter), dict(vars(parameter))
+            )
+            self._shapes.append(shape)
+        return numbers[id(parameter)]
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Those that the script has given."""
+        return (part for part, _, _ in self._kept)
+
+    def note_wrapped(self, module: nn.Module) -> None:
+        """Strategies have put their modules in place of some, which hold no weights any more; ``module`` is what came of it."""
+        there = {id(part) for part in module.modules()}
+        for part, _, _ in self._kept:
+            if id(part) not in there:
+                vars(part).update(_parameters={}, _buffers={})
+
+    def note_settings(self) -> None:
+        """The model is in its place: what changes from now on of plain attributes, the script has changed."""
+        self._settings = {id(part): _plain(part) for part, _, _ in self._kept}
+
+    def build(
+        self, parameter: Callable[[ParameterShape], nn.Parameter], buffer: Callable[[torch.Tensor], torch.Tensor]
+    ) -> nn.Module:
+        """The model as it was, with new parameters.
+
+        What the script has done since stays: modes, flags of parameters and plain attributes that it has changed, hooks that
+        it has added.
+
+        Args:
+            parameter: makes one.
+            buffer: makes one in place of a buffer that had no values.
+        """
+        made = [parameter(shape) for shape in self._shapes]
+        buffers: dict[int, torch.Tensor] = {}  # new ones, by those that were there
+        for part, kind, entries in self._kept:
+            since = dict(vars(part))
+            settings = {
+                key: value
+                for key, value in _plain(part).items()
+                if key in entries and self._settings.get(id(part), {}).get(key, _ABSENT) not in (_ABSENT, value)
+            }
+            for name, number in entries["_parameters"].items():
+                now = since["_parameters"].get(name) if isinstance(since.get("_parameters"), dict) else None
+                if number is not None and now is not None and now.is_leaf:
+                    made[number].requires_grad_(now.requires_grad)
+            part.__class__ = kind
+            vars(part).clear()
+            vars(part).update({key: _copied(value) for key, value in entries.items()})
+            part._parameters = {  # noqa: SLF001 - PyTorch has no other way past its checks of names
+                name: None if number is None else made[number] for name, number in entries["_parameters"].items()
+            }
+            for name, value in entries["_buffers"].items():
+                if value is not None and id(value) not in buffers:
+                    buffers[id(value)] = buffer(value) if value.is_meta else value.clone()
+                part._buffers[name] = None if value is None else buffers[id(value)]  # noqa: SLF001
+            vars(part).update(settings)
+            if "training" in since:
+                part.training = since["training"]
+            _add_hooks(vars(part), since)
+        return self.module
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a plain container, with the same objects in it; anything else as it is."""
+    return value.copy() if type(value) in (dict, OrderedDict, list, set) else value
+
+
+def _plain(part: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in vars(part).items() if type(value) in _PLAIN and key != "training"}
+
+
+def _add_hooks(entries: dict[str, Any], since: Mapping[str, Any]) -> None:
+    """Keep hooks that are not this library's and came later."""
+    for name, hooks in since.items():
+        if not name.endswith(_HOOKS) or not isinstance(hooks, dict) or not isinstance(entries.get(name), dict):
+            continue
+        for key, hook in hooks.items():
+            if key not in entries[name] and not _home(hook).startswith("smp_runtime"):
+                entries[name][key] = hook
+
+
+def _home(hook: Any) -> str:
+    """The module of Python that has defined a hook, past PyTorch's wrapper and partial calls."""
+    while (inner := getattr(hook, "hook", None) or getattr(hook, "func", None)) is not None:
+        hook = inner
+    owner = getattr(hook, "__self__", None)
+    return str(getattr(hook, "__module__", None) or type(hook if owner is None else owner).__module__)

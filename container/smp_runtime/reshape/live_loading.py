@@ -1,0 +1,147 @@
+"""Filling a model that was laid out anew with what the ranks had before, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from smp_runtime.checkpoint.files.manifest import MASTER, MODULE, FoundCheckpoint
+from smp_runtime.checkpoint.files.tensor_regions import Region
+from smp_runtime.checkpoint.live_state import Holding, buffers, extras, masters, saved_records, updated, weights
+from smp_runtime.checkpoint.load_partial import Loading
+from smp_runtime.reshape.moving import LiveReader, Want
+from smp_runtime.reshape.offers import UNSAVED
+from smp_runtime.tensors.nested import unshared
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from smp_runtime.job.session import Session
+    from smp_runtime.model.distributed_model import DistributedModel
+    from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+
+#: Bytes of whole tensors, with their optimizer state, that move at once; each rank holds at most as much besides its state.
+BATCH_BYTES = 64 * 2**20
+
+
+class LiveLoading(Loading):
+    """The state of a running job on its way to where other degrees want it; made and called by all ranks alike."""
+
+    def __init__(
+        self,
+        session: Session,
+        model: DistributedModel,
+        optimizer: DistributedOptimizer | None,
+        reader: LiveReader,
+    ) -> None:
+        found = FoundCheckpoint("the state of this job", Path("the state of this job"), reader.manifest)
+        super().__init__(session, found, model, optimizer, strict=True, states=True, reader=reader)
+        self._live = reader
+
+    def groups(self, count: int) -> list[list[nn.Parameter]]:
+        """The model's parameters by the groups of the optimizer in which those that they are made of were."""
+        made: list[list[nn.Parameter]] = [[] for _ in range(count)]
+        saved = self.manifest.optimizer
+        owner = {name: index for index, group in enumerate(saved.groups if saved else ()) for name in group["params"]}
+        for record in self._model.registry:
+            index = next((owner[source] for source in self._sources(record.name) if source in owner), None)
+            if index is not None:
+                made[index].append(record.parameter)
+        return made
+
+    @torch.no_grad()
+    def load_tensors(self) -> None:
+        """Move and fill everything; every rank calls it."""
+        if self._model.shards is not None:
+            self._model.shards.release()
+        batches = list(self._batches())
+        for number, names in enumerate(batches):
+            self._live.fetch(self._wants(names))
+            self.load_named(names)
+            later = {source for rest in batches[number + 1 :] for name in rest for source in self._sources(name)}
+            self._live.forget({source for name in names for source in self._sources(name)} - later)
+        self._store_masters()
+        for name, module in extras(self._model):
+            value = self.reader.extra(name)
+            if value is not None:
+                module.set_extra_state(unshared(value))
+        self.reader.close()
+
+    def load_named(self, only: Container[str] | None) -> None:
+        """See :class:`Loading`; and buffers that are in no state."""
+        super().load_named(only)
+        for name, buffer in self._unsaved():
+            if only is None or name in only:
+                self._live.fill(buffer, Region.of(tuple(buffer.shape)), UNSAVED, name)
+
+    def _batches(self) -> Iterator[set[str]]:
+        """Names of parameters and buffers, the same on all ranks, in batches."""
+        names: set[str] = set()
+        waiting = 0
+        sizes = {**self.manifest.parameters, **self.manifest.buffers}
+        keys = self.reader.state_keys()
+        ours = [record.name for record in saved_records(self._model)]
+        for name in dict.fromkeys([*ours, *(name for name in self._of if name not in ours), *self.manifest.buffers]):
+            names.add(name)
+            for source in self._sources(name) or (name,):
+                if source in sizes:
+                    waiting += sizes[source].elements * 4 * (2 + len(keys.get(source, ())))
+            if waiting >= BATCH_BYTES:
+                yield names
+                names, waiting = set(), 0
+        yield names
+
+    def _holdings(self) -> Iterator[tuple[Holding, Callable[[str], str]]]:
+        """Weights from weights and masters from masters; weights that masters here are the source of come with these."""
+        own = list(masters(self._model))
+        covered = {(holding.name, holding.region) for holding in own}
+        for holding in weights(self._model):
+            if (holding.name, holding.region) not in covered:
+                yield holding, lambda _: MODULE
+        for holding in own:
+            yield holding, lambda name: MASTER if self.reader.holds(MASTER, name) else MODULE
+        for holding in buffers(self._model):
+            yield holding, lambda _: MODULE
+
+    def _store_masters(self) -> None:
+        for shard in (self._model.optimizer_shards or {}).values():
+            if shard is not None:
+                shard.store()
+
+    def _wants(self, names: Container[str]) -> Iterator[Want]:
+        for holding, key in self._holdings():
+            if holding.name in names:
+                yield from self._wanted(holding.name, holding.region, key)
+        for name, buffer in self._unsaved():
+            if name in names:
+                yield UNSAVED, name, Region.of(tuple(buffer.shape))
+        if self._optimizer is None:
+            return
+        for entry in updated(self._model, self._optimizer):
+            if entry.updated is None or entry.parameter.is_meta or entry.name not in names:
+                continue
+            for source in self._sources(entry.name):
+                for key in self._state_keys.get(source, ()):
+                    if not self.reader.is_object(key, source):
+                        yield from self._wanted(entry.name, entry.region, lambda _, key=key: key, source)
+
+    def _wanted(self, name: str, region: Region, key: Callable[[str], str], only: str | None = None) -> Iterator[Want]:
+        found = self._of.get(name)
+        for source in found.sources if found is not None else ():
+            if only in (None, source) and self.reader.holds(key(source), source):
+                whole = (
+                    Region.of(self.manifest.parameters[source].shape) if source in self.manifest.parameters else region
+                )
+                yield key(source), source, region if found is not None and found.is_leaf_of_checkpoint else whole
+
+    def _unsaved(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers of this rank that are in no state, and that some rank has had."""
+        saved = set(self._model.module.state_dict(keep_vars=True))
+        for name, buffer in self._model.local_named_buffers():
+            record = self.manifest.buffers.get(name)
+            if name not in saved and self.reader.holds(UNSAVED, name) and record is not None:
+                if tuple(buffer.shape) == record.shape and buffer.is_contiguous():
+                    yield name, buffer

@@ -1,0 +1,215 @@
+"""Moving regions of tensors from the ranks that have them to those that want them: each element once, and only there."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from smp_config import Group, smddp
+from smp_runtime.checkpoint.files.manifest import Piece
+from smp_runtime.checkpoint.files.reader import CheckpointReader
+from smp_runtime.checkpoint.files.tensor_regions import Region
+from smp_runtime.errors import CheckpointError
+from smp_runtime.reshape.offers import UNSAVED, Catalogue, Key, Offer
+from smp_runtime.reshape.runs import Common, Runs, common, picked, put, runs_of
+
+if TYPE_CHECKING:
+    from smp_runtime.job.ranks import Ranks
+
+#: What is wanted: a state key, a name, and a region of it.
+Want = tuple[str, str, Region]
+#: The same in a message.
+_Told = tuple[str, str, tuple[Any, ...]]
+
+
+class LiveReader(CheckpointReader):
+    """Reads tensors of a job that runs: what this rank has, and what :meth:`fetch` has brought from others.
+
+    Attributes:
+        received: bytes that came from other ranks.
+        needed: bytes of what was asked for that this rank did not have.
+    """
+
+    def __init__(self, ranks: Ranks, found: Catalogue, mine: Offer) -> None:
+        super().__init__(Path("the state of this job"), found.manifest)
+        self._ranks = ranks
+        self._found = found
+        self._mine = mine
+        self._me = str(ranks.rank)
+        self._fetched: dict[tuple[str, str, Region], list[tuple[Common, torch.Tensor]]] = {}
+        self._runs: dict[Region, Runs] = {}
+        self._group = _group_for_messages(ranks)
+        self.received = 0
+        self.needed = 0
+
+    # -- bringing --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fetch(self, wants: Iterable[Want]) -> None:
+        """Bring what this rank wants and does not have; every rank calls it, with wants of its own."""
+        self._fetched.clear()
+        everyone = list(range(self._ranks.control.size))
+        asked: dict[int, list[Want]] = {}
+        shares: dict[int, list[Common]] = {}
+        for key, name, region in dict.fromkeys(wants):
+            for holder, share in self._sources(key, name, region):
+                if holder != self._ranks.rank:
+                    asked.setdefault(holder, []).append((key, name, region))
+                    shares.setdefault(holder, []).append(share)
+        told = {holder: [_told(want) for want in wants] for holder, wants in asked.items()}
+        requests = self._ranks.control.allgather(told, everyone)
+        works: list[Any] = []
+        sent = []
+        for rank, wanted in enumerate(requests):
+            if rank != self._ranks.rank and wanted.get(self._ranks.rank):
+                sent.append(self._packed([_wanted(each) for each in wanted[self._ranks.rank]]))
+                works += self._message(dist.isend, sent[-1], rank)
+        arriving = {}
+        for holder in sorted(asked):
+            size = sum(
+                share.elements * self.dtype_of(key, name).itemsize
+                for (key, name, _), share in zip(asked[holder], shares[holder], strict=True)
+            )
+            arriving[holder] = torch.empty(size, dtype=torch.uint8, device=self._ranks.device)
+            works += self._message(dist.irecv, arriving[holder], holder)
+        for work in works:
+            work.wait()
+        for holder, message in arriving.items():
+            self.received += message.numel()
+            at = 0
+            for (key, name, region), share in zip(asked[holder], shares[holder], strict=True):
+                size = share.elements * self.dtype_of(key, name).itemsize
+                values = message[at : at + size].clone().view(self.dtype_of(key, name))
+                self._fetched.setdefault((key, name, region), []).append((share, values))
+                at += size
+
+    def _message(self, call: Any, message: torch.Tensor, rank: int) -> list[Any]:
+        return [call(message, rank, group=self._group)] if message.numel() else []
+
+    def _packed(self, wants: Iterable[Want]) -> torch.Tensor:
+        """What another rank wants of this one's, in its order, as bytes."""
+        parts = [torch.empty(0, dtype=torch.uint8, device=self._ranks.device)]
+        for key, name, region in wants:
+            piece, tensor = self._mine.tensors[key, name]
+            share = common(self._runs_of(region), self._runs_of(self._region(name, piece)))
+            values = picked(tensor, share.there, share.lengths).to(self._ranks.device)
+            parts.append(values.contiguous().view(torch.uint8))
+        return torch.cat(parts)
+
+    def _sources(self, key: str, name: str, wanted: Region) -> Iterable[tuple[int, Common]]:
+        """Who gives which part of a region; this rank itself, where it can.
+
+        Raises:
+            CheckpointError: nobody has some of it.
+        """
+        holders: dict[Piece, list[int]] = {}
+        for rank, piece in self._pieces.get((key, name), ()):
+            if not piece.whole_object:
+                holders.setdefault(piece, []).append(int(rank))
+        runs, covered, found = self._runs_of(wanted), 0, []
+        for piece, ranks in holders.items():
+            share = common(runs, self._runs_of(self._region(name, piece)))
+            if not (elements := share.elements):
+                continue
+            covered += elements
+            if self._ranks.rank in ranks:
+                holder = self._ranks.rank
+            else:  # by turns, so that not all ask the same
+                holder = ranks[(self._ranks.rank + zlib.crc32(name.encode())) % len(ranks)]
+                self.needed += elements * self.dtype_of(key, name).itemsize
+            found.append((holder, share))
+        if covered != wanted.elements:
+            raise CheckpointError(
+                f"the ranks have {covered:,} of the {wanted.elements:,} wanted elements of {key} of {name}; some have gone on "
+                "another way than others"
+            )
+        return found
+
+    def _region(self, name: str, piece: Piece) -> Region:
+        return Region.of_piece(self._record(name), piece)
+
+    def _runs_of(self, region: Region) -> Runs:
+        if region not in self._runs:
+            self._runs[region] = runs_of(region)
+        return self._runs[region]
+
+    def forget(self, names: set[str]) -> None:
+        """Tensors of these names are not asked for any more, by any rank."""
+        self._fetched.clear()
+        self._runs.clear()
+        self._mine.drop(names)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fill(self, target: torch.Tensor, wanted: Region, key: str, name: str) -> None:
+        """See :class:`CheckpointReader`; what was fetched."""
+        flat = target.view(-1)
+        own = self._mine.tensors.get((key, name))
+        if own is not None:
+            share = common(self._runs_of(wanted), self._runs_of(self._region(name, own[0])))
+            values = picked(own[1], share.there, share.lengths)
+            put(flat, share.here, share.lengths, values.to(flat.device, flat.dtype))
+        for share, values in self._fetched.get((key, name, wanted), ()):
+            put(flat, share.here, share.lengths, values.to(flat.device, flat.dtype))
+
+    def whole(self, key: str, name: str) -> torch.Tensor:
+        """See :class:`CheckpointReader`."""
+        record = self._record(name)
+        made = torch.empty(record.shape, dtype=self.dtype_of(key, name), device=self._ranks.device)
+        self.fill(made, Region.of(record.shape), key, name)
+        return made
+
+    def dtype_of(self, key: str, name: str) -> torch.dtype:
+        """See :class:`CheckpointReader`."""
+        return self._found.dtypes[key, name]
+
+    def state_keys(self) -> dict[str, list[str]]:
+        """See :class:`CheckpointReader`."""
+        return {
+            name: [key for key in keys if key != UNSAVED]
+            for name, keys in super().state_keys().items()
+            if keys != [UNSAVED]
+        }
+
+    def extra(self, name: str) -> Any:
+        """See :class:`CheckpointReader`."""
+        found = (value for (_, key, title), value in self._found.objects.items() if (key, title) == ("extra", name))
+        return next(found, None)
+
+    def _state(self, file: str, key: str, name: str) -> Any:
+        return self._found.objects[file, key, name]
+
+    def close(self) -> None:
+        """Nothing is read any more."""
+        self._fetched.clear()
+        self._runs.clear()
+        self._mine.tensors.clear()
+
+
+def _told(want: Want) -> _Told:
+    key, name, region = want
+    return key, name, (region.shape, region.axis, region.cuts, region.first, region.last)
+
+
+def _wanted(told: _Told) -> Want:
+    key, name, region = told
+    return key, name, Region(*region)
+
+
+def _group_for_messages(ranks: Ranks) -> dist.ProcessGroup:
+    """All ranks, in a group that sends from one to another; all of them call it."""
+    if ranks.backend != smddp.BACKEND:
+        return ranks.process_group(Group.WORLD)
+    made = dist.new_group(backend="cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo")
+    if not isinstance(made, dist.ProcessGroup):
+        raise AssertionError("this rank is in the group of all ranks")
+    return made
+
+
+__all__ = ["Key", "LiveReader", "Want"]

@@ -1,0 +1,282 @@
+"""``smp.reshape``: a running job goes over to other degrees between two steps, without a file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from smp_config import ConfigError, Group, ModelParallelParameters
+from smp_runtime.checkpoint.save_partial import Saver
+from smp_runtime.data.position import Sources
+from smp_runtime.errors import CheckpointError, SMPUserError
+from smp_runtime.model.distributed_model import DistributedModel
+from smp_runtime.nn.distributed_module import DistributedModule
+from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+from smp_runtime.parameters.deferred_creation import Deferrals, deferring
+from smp_runtime.reshape.live_loading import LiveLoading
+from smp_runtime.reshape.moving import LiveReader
+from smp_runtime.reshape.offers import Catalogue, Offer, catalogue
+
+if TYPE_CHECKING:
+    from smp_runtime.job.session import Session
+    from smp_runtime.module_state.blueprint import ParameterShape
+    from smp_runtime.pipeline.partition.assignment import Assignment
+
+logger = logging.getLogger("smp")
+
+#: Settings that a job keeps: what the weights are, and how its processes met.
+FIXED = ("fp16", "bf16", "ddp", "ddp_port", "ddp_dist_backend", "horovod", "delayed_parameter_initialization")
+
+
+@dataclass
+class Reshaped:
+    """What a job has gone over to.
+
+    Attributes:
+        parameters: all settings that are in force now.
+        seconds: it took, on this rank; with a pipeline that is traced anew, without what the next step does for it.
+        received_bytes: that came to this rank from others; grows in the next step where that traces a pipeline anew.
+    """
+
+    parameters: dict[str, Any]
+    seconds: float = 0.0
+    received_bytes: int = 0
+
+
+def reshape(session: Session, parameters: Mapping[str, Any]) -> Reshaped:
+    """Go on with other degrees on the same ranks; every rank calls it, with the same settings, between two steps.
+
+    Weights, float32 weights, optimizer state and buffers move from the ranks that have them to those that want them, each
+    element once. What ``smp.data`` reads goes on at the same place, with the same number of samples in all ranks' batches
+    together. Wrapped model and optimizer stay the same objects, with schedulers, hooks, modes and the loss scale; parameters
+    are new ones. Where pipeline stages change, the next step traces the model, and tensors move then. Random numbers go on
+    from those of each rank.
+
+    Args:
+        parameters: settings that change, such as ``{"pipeline_parallel_degree": 2, "tensor_parallel_degree": 1}``.
+
+    Returns:
+        What the job has gone over to.
+
+    Raises:
+        ConfigError: settings that do not fit each other or the number of ranks.
+        SMPUserError: a setting that cannot change, or a model or a data set that cannot be divided otherwise. The job is as it
+            was, on all ranks.
+    """
+    began = time.perf_counter()
+    ranks = session.ranks
+    with ranks.control.doing("smp.reshape"):
+        wanted = _checked(session, parameters)
+        model, optimizer = _trained(session, wanted)
+        if wanted.to_mp_parameters() == ranks.cfg.to_mp_parameters():
+            return Reshaped(wanted.to_mp_parameters())
+        Saver.of(session).wait()
+        offer, problem = Offer(), ""
+        if model is not None:
+            try:
+                offer = Offer.of(session, model, optimizer)
+            except SMPUserError as error:
+                problem = str(error)
+        _agree(session, problem)
+        former, outcome = ranks.cfg, Reshaped(wanted.to_mp_parameters())
+        if model is None:
+            session.regroup(wanted)
+        else:
+            found = catalogue(session, model, optimizer, offer)
+            move = _Move(session, model, optimizer, offer, found, outcome)
+            try:
+                move.to(wanted)
+            except (SMPUserError, CheckpointError, ConfigError):
+                # Nothing has been moved yet, and all ranks have met the same.
+                logger.warning("the job goes on as it was")
+                move.to(former)
+                raise
+        for source in Sources.of(ranks).alive():
+            source.regroup()
+        outcome.seconds = time.perf_counter() - began
+        if ranks.rank == 0:
+            changed = {key: value for key, value in parameters.items()}
+            logger.info("the job goes on with %s; it took %.2f s", json.dumps(changed), outcome.seconds)
+        return outcome
+
+
+class _Move:
+    """One move of a model and its optimizer to other degrees."""
+
+    def __init__(
+        self,
+        session: Session,
+        model: DistributedModel,
+        optimizer: DistributedOptimizer | None,
+        offer: Offer,
+        found: Catalogue,
+        outcome: Reshaped,
+    ) -> None:
+        self._session = session
+        self._model = model
+        self._optimizer = optimizer
+        self._offer = offer
+        self._found = found
+        self._outcome = outcome
+        self._groups = len(optimizer.param_groups) if optimizer is not None else 0
+        self._assignment = model.assignment
+        self._stages = session.ranks.size(Group.PP)
+        self._degree = session.ranks.size(Group.TP)
+
+    def to(self, parameters: ModelParallelParameters) -> None:
+        """Lay the model out for these degrees, and fill it.
+
+        Raises:
+            CheckpointError: it has other tensors then; nothing was moved.
+            SMPUserError: it cannot be laid out so; nothing was moved.
+        """
+        session, model, optimizer = self._session, self._model, self._optimizer
+        model.leave_stages()
+        if optimizer is not None:
+            optimizer.release()
+        session.regroup(parameters)
+        with _same_random_numbers(session), deferring(session.ranks.keep(Deferrals, Deferrals)):
+            module = model.blueprint.build(_parameter, torch.zeros_like)
+        with _same_random_numbers(session):
+            model.rebuild(module, None)
+            reader = LiveReader(session.ranks, self._found, self._offer)
+            if optimizer is not None:
+                optimizer.take_over(model, LiveLoading(session, model, None, reader).groups(self._groups))
+            loading = LiveLoading(session, model, optimizer, reader)
+            if (assignment := self._same_stages()) is not None:
+                model.adopt(assignment)
+        if model.partitioned:
+            self._load(loading, reader)
+        else:
+            model.load_when_partitioned(lambda: self._load(loading, reader))
+
+    def _same_stages(self) -> Assignment | None:
+        """The former partition, if it can stay."""
+        ranks, former = self._session.ranks, self._assignment
+        if former is None or (ranks.size(Group.PP), ranks.size(Group.TP)) != (self._stages, self._degree):
+            return None
+        try:
+            former.check(self._model.module, self._stages)
+        except SMPUserError:
+            return None
+        return former
+
+    def _load(self, loading: LiveLoading, reader: LiveReader) -> None:
+        loading.load_tensors()
+        self._outcome.received_bytes = reader.received
+
+
+def _parameter(shape: ParameterShape) -> nn.Parameter:
+    """One that is created late."""
+    made = nn.Parameter(torch.zeros(shape.shape, dtype=shape.dtype, device="cpu"), shape.requires_grad)
+    if shape.kind is not nn.Parameter:
+        made.__class__ = shape.kind
+    made.__dict__.update(shape.attributes)
+    return made
+
+
+def _checked(session: Session, given: Mapping[str, Any]) -> ModelParallelParameters:
+    """All settings, if they can be; the same outcome on every rank.
+
+    Raises:
+        ConfigError: they cannot.
+        SMPUserError: one of them cannot change, or the ranks want different ones.
+    """
+    if not isinstance(given, Mapping):
+        raise SMPUserError(
+            f"smp.reshape() got {given!r}, a {type(given).__name__}; pass a dictionary of parameters such as "
+            '{"pipeline_parallel_degree": 2}'
+        )
+    before = {k: v for k, v in session.ranks.cfg.to_mp_parameters().items() if k != "partitions"}
+    settings = dict(given)
+    if "partitions" in settings:
+        settings["pipeline_parallel_degree"] = settings.pop("partitions")
+    everyone = list(range(session.ranks.control.size))
+    texts = session.ranks.control.allgather(json.dumps(settings, sort_keys=True, default=repr), everyone)
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            raise SMPUserError(
+                f"rank {rank} called smp.reshape({text}), but rank 0 smp.reshape({texts[0]}); all ranks change to the same"
+            )
+    wanted = ModelParallelParameters.from_mp_parameters({**before, **settings})
+    after = wanted.to_mp_parameters()
+    if fixed := [name for name in FIXED if before.get(name) != after.get(name)]:
+        raise SMPUserError(
+            f"smp.reshape cannot change {', '.join(fixed)} of a job that runs; save a checkpoint, and resume it in a job that has "
+            "the other setting"
+        )
+    wanted.topology(session.ranks.control.size)  # says what does not fit
+    return wanted
+
+
+def _trained(
+    session: Session, wanted: ModelParallelParameters
+) -> tuple[DistributedModel | None, DistributedOptimizer | None]:
+    """What moves.
+
+    Raises:
+        SMPUserError: it cannot, or it is not between two steps.
+    """
+    models = [model for model in session.models if isinstance(model, DistributedModel)]
+    optimizers = [found for found in session.optimizers if isinstance(found, DistributedOptimizer)]
+    if session.ranks.step.microbatch is not None or session.ranks.step.is_tracing:
+        raise SMPUserError("smp.reshape was called inside a step; call it after optimizer.step(), before the next step")
+    if len(models) > 1 or len(optimizers) > 1:
+        raise SMPUserError(
+            f"smp.reshape moves one wrapped model and one wrapped optimizer, but the script holds {len(models)} and "
+            f"{len(optimizers)}"
+        )
+    problem = ""
+    for source in Sources.of(session.ranks).alive():
+        problem = problem or source.why_not(wanted)
+    if models:
+        problem = problem or _why_not(session, models[0], wanted)
+    _agree(session, problem)
+    return models[0] if models else None, optimizers[0] if optimizers else None
+
+
+def _why_not(session: Session, model: DistributedModel, wanted: ModelParallelParameters) -> str:
+    """Why a model cannot be laid out anew, in words; empty if it can."""
+    if not model.partitioned:
+        return "the model is not partitioned yet; call smp.reshape after the first step, or give smp.init the other degrees"
+    if model.is_whole_copy or model._placed.is_away:  # noqa: SLF001
+        return "model.cpu() has moved the model away; call model.cuda() first"
+    if model.blueprint.problem:
+        return f"the model cannot be built anew: {model.blueprint.problem}"
+    degree = session.ranks.size(Group.TP)
+    own = next((type(part).__name__ for part in model.blueprint.modules() if isinstance(part, DistributedModule)), "")
+    if own and wanted.tensor_parallel_degree != degree:
+        return (
+            f"the script has created a {own}, whose parts are those of tensor_parallel_degree {degree}; build ordinary modules "
+            "inside smp.tensor_parallelism(), which are divided when the model is laid out"
+        )
+    if not wanted.auto_partition and wanted.pipeline_parallel_degree not in (1, session.ranks.size(Group.PP)):
+        return (
+            f"the script has put modules on {session.ranks.size(Group.PP)} stages by hand (auto_partition is false), which says "
+            f"nothing of {wanted.pipeline_parallel_degree}; set auto_partition to true as well"
+        )
+    return ""
+
+
+def _agree(session: Session, problem: str) -> None:
+    """Raise on all ranks what any of them has met."""
+    everyone = list(range(session.ranks.control.size))
+    for rank, why in enumerate(session.ranks.control.allgather(problem, everyone)):
+        if why:
+            raise SMPUserError(f"smp.reshape is not possible: {why}" + (f" (rank {rank})" if rank else ""))
+
+
+@contextmanager
+def _same_random_numbers(session: Session) -> Iterator[None]:
+    """What is drawn inside is drawn again behind it."""
+    device = session.ranks.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
