@@ -54,6 +54,7 @@ FLOORS = [
     {"model"},
     {"checkpoint", "generation"},
     {"preemption"},
+    {"reshape"},
     {"libraries"},
 ]
 #: They know nothing of one another: what one needs of another is a protocol, or is passed in by the model's recipe.

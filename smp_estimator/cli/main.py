@@ -20,6 +20,7 @@ from smp_estimator.cli.images import images
 from smp_estimator.cli.migrate import migrate
 from smp_estimator.cli.models import models
 from smp_estimator.cli.planning import plan, suggest
+from smp_estimator.cli.reshape import reshape
 from smp_estimator.cli.run import run
 from smp_estimator.cli.where import where
 from smp_estimator.sdk_found import SDKMissing
@@ -56,6 +57,7 @@ main.add_command(plan)
 main.add_command(suggest)
 main.add_command(run)
 main.add_command(where)
+main.add_command(reshape)
 
 
 # -- validate ----------------------------------------------------------------------------------------------

@@ -339,7 +339,7 @@ class Loading:
         for holding in (*weights(self._model), *masters(self._model)):
             yield holding, self.reader.weight_key
         for holding in buffers(self._model):
-            yield holding, _always(MODULE)
+            yield holding, always(MODULE)
 
     def _load_state(self, optimizer: DistributedOptimizer, entry: Updated) -> None:
         found = self._of.get(entry.name)
@@ -363,7 +363,7 @@ class Loading:
             if not isinstance(target, torch.Tensor) or target.shape != entry.updated.shape or target.dtype != dtype:
                 former.pop(key, None)
                 target = torch.empty_like(entry.updated, dtype=dtype, memory_format=torch.contiguous_format)
-            read_into(target, entry.region, found, self.reader, _always(key))
+            read_into(target, entry.region, found, self.reader, always(key))
             state[key] = target
         if state:
             optimizer.optimizer.state[entry.updated] = state
@@ -371,7 +371,8 @@ class Loading:
             optimizer.optimizer.state.pop(entry.updated, None)
 
 
-def _always(key: str) -> Callable[[str], str]:
+def always(key: str) -> Callable[[str], str]:
+    """This state key, whatever the name."""
     return lambda name: key
 
 

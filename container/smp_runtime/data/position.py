@@ -139,10 +139,11 @@ class Source:
         ranks = sessions.current().ranks
         readers = wanted.topology(ranks.control.size).size(batch_group_of(wanted))
         for loader in self.loaders:
-            if loader.batch_size_here * self.num_replicas % readers:
+            together = loader.batch_size_here * self.num_replicas
+            if together % readers:
                 return (
-                    f"{self.num_replicas} ranks read batches of {loader.batch_size_here}, {loader.batch_size_here * self.num_replicas} "
-                    f"samples together, which {readers} ranks cannot divide evenly; choose a batch size that they can"
+                    f"{self.num_replicas} ranks read batches of {loader.batch_size_here}, {together} samples together, which "
+                    f"{readers} ranks cannot divide evenly; choose a batch size that they can"
                 )
         return ""
 

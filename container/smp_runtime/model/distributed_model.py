@@ -8,12 +8,10 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from smp_config import Group
 from smp_config.whereabouts import FORWARD, here
@@ -24,6 +22,7 @@ from smp_runtime.model import recipe
 from smp_runtime.model.backward import Backward
 from smp_runtime.model.gradient_window import GradientWindow
 from smp_runtime.model.local_part import LocalPart, Placed
+from smp_runtime.model.options import WrapperOptions, check_arguments, registered
 from smp_runtime.model.placement_report import describe_placement
 from smp_runtime.model.replicas import Replicas
 from smp_runtime.model.stages import Stages, TracingOptions
@@ -36,6 +35,8 @@ from smp_runtime.parameters.precision import Precision
 from smp_runtime.tensors.torch_private import device_asked_for, dtype_asked_for
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
     from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
     from smp_runtime.pipeline.partition.assignment import Assignment
@@ -46,19 +47,6 @@ logger = logging.getLogger("smp")
 
 #: Called with every model that is wrapped; rooms above put what its module learns by that here.
 when_wrapped: list[Callable[[DistributedModel], None]] = []
-
-
-@dataclass(frozen=True)
-class _Options:
-    """What a script wants of its wrapper; see :class:`DistributedModel`."""
-
-    tracing: TracingOptions
-    backward_passes_per_step: int
-    bucket_bytes: int
-    overlaps: bool
-    bucket_view: bool
-    averages_microbatches: bool
-    broadcasts_buffers: bool
 
 
 class DistributedModel(WrappedModule):
@@ -103,7 +91,7 @@ class DistributedModel(WrappedModule):
         super().__init__()
         if isinstance(module, DistributedModel):
             raise SMPUserError("this model is already wrapped in smp.DistributedModel; wrap it once")
-        _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
+        check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
         self._session = session = sessions.current()
         self._ranks = ranks = session.ranks
         if ranks.size(Group.PP) > 1 and session.models:
@@ -114,7 +102,7 @@ class DistributedModel(WrappedModule):
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self.precision = Precision.of(ranks.cfg)
-        self._options = _Options(
+        self._options = WrapperOptions(
             TracingOptions(trace_device, trace_execution_times, trace_memory_usage),
             backward_passes_per_step=backward_passes_per_step,
             bucket_bytes=int(bucket_cap_mb * 2**20),
@@ -176,32 +164,25 @@ class DistributedModel(WrappedModule):
                 logger.info("Partition assignments:\n  %s: %s parameters, rank 0", name, elements)
         self._replicas.follow_loads()
 
-    def rebuild(self, module: nn.Module, assignment: Assignment | None) -> None:
-        """Lay the model out anew, after the session was regrouped; every rank calls it, and then loads every tensor.
+    def rebuild(self, module: nn.Module) -> None:
+        """Lay the model out anew, after :meth:`leave_stages`, for other degrees; every rank calls it, and then loads every tensor.
 
         Hooks of the partition that have run do not run again, since they may load what the training began with.
 
         Args:
             module: as the script has given it, with parameters that are created late, equal on all ranks.
-            assignment: of modules to stages, if it is decided already.
         """
         mode, hook = self.training, self._window.hook
         if self.partitioned:
             self._post_partition_hooks.clear()
-        self.leave_stages()
         self._wrap(module, are_equal=True)
-        self.training = mode
-        self._window.hook = hook
+        self.training, self._window.hook = mode, hook
         if hook is not None and self.partitioned:
             self._window.install_hook()
-        if assignment is not None and not self.partitioned:
-            self.adopt(assignment)
 
     def leave_stages(self) -> None:
         """End the pipeline; nothing runs until the model is laid out anew."""
-        if self._stages.leave in self._session.at_leave:
-            self._session.at_leave.remove(self._stages.leave)
-        self._stages.leave()
+        self._stages.withdraw()
 
     def _place(self) -> None:
         recipe.place(self._ranks, self._stages, self._replicas, self._window, self._backward, self._placed)
@@ -509,7 +490,7 @@ class DistributedModel(WrappedModule):
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(model, optimizer)`` once the model is partitioned; at once when it already is."""
-        handle = _registered(self._post_partition_hooks, hook)
+        handle = registered(self._post_partition_hooks, hook)
         if self.partitioned:
             hook(self, self._session.optimizer)
         return handle
@@ -520,37 +501,4 @@ class DistributedModel(WrappedModule):
         Scripts load what needs the partition there, such as an optimizer's state; a hook that wants every step registers
         itself again.
         """
-        return _registered(self._post_step_hooks, hook)
-
-
-def _check_arguments(
-    module: Any, trace_device: str, trace_execution_times: bool, backward_passes_per_step: int, bucket_cap_mb: float
-) -> None:
-    """Refuse arguments of the wrapper that cannot work.
-
-    Raises:
-        SMPUserError: one is out of its range.
-    """
-    if not isinstance(module, nn.Module):
-        raise SMPUserError(
-            f"smp.DistributedModel wraps an nn.Module, but got a {type(module).__name__}: pass the model"
-        )
-    if trace_device not in ("cpu", "gpu"):
-        raise SMPUserError(f"trace_device is {trace_device!r}; it must be 'gpu' or 'cpu'")
-    if trace_execution_times and trace_device == "cpu":
-        raise SMPUserError(
-            "trace_execution_times is true but trace_device is 'cpu', whose times say nothing about the GPU; "
-            "use trace_device='gpu' or leave execution times off"
-        )
-    if backward_passes_per_step < 1:
-        raise SMPUserError(
-            f"backward_passes_per_step is {backward_passes_per_step}; it counts accumulated steps: use 1 or more"
-        )
-    if bucket_cap_mb <= 0:
-        raise SMPUserError(f"bucket_cap_mb is {bucket_cap_mb}; it is a bucket's size in MiB: use for example 25")
-
-
-def _registered(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
+        return registered(self._post_step_hooks, hook)

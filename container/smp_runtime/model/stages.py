@@ -179,6 +179,12 @@ class Stages:
             self._absent_attributes.remove()
             self._absent_attributes = None
 
+    def withdraw(self) -> None:
+        """Leave the stages, and not again with the job: the model is laid out anew."""
+        if self.leave in self._session.at_leave:
+            self._session.at_leave.remove(self.leave)
+        self.leave()
+
     def drop_others(self) -> None:
         """Free the parameters of other stages' modules; they keep their identity, shape and type."""
         part = self.part

@@ -113,13 +113,13 @@ class Blueprint:
             part.__class__ = kind
             vars(part).clear()
             vars(part).update({key: _copied(value) for key, value in entries.items()})
-            part._parameters = {  # noqa: SLF001 - PyTorch has no other way past its checks of names
+            part._parameters = {
                 name: None if number is None else made[number] for name, number in entries["_parameters"].items()
             }
             for name, value in entries["_buffers"].items():
                 if value is not None and id(value) not in buffers:
                     buffers[id(value)] = buffer(value) if value.is_meta else value.clone()
-                part._buffers[name] = None if value is None else buffers[id(value)]  # noqa: SLF001
+                part._buffers[name] = None if value is None else buffers[id(value)]
             vars(part).update(settings)
             if "training" in since:
                 part.training = since["training"]

@@ -47,12 +47,18 @@ class StopAgreement:
     waits, and none waits for a step of another, since the threads answer: so all stop after the same one, and none before others
     have finished what they have begun.
 
+    Args:
+        told: what rank 0 says when it is agreed, with ``%s`` for the reason.
+
     Raises:
         DeadlineError: of :meth:`finished_step`, where rank 0 gives no answer.
     """
 
-    def __init__(self, control: ControlPlane) -> None:
+    def __init__(
+        self, control: ControlPlane, told: str = "asked to stop by %s: all ranks finish the same step, save and end"
+    ) -> None:
         self._control = control
+        self._told = told
         #: From handlers of signals, which may run between any two instructions: such a queue allows it, a lock or an event not.
         self._requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards the two below, which the thread reads and writes together
@@ -194,7 +200,7 @@ class StopAgreement:
         last = _NEVER if _NEVER in steps else max(steps)
         board.write(_LAST, [last, reason or ""])
         if last != _NEVER:
-            logger.warning("asked to stop by %s: all ranks finish the same step, save and end", reason)
+            logger.warning(self._told, reason)
 
     # -- signals ---------------------------------------------------------------------------------------------------
 

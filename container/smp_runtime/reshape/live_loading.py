@@ -11,8 +11,7 @@ import torch
 from smp_runtime.checkpoint.files.manifest import MASTER, MODULE, FoundCheckpoint
 from smp_runtime.checkpoint.files.tensor_regions import Region
 from smp_runtime.checkpoint.live_state import Holding, buffers, extras, masters, saved_records, updated, weights
-from smp_runtime.checkpoint.load_partial import Loading
-from smp_runtime.reshape.moving import LiveReader, Want
+from smp_runtime.checkpoint.load_partial import Loading, always
 from smp_runtime.reshape.offers import UNSAVED
 from smp_runtime.tensors.nested import unshared
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from smp_runtime.job.session import Session
     from smp_runtime.model.distributed_model import DistributedModel
     from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+    from smp_runtime.reshape.moving import LiveReader, Want
 
 #: Bytes of whole tensors, with their optimizer state, that move at once; each rank holds at most as much besides its state.
 BATCH_BYTES = 64 * 2**20
@@ -100,11 +100,11 @@ class LiveLoading(Loading):
         covered = {(holding.name, holding.region) for holding in own}
         for holding in weights(self._model):
             if (holding.name, holding.region) not in covered:
-                yield holding, lambda _: MODULE
+                yield holding, always(MODULE)
         for holding in own:
             yield holding, lambda name: MASTER if self.reader.holds(MASTER, name) else MODULE
         for holding in buffers(self._model):
-            yield holding, lambda _: MODULE
+            yield holding, always(MODULE)
 
     def _store_masters(self) -> None:
         for shard in (self._model.optimizer_shards or {}).values():
@@ -118,6 +118,9 @@ class LiveLoading(Loading):
         for name, buffer in self._unsaved():
             if name in names:
                 yield UNSAVED, name, Region.of(tuple(buffer.shape))
+        yield from self._wanted_states(names)
+
+    def _wanted_states(self, names: Container[str]) -> Iterator[Want]:
         if self._optimizer is None:
             return
         for entry in updated(self._model, self._optimizer):
@@ -126,7 +129,7 @@ class LiveLoading(Loading):
             for source in self._sources(entry.name):
                 for key in self._state_keys.get(source, ()):
                     if not self.reader.is_object(key, source):
-                        yield from self._wanted(entry.name, entry.region, lambda _, key=key: key, source)
+                        yield from self._wanted(entry.name, entry.region, always(key), source)
 
     def _wanted(self, name: str, region: Region, key: Callable[[str], str], only: str | None = None) -> Iterator[Want]:
         found = self._of.get(name)
@@ -142,6 +145,6 @@ class LiveLoading(Loading):
         saved = set(self._model.module.state_dict(keep_vars=True))
         for name, buffer in self._model.local_named_buffers():
             record = self.manifest.buffers.get(name)
-            if name not in saved and self.reader.holds(UNSAVED, name) and record is not None:
-                if tuple(buffer.shape) == record.shape and buffer.is_contiguous():
-                    yield name, buffer
+            is_held = name not in saved and record is not None and self.reader.holds(UNSAVED, name)
+            if is_held and record is not None and tuple(buffer.shape) == record.shape and buffer.is_contiguous():
+                yield name, buffer

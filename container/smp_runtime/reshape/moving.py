@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 
 from smp_config import Group, smddp
-from smp_runtime.checkpoint.files.manifest import Piece
+from smp_runtime.checkpoint.files.manifest import EXTRA
 from smp_runtime.checkpoint.files.reader import CheckpointReader
 from smp_runtime.checkpoint.files.tensor_regions import Region
 from smp_runtime.errors import CheckpointError
-from smp_runtime.reshape.offers import UNSAVED, Catalogue, Key, Offer
+from smp_runtime.reshape.offers import UNSAVED, Catalogue, Offer
 from smp_runtime.reshape.runs import Common, Runs, common, picked, put, runs_of
 
 if TYPE_CHECKING:
+    from smp_runtime.checkpoint.files.manifest import Piece
     from smp_runtime.job.ranks import Ranks
 
 #: What is wanted: a state key, a name, and a region of it.
@@ -179,7 +180,7 @@ class LiveReader(CheckpointReader):
 
     def extra(self, name: str) -> Any:
         """See :class:`CheckpointReader`."""
-        found = (value for (_, key, title), value in self._found.objects.items() if (key, title) == ("extra", name))
+        found = (value for (_, key, title), value in self._found.objects.items() if (key, title) == (EXTRA, name))
         return next(found, None)
 
     def _state(self, file: str, key: str, name: str) -> Any:
@@ -210,6 +211,3 @@ def _group_for_messages(ranks: Ranks) -> dist.ProcessGroup:
     if not isinstance(made, dist.ProcessGroup):
         raise AssertionError("this rank is in the group of all ranks")
     return made
-
-
-__all__ = ["Key", "LiveReader", "Want"]

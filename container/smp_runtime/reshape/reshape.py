@@ -103,8 +103,7 @@ def reshape(session: Session, parameters: Mapping[str, Any]) -> Reshaped:
             source.regroup()
         outcome.seconds = time.perf_counter() - began
         if ranks.rank == 0:
-            changed = {key: value for key, value in parameters.items()}
-            logger.info("the job goes on with %s; it took %.2f s", json.dumps(changed), outcome.seconds)
+            logger.info("the job goes on with %s; it took %.2f s", json.dumps(dict(parameters)), outcome.seconds)
         return outcome
 
 
@@ -146,7 +145,7 @@ class _Move:
         with _same_random_numbers(session), deferring(session.ranks.keep(Deferrals, Deferrals)):
             module = model.blueprint.build(_parameter, torch.zeros_like)
         with _same_random_numbers(session):
-            model.rebuild(module, None)
+            model.rebuild(module)
             reader = LiveReader(session.ranks, self._found, self._offer)
             if optimizer is not None:
                 optimizer.take_over(model, LiveLoading(session, model, None, reader).groups(self._groups))

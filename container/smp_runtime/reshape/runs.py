@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -117,7 +118,7 @@ def _blocks(flat: torch.Tensor, places: torch.Tensor, lengths: torch.Tensor) -> 
     if len(bounds) > _MOST_BLOCKS:
         return None
     made = []
-    for first, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for first, stop in itertools.pairwise(bounds):
         stride = int(strides[first]) if stop - first > 1 else 1
         at = flat.storage_offset() + int(places[first])
         made.append(flat.as_strided((stop - first, int(lengths[first])), (stride, 1), at))

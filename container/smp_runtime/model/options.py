@@ -1,0 +1,63 @@
+"""What a script wants of the wrapper of its model, and what of that cannot be."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from smp_runtime.errors import SMPUserError
+
+if TYPE_CHECKING:
+    from smp_runtime.model.stages import TracingOptions
+
+
+@dataclass(frozen=True)
+class WrapperOptions:
+    """What a script wants of its wrapper; see :class:`.DistributedModel`."""
+
+    tracing: TracingOptions
+    backward_passes_per_step: int
+    bucket_bytes: int
+    overlaps: bool
+    bucket_view: bool
+    averages_microbatches: bool
+    broadcasts_buffers: bool
+
+
+def check_arguments(
+    module: Any, trace_device: str, trace_execution_times: bool, backward_passes_per_step: int, bucket_cap_mb: float
+) -> None:
+    """Refuse arguments of the wrapper that cannot work.
+
+    Raises:
+        SMPUserError: one is out of its range.
+    """
+    if not isinstance(module, nn.Module):
+        raise SMPUserError(
+            f"smp.DistributedModel wraps an nn.Module, but got a {type(module).__name__}: pass the model"
+        )
+    if trace_device not in ("cpu", "gpu"):
+        raise SMPUserError(f"trace_device is {trace_device!r}; it must be 'gpu' or 'cpu'")
+    if trace_execution_times and trace_device == "cpu":
+        raise SMPUserError(
+            "trace_execution_times is true but trace_device is 'cpu', whose times say nothing about the GPU; "
+            "use trace_device='gpu' or leave execution times off"
+        )
+    if backward_passes_per_step < 1:
+        raise SMPUserError(
+            f"backward_passes_per_step is {backward_passes_per_step}; it counts accumulated steps: use 1 or more"
+        )
+    if bucket_cap_mb <= 0:
+        raise SMPUserError(f"bucket_cap_mb is {bucket_cap_mb}; it is a bucket's size in MiB: use for example 25")
+
+
+def registered(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
+    """Add a hook of the script's; what is returned removes it."""
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
