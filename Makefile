@@ -10,6 +10,9 @@ WORKERS ?= 2
 FLOOR := .venv-sdk-floor
 SDK3 := .venv-sdk-3
 
+# Tests start some thousand processes; where Python is told to keep no bytecode, each compiles the runtime anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Of `make test-torch`: another PyTorch than the pinned one, for the runtime's tests.
 TORCH ?= 2.8.0
 OTHER := .venv-torch-$(TORCH)
