@@ -16,7 +16,7 @@ import smdistributed.modelparallel.torch as smp
 from smp_runtime.errors import SMPUserError
 
 BATCH = 8
-STEPS = 20
+STEPS = 10
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),

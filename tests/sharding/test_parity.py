@@ -13,7 +13,7 @@ from support.sharded_training import UNCLIPPED, adamw, settings, train
 
 import smdistributed.modelparallel.torch as smp
 
-STEPS, BATCH = 20, 24
+STEPS, BATCH = 10, 24
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MATRIX = list(itertools.product((2, 4), (1, 3), (1, 3)))
 #: Degree, microbatches, passes: both degrees, and accumulation by each of the two ways.
