@@ -10,10 +10,13 @@ SAMPLES, BATCH = 50, 4
 
 def _consumed(kind, workers, changes):
     """The samples of every step on this rank."""
+    import multiprocessing
+
     from support.ledger import Numbers
 
     import smdistributed.modelparallel.torch as smp
 
+    multiprocessing.current_process()._config["daemon"] = False  # the pool's ranks are, and may have no workers then
     data = Numbers(SAMPLES) if kind == "stream" else list(range(SAMPLES))
     loader = smp.data.DataLoader(
         data, BATCH, shuffle=None if kind == "stream" else True, num_workers=workers, collate_fn=list

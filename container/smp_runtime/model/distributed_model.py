@@ -165,15 +165,9 @@ class DistributedModel(WrappedModule):
         self._replicas.follow_loads()
 
     def rebuild(self, module: nn.Module) -> None:
-        """Lay the model out anew, after :meth:`leave_stages`, for other degrees; every rank calls it, and then loads every tensor.
-
-        Hooks of the partition that have run do not run again, since they may load what the training began with.
-
-        Args:
-            module: as the script has given it, with parameters that are created late, equal on all ranks.
-        """
+        """Lay out ``module``, the script's, after :meth:`leave_stages`; every rank calls it, and then loads every tensor."""
         mode, hook = self.training, self._window.hook
-        if self.partitioned:
+        if self.partitioned:  # those that have run may load what the training began with
             self._post_partition_hooks.clear()
         self._wrap(module, are_equal=True)
         self.training, self._window.hook = mode, hook
