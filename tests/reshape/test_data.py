@@ -19,7 +19,12 @@ def _consumed(kind, workers, changes):
     multiprocessing.current_process()._config["daemon"] = False  # the pool's ranks are, and may have no workers then
     data = Numbers(SAMPLES) if kind == "stream" else list(range(SAMPLES))
     loader = smp.data.DataLoader(
-        data, BATCH, shuffle=None if kind == "stream" else True, num_workers=workers, collate_fn=list
+        data,
+        BATCH,
+        shuffle=None if kind == "stream" else True,
+        num_workers=workers,
+        collate_fn=list,
+        multiprocessing_context="fork" if workers else None,
     )
     steps = []
     for epoch in range(2):
