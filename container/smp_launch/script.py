@@ -85,12 +85,7 @@ def run_to_end(place: Place, enter: Callable[[], Program], wrapper: Wrapper) -> 
         if program.script.suffix == ".sh":
             _run_shell(place, program)
         else:
-            whereabouts.begin(os.environ, place.rank)
-            if place.is_supervised:
-                _translate_stop_signal()
-                _announce(place.rank)
-            whole_lines()
-            forgive_parameters(program.words)
+            _begin(place, program)
             if standby and place.rank == 0:
                 _report_later(standby, wrapper, environ, program)
             _run_python(program)
@@ -117,6 +112,16 @@ def run_to_end(place: Place, enter: Callable[[], Program], wrapper: Wrapper) -> 
     if not place.is_alone:
         ending.abort(code, failed)
     return code
+
+
+def _begin(place: Place, program: Program) -> None:
+    """From now on this process is watched, can be stopped, and writes as a rank."""
+    whereabouts.begin(os.environ, place.rank)
+    if place.is_supervised:
+        _translate_stop_signal()
+        _announce(place.rank)
+    whole_lines()
+    forgive_parameters(program.words)
 
 
 def _tell(place: Place, error: BaseException, name: str | None = None) -> None:

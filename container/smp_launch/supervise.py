@@ -156,6 +156,8 @@ class Supervisor:
         while not gone or self._open_pipes:
             if not gone and self._process.poll() is not None:
                 gone = True
+                if not self._open_pipes:
+                    return  # nothing is left that could wake this up
                 self._expect(_DRAIN_PATIENCE, "kept the output open after the job's end")
             next_look = self.watch.next_look if self.watch is not None and not gone else float("inf")
             events = self._selector.select(self._until(min(self._deadline, self.collector.release_at, next_look)))

@@ -48,6 +48,6 @@ def other_condition(one: Mapping[str, str], other: Mapping[str, str]) -> str | N
 
 
 def other_variable(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
-    """The name of a variable in which two environments differ, but for what is read after the imports; None where they are alike."""
+    """The name of a variable in which two environments differ, and that imports may have read; None where they are alike."""
     names = sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
     return next((name for name in names if name not in _FREE and not name.startswith(_FREE_PREFIXES)), None)

@@ -1,7 +1,7 @@
-"""Stands where a rank's wrapper does when ranks are started again: ``… -m smp_launch.warm.handover SOCKET smp_launch.rank -- train.py``.
+"""Stands where a rank's wrapper does when ranks are started again: ``… -m smp_launch.warm.handover SOCKET smp_launch.rank …``.
 
-It hands its place over to a fork of the host's process that has made the imports, passes signals on, and ends as the fork does. Where
-that cannot be it is the rank itself. It imports nothing of weight.
+It hands its place over to a fork of the host's process that has made the imports, passes signals on, and ends as the fork does.
+Where that cannot be it is the rank itself. It imports nothing of weight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _PATIENCE = 30.0
 
 #: Not for the rank: such as nobody can handle, or tell of this process itself.
 _OWN_SIGNALS = frozenset(
-    getattr(signal, name) for name in "SIGKILL SIGSTOP SIGCHLD SIGPIPE SIGSEGV SIGBUS SIGFPE SIGILL SIGABRT SIGTRAP SIGSYS".split()
+    getattr(signal, name)
+    for name in "SIGKILL SIGSTOP SIGCHLD SIGPIPE SIGSEGV SIGBUS SIGFPE SIGILL SIGABRT SIGTRAP SIGSYS".split()
 )
 
 
@@ -81,8 +82,9 @@ def _is_inherited(descriptor: int) -> bool:
 
 def _run(module: str, words: Sequence[str], why: str) -> int:
     """Be the rank, from its imports on."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"smp-launch: this rank makes its imports anew: {why}\n".encode())
+    if why and os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            os.write(2, f"smp-launch: ranks make their imports anew: {why}\n".encode())
     return int(importlib.import_module(module).main(words))
 
 
@@ -91,10 +93,10 @@ def _follow(connection: socket.socket, place: dict[str, object]) -> NoReturn:
     told, tell = os.pipe()
     for end in (told, tell):
         os.set_blocking(end, False)
-    for number in signal.valid_signals() - _OWN_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
+    for each in signal.valid_signals() - _OWN_SIGNALS:
+        if signal.getsignal(each) is not signal.SIG_IGN:
             with contextlib.suppress(OSError, ValueError):  # one that the system keeps for itself
-                signal.signal(number, lambda number, frame: None)
+                signal.signal(each, lambda number, frame: None)
     signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
     folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -104,11 +106,11 @@ def _follow(connection: socket.socket, place: dict[str, object]) -> NoReturn:
         for number in range(3):  # whoever reads what the rank writes must see its end
             os.dup2(null, number)
         while True:
-            for source in select.select([told, connection], [], [])[0]:
-                if source is connection:
-                    _end(int(messages.receive(connection)[0]["ended"]))
-                for number in os.read(told, 4096):
-                    messages.send(connection, {"signal": number})
+            ready = select.select([told, connection.fileno()], [], [])[0]
+            if connection.fileno() in ready:
+                _end(int(messages.receive(connection)[0]["ended"]))
+            for signalled in os.read(told, 4096):
+                messages.send(connection, {"signal": signalled})
     except (OSError, EOFError, ValueError, KeyError, TypeError):
         _end(-signal.SIGKILL)  # the fork has ended with its parent
 

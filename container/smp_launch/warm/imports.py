@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import select
+import signal
 import socket
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +24,7 @@ from smp_launch.warm import messages
 SOCKET_VARIABLE = "SMP_LAUNCH_WARM"
 
 #: A rank that begins this step has imported what its first steps need.
-REPORTED_STEP = 3
+REPORTED_STEP = 2
 
 #: Seconds for the report to be taken.
 _PATIENCE = 2.0
@@ -36,7 +39,9 @@ _OWN = str(Path(__file__).parents[2])
 _REST = 3.0
 
 
-def report(path: str, arguments: Sequence[str], module: str, environ: Mapping[str, str], folders: Iterable[str]) -> None:
+def report(
+    path: str, arguments: Sequence[str], module: str, environ: Mapping[str, str], folders: Iterable[str]
+) -> None:
     """Tell what this rank has imported; where nobody listens, nothing happens.
 
     Args:
@@ -105,7 +110,7 @@ class _Slowly:
 def prepare(names: Iterable[str], rest: Callable[[float], bool]) -> None:
     """Import what can be imported of ``names``, in their order."""
     slowly = _Slowly(rest)
-    sys.meta_path.insert(0, slowly)  # type: ignore[arg-type]  # it has all that an import asks for
+    sys.meta_path.insert(0, slowly)
     try:
         for name in names:
             if name not in sys.modules:
@@ -114,39 +119,50 @@ def prepare(names: Iterable[str], rest: Callable[[float], bool]) -> None:
                 except Exception:  # the rank meets it again, or never imports it in this way
                     pass
     finally:
-        sys.meta_path.remove(slowly)  # type: ignore[arg-type]
+        sys.meta_path.remove(slowly)
 
 
-def unfit(descriptors: Iterable[str]) -> str | None:
-    """Why this process cannot be forked into ranks after its imports; None where it can.
+@dataclass(frozen=True)
+class Shared:
+    """What forks of a process share: as it was before its imports.
 
-    Args:
-        descriptors: what was open before, as ``/proc/self/fd`` shows it.
+    Attributes:
+        files: that it has open, as the system names them.
+        handlers: of its signals.
     """
-    threads = len(os.listdir("/proc/self/task"))
-    if threads != 1:
-        return f"what the script imports has started {threads - 1} thread(s)"
-    known = set(descriptors)
-    for kind in sorted(set(open_files().values())):
-        if kind not in known and not kind.startswith("/proc/") and (not kind.startswith("/") or kind.startswith("/dev/")):
-            return f"what the script imports has opened {kind.partition(':')[0]}"
-    if any(name in sys.modules for name in ("mpi4py.MPI",)):
-        return "what the script imports has joined MPI"
-    torch = sys.modules.get("torch")
-    if torch is not None and (torch.cuda.is_initialized() or torch.distributed.is_initialized()):
-        return "what the script imports has begun to use a GPU, or joined a process group"
-    return None
+
+    files: frozenset[str]
+    handlers: Mapping[int, Any]
+
+    @classmethod
+    def now(cls) -> Shared:
+        """Of this process."""
+        handlers = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
+        return cls(frozenset(_open_files()), handlers)
+
+    def unfit(self) -> str | None:
+        """Why this process cannot be forked into ranks after its imports; None where it can."""
+        threads = len(os.listdir("/proc/self/task"))
+        if threads != 1:
+            return f"what the script imports has started {threads - 1} thread(s)"
+        now = Shared.now()
+        for name in sorted(now.files - self.files):
+            if not name.startswith("/") or name.startswith("/dev/"):
+                return f"what the script imports has opened {name.partition(':')[0]}"
+        if now.handlers != self.handlers:
+            return "what the script imports handles signals"
+        if "mpi4py.MPI" in sys.modules:
+            return "what the script imports has joined MPI"
+        torch = sys.modules.get("torch")
+        if torch is not None and (torch.cuda.is_initialized() or torch.distributed.is_initialized()):
+            return "what the script imports has begun to use a GPU, or joined a process group"
+        return None
 
 
-def open_files() -> dict[int, str]:
-    """What this process has open, by descriptor."""
-    found = {}
+def _open_files() -> Iterator[str]:
     for name in os.listdir("/proc/self/fd"):
-        try:
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue  # the listing's own
-    return found
+        with contextlib.suppress(OSError):  # the listing's own
+            yield os.readlink(f"/proc/self/fd/{name}")
 
 
 def forget_draws() -> None:

@@ -73,8 +73,8 @@ def standby(environ: Mapping[str, str], script: str, cwd: str | os.PathLike[str]
     text = environ.get(WARM_VARIABLE, "") or "1"
     if text not in ("0", "1"):
         raise ConfigError(
-            f"{WARM_VARIABLE} is {shown(text)}; it says whether a process keeps the imports of ranks that are started again: set 0, "
-            "or 1 for yes"
+            f"{WARM_VARIABLE} is {shown(text)}; it says whether a process keeps the imports of ranks that are started again ready: "
+            "set 0, or 1 for yes"
         )
     if not wanted or text == "0" or not script.endswith(".py") or not sys.platform.startswith("linux"):
         yield Standby()

@@ -1,10 +1,10 @@
-"""The process of a host that has made a job's imports, and forks into ranks that are started again: ``… -m smp_launch.warm.zygote 3 4711``.
+"""The process of a host that has made a job's imports, and forks into ranks: ``… -m smp_launch.warm.zygote 3 4711``.
 
-It waits for a rank's report of what it has imported, becomes a new program with that rank's environment, and imports the same, slowly
-as long as nobody waits. From then on each wrapper that mpirun starts may hand its place over: its descriptors, folder, environment
-and words go to a fork, which runs the script as the wrapper would; its signals go there, and its end comes back. Whenever the two
-processes are not alike, or the imports have left something that a fork must not share, the wrapper is told why, and runs the
-script itself.
+It waits for a rank's report of what it has imported, becomes a new program with that rank's environment, and imports the same,
+slowly as long as nobody waits. From then on each wrapper that mpirun starts may hand its place over: its descriptors, folder,
+environment and words go to a fork, which runs the script as the wrapper would; its signals go there, and its end comes back.
+Where the two processes are not alike, or the imports have left something that a fork must not share, the wrapper is told why, and
+runs the script itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from smp_launch.warm import messages
 from smp_launch.warm.conditions import conditions, other_condition, other_variable
-from smp_launch.warm.imports import SOCKET_VARIABLE, forget_draws, is_waited_for, open_files, prepare, unfit
+from smp_launch.warm.imports import SOCKET_VARIABLE, Shared, forget_draws, is_waited_for, prepare
 
 #: Of prctl (linux/prctl.h).
 _PR_SET_PDEATHSIG = 1
@@ -201,7 +201,10 @@ def _end_with_parent(number: int, parent: int) -> None:
 
 
 def wait_for_report(listener: socket.socket) -> NoReturn:
-    """Become a new program with the environment of the first rank that reports; until then every wrapper is refused."""
+    """Become a new program with the environment of the first rank that reports.
+
+    Wrappers that come before are refused without a reason, which the job's own words give: it has come to no second step.
+    """
     while True:
         connection, _ = listener.accept()
         with connection:
@@ -213,7 +216,7 @@ def wait_for_report(listener: socket.socket) -> NoReturn:
                 for descriptor in descriptors:
                     os.close(descriptor)
                 if "asks" in told:
-                    messages.send(connection, {"refused": "no rank has come to its third step before"})
+                    messages.send(connection, {"refused": ""})
                 report = told.get("report")
             except (OSError, EOFError, ValueError, AttributeError):
                 continue
@@ -230,20 +233,17 @@ def wait_for_report(listener: socket.socket) -> NoReturn:
 
 def make_ready(report: Mapping[str, Any], listener: socket.socket) -> str | None:
     """Import what the rank has; why no rank can be forked from this process then, None where it can."""
-    from smp_launch.script import Place, whole_lines
+    from smp_launch.script import Place, whole_lines  # which has weight, and a job may never come so far
 
-    known = list(open_files().values())
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    before = Shared.now()
     wrapper = importlib.import_module(str(report["module"]))
     program = wrapper.enter(Place(), report["arguments"])
     whole_lines()
     program.lead_imports()
     prepare(report["names"], is_waited_for(listener))
-    if handlers != {number: signal.getsignal(number) for number in signal.valid_signals()}:
-        return "what the script imports handles signals"
     if (name := other_variable(os.environ, report["now"])) is not None:
         return f"the script, or what it has used, sets the variable {name}, which imports may read"
-    return unfit(known)
+    return before.unfit()
 
 
 def main(arguments: Sequence[str]) -> Callable[[], NoReturn]:
