@@ -13,6 +13,7 @@ import torch
 from support.checkpoint_training import TOPOLOGIES
 
 import smdistributed.modelparallel.torch as smp
+from smp_estimator.planning import plan
 from smp_runtime.checkpoint.memory.copying import Interval, Rooms
 from smp_runtime.checkpoint.memory.host_folder import (
     Data,
@@ -419,3 +420,61 @@ def test_groups_that_share_over_hosts_keep_nothing(ranks, folder, name):
     world, config = TOPOLOGIES[name]
     assert ranks(at_home, world, keep, config=config, env=told(folder)) == [False, False]
     assert not list(Path(folder).glob("host-*/*"))
+
+
+PLANNED = {
+    "dp2": (2, {"ddp": True}),
+    "o2": (2, {"ddp": True, "shard_optimizer_state": True}),
+    "pp2": (2, {"partitions": 2, "microbatches": 2}),
+    "tp2": (2, {"ddp": True, "tensor_parallel_degree": 2}),
+    "s2": (2, {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 2000}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "half"),
+    [
+        pytest.param(name, half, marks=() if (name, half) in {("s2", True), ("pp2", False)} else pytest.mark.full)
+        for name in PLANNED
+        for half in (False, True)
+    ],
+)
+def test_copies_take_the_memory_that_is_planned(ranks, folder, name, half):
+    def keep(hidden):
+        import torch
+        from torch import nn
+
+        import smdistributed.modelparallel.torch as smp
+
+        torch.manual_seed(0)
+        with smp.tensor_parallelism(enabled=smp.tp_size() > 1):
+            layers = [nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)) for _ in range(4)]
+        model = smp.DistributedModel(nn.Sequential(*layers))
+        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+
+        @smp.step
+        def step(model, x):
+            loss = model(x).float().square().mean()
+            model.backward(loss)
+            return loss
+
+        for _ in range(2):
+            optimizer.zero_grad()
+            step(model, torch.ones(4, hidden))
+            optimizer.step()
+            assert smp.memory_checkpoint(model, optimizer)
+
+    hidden = 64
+    world, config = PLANNED[name]
+    config = {**config, **({"bf16": True} if half else {})}
+    ranks(keep, world, hidden, config=config, env=told(folder))
+    measured = sum(path.stat().st_size for path in Path(folder).iterdir())
+    layers = [
+        torch.nn.Sequential(torch.nn.Linear(hidden, 4 * hidden), torch.nn.Linear(4 * hidden, hidden)) for _ in range(4)
+    ]
+    wanted = {"SMP_MEMORY_CHECKPOINT": "1"}
+    model = torch.nn.Sequential(*layers)
+    planned = plan(model, "ml.c5.xlarge", 1, config, processes_per_host=world, environment=wanted)
+    heads = sum(path.stat().st_size for path in Path(folder).iterdir() if path.suffix != ".data")
+    assert measured - heads == pytest.approx(planned.memory_checkpoint_bytes, rel=0.02)
+    assert heads < 0.1 * measured
