@@ -1,0 +1,56 @@
+"""What the launcher waits for when the program that holds the ranks ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from smp_launch import supervise
+from smp_launch.failure import FailureCollector
+from smp_launch.processes import descendants, kill_descendants
+from smp_launch.signals import StopRequests
+
+
+def supervised(code, **options):
+    """Run a program of Python under a supervisor; gives how it ended."""
+    with StopRequests() as stop:
+        collector = FailureCollector(lambda rank: "here", mpirun=False)
+        supervisor = supervise.Supervisor(stop, collector, **options)
+        return supervisor.run([sys.executable, "-S", "-c", code], os.environ, ".")
+
+
+@pytest.mark.timeout(20)
+def test_a_program_whose_output_has_ended_before_it_is_not_waited_for(monkeypatch):
+    """Nothing would wake the launcher up before its patience is over."""
+    monkeypatch.setattr(supervise, "_DRAIN_PATIENCE", 1000.0)
+    outcome = supervised("import os, time; os.close(1); os.close(2); time.sleep(0.3); os._exit(3)")
+    assert (outcome.returncode, outcome.overdue) == (3, None)
+
+
+@pytest.mark.timeout(20)
+def test_a_process_that_outlives_a_start_lives_on_and_what_it_has_started_does_not():
+    """As the process that makes imports for the next start, with a rank that it has forked."""
+    read, write = os.pipe()
+    kept = os.fork()
+    if kept == 0:
+        child = os.fork()
+        if child:
+            os.write(write, str(child).encode())
+            os.waitpid(child, 0)
+            os.write(write, b"ended")
+        while True:
+            os.read(os.pipe()[0], 1)
+    try:
+        child = int(os.read(read, 20))
+        ended = os.pidfd_open(child)
+        outcome = supervised("pass", spare=(kept,))
+        assert (outcome.returncode, outcome.overdue) == (0, None)
+        assert os.read(read, 20) == b"ended"
+        assert kept in descendants()
+    finally:
+        kill_descendants()
+        os.waitpid(kept, 0)
+        for descriptor in (read, write, ended):
+            os.close(descriptor)
