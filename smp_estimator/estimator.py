@@ -33,6 +33,9 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
     Args:
         ship_runtime: whether the runtime travels with the code. Default: with stock images only; images of one's
             own are taken to have it.
+        memory_checkpoint: whether ranks that are lost go on from the state in their host's shared memory: True copies it as
+            often as that costs at most 3 % of the time, ``{"steps": n}`` each ``n`` steps (``SMP_MEMORY_CHECKPOINT``).
+        max_restarts: how often the ranks are started again after a failure, 0 to 10,000 (``SMP_MAX_RESTARTS``).
 
     Example:
         >>> estimator = SMPEstimator(
@@ -65,6 +68,8 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
         training_recipe: str | None = None,
         recipe_overrides: dict[str, Any] | None = None,
         ship_runtime: bool | None = None,
+        memory_checkpoint: bool | dict[str, int] | None = None,
+        max_restarts: int | None = None,
         **kwargs: Unpack[SDKArguments],
     ) -> None:
         super().__init__(
@@ -79,6 +84,8 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
             training_recipe=training_recipe,
             recipe_overrides=recipe_overrides,
             ship_runtime=ship_runtime,
+            memory_checkpoint=memory_checkpoint,
+            max_restarts=max_restarts,
             **kwargs,
         )
 
@@ -125,6 +132,8 @@ class SMPHuggingFace(TrainsWithSMP, HuggingFace):
         distribution: dict[str, Any] | None = None,
         compiler_config: Any = None,
         ship_runtime: bool | None = None,
+        memory_checkpoint: bool | dict[str, int] | None = None,
+        max_restarts: int | None = None,
         **kwargs: Unpack[SDKArguments],
     ) -> None:
         if tensorflow_version is not None and is_model_parallel(distribution):
@@ -144,6 +153,8 @@ class SMPHuggingFace(TrainsWithSMP, HuggingFace):
             distribution=distribution,
             compiler_config=compiler_config,
             ship_runtime=ship_runtime,
+            memory_checkpoint=memory_checkpoint,
+            max_restarts=max_restarts,
             **kwargs,
         )
 

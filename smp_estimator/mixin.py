@@ -37,6 +37,7 @@ from smp_estimator.sdk import (
 from smp_estimator.settings import advice, checks, plain, translation
 from smp_estimator.settings import distribution as strategies
 from smp_estimator.settings.distribution import SettingsReader
+from smp_estimator.settings.recovery import with_recovery
 from smp_estimator.stock_image import InStockImage
 
 if TYPE_CHECKING:
@@ -71,9 +72,13 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
         image_uri: Any = None,
         distribution: dict[str, Any] | None = None,
         ship_runtime: bool | None = None,
+        memory_checkpoint: bool | dict[str, int] | None = None,
+        max_restarts: int | None = None,
         **sdk: Any,
     ) -> None:
         self._reader = SettingsReader()
+        if memory_checkpoint is not None or max_restarts is not None:
+            sdk["environment"] = with_recovery(sdk.get("environment"), memory_checkpoint, max_restarts)
         image_uri = self._read_arguments(image_uri, sdk)
         entry_point = checks.require_text(entry_point, "entry_point", "train.py")
         checks.refuse_remote_script(entry_point)

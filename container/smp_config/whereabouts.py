@@ -165,12 +165,14 @@ class Notes:
     Attributes:
         on_phase: called with each phase that the rank enters, and the number of its step.
         explain: says of an error what it means, as an error of this library; None where it knows no better.
+        on_step: called when a step begins.
     """
 
     def __init__(self, path: Path | None = None, rank: int = 0) -> None:
         self.on_phase: Callable[[str, int], None] | None = None
         self.step = 0
         self.explain: Callable[[BaseException], BaseException | None] | None = None
+        self.on_step: Callable[[], None] | None = None
         self._map: mmap.mmap | None = None
         self._has_steps = False
         self._long = ""
@@ -206,6 +208,8 @@ class Notes:
         """The next step begins."""
         self.step += 1
         self._has_steps = True
+        if self.on_step is not None:
+            self.on_step()
         self.enter(FORWARD)
 
     def go_on(self, step: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp_config.mpi_options import MergedOptions, MpiOption, merge, parse_mpi_options, variables
-from smp_config.recovery import COUNT_VARIABLE, SHARED_MEMORY, max_restarts
+from smp_config.recovery import COUNT_VARIABLE, SHARED_MEMORY, max_restarts, restart_count
 from smp_config.secrets import masked_words
 from smp_config.smddp import BufferSizes
 from smp_config.whereabouts import FOLDER_VARIABLE
@@ -38,6 +38,7 @@ from smp_launch.supervise import (
     say,
     show,
 )
+from smp_launch.warm.standby import Standby, standby
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.patience import Patience
 from smp_launch.watch.report import cause_of_hang, last_seen, last_step, write_report
@@ -184,13 +185,19 @@ def run_job(
         say(EMULATION_LINE)
     for default, custom in job.options(PrivateDirs()).replaced:
         say(f"custom_mpi_options: '{custom}' instead of '{default}'")
-    with memory_folder(environ) as memory:
-        passed = {**environ, **memory}
+    wanted = job.restarts > 0 and others is None
+    with (
+        memory_folder(environ) as memory,
+        standby(environ, job.entry_point, job.training.tree.code_dir, wanted=wanted) as ready,
+    ):
+        passed = {**environ, **memory, **ready.variables()}
         restarts = Restarts(job.restarts, stop, job.forget_failure)
-        return restarts.run(lambda count: _start(job, stop, {**passed, COUNT_VARIABLE: str(count)}, others))
+        return restarts.run(lambda count: _start(job, stop, {**passed, COUNT_VARIABLE: str(count)}, others, ready))
 
 
-def _start(job: Job, stop: StopRequests, environ: Mapping[str, str], others: Followers | None) -> Attempt:
+def _start(
+    job: Job, stop: StopRequests, environ: Mapping[str, str], others: Followers | None, ready: Standby
+) -> Attempt:
     """Run the ranks to their end, once: all that a start makes is gone afterwards, so that the next meets none of it."""
     collector = FailureCollector(job.layout.host_of, mpirun=job.mpi is not None)
     supervisor = Supervisor(
@@ -203,6 +210,7 @@ def _start(job: Job, stop: StopRequests, environ: Mapping[str, str], others: Fol
         grace=grace_seconds(environ),
         tags=job.mpi.dialect.tags if job.mpi else None,
         apart=others.pids if others else (),
+        spare=ready.pids,
     )
     with (
         _private_dirs(job, others) as dirs,
@@ -213,7 +221,10 @@ def _start(job: Job, stop: StopRequests, environ: Mapping[str, str], others: Fol
         if dirs.session:
             passed[REPORT_VARIABLE] = str(dirs.session)
         supervisor.watch = job.watched(records, others, passed)
-        command = job.program()
+        is_restart = restart_count(environ) > 0
+        if is_restart:
+            ready.hurry()
+        command = ready.program(job.program(), is_restart=is_restart, whose="group" if job.mpi else "process")
         if job.mpi is not None:
             command = mpirun_command(job.mpi, job.layout, job.options(dirs), command, exported=announced)
         check_size(command, passed)

@@ -67,15 +67,15 @@ def descendants(apart: Collection[int] = ()) -> set[int]:
     return below([os.getpid()], all_processes(), apart)
 
 
-def kill_descendants(spare: int | None = None, apart: Collection[int] = ()) -> list[int]:
+def kill_descendants(spare: Collection[int] = (), apart: Collection[int] = ()) -> list[int]:
     """SIGKILL everything below this process until nothing is left; gives what is there after some seconds (normally nothing).
 
     Args:
-        spare: a process to let live.
+        spare: processes to let live, though not what is below them.
         apart: processes to let live with everything below them.
     """
     deadline = time.monotonic() + _KILL_PATIENCE
-    while (left := sorted(descendants(apart) - {spare})) and time.monotonic() < deadline:
+    while (left := sorted(descendants(apart) - set(spare))) and time.monotonic() < deadline:
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)

@@ -13,7 +13,7 @@ from smp_launch.discovered import make_findable
 from smp_launch.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
 from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
 from smp_launch.network import network_defaults, usable_interface
-from smp_launch.script import Place, Program, run_to_end
+from smp_launch.script import Place, Program, Wrapper, run_to_end
 from smp_launch.tree import BASE_VARIABLE, Tree
 
 #: Where the launchers that we know say which rank this is.
@@ -31,21 +31,22 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit code; where mpirun runs the ranks, a failing script ends the process instead.
     """
+    place = Place()
+    return run_to_end(place, lambda: enter(place, arguments), Wrapper("smp_launch.rank", arguments))
+
+
+def enter(place: Place, arguments: Sequence[str]) -> Program:
+    """Make this process the rank that its environment says, tell ``place`` which, and give its program."""
     words = list(arguments)
     if words[:1] == ["--"]:
         words = words[1:]
-    place = Place()
-
-    def enter() -> Program:
-        layout = Layout.from_environment(os.environ)
-        place.is_alone = layout.kind is Kind.SCRIPT
-        place.rank = _rank_of(layout, os.environ)
-        place.host = layout.host_of(place.rank)
-        tree = _prepare(layout, place.rank, os.environ)
-        os.chdir(tree.code_dir)
-        return Program(tree.code_dir / words[0], [tree.place(word) for word in words[1:]], tree.code_dir)
-
-    return run_to_end(place, enter)
+    layout = Layout.from_environment(os.environ)
+    place.is_alone = layout.kind is Kind.SCRIPT
+    place.rank = _rank_of(layout, os.environ)
+    place.host = layout.host_of(place.rank)
+    tree = _prepare(layout, place.rank, os.environ)
+    os.chdir(tree.code_dir)
+    return Program(tree.code_dir / words[0], [tree.place(word) for word in words[1:]], tree.code_dir)
 
 
 def rank_variables(layout: Layout, rank: int, interface: str, cores: int) -> dict[str, str]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import builtins
 import io
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -24,6 +25,7 @@ from smp_launch import ending
 from smp_launch.output import STARTED_PREFIX
 from smp_launch.processes import adopt_orphans
 from smp_launch.script_words import forgive_parameters
+from smp_launch.warm.imports import REPORTED_STEP, SOCKET_VARIABLE, report
 
 
 @dataclass
@@ -44,28 +46,48 @@ class Program:
     words: Sequence[str]
     folder: Path
 
+    @property
+    def folders(self) -> list[str]:
+        """Where the user's own files are looked for."""
+        return list(dict.fromkeys([str(self.script.parent), str(self.folder)]))
 
-def run_to_end(place: Place, enter: Callable[[], Program]) -> int:
+    def lead_imports(self) -> None:
+        """From now on this process imports as ``python script words…`` would."""
+        sys.argv = [str(self.script), *self.words]
+        if getattr(sys.flags, "safe_path", False):
+            sys.path[:0] = self.folders
+        else:
+            sys.path[:1] = self.folders  # the first entry is where `-m` looked
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """The module around the script, and its arguments, by which a process that makes its imports ahead knows it."""
+
+    module: str
+    arguments: Sequence[str]
+
+
+def run_to_end(place: Place, enter: Callable[[], Program], wrapper: Wrapper) -> int:
     """Run a rank's script.
 
     Args:
+        wrapper: what calls this.
         enter: makes this process the rank, says in ``place`` which, and gives its program; what it raises is the rank's failure.
 
     Returns:
         The exit code; a rank that is not alone ends the process instead when it fails.
     """
     failed: BaseException  # kept to the end: what its frames hold may take its time, or hang, when it is released
+    environ, standby = dict(os.environ), os.environ.pop(SOCKET_VARIABLE, "")
     try:
         program = enter()
         if program.script.suffix == ".sh":
             _run_shell(place, program)
         else:
-            whereabouts.begin(os.environ, place.rank)
-            if place.is_supervised:
-                _translate_stop_signal()
-                _announce(place.rank)
-            _whole_lines()
-            forgive_parameters(program.words)
+            _begin(place, program)
+            if standby and place.rank == 0:
+                _report_later(standby, wrapper, environ, program)
             _run_python(program)
     except SystemExit as error:
         if error.code in (None, 0):
@@ -90,6 +112,16 @@ def run_to_end(place: Place, enter: Callable[[], Program]) -> int:
     if not place.is_alone:
         ending.abort(code, failed)
     return code
+
+
+def _begin(place: Place, program: Program) -> None:
+    """From now on this process is watched, can be stopped, and writes as a rank."""
+    whereabouts.begin(os.environ, place.rank)
+    if place.is_supervised:
+        _translate_stop_signal()
+        _announce(place.rank)
+    whole_lines()
+    forgive_parameters(program.words)
 
 
 def _tell(place: Place, error: BaseException, name: str | None = None) -> None:
@@ -146,7 +178,19 @@ class _Descriptor(io.RawIOBase):
         return os.isatty(self._descriptor)
 
 
-def _whole_lines() -> None:
+def _report_later(path: str, wrapper: Wrapper, environ: Mapping[str, str], program: Program) -> None:
+    """Tell what this rank has imported once its first steps are over, so that the next start need not import it again."""
+    notes, begun = whereabouts.here(), itertools.count(1)
+
+    def report_once() -> None:
+        if next(begun) == REPORTED_STEP:
+            notes.on_step = None
+            report(path, wrapper.arguments, wrapper.module, environ, program.folders)
+
+    notes.on_step = report_once
+
+
+def whole_lines() -> None:
     """Write each line at once when it ends, so that ranks cannot meet inside a line; never later than its end."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         before = getattr(sys, name)
@@ -166,12 +210,7 @@ def _whole_lines() -> None:
 def _run_python(program: Program) -> None:
     """Run the script as ``python script words…`` would, in this process."""
     script = program.script
-    sys.argv = [str(script), *program.words]
-    folders = list(dict.fromkeys([str(script.parent), str(program.folder)]))
-    if getattr(sys.flags, "safe_path", False):
-        sys.path[:0] = folders
-    else:
-        sys.path[:1] = folders  # the first entry is where `-m` looked
+    program.lead_imports()
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=str(script), __builtins__=builtins, __cached__=None, __loader__=None, __spec__=None)
     code = compile(script.read_bytes(), str(script), "exec", dont_inherit=True)

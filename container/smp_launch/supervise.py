@@ -94,6 +94,7 @@ class Supervisor:
         grace: seconds between a request to stop and the end of all patience.
         tags: see :class:`smp_launch.output.LineAssembler`.
         apart: child processes of the launcher that are not part of the run.
+        spare: such of which only what is below them is part of the run.
         watch: notices that the ranks do not go on; None for no such watch.
     """
 
@@ -106,6 +107,7 @@ class Supervisor:
     grace: float = DEFAULT_GRACE
     tags: str | None = None
     apart: Collection[int] = ()
+    spare: Collection[int] = ()
     watch: Watch | None = None
     _selector: selectors.BaseSelector = field(init=False, default_factory=selectors.DefaultSelector)
     _process: subprocess.Popen[bytes] = field(init=False)
@@ -138,9 +140,9 @@ class Supervisor:
             with self._selector:
                 self._attend()
         finally:
-            left = kill_descendants(apart=self.apart)
+            left = kill_descendants(self.spare, self.apart)
             self._process.wait()
-            reap(self.apart)
+            reap({*self.apart, *self.spare})
         if left:
             say(f"{len(left)} process(es) did not end after SIGKILL: {left}")
         self._outcome.returncode = self._process.returncode
@@ -154,6 +156,8 @@ class Supervisor:
         while not gone or self._open_pipes:
             if not gone and self._process.poll() is not None:
                 gone = True
+                if not self._open_pipes:
+                    return  # nothing is left that could wake this up
                 self._expect(_DRAIN_PATIENCE, "kept the output open after the job's end")
             next_look = self.watch.next_look if self.watch is not None and not gone else float("inf")
             events = self._selector.select(self._until(min(self._deadline, self.collector.release_at, next_look)))
@@ -168,7 +172,7 @@ class Supervisor:
                 self._failure_seen = True
                 self._expect(self.failure_patience, "did not end after a rank had failed")
             if self._until(self._deadline) == 0.0:
-                if gone and not descendants(apart=self.apart):
+                if gone and not descendants(self.apart) - set(self.spare):
                     return  # nobody is left who could write
                 self._on_overdue()
 
@@ -284,12 +288,12 @@ class Supervisor:
         if self._ended == self.ranks and running and not self._orphans_ended:
             # The ranks are gone; mpirun, which may wait for children of theirs, still has to tell how they ended.
             self._orphans_ended = True
-            kill_descendants(spare=self._process.pid, apart=self.apart)
+            kill_descendants({self._process.pid, *self.spare}, self.apart)
             self._deadline = time.monotonic() + _MPIRUN_PATIENCE
             return
         if running:
             self._outcome.overdue = self._outcome.overdue or self._why
-        kill_descendants(apart=self.apart)
+        kill_descendants(self.spare, self.apart)
         self._deadline = time.monotonic() + _DRAIN_PATIENCE
 
     def _expect(self, seconds: float, why: str) -> None:

@@ -78,6 +78,8 @@ _WITHOUT_PLACE = {
     "enable_infra_check": "see ModelTrainer.with_infra_check_config()",
     "enable_session_tag_chaining": "see ModelTrainer.with_session_chaining_config()",
     "container_log_level": "set SM_LOG_LEVEL in environment",
+    "max_restarts": "set SMP_MAX_RESTARTS in environment",
+    "memory_checkpoint": "set SMP_MEMORY_CHECKPOINT in environment",
 }
 
 #: Where these are left out or off, nothing is lost.

@@ -347,6 +347,17 @@ def _host_memory(forecast: Forecast) -> list[str]:
             f"offloaded activations take {forecast.offloaded_host_bytes / GB:.0f} GB of the host's "
             f"{known.host_memory_bytes / GB:.0f} GB; lower the batch or checkpoint with group_2"
         )
+    taken = forecast.memory_checkpoint_bytes
+    if taken > known.host_memory_bytes:
+        said.append(
+            f"memory checkpoints take {taken / GB:,.0f} GB of the host's {known.host_memory_bytes / GB:,.0f} GB, so that the ranks "
+            "would train without; use more instances, or save checkpoints to files"
+        )
+    elif 2 * taken > known.host_memory_bytes:
+        said.append(
+            f"memory checkpoints take {taken / GB:,.0f} GB of /dev/shm, more than half of the host's "
+            f"{known.host_memory_bytes / GB:,.0f} GB, which is what a system gives it; enlarge it, in containers with --shm-size"
+        )
     return said
 
 

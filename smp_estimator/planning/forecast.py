@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from smp_config.instances import Instance, instance
 from smp_estimator.planning.batches import Batches, Epochs, batches_of, idle_fraction
 from smp_estimator.planning.memory import StageMemory, memory
+from smp_estimator.planning.memory_checkpoints import checkpoint_bytes
 from smp_estimator.planning.network import Traffic, traffic
 from smp_estimator.planning.step_time import StepCost, StepTime, step_cost, step_time
 
@@ -128,6 +129,11 @@ class Forecast:
     def instance(self) -> Instance | None:
         """The instance, when the catalogue has it."""
         return instance(self.request.instance_type)
+
+    @cached_property
+    def memory_checkpoint_bytes(self) -> int:
+        """Shared memory of the fullest host that copies of the state take; 0 where the job keeps none."""
+        return checkpoint_bytes(self.request, self.topology)
 
     @property
     def offloaded_host_bytes(self) -> int:

@@ -86,11 +86,8 @@ def memory(request: Request, topology: Topology, batch: Batches) -> list[StageMe
         ConfigError: more stages than layers.
     """
     shape, stages = request.shape, request.parameters.pipeline_parallel_degree
-    held: list[list[Weight]] = [[] for _ in range(stages)]
+    held = weights_of_stages(request)
     ranges = [layers_of_stage(shape.layers, stages, stage) for stage in range(stages)]
-    owner = {layer: stage for stage, layers in enumerate(ranges) for layer in layers}
-    for weight in shape.tensors():
-        held[stages - 1 if weight.layer is None else owner.get(weight.layer, 0)].append(weight)
     # Modules that share a parameter live in one stage, so the loss of a tied model is computed beside its embedding.
     loss_stage = 0 if shape.tied_embeddings else stages - 1
     found = []
@@ -98,6 +95,17 @@ def memory(request: Request, topology: Topology, batch: Batches) -> list[StageMe
         activations = _activations(request, batch, stage, layers, has_loss=stage == loss_stage)
         found.append(_stage(request, topology, stage, layers, held[stage], activations))
     return found
+
+
+def weights_of_stages(request: Request) -> list[list[Weight]]:
+    """The model's tensors by pipeline stage; raises ConfigError for more stages than layers."""
+    shape, stages = request.shape, request.parameters.pipeline_parallel_degree
+    held: list[list[Weight]] = [[] for _ in range(stages)]
+    ranges = [layers_of_stage(shape.layers, stages, stage) for stage in range(stages)]
+    owner = {layer: stage for stage, layers in enumerate(ranges) for layer in layers}
+    for weight in shape.tensors():
+        held[stages - 1 if weight.layer is None else owner.get(weight.layer, 0)].append(weight)
+    return held
 
 
 def embedding_is_distributed(parameters: ModelParallelParameters, workload: Workload) -> bool:

@@ -65,6 +65,7 @@ class Plan(Shown, Forecast):
                 }
                 for s in self.stages
             ],
+            "memory_checkpoint_bytes_per_host": self.memory_checkpoint_bytes,
             "global_batch": self.batches.global_batch,
             "tokens_per_step": self.batches.tokens,
             "epochs": None if self.epochs is None else self.epochs.to_dict(),
@@ -111,7 +112,7 @@ def plan(
         sequence: tokens per sample; default: the shape's.
         processes_per_host: default: the GPUs of the instance.
         gpu_memory_bytes: memory of one GPU; default: the catalogue's.
-        environment: of the job; sizes of the SMDDP buffers are read from it.
+        environment: of the job; sizes of the SMDDP buffers are read from it, and whether it has memory checkpoints.
         workload: fields of :class:`~smp_estimator.planning.request.Workload`: ``activation_checkpointing``,
             ``fused_attention``, ``dropout``, ``optimizer``, ``accumulation``, …; of the data set ``samples`` or
             ``tokens``, and ``epochs``; for time and cost ``utilisation``, the part of its peak that a GPU reaches, and

@@ -52,6 +52,7 @@ def plan_report(
         [
             ("verdict", [Said(amount(plan), plan.verdict)]),
             ("rules", [rule_line(plan)]),
+            ("shared memory", _shared_memory_lines(plan)),
             ("network", [network]),
             ("pipeline", idle),
             ("time", time_lines(plan)),
@@ -62,6 +63,18 @@ def plan_report(
         ]
     )
     return [above, _memory(plan), below]
+
+
+def _shared_memory_lines(plan: Forecast) -> list[str]:
+    """What memory checkpoints keep; none without them."""
+    size = plan.memory_checkpoint_bytes
+    if not size:
+        return []
+    known = plan.instance
+    of = f" of the instance's {known.host_memory_bytes / GB:,.0f} GB" if known else ""
+    return [
+        f"memory checkpoints take {size / GB:.3g} GB of /dev/shm on a host{of}: two copies of the state, replicas once"
+    ]
 
 
 def time_lines(plan: Forecast) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from support.checkpoint_training import TOPOLOGIES
 
 import smdistributed.modelparallel.torch as smp
+from smp_estimator.planning import plan
 from smp_runtime.checkpoint.memory.copying import Interval, Rooms
 from smp_runtime.checkpoint.memory.host_folder import (
     Data,
@@ -149,6 +152,88 @@ def test_a_generation_counts_only_if_all_ranks_have_it(ranks, folder):
     cut.write_bytes(cut.read_bytes()[:-200])
     assert ranks(found, 2, config={"ddp": True}, env=told(folder, 1)) == [None, None]
     assert ranks(found, 1, env=told(folder, 1)) == [None]  # nor for another number of ranks
+
+
+def _built(build):
+    """The tensors of a file by name, and the rest with names in their place."""
+    tensors = {}
+
+    def keep(name, tensor):
+        tensors[name] = tensor.clone()
+        return name
+
+    return tensors, build(keep)
+
+
+def _replace(module, name, value):
+    setattr(module, name, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_known"),
+    [
+        ("nothing", True),
+        ("a step", True),
+        ("other settings", True),
+        ("a weight elsewhere", False),
+        ("a weight that is frozen", False),
+        ("another buffer", False),
+        ("another module", False),
+        ("loaded state", False),
+        ("more state", False),
+        ("no optimizer", False),
+    ],
+)
+def test_what_is_copied_is_worked_out_again_only_where_more_than_values_has_changed(solo, change, is_known):
+    from support.checkpoint_training import Training
+
+    from smp_runtime.checkpoint.memory.known_contents import KnownContents
+    from smp_runtime.checkpoint.rank_contents import Share, contents_of
+    from smp_runtime.job import session
+
+    solo({"fp16": True})
+    run = Training()
+    run.train(0, 1)
+    here, net = session.current(), run.model.module
+    share = Share(here, None)
+    known = KnownContents.of(here, run.model, run.optimizer, share)
+    optimizer = None if change == "no optimizer" else run.optimizer
+    changes = {
+        "a step": lambda: run.train(1, 2),
+        "other settings": lambda: run.optimizer.param_groups[0].update(lr=0.5),
+        "a weight elsewhere": lambda: _replace(net.norm.weight, "data", torch.full_like(net.norm.weight.data, 3.0)),
+        "a weight that is frozen": lambda: net.norm.bias.requires_grad_(False),
+        "another buffer": lambda: _replace(net, "shift", torch.ones(8)),
+        "another module": lambda: _replace(net, "norm", torch.nn.LayerNorm(8)),
+        "loaded state": lambda: run.optimizer.load_state_dict(run.optimizer.state_dict()),
+        "more state": lambda: next(iter(run.optimizer.state.values())).update(more=torch.ones(3)),
+    }
+    changes.get(change, lambda: None)()
+    if change == "another module":
+        run.model.module.norm.requires_grad_(False)
+    found = KnownContents.of(here, run.model, optimizer, share)
+    assert (found is known) == is_known
+    fresh = contents_of(here, run.model, optimizer, share, as_held=True)
+    assert (found.pieces, found.parameters, found.buffers) == (fresh.pieces, fresh.parameters, fresh.buffers)
+    assert found.files.keys() == fresh.files.keys()
+    for name, build in fresh.files.items():
+        (expected, content), (tensors, same_content) = _built(build), _built(found.files[name])
+        assert same_content == content
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def test_what_is_known_of_a_model_does_not_keep_it_alive(solo, folder, monkeypatch):
+    for name, value in told(folder).items():
+        monkeypatch.setenv(name, value)
+    solo({})
+    model = smp.DistributedModel(torch.nn.Linear(4, 4))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert smp.memory_checkpoint(model, optimizer)
+    weak = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert weak() is None
 
 
 def test_without_room_in_shared_memory_training_goes_on_without_copies(solo, folder, monkeypatch, caplog):
@@ -335,3 +420,61 @@ def test_groups_that_share_over_hosts_keep_nothing(ranks, folder, name):
     world, config = TOPOLOGIES[name]
     assert ranks(at_home, world, keep, config=config, env=told(folder)) == [False, False]
     assert not list(Path(folder).glob("host-*/*"))
+
+
+PLANNED = {
+    "dp2": (2, {"ddp": True}),
+    "o2": (2, {"ddp": True, "shard_optimizer_state": True}),
+    "pp2": (2, {"partitions": 2, "microbatches": 2}),
+    "tp2": (2, {"ddp": True, "tensor_parallel_degree": 2}),
+    "s2": (2, {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 2000}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "half"),
+    [
+        pytest.param(name, half, marks=() if (name, half) in {("s2", True), ("pp2", False)} else pytest.mark.full)
+        for name in PLANNED
+        for half in (False, True)
+    ],
+)
+def test_copies_take_the_memory_that_is_planned(ranks, folder, name, half):
+    def keep(hidden):
+        import torch
+        from torch import nn
+
+        import smdistributed.modelparallel.torch as smp
+
+        torch.manual_seed(0)
+        with smp.tensor_parallelism(enabled=smp.tp_size() > 1):
+            layers = [nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)) for _ in range(4)]
+        model = smp.DistributedModel(nn.Sequential(*layers))
+        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+
+        @smp.step
+        def step(model, x):
+            loss = model(x).float().square().mean()
+            model.backward(loss)
+            return loss
+
+        for _ in range(2):
+            optimizer.zero_grad()
+            step(model, torch.ones(4, hidden))
+            optimizer.step()
+            assert smp.memory_checkpoint(model, optimizer)
+
+    hidden = 64
+    world, config = PLANNED[name]
+    config = {**config, **({"bf16": True} if half else {})}
+    ranks(keep, world, hidden, config=config, env=told(folder))
+    measured = sum(path.stat().st_size for path in Path(folder).iterdir())
+    layers = [
+        torch.nn.Sequential(torch.nn.Linear(hidden, 4 * hidden), torch.nn.Linear(4 * hidden, hidden)) for _ in range(4)
+    ]
+    wanted = {"SMP_MEMORY_CHECKPOINT": "1"}
+    model = torch.nn.Sequential(*layers)
+    planned = plan(model, "ml.c5.xlarge", 1, config, processes_per_host=world, environment=wanted)
+    heads = sum(path.stat().st_size for path in Path(folder).iterdir() if path.suffix != ".data")
+    assert measured - heads == pytest.approx(planned.memory_checkpoint_bytes, rel=0.02)
+    assert heads < 0.1 * measured

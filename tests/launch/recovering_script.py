@@ -64,6 +64,7 @@ elif smp.newest_memory_checkpoint() is not None:
     scheduler.load_state_dict(content["scheduler"])
 batches = iter(smp.data.DataLoader(range(100_000), batch_size=4, shuffle=True))
 tell("start", begin, os.getpid(), time.monotonic())
+print(f"rank {smp.rank()} is forked: {'warm.zygote' in Path(f'/proc/{os.getppid()}/cmdline').read_text()}")
 for step in progress.steps(args.steps) if args.loop == "steps" else range(begin, args.steps):
     samples = next(batches)
     draw = torch.Generator().manual_seed(int(samples @ torch.arange(len(samples))))

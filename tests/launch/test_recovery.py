@@ -137,6 +137,8 @@ def test_ranks_that_die_between_and_within_steps(launcher, train, undisturbed, t
     assert "failed in step 3: rank 1 (algo-1): was killed by signal 9 (SIGKILL) in backward of step 3" in text
     assert "failed in step 5: rank 0 (algo-1): was killed by signal 9 (SIGKILL)" in text
     assert [line.step for line in ledgers(job)[0] if line.kind == "start"] == [0, 2, 4]
+    # Of two ranks in three starts, all but the first are without imports of their own.
+    assert [text.count(f"is forked: {forked}") for forked in (False, True)] == [2, 4]
     assert most_repeated(job) <= 1
     assert_same(states(job, 2), expected)
     assert not [path for path in Path("/dev/shm").glob("smp-launch-*/*.head") if path.stat().st_uid == os.geteuid()]

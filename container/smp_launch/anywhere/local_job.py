@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from smp_config.errors import ConfigError
 from smp_config.launchers import SECRET_VARIABLE, job_secret
-from smp_config.recovery import COUNT_VARIABLE, RESTARTS_VARIABLE, max_restarts
+from smp_config.recovery import COUNT_VARIABLE, RESTARTS_VARIABLE, max_restarts, restart_count
 from smp_config.whereabouts import FOLDER_VARIABLE
 from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE, SURROUNDINGS_VARIABLE, prepare, to_text
 from smp_launch.anywhere.surroundings import Kind, Surroundings
@@ -40,6 +40,7 @@ from smp_launch.supervise import (
     say,
     show,
 )
+from smp_launch.warm.standby import Standby, standby
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.patience import Patience
 from smp_launch.watch.report import cause_of_hang, last_seen, last_step, write_report
@@ -83,8 +84,8 @@ class LocalJob:
             passed[PARAMETERS_VARIABLE] = json.dumps(self.parameters.to_mp_parameters())
         return passed
 
-    def command(self) -> list[str]:
-        """What this process runs, or becomes."""
+    def command(self, ready: Standby | None = None, *, is_restart: bool = False) -> list[str]:
+        """What this process runs, or becomes; ``ready`` is what ranks that are started again need not import."""
         surroundings = self.surroundings
         if surroundings.kind is Kind.SLURM_ALLOCATION:
             return [*_SRUN, *self.again]
@@ -92,6 +93,8 @@ class LocalJob:
         rank = [sys.executable, "-m", "smp_launch.anywhere.plain_rank", local, "--", self.script, *self.words]
         if surroundings.is_rank:
             return rank
+        if ready is not None:
+            rank = ready.program(rank, is_restart=is_restart, whose="process")
         return [sys.executable, "-m", "smp_launch.anywhere.local_ranks", str(surroundings.ranks), "--", *rank]
 
     def describe(self, environ: Mapping[str, str]) -> list[str]:
@@ -155,17 +158,21 @@ class LocalJob:
             say(warning)
         if emulates_cuda(environ):
             say(EMULATION_LINE)
-        with memory_folder(environ) as memory:
-            passed = {**environ, **memory}
+        with (
+            memory_folder(environ) as memory,
+            standby(self.environment(environ), self.script, Path.cwd(), wanted=limit > 0) as ready,
+        ):
+            passed = {**environ, **memory, **ready.variables()}
             restarts = Restarts(limit, stop)
             return restarts.run(
-                lambda count: self._start(stop, {**passed, COUNT_VARIABLE: str(count)}, keeps=limit > 0)
+                lambda count: self._start(stop, {**passed, COUNT_VARIABLE: str(count)}, ready, keeps=limit > 0)
             )
 
-    def _start(self, stop: StopRequests, environ: Mapping[str, str], *, keeps: bool) -> Attempt:
+    def _start(self, stop: StopRequests, environ: Mapping[str, str], ready: Standby, *, keeps: bool) -> Attempt:
         """Run the ranks to their end, once.
 
         Args:
+            ready: has the imports of ranks that are started again.
             keeps: whether ranks keep a record of where they are even where nobody watches them.
         """
         with _meeting_place(self.surroundings) as surroundings, private_dir(Path(tempfile.gettempdir())) as reports:
@@ -176,6 +183,7 @@ class LocalJob:
                 failure_patience=FAILURE_PATIENCE_ALONE if surroundings.size == 1 else FAILURE_PATIENCE,
                 ranks=surroundings.ranks,
                 grace=grace_seconds(environ),
+                spare=ready.pids,
             )
             passed = self.environment(environ)
             passed = {
@@ -188,7 +196,11 @@ class LocalJob:
                 passed[FOLDER_VARIABLE] = str(reports)
             if patience.watches:
                 supervisor.watch = Watch([LocalRanks(reports, wakes=True)], patience, surroundings.size)
-            outcome = supervisor.run(self.command(), passed, os.getcwd())
+            is_restart = restart_count(environ) > 0
+            if is_restart:
+                ready.hurry()
+            command = self.command(ready, is_restart=is_restart)
+            outcome = supervisor.run(command, passed, os.getcwd())
             collector.read_reports(reports)
             collector.last_seen = last_seen(reports)
             show(collector.finish(), 2)

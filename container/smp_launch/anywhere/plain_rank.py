@@ -18,7 +18,7 @@ from smp_config.launchers import ADDRESS_VARIABLE, PORT_VARIABLE
 from smp_launch.anywhere.surroundings import Kind, Surroundings
 from smp_launch.discovered import make_findable
 from smp_launch.environment import cpu_count
-from smp_launch.script import Place, Program, run_to_end
+from smp_launch.script import Place, Program, Wrapper, run_to_end
 
 #: Carries what the launcher has recognised to its ranks.
 SURROUNDINGS_VARIABLE = "SMP_LAUNCH_SURROUNDINGS"
@@ -43,21 +43,23 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit code; where other ranks are, a failing script ends the process instead.
     """
-    local, _, script, *words = arguments
     place = Place()
+    wrapper = Wrapper("smp_launch.anywhere.plain_rank", arguments)
+    return run_to_end(place, lambda: enter(place, arguments), wrapper)
 
-    def enter() -> Program:
-        surroundings = from_text(os.environ.pop(SURROUNDINGS_VARIABLE))
-        place.is_supervised = not surroundings.is_rank
-        place.is_alone = surroundings.size == 1
-        place.host = surroundings.host
-        place.rank = rank_of(surroundings, int(local))
-        prepare(surroundings, int(local), os.environ)
-        path = Path(script).absolute()
-        make_findable(os.environ, None, smddp=False, libraries=PARAMETERS_VARIABLE in os.environ)
-        return Program(path, words, path.parent)
 
-    return run_to_end(place, enter)
+def enter(place: Place, arguments: Sequence[str]) -> Program:
+    """Make this process the rank that its environment says, tell ``place`` which, and give its program."""
+    local, _, script, *words = arguments
+    surroundings = from_text(os.environ.pop(SURROUNDINGS_VARIABLE))
+    place.is_supervised = not surroundings.is_rank
+    place.is_alone = surroundings.size == 1
+    place.host = surroundings.host
+    place.rank = rank_of(surroundings, int(local))
+    prepare(surroundings, int(local), os.environ)
+    path = Path(script).absolute()
+    make_findable(os.environ, None, smddp=False, libraries=PARAMETERS_VARIABLE in os.environ)
+    return Program(path, words, path.parent)
 
 
 def rank_of(surroundings: Surroundings, local: int) -> int:

@@ -49,7 +49,7 @@ class Contents:
 
     Attributes:
         first: what ranks do together before any of them writes; all those that have it call it.
-        files: by name, what makes the file's content; nothing is copied before.
+        files: by name, what makes the file's content; nothing is copied before, and settings are those of that time.
         pieces: by file, by state key, by global name.
         parameters: those of this stage, from one rank of each stage.
         buffers: the same.
@@ -278,7 +278,7 @@ def _master_file(
         # Small parameters stay whole on every rank of a sharding group.
         and (sharded is None or (h.record is not None and h.record.parameter in sharded) or share.rdp % parts == 0)
     ]
-    scaler = optimizer.loss_scaler.state_dict() if optimizer is not None and session.ranks.cfg.fp16 else None
+    scaler = optimizer.loss_scaler if optimizer is not None and session.ranks.cfg.fp16 else None
     if not held and scaler is None:
         return
     file = f"fp16_states_{share.suffix(parts)}.pt"
@@ -287,7 +287,7 @@ def _master_file(
 
     def build(keep: Keep) -> dict[str, Any]:
         found: dict[str, Any] = {"masters": {h.name: keep(f"{MASTER}/{h.name}", h.tensor) for h in held}}
-        return found if scaler is None else {**found, "loss_scaler": scaler}
+        return found if scaler is None else {**found, "loss_scaler": scaler.state_dict()}
 
     made.files[file] = build
 
@@ -325,12 +325,12 @@ def _optimizer_file(
     names: list[list[str]] = [[] for _ in optimizer.param_groups]
     for entry in entries:
         names[entry.group].append(entry.name)
-    settings = [
-        {**{key: value for key, value in group.items() if key not in ("params", "param_names")}, "params": members}
-        for group, members in zip(optimizer.param_groups, names, strict=True)
-    ]
 
     def build(keep: Keep) -> dict[str, Any]:
+        settings = [
+            {**{key: value for key, value in group.items() if key not in ("params", "param_names")}, "params": members}
+            for group, members in zip(optimizer.param_groups, names, strict=True)
+        ]
         kept = {
             name: {key: _kept(keep, f"{key}/{name}", value) for key, value in values.items()}
             for name, values in state.items()

@@ -40,8 +40,9 @@ from smp_runtime.checkpoint.memory.host_folder import (
     stand_in,
     write_head,
 )
+from smp_runtime.checkpoint.memory.known_contents import KnownContents
 from smp_runtime.checkpoint.memory.newest import Recovery
-from smp_runtime.checkpoint.rank_contents import Share, contents_of
+from smp_runtime.checkpoint.rank_contents import Share
 from smp_runtime.checkpoint.save_partial import Report, describe, files_of_job
 from smp_runtime.comm.control import host_name, timeout_seconds
 
@@ -280,7 +281,7 @@ class Copier:
             return stand_in(len(tensors) - 1)
 
         session = self._session
-        made = contents_of(session, model, optimizer, self._share, as_held=True)
+        made = KnownContents.of(session, model, optimizer, self._share)
         files: dict[str, Any] = {name: build(keep) for name, build in made.files.items()}  # type: ignore[arg-type]
         files[random_file(self._rank)] = moment.random
         newest = self._rooms.newest

@@ -1,0 +1,1 @@
+"""Ranks that are started again without their imports: forked from a process of the host that has made them."""

@@ -1,0 +1,53 @@
+"""What must be alike in two processes for one to do the work of the other, as the system tells of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+#: Of ``/proc/self/status``: rights, masks of signals, and where the process may run.
+_STATUS = frozenset(
+    "Umask Uid Gid Groups SigBlk SigIgn NoNewPrivs Seccomp CapInh CapEff CapBnd Cpus_allowed Mems_allowed".split()
+)
+
+#: Files of ``/proc/self`` that count whole.
+_FILES = ("limits", "cgroup", "personality", "oom_score_adj")
+
+#: Variables that are others in each rank or start, and are read after the imports: MPI's, and those of this launcher.
+_FREE_PREFIXES = ("OMPI_COMM_WORLD_", "OMPI_MCA_", "OMPI_FILE_", "OMPI_ARGV", "PMIX_", "PRTE_", "PMI_")
+_FREE = frozenset(
+    """_ OLDPWD MASTER_PORT SMP_JOB_SECRET SMP_LAUNCH_REPORTS SMP_LAUNCH_SURROUNDINGS SMP_LAUNCH_WARM SMP_RESTART_COUNT
+    SMP_WHEREABOUTS""".split()
+)
+
+
+def conditions() -> dict[str, str]:
+    """Those of this process: limits, rights, signals, cores, namespaces, and the interpreter.
+
+    Raises:
+        OSError: the system does not tell them.
+    """
+    found = {
+        name: value.strip()
+        for name, _, value in (
+            line.partition(":") for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        )
+        if name in _STATUS
+    }
+    found |= {name: Path("/proc/self", name).read_text(encoding="utf-8") for name in _FILES}
+    found |= {name: os.readlink(f"/proc/self/ns/{name}") for name in sorted(os.listdir("/proc/self/ns"))}
+    found |= {"root": os.readlink("/proc/self/root"), "interpreter": f"{sys.executable} {sys.version} {sys.flags}"}
+    return {**found, "priority": f"{os.getpriority(os.PRIO_PROCESS, 0)} {os.sched_getscheduler(0)}"}
+
+
+def other_condition(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
+    """The name of a condition in which two processes differ; None where they are alike."""
+    return next((name for name in sorted({*one, *other}) if one.get(name) != other.get(name)), None)
+
+
+def other_variable(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
+    """The name of a variable in which two environments differ, and that imports may have read; None where they are alike."""
+    names = sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
+    return next((name for name in names if name not in _FREE and not name.startswith(_FREE_PREFIXES)), None)

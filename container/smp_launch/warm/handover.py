@@ -1,0 +1,131 @@
+"""Stands where a rank's wrapper does when ranks are started again: ``… -m smp_launch.warm.handover SOCKET smp_launch.rank …``.
+
+It hands its place over to a fork of the host's process that has made the imports, passes signals on, and ends as the fork does.
+Where that cannot be it is the rank itself. It imports nothing of weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from smp_launch.warm import messages
+from smp_launch.warm.conditions import conditions
+from smp_launch.warm.imports import SOCKET_VARIABLE
+
+#: Seconds for imports that are still under way: as long as the same would take here, on a busy machine.
+_PATIENCE = 30.0
+
+#: Not for the rank: such as nobody can handle, or tell of this process itself.
+_OWN_SIGNALS = frozenset(
+    getattr(signal, name)
+    for name in "SIGKILL SIGSTOP SIGCHLD SIGPIPE SIGSEGV SIGBUS SIGFPE SIGILL SIGABRT SIGTRAP SIGSYS".split()
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Have the rank run in a fork, or run it.
+
+    Args:
+        arguments: the socket, ``group`` where signals are for the processes of the rank, too, and ``process`` otherwise, the
+            wrapper's module, and its arguments.
+
+    Returns:
+        The exit code; where a fork has ended by a signal, this process ends by it.
+    """
+    path, whose, module, *words = arguments
+    before = [name for name in os.listdir("/proc/self/fd") if int(name) > 2 and _is_inherited(int(name))]
+    if before:
+        return _run(module, words, f"it has inherited descriptors ({', '.join(before)})")
+    environ = dict(os.environ)
+    environ.pop(SOCKET_VARIABLE, None)
+    try:
+        connection = messages.connect(path, _PATIENCE)
+    except OSError as error:
+        return _run(module, words, f"nobody has its imports ({error.strerror or error})")
+    try:
+        messages.send(connection, {"asks": {"environ": environ, "conditions": conditions()}})
+        refused = messages.receive(connection)[0]["refused"]
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        refused = f"the process that has its imports does not answer ({type(error).__name__})"
+    if refused is not None:
+        connection.close()
+        return _run(module, words, refused)
+    spec = importlib.util.find_spec(module)
+    place = {
+        "module": module,
+        "arguments": words,
+        "environ": environ,
+        "path": sys.path,
+        "argv": [spec.origin if spec else module, *words],
+        "orig_argv": [sys.executable, "-m", module, *words],
+        "with_group": whose == "group",
+    }
+    _follow(connection, place)
+
+
+def _is_inherited(descriptor: int) -> bool:
+    try:
+        return os.get_inheritable(descriptor)
+    except OSError:
+        return False  # the listing's own
+
+
+def _run(module: str, words: Sequence[str], why: str) -> int:
+    """Be the rank, from its imports on."""
+    if why and os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            os.write(2, f"smp-launch: ranks make their imports anew: {why}\n".encode())
+    return int(importlib.import_module(module).main(words))
+
+
+def _follow(connection: socket.socket, place: dict[str, object]) -> NoReturn:
+    """Hand the place over, pass signals on, and end as the fork does."""
+    told, tell = os.pipe()
+    for end in (told, tell):
+        os.set_blocking(end, False)
+    for each in signal.valid_signals() - _OWN_SIGNALS:
+        if signal.getsignal(each) is not signal.SIG_IGN:
+            with contextlib.suppress(OSError, ValueError):  # one that the system keeps for itself
+                signal.signal(each, lambda number, frame: None)
+    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        connection.settimeout(None)
+        messages.send(connection, {"place": place}, (0, 1, 2, folder))
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):  # whoever reads what the rank writes must see its end
+            os.dup2(null, number)
+        while True:
+            ready = select.select([told, connection.fileno()], [], [])[0]
+            if connection.fileno() in ready:
+                _end(int(messages.receive(connection)[0]["ended"]))
+            for signalled in os.read(told, 4096):
+                messages.send(connection, {"signal": signalled})
+    except (OSError, EOFError, ValueError, KeyError, TypeError):
+        _end(-signal.SIGKILL)  # the fork has ended with its parent
+
+
+def _end(code: int) -> NoReturn:
+    """End as a process did whose exit code is this, negative for a signal, without a memory dump of this one."""
+    if code >= 0:
+        os._exit(code)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if -code not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+    os.kill(os.getpid(), -code)
+    os._exit(128 - code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,106 @@
+"""The launcher's side: a process of this host that is ready to fork ranks when they are started again, as long as the job runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from smp_config.errors import ConfigError, shown
+from smp_launch.locked_folders import private_dir
+from smp_launch.warm.imports import SOCKET_VARIABLE
+
+#: ``0`` lets ranks that are started again make their imports anew.
+WARM_VARIABLE = "SMP_WARM_RESTARTS"
+
+_SOCKET = "warm"
+_BACKLOG = 1024
+
+
+@dataclass(frozen=True)
+class Standby:
+    """The process that makes the imports of a job's ranks; a stand-in for none where ``path`` is empty.
+
+    Attributes:
+        path: of the socket.
+        pids: of the process, which outlives a start of the ranks; its forks do not.
+    """
+
+    path: str = ""
+    pids: tuple[int, ...] = ()
+
+    def variables(self) -> dict[str, str]:
+        """What ranks must be told, so that the first reports what it has imported."""
+        return {SOCKET_VARIABLE: self.path} if self.path else {}
+
+    def program(self, program: Sequence[str], *, is_restart: bool, whose: str) -> list[str]:
+        """What is to be started for each rank.
+
+        Args:
+            program: Python with the module of a rank's wrapper, and its arguments.
+            whose: ``group`` where a rank's signals are for what it has started, too, and ``process`` otherwise.
+        """
+        if not (self.path and is_restart):
+            return list(program)
+        python, option, *rest = program
+        return [python, option, "smp_launch.warm.handover", self.path, whose, *rest]
+
+    def hurry(self) -> None:
+        """The ranks are about to be started again: imports that are still under way need not rest any more."""
+        if self.path:
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(self.path)
+
+
+@contextlib.contextmanager
+def standby(environ: Mapping[str, str], script: str, cwd: str | os.PathLike[str], *, wanted: bool) -> Iterator[Standby]:
+    """Have a process ready as long as this lasts, where it helps and can be.
+
+    Args:
+        script: only Python has imports.
+        cwd: the folder in which ranks are started.
+        wanted: whether ranks are started again, all on this machine.
+
+    Raises:
+        ConfigError: ``SMP_WARM_RESTARTS`` is neither 0 nor 1.
+    """
+    text = environ.get(WARM_VARIABLE, "") or "1"
+    if text not in ("0", "1"):
+        raise ConfigError(
+            f"{WARM_VARIABLE} is {shown(text)}; it says whether a process keeps the imports of ranks that are started again ready: "
+            "set 0, or 1 for yes"
+        )
+    if not wanted or text == "0" or not script.endswith(".py") or not sys.platform.startswith("linux"):
+        yield Standby()
+        return
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(private_dir(Path(tempfile.gettempdir())))
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        try:
+            listener.bind(str(folder / _SOCKET))
+            listener.listen(_BACKLOG)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "smp_launch.warm.zygote", str(listener.fileno()), str(os.getpid())],
+                env=dict(environ),
+                cwd=cwd,
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError:  # a restart takes longer, and no more
+            yield Standby()
+            return
+        listener.close()  # so that nobody waits for a process that has ended
+        try:
+            yield Standby(str(folder / _SOCKET), (process.pid,))
+        finally:
+            process.kill()
+            process.wait()

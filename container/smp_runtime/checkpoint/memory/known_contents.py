@@ -1,0 +1,86 @@
+"""What a rank copies after each step: worked out once, and again when anything but values has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp_runtime.checkpoint.rank_contents import Contents, Share, contents_of
+from smp_runtime.module_state.absent_tensors import AbsentTensor
+
+if TYPE_CHECKING:
+    from smp_runtime.job.session import Session
+    from smp_runtime.model.distributed_model import DistributedModel
+    from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+
+#: Of the wrapped model, which its own contents hold: kept elsewhere, they would keep it alive when the script drops it.
+_ATTRIBUTE = "_smp_known_contents"
+
+
+class KnownContents:
+    """The contents of one model and optimizer, with all by which one sees that they are still those.
+
+    Args:
+        optimizer: None for none.
+    """
+
+    def __init__(
+        self, session: Session, model: DistributedModel, optimizer: DistributedOptimizer | None, share: Share
+    ) -> None:
+        self._optimizer = optimizer
+        self._objects, self._places = _marks(model, optimizer)
+        self.contents = contents_of(session, model, optimizer, share, as_held=True)
+
+    @classmethod
+    def of(
+        cls, session: Session, model: DistributedModel, optimizer: DistributedOptimizer | None, share: Share
+    ) -> Contents:
+        """What this rank copies now; see :func:`contents_of`. It has live tensors, and settings as they are when it is built."""
+        known: KnownContents | None = vars(model).get(_ATTRIBUTE)
+        if known is None or not known.still_holds(model, optimizer):
+            known = cls(session, model, optimizer, share)
+            vars(model)[_ATTRIBUTE] = known
+        return known.contents
+
+    def still_holds(self, model: DistributedModel, optimizer: DistributedOptimizer | None) -> bool:
+        """Whether nothing but values has changed."""
+        if optimizer is not self._optimizer:
+            return False
+        objects, places = _marks(model, optimizer)
+        if places != self._places or len(objects) != len(self._objects):
+            return False
+        return all(one is other for one, other in zip(objects, self._objects, strict=True))
+
+
+def _marks(model: DistributedModel, optimizer: DistributedOptimizer | None) -> tuple[list[object], list[object]]:
+    """Objects that must be the same ones, and what must be equal: names, and where tensors have their values."""
+    objects: list[object] = []
+    places: list[object] = []
+    for module in model.module.modules():
+        objects.append(module)
+        places += [*module._parameters, *module._buffers]
+        objects += [*module._parameters.values(), *module._buffers.values()]
+    if optimizer is not None:
+        for group in optimizer.original_groups():
+            objects += group
+            places.append(len(group))
+        for parameter, state in optimizer.state.items():
+            objects += [parameter, *state.values()]
+            places += state
+    for shard in (model.optimizer_shards or {}).values():
+        objects += [None, None] if shard is None else [shard.optimized, shard.stored]
+    if model.shards is not None:
+        objects += [getattr(parameter, "ds_tensor", None) for parameter in model.shards.places]
+    places += _tensor_places(objects)
+    return objects, places
+
+
+def _tensor_places(objects: list[object]) -> Iterator[Any]:
+    for tensor in objects:
+        # Of parameters of other stages nothing is copied, and to ask them takes long.
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, AbsentTensor):
+            yield tensor.data_ptr()
+            yield tensor.shape
+            yield tensor.requires_grad

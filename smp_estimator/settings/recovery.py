@@ -1,0 +1,67 @@
+"""Arguments of an estimator about lost ranks, as the variables by which launcher and ranks read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from smp_config import ConfigError
+from smp_config.errors import shown
+from smp_config.recovery import INTERVAL_VARIABLE, MEMORY_VARIABLE, MOST_RESTARTS, MOST_STEPS, RESTARTS_VARIABLE
+from smp_estimator.settings.checks import require_mapping
+from smp_estimator.settings.variables import is_variable
+
+_STEPS = "steps"
+
+
+def with_recovery(environment: Any, memory_checkpoint: Any, max_restarts: Any) -> Any:
+    """The environment of a job with what its arguments say; the same object where they say nothing.
+
+    Args:
+        memory_checkpoint: True, False, or ``{"steps": n}``; None where it was not given.
+        max_restarts: how often the ranks are started again; None where it was not given.
+
+    Raises:
+        ConfigError: an argument that says something else, or something else than the environment.
+    """
+    wanted: dict[str, tuple[str, Any]] = {}
+    if max_restarts is not None:
+        wanted[RESTARTS_VARIABLE] = "max_restarts", _whole(max_restarts, "max_restarts", 0, MOST_RESTARTS)
+    if memory_checkpoint is not None:
+        is_on, steps = _memory(memory_checkpoint)
+        wanted[MEMORY_VARIABLE] = "memory_checkpoint", "1" if is_on else "0"
+        if steps is not None:
+            wanted[INTERVAL_VARIABLE] = 'memory_checkpoint={"steps": …}', steps
+    if not wanted:
+        return environment
+    require_mapping(environment, "environment")
+    given: Mapping[str, Any] = environment or {}
+    for name, (argument, value) in wanted.items():
+        # Variables of a pipeline compare as what they stand for, which nobody knows yet.
+        if name in given and (is_variable(given[name]) or is_variable(value) or str(given[name]) != str(value)):
+            raise ConfigError(
+                f"{argument} says {name}={value}, and environment has {name}={given[name]}; both mean the same setting: remove one"
+            )
+    return {**given, **{name: value for name, (_, value) in wanted.items()}}
+
+
+def _memory(given: Any) -> tuple[bool, Any]:
+    """Whether copies are kept, and the steps between two of them; None for as often as it costs little."""
+    if isinstance(given, bool):
+        return given, None
+    if isinstance(given, Mapping) and set(given) <= {_STEPS}:
+        steps = given.get(_STEPS)
+        return True, None if steps is None else _whole(steps, 'memory_checkpoint={"steps": …}', 1, MOST_STEPS)
+    raise ConfigError(
+        f"memory_checkpoint is {shown(given)}; it says whether the state of the training is kept in shared memory: write True, "
+        'False, or {"steps": 10} for a copy each ten steps'
+    )
+
+
+def _whole(given: Any, name: str, least: int, most: int) -> Any:
+    """A whole number as text; what is only known when a pipeline runs passes unchanged."""
+    if is_variable(given):
+        return given
+    if isinstance(given, bool) or not isinstance(given, int) or not least <= given <= most:
+        raise ConfigError(f"{name} is {shown(given)}; give a whole number from {least} to {most:,}")
+    return str(given)
