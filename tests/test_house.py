@@ -64,6 +64,7 @@ TOUCHED_BY_SCRIPTS = {
     "activations/marking.py",
     "activations/regions.py",
     "checkpoint/export.py",
+    "data/loader.py",
     "data/position.py",
     "generation/generate.py",
     "job/older_names.py",

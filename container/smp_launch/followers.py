@@ -212,6 +212,14 @@ class Followers:
         """Processes that hold the connections."""
         return frozenset(c.process.pid for c in self._connections if c.process is not None)
 
+    def drop(self, hosts: Sequence[str]) -> None:
+        """Go on without these hosts."""
+        for connection in self._connections:
+            if connection.host in hosts:
+                connection.close()
+        self._connections = [c for c in self._connections if c.host not in hosts]
+        self.lost_when = None
+
     def ranks(self) -> list[OtherHost]:
         """Those of each host, for the watch over them."""
         pipes = [(c.process.stdin, c.process.stdout) for c in self._connections if c.process is not None]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from smp_config.errors import ConfigError
@@ -121,6 +121,10 @@ class Layout:
         """Threads for each rank of a machine with ``cores`` cores, which simulated hosts share."""
         ranks = self.world_size if self.simulated else self.processes_per_host
         return max(1, cores // ranks)
+
+    def over(self, hosts: Sequence[str]) -> Layout:
+        """The same over other hosts."""
+        return replace(self, hosts=tuple(hosts))
 
     def describe(self) -> str:
         """``2 hosts (algo-1, algo-2) × 2 processes = 4 ranks``."""

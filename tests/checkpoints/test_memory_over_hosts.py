@@ -140,6 +140,11 @@ def test_any_host_may_be_lost(ranks, folder, tmp_path, case):
         assert (moved > 0) == (len(set(others)) > 1)
 
 
+def data_of(folder, rank):
+    """Bytes of the tensors that a host has of a rank."""
+    return sum(path.stat().st_size for path in folder.glob(f"*.{rank}.*.data"))
+
+
 def test_what_another_host_has_is_not_sent(ranks, folder, tmp_path):
     """A rank of data parallelism sends the words of its copy, and no tensor; a stage of a pipeline what it has, once."""
     sent, size = {}, {}
@@ -148,8 +153,8 @@ def test_what_another_host_has_is_not_sent(ranks, folder, tmp_path):
         told_of = told(f"{folder}/{name}")
         found = ranks(at_home, world, "ab", keep, str(tmp_path / name), 1, 1, config=config, env=told_of)
         sent[name] = [bytes_ for *_, bytes_ in found]
-        size[name] = [sum(p.stat().st_size for p in Path(folder, name, host).glob(f"*.{rank}.*.data")) for rank, host in enumerate("ab")]
-        mirrored = [sum(p.stat().st_size for p in Path(folder, name, host).glob(f"*.{rank}.*.data")) for rank, host in enumerate("ba")]
+        size[name] = [data_of(Path(folder, name, host), rank) for rank, host in enumerate("ab")]
+        mirrored = [data_of(Path(folder, name, host), rank) for rank, host in enumerate("ba")]
         assert mirrored == ([64, 64] if name == "dp2" else size[name])
     assert all(bytes_ > whole for bytes_, whole in zip(sent["pp2"], size["pp2"], strict=True))
 

@@ -139,7 +139,7 @@ def test_ranks_that_die_between_and_within_steps(launcher, train, undisturbed, t
     assert [line.step for line in ledgers(job)[0] if line.kind == "start"] == [0, 2, 4]
     assert most_repeated(job) <= 1
     assert_same(states(job, 2), expected)
-    assert not [path for path in Path("/dev/shm").glob("smp-launch-*/*.head") if path.stat().st_uid == os.geteuid()]
+    assert not [path for path in Path("/dev/shm").glob("smp-launch-*/**/*.head") if path.stat().st_uid == os.geteuid()]
 
 
 def kill_at_random(launcher, running, job, kills, seed):

@@ -174,23 +174,9 @@ class Buddies:
         if not self._have_room(outgoing.generation.start, told):
             self._end()
             return
-        small = _bytes(head + layout)
-        receiving = []
-        work = [dist.isend(part, self._buddy, group=self._group) for part in _messages(small)]
-        for mirror in self._mirrors:
-            _, _, heads, layouts, _ = told[mirror.rank]
-            words = torch.empty(heads + layouts, dtype=torch.uint8, device="cpu")
-            receiving.append(words)
-            work += [dist.irecv(part, mirror.rank, group=self._group) for part in _messages(words)]
-        work += [dist.isend(part, self._buddy, group=self._group) for part in _messages(outgoing.data)]
-        for mirror, room in zip(self._mirrors, self._rooms, strict=True):
-            work += [dist.irecv(part, mirror.rank, group=self._group) for part in _messages(room)]
-        for each in work:
-            if each is not None:
-                each.wait()
-        for mirror, words in zip(self._mirrors, receiving, strict=True):
+        received = self._swap(_bytes(head + layout), outgoing.data, told)
+        for mirror, text in zip(self._mirrors, received, strict=True):
             number, file, heads, _, _ = told[mirror.rank]
-            text = words.numpy().tobytes()
             name, _, content = text[heads:].decode().partition("\n")
             generation = Generation(outgoing.generation.start, number)
             mirror.complete(file, generation, text[:heads], (name, content) if name else None)
@@ -198,6 +184,20 @@ class Buddies:
         self._layout = outgoing.layout.name
         # Nobody writes over an older copy before all have this one.
         dist.all_reduce(torch.zeros(1, device="cpu"), group=self._group)
+
+    def _swap(self, words: torch.Tensor, data: torch.Tensor, told: list[list[int]]) -> list[bytes]:
+        """Send to the buddy, and receive data into their rooms, from all that have this rank for a buddy; gives their words."""
+        received = [
+            torch.empty(told[m.rank][2] + told[m.rank][3], dtype=torch.uint8, device="cpu") for m in self._mirrors
+        ]
+        work = [dist.isend(part, self._buddy, group=self._group) for flat in (words, data) for part in _messages(flat)]
+        for mirror, text, room in zip(self._mirrors, received, self._rooms, strict=True):
+            for flat in (text, room):
+                work += [dist.irecv(part, mirror.rank, group=self._group) for part in _messages(flat)]
+        for each in work:
+            if each is not None:
+                each.wait()
+        return [text.numpy().tobytes() for text in received]
 
     def _have_room(self, start: int, told: list[list[int]]) -> bool:
         """Make room for what comes; whether all ranks could."""
