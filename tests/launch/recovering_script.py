@@ -48,6 +48,10 @@ def train_step(model, x, y):
     return loss
 
 
+def content_after(step):
+    return {"step": step + 1, "scheduler": scheduler.state_dict()}
+
+
 def tell(*words):
     os.write(LEDGER, (" ".join(map(str, words)) + "\n").encode())
 
@@ -83,9 +87,9 @@ for step in progress.steps(args.steps) if args.loop == "steps" else range(begin,
     optimizer.step()
     scheduler.step()
     if args.files and not args.resume:
-        smp.save_checkpoint(args.files, str(step + 1), True, model, optimizer, {"step": step + 1, "scheduler": scheduler.state_dict()})
+        smp.save_checkpoint(args.files, str(step + 1), True, model, optimizer, content_after(step))
     if args.loop == "own":
-        smp.memory_checkpoint(model, optimizer, {"step": step + 1, "scheduler": scheduler.state_dict()})
+        smp.memory_checkpoint(model, optimizer, content_after(step))
     tell("step", step, os.getpid(), time.monotonic())
     time.sleep(args.pause)
 state = {name: value for name, value in model.local_state_dict().items() if isinstance(value, torch.Tensor)}

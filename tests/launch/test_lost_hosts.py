@@ -23,7 +23,7 @@ RECOVERS = {
 PP4 = {"partitions": 4, "microbatches": 4, "ddp": True}
 SHARDING = {"sharded_data_parallel_degree": 4, "ddp": True}
 
-#: By name: hosts, processes on each, spares, parameters, and of the job that goes on: processes, parameters, batch, words of the log.
+#: By name: hosts, processes on each, spares, parameters; of the job that goes on: processes, parameters, batch, words of the log.
 CASES = {
     "sharding 4": (2, 2, 0, SHARDING, 2, {**SHARDING, "sharded_data_parallel_degree": 2}, 8,
                    "sharded_data_parallel_degree 4 → 2, replicas 4 → 2"),
@@ -95,7 +95,9 @@ def test_a_host_that_dies_for_good(launcher, tmp_path, name):
     assert begin[0] == 0
     assert begin[1] in (last, last + 1, last + 2)  # one that was on its way to the next host is lost with the host
     seconds = min(when for kind, _, _, when in lines if kind == "step" and when > killed + 1) - killed
-    print(f"\n{name}: {seconds:.1f} s from the loss to the next step, {begin[1]} of {last + 1} finished steps in memory")
+    print(
+        f"\n{name}: {seconds:.1f} s from the loss to the next step, {begin[1]} of {last + 1} finished steps in memory"
+    )
     launcher.folder = tmp_path / "resumed"
     launcher.folder.mkdir()
     words = {"files": str(files), "resume": str(begin[1]), "batch": batch, "steps": STEPS, "mp_parameters": smaller}

@@ -300,11 +300,12 @@ class Copier:
                 for target, tensor in zip(data.tensors, tensors, strict=True):
                     target.copy_(tensor)
             layout = self._layout(Report(None, {}, made.pieces, made.parameters, made.buffers), model, optimizer)
+            places = [[slot.offset, list(slot.shape), str(slot.dtype)] for slot in slots]
             head = {
                 "world": len(self._everyone),
                 "layout": layout,
                 "data": data.path.name,
-                "slots": [[slot.offset, list(slot.shape), str(slot.dtype)] for slot in slots],
+                "slots": places,
                 "files": files,
                 "texts": files_of_job(model, content(), moment) if self._rank == 0 else {},
                 "steps": session.progress.step,
@@ -321,7 +322,7 @@ class Copier:
         sent = slots[:first]
         return Outgoing(
             generation,
-            {**head, "files": only, "slots": head["slots"][:first]},
+            {**head, "files": only, "slots": places[:first]},
             self._layouts[-1],
             data.bytes[: sent[-1].offset + sent[-1].bytes if sent else 0],
             int(data.path.name.split(".")[2]),
