@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smp_config.recovery import COUNT_VARIABLE, SHARED_MEMORY
+from smp_config.recovery import COUNT_VARIABLE, RESTARTS_VARIABLE, SHARED_MEMORY
 from smp_config.recovery import FOLDER_VARIABLE as MEMORY_FOLDER_VARIABLE
 from smp_config.whereabouts import FOLDER_VARIABLE
 from smp_launch.command import PrivateDirs, check_size, mpirun_command
@@ -73,6 +73,11 @@ def run_job(
         The exit code, and why the job failed when it is not 0.
     """
     say(job.describe())
+    if job.spares:
+        say(
+            f"spare until another host is lost: {', '.join(job.spares)}"
+            + ("" if job.restarts else f"; without {RESTARTS_VARIABLE} none is ever needed")
+        )
     if not job.layout.simulated and (warning := shared_memory_warning(job.layout.processes_per_host)):
         say(warning)
     if emulates_cuda(environ):
@@ -141,7 +146,8 @@ def _verdict(
     if outcome.hang is not None:
         write_report(job.training.tree.output_data_dir, outcome.hang)
         return 1, cause_of_hang(outcome.hang, job.layout.host_of)
-    if outcome.returncode == 0 and not collector.records:
+    # Where the daemon of a host is gone, mpirun may end with 0 as if the ranks had.
+    if outcome.returncode == 0 and not collector.records and not lost_of(job, others):
         return 0, None
     if others is not None and (cause := _lost_host(lost_of(job, others), others.lost_when, collector)) is not None:
         return exit_code(outcome), cause

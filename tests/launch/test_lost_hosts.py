@@ -21,7 +21,7 @@ RECOVERS = {
     "OMP_NUM_THREADS": "1",
 }
 PP4 = {"partitions": 4, "microbatches": 4, "ddp": True}
-SHARDING = {"sharded_data_parallel_degree": 4, "ddp": True}
+SHARDING = {"sharded_data_parallel_degree": 4, "sdp_param_persistence_threshold": 0, "ddp": True}
 
 #: By name: hosts, processes on each, spares, parameters; of the job that goes on: processes, parameters, batch, words of the log.
 CASES = {
@@ -32,8 +32,8 @@ CASES = {
     "tp 2 × dp 2": (2, 2, 0, {"tensor_parallel_degree": 2, "ddp": True}, 2, {"tensor_parallel_degree": 2, "ddp": True}, 8,
                     "the same degrees, replicas 2 → 1"),
     "three hosts": (3, 1, 0, {**PP4, "partitions": 3}, 2, {**PP4, "partitions": 2}, 4, "pipeline_parallel_degree 3 → 2"),
-    "a spare": (3, 1, 1, {"ddp": True, "sharded_data_parallel_degree": 2}, 2, {"ddp": True, "sharded_data_parallel_degree": 2},
-                4, "algo-3, which was spare, takes its place"),
+    "a spare": (3, 1, 1, {**SHARDING, "sharded_data_parallel_degree": 2}, 2, {**SHARDING, "sharded_data_parallel_degree": 2}, 4,
+                "algo-3, which was spare, takes its place"),
 }  # fmt: skip
 
 

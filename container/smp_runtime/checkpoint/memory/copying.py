@@ -205,6 +205,13 @@ class Copier:
             return None
         return session.ranks.keep(cls, lambda: cls(session, os.environ))
 
+    def sent(self) -> int:
+        """Bytes that this rank has sent to another host with the last copy, once they are there."""
+        if self._buddies is None:
+            return 0
+        self._buddies.wait()
+        return self._buddies.sent
+
     def step(
         self,
         model: DistributedModel,
