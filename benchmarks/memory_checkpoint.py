@@ -7,8 +7,8 @@
 Figures per strategy: the median step; the time inside ``smp.memory_checkpoint`` when it copies after every step, on the slowest
 rank, and its share of the step; the difference between median steps with and without it; the bytes of a copy over all ranks ÷ the
 bytes that there are to keep (float32 weights and two states of Adam, each once); the time of copying them once from one buffer to
-another (the bound) ÷ the time taken; the interval that is chosen where none is set; with ``--hosts 2`` (a rank on each, simulated on
-this machine) the bytes that go to the next host, words of heads included, ÷ those of tensors that only one host has. ``--steps``
+another (the bound) ÷ the time taken; the interval that is chosen where none is set. With ``--hosts 2`` (a rank on each, simulated on
+this machine): the bytes that go to the next host, words of heads included, ÷ those of tensors that only one host has. ``--steps``
 counts training steps.
 """
 
@@ -121,10 +121,10 @@ def _rank(strategy: str, steps: int, hidden: int, layers: int, hosts: int) -> No
         interval.step_ended(without)
         interval.agree([interval.measured()])
         least = _copy_seconds(largest)
-        there = f"{sum(sent) / bound:.3f}" if bound else f"{sum(sent):,} bytes, of 0"
+        there = "–" if hosts == 1 else f"{sum(sent) / bound:.3f}" if bound else f"{sum(sent):,} bytes, of 0"
         print(
             f"| {strategy} | {without * 1e3:.0f} | {cost * 1e3:.1f} | {cost / without:.1%} | {with_it / without - 1:+.1%} | "
-            f"{sum(size for _, size in copied) / (12 * parameters):.3f} | {least / cost:.2f} | {interval.steps} | {there if hosts > 1 else "–"} |",
+            f"{sum(size for _, size in copied) / (12 * parameters):.3f} | {least / cost:.2f} | {interval.steps} | {there} |",
             flush=True,
         )
     smp.barrier()

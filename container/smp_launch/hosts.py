@@ -113,6 +113,11 @@ class Layout:
         """The host on which a rank runs."""
         return self.hosts[rank // self.processes_per_host]
 
+    def ranks_of(self) -> dict[str, range]:
+        """By host, the ranks that run there."""
+        each = self.processes_per_host
+        return {host: range(place * each, (place + 1) * each) for place, host in enumerate(self.hosts)}
+
     def local_rank_of(self, rank: int) -> int:
         """A rank's number on its host."""
         return rank % self.processes_per_host

@@ -136,7 +136,8 @@ def _watch(job: Job, records: Path, others: OtherHosts | None, passed: dict[str,
         passed[FOLDER_VARIABLE] = str(records)
     if not job.patience.watches:
         return None
-    return Watch([LocalRanks(records, wakes=True), *(others.ranks() if others is not None else ())], job.patience)
+    there = others.ranks(job.layout.ranks_of()) if others is not None else ()
+    return Watch([LocalRanks(records, wakes=True), *there], job.patience)
 
 
 def _verdict(

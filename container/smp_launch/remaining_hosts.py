@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -42,7 +42,7 @@ class OtherHosts(Protocol):
         """Go on without these."""
         ...
 
-    def ranks(self) -> Sequence[OtherHost]:
+    def ranks(self, ranks_of: Mapping[str, Collection[int]]) -> Sequence[OtherHost]:
         """The ranks of each that the leader does not see by itself, for the watch over them."""
         ...
 
@@ -78,7 +78,7 @@ class Neighbours:
         self.hosts = [host for host in self.hosts if host not in hosts]
         self.lost_when = None
 
-    def ranks(self) -> Sequence[OtherHost]:
+    def ranks(self, ranks_of: Mapping[str, Collection[int]]) -> Sequence[OtherHost]:
         """None: all are children of this launcher."""
         return ()
 
