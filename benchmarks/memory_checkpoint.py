@@ -7,7 +7,7 @@
 Figures per strategy: the median step; the time inside ``smp.memory_checkpoint`` when it copies after every step, on the slowest
 rank, and its share of the step; the difference between median steps with and without it; the bytes of a copy over all ranks ÷ the
 bytes that there are to keep (float32 weights and two states of Adam, each once); the time of copying them once from one buffer to
-another (the bound) ÷ the time taken; the interval that is chosen where none is set. With ``--hosts 2`` (a rank on each, simulated on
+another (the bound) ÷ the time taken; the interval that is chosen where none is set. With ``--hosts 2`` (one rank each, simulated on
 this machine): the bytes that go to the next host, words of heads included, ÷ those of tensors that only one host has. ``--steps``
 counts training steps.
 """

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import socket
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from support import namespaced_hosts
 
 SCRIPT = Path(__file__).with_name("recovering_script.py")
 STEPS = 10
@@ -107,3 +112,60 @@ def test_a_host_that_dies_for_good(launcher, tmp_path, name):
     for mine, resumed in zip(states(job, left), states(other, left), strict=True):
         assert mine.keys() == resumed.keys() != set()
         assert all(torch.equal(mine[key], resumed[key]) for key in mine)
+
+
+@pytest.mark.job
+@pytest.mark.full
+@pytest.mark.timeout(330)
+@pytest.mark.skipif(
+    not namespaced_hosts.can_be_made(), reason="hosts with names of their own take root, and an interface"
+)
+@pytest.mark.parametrize(("hosts", "spares"), [(2, 0), (3, 0), (3, 1)])
+def test_a_host_behind_ssh_that_dies_for_good(launcher, tmp_path, hosts, spares):
+    """As above with daemons of mpirun, followers and a memory for each host; only ssh and the network are stood in for."""
+    namespaced_hosts.make_stand_ins(tmp_path / "ssh")
+    hyperparameters = {"mp_parameters": {**SHARDING, "sharded_data_parallel_degree": 2}, "steps": STEPS, "pause": 0.2}
+    job = launcher.job(SCRIPT.read_text(), 2, hosts=hosts, hyperparameters=hyperparameters)
+    running = []
+    for host in job.hosts:
+        config = job.tree(host) / "input" / "config" / "resourceconfig.json"
+        resources = {**json.loads(config.read_text()), "network_interface_name": namespaced_hosts.interface()[0]}
+        job.write_config("resourceconfig", resources, host)
+        environment = {
+            **RECOVERS,
+            "SMP_SPARE_HOSTS": str(spares),
+            "SMP_LAUNCH_HOSTS_ON_ONE_MACHINE": "0",
+            "SMP_LAUNCH_STATUS_DIR": "",
+            "SMP_LAUNCH_TRUSTED_ADDRESSES": "127.0.0.1",
+            "SMP_LAUNCH_SSH_PORT": str(free_port()),
+            "PATH": f"{tmp_path}/ssh/bin:{os.environ['PATH']}",
+        }
+        within = partial(namespaced_hosts.command, tmp_path / "ssh", host, job.hosts)
+        running.append(launcher.start(job, host=host, environment=environment, within=within))
+    leader, lost, *others = running
+    deadline = time.monotonic() + PATIENCE
+    while not all(
+        any(kind == "step" and step >= 3 for kind, step, *_ in ledger(job, rank, "algo-2")) for rank in (2, 3)
+    ):
+        assert time.monotonic() < deadline, "\n".join(leader.log)
+        time.sleep(0.01)
+    for pid in namespaced_hosts.processes_of(lost.process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    assert leader.process.wait(timeout=PATIENCE) == 0, "\n".join(leader.log)
+    text = "\n".join(leader.log)
+    assert "failed in step 4: host algo-2 is gone" in text or "failed in step 5: host algo-2 is gone" in text
+    assert "host algo-2 is lost; " in text
+    assert "(restart 2 of" not in text  # nor are records of the first start taken for ranks that hang
+    assert [other.wait() for other in others] == [0] * (hosts - 2)
+    lines = ledger(job, 0, "algo-1")
+    assert [step for kind, step, *_ in lines if kind == "start"][1] in (3, 4, 5)
+    assert {step for kind, step, *_ in lines if kind == "step"} == set(range(STEPS))
+    seconds = min(when for kind, _, _, when in lines if kind == "step" and when > killed + 1) - killed
+    print(f"\n{hosts} hosts, {spares} spare: {seconds:.1f} s from the loss to the next step")
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
