@@ -71,7 +71,8 @@ def _rank(strategy: str, steps: int, hidden: int, layers: int, hosts: int) -> No
     from smp_runtime.checkpoint.memory.copying import Copier, Interval
     from smp_runtime.job import session
 
-    smp.init(STRATEGIES[strategy])
+    whole = {"sdp_param_persistence_threshold": 0} if hosts > 1 and strategy.startswith("sharded") else {}
+    smp.init({**STRATEGIES[strategy], **whole})
     torch.manual_seed(0)
     with smp.tensor_parallelism(enabled=smp.tp_size() > 1):
         module = Gpt(hidden, layers)
