@@ -10,6 +10,12 @@ WORKERS ?= 2
 FLOOR := .venv-sdk-floor
 SDK3 := .venv-sdk-3
 
+# Tests start some thousand processes; where Python is told to keep no bytecode, each compiles the runtime anew.
+export PYTHONDONTWRITEBYTECODE :=
+
+# A file's tests stay together, for what its fixtures have made; tests/conftest.py puts the files in order.
+SHARED_OUT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 # Of `make test-torch`: another PyTorch than the pinned one, for the runtime's tests.
 TORCH ?= 2.8.0
 OTHER := .venv-torch-$(TORCH)
@@ -51,8 +57,9 @@ quickstart: $(VENV)/.installed
 
 test: test-sdk-floor test-newest
 
+# The sample of tests/clients runs in `make test-clients`, with both versions of Transformers.
 test-newest: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not full" -n $(WORKERS) --dist loadfile --durations=25 --durations-min=3
+	$(BIN)/python -m pytest -m "not full" $(SHARED_OUT) --durations=25 --durations-min=3 --ignore=tests/clients
 
 # The notebook side with the oldest SDK that is supported. It wants an older protobuf, and imports pytz unasked.
 $(FLOOR)/.installed: setup.cfg setup.py constraints-cpu.txt
@@ -63,7 +70,7 @@ $(FLOOR)/.installed: setup.cfg setup.py constraints-cpu.txt
 	@touch $@
 
 test-sdk-floor: $(FLOOR)/.installed
-	$(FLOOR)/bin/python -m pytest tests/estimator -m "not job and not full" -n $(WORKERS) --dist loadfile
+	$(FLOOR)/bin/python -m pytest tests/estimator -m "not job and not full" $(SHARED_OUT)
 
 # The notebook side with SDK v3, and whole jobs of it; the SDK wants packages that v2 has in other versions, or not at all.
 $(SDK3)/.installed: setup.cfg setup.py constraints-cpu.txt constraints-sdk-3.txt
@@ -76,7 +83,7 @@ $(SDK3)/.installed: setup.cfg setup.py constraints-cpu.txt constraints-sdk-3.txt
 # With environments of version 2 that are there already, losses are compared.
 test-v3: $(SDK3)/.installed
 	SMP_TEST_SDK_PYTHONS=$(wildcard $(CURDIR)/$(BIN)/python) $(SDK3)/bin/python -m pytest tests/model_trainer tests/migration \
-		-m "not full" -n $(WORKERS) --dist loadfile
+		-m "not full" $(SHARED_OUT)
 
 # The index has no CPU build of other versions: several GB are fetched the first time. Some PyTorchs want their own sympy.
 $(OTHER)/.installed: setup.cfg setup.py constraints-cpu.txt
@@ -87,7 +94,7 @@ $(OTHER)/.installed: setup.cfg setup.py constraints-cpu.txt
 
 test-torch: $(OTHER)/.installed
 	$(OTHER)/bin/python -m pytest tests/runtime/test_torch_private.py tests/runtime/test_torch_in_place.py
-	$(OTHER)/bin/python -m pytest tests -m "not full" -n $(WORKERS) --dist loadfile --ignore=tests/estimator --ignore=tests/planning \
+	$(OTHER)/bin/python -m pytest tests -m "not full" $(SHARED_OUT) --ignore=tests/estimator --ignore=tests/planning \
 		--ignore=tests/docker --ignore=tests/launch
 
 # Client libraries with both versions of Transformers: constraints-clients-*.txt holds where that differs from constraints-cpu.txt.
@@ -97,7 +104,7 @@ test-torch: $(OTHER)/.installed
 	.venv-clients-$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-clients-$*/constraints.txt -e ".[local,test,clients]"
 	@touch $@
 
-CLIENTS := -n $(WORKERS) --dist loadfile --durations=15 --durations-min=5
+CLIENTS := $(SHARED_OUT) --durations=15 --durations-min=5
 test-clients: SAMPLE := -m "not full"
 test-clients test-clients-full: .venv-clients-4/.installed .venv-clients-5/.installed
 	rm -f .venv-clients-*/outcomes.jsonl
@@ -113,7 +120,7 @@ test-matrix:
 	$(PYTHON) tests/support/version_matrix.py run $(MATRIX)
 
 test-full: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest $(SHARED_OUT)
 
 image: $(VENV)/.installed
 ifeq ($(BASE_IMAGE),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,6 +21,22 @@ def pytest_configure(config: pytest.Config) -> None:
     from support.client_cases import Cases
 
     config.pluginmanager.register(Cases())
+
+
+@pytest.hookimpl(trylast=True)  # what -m leaves
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where files are dealt out to several workers, those that wait for processes run beside those that compute."""
+    if not hasattr(config, "workerinput"):
+        return
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    waiting = [path for path, tests in files.items() if any(test.get_closest_marker("job") for test in tests)]
+    # Files of many tests first. Nor does one that waits come last, which would leave the other workers idle.
+    computing = sorted(files.keys() - set(waiting), key=lambda path: (-len(files[path]), path))
+    places = {path: 0.9 * number / len(waiting) for number, path in enumerate(waiting)}
+    places |= {path: number / len(computing) for number, path in enumerate(computing)}
+    items[:] = [test for path in sorted(files, key=places.__getitem__) for test in files[path]]
 
 
 class _SharedPool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import inspect
 import re
@@ -81,13 +82,19 @@ TOUCHED_BY_SCRIPTS = {
 MOST_FILES = 15
 
 
+@functools.cache
+def _tree(path):
+    """The parsed file, once for all tests that look into it."""
+    return ast.parse(path.read_text())
+
+
 def _files(package):
     return [p for p in PACKAGES[package].rglob("*.py") if "__pycache__" not in p.parts]
 
 
 def _imports(path):
     """Names of all imports: deferred ones and those for type checkers tie files together like any other."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -138,7 +145,7 @@ def test_imports_only_go_down(package):
 
 @pytest.mark.parametrize("path", COMMANDS)
 def test_commands_import_the_runtime_only_when_they_run(path):
-    for node in ast.parse(path.read_text()).body:
+    for node in _tree(path).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
             assert not any(name.split(".")[0] in COMMANDS[path] for name in names), ast.unparse(node)
@@ -203,7 +210,7 @@ def test_no_file_is_too_long_to_read():
 
 def test_the_facade_holds_no_logic():
     for path in _files("smdistributed"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             assert not isinstance(node, ast.If | ast.For | ast.While | ast.Try), path.relative_to(ROOT)
 
 
@@ -263,7 +270,7 @@ PIPELINE_ROOMS = {
 @pytest.mark.parametrize("room", PIPELINE_ROOMS)
 def test_the_rooms_of_the_pipeline(room):
     for path in (PACKAGES["smp_runtime"] / "pipeline" / room).glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):  # imports for type checkers too
+        for node in ast.walk(_tree(path)):  # imports for type checkers too
             parts = (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
             if parts[:2] == ["smp_runtime", "pipeline"] and len(parts) > 2:
                 assert parts[2] in {room} | PIPELINE_ROOMS[room], f"{path.relative_to(ROOT)} imports {node.module}"
@@ -321,7 +328,7 @@ def test_private_names_of_pytorch_are_used_behind_one_door():
 
     # The emulation takes the place of PyTorch's calls, private ones too.
     packages = PACKAGES.keys() - {"smp_emulation"}
-    trees = {path: ast.parse(path.read_text()) for package in sorted(packages) for path in _files(package)}
+    trees = {path: _tree(path) for package in sorted(packages) for path in _files(package)}
     behind = {name for _, name, _ in _uses_of_private_names(trees.pop(DOOR))}
     own = {name for tree in trees.values() for _, name in _definitions(tree)}
     in_place = {name for names in IN_PLACE.values() for name in names}

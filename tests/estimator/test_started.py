@@ -57,11 +57,10 @@ def cases() -> list[Drawn]:
 
 
 def _numbers() -> Iterator[Any]:
-    """All of the sample; a small one with a strategy belongs to the normal run."""
-    normal = next(number for number, case in enumerate(cases()) if case.world == 2 and max(_degrees(case)) == 2)
+    """All of the sample, for the whole matrix: the normal run has jobs enough, chosen by hand, in ``tests/jobs/``."""
     for number, case in enumerate(cases()):
         name = f"{case.number}-{case.hosts}x{case.mpi['processes_per_host']}"
-        yield pytest.param(number, id=name, marks=[] if number == normal else pytest.mark.full)
+        yield pytest.param(number, id=name, marks=pytest.mark.full)
 
 
 def _degrees(case: Drawn) -> tuple[int, int, int]:

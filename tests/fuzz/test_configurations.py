@@ -22,7 +22,7 @@ from smp_launch.errors import LaunchError
 
 SEED = 20
 COUNT = 20_000
-SAMPLE = 100
+SAMPLE = 60
 
 
 def given(source: random.Random, number: int, script: Path) -> dict[str, Any]:

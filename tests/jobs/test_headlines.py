@@ -62,7 +62,15 @@ smp.save_checkpoint("checkpoints", tag="t", partial=what != "full", model=model,
 """
 
 CASES = [
-    pytest.param("module", 1, 2, {"pipeline_parallel_degree": 2, "tracing_rank": 1}, id="tracing, a module"),
+    # That fit() names the rank is always asked in tests/pipeline/test_errors.py.
+    pytest.param(
+        "module",
+        1,
+        2,
+        {"pipeline_parallel_degree": 2, "tracing_rank": 1},
+        id="tracing, a module",
+        marks=pytest.mark.full,
+    ),
     pytest.param(
         "function",
         1,

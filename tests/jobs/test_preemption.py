@@ -136,6 +136,7 @@ class _Job:
         return json.loads((self.folder / "losses.json").read_text())
 
 
+@pytest.mark.full  # a stopped job of fit() that goes on is in test_train_gpt.py
 @pytest.mark.timeout(300)
 def test_a_job_that_was_stopped_goes_on(tmp_path):
     """Bit for bit: ``tests/preemption/test_auto_resume.py``, and all jobs below."""

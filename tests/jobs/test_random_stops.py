@@ -109,7 +109,7 @@ def _stopped(folder, seed):
     return "stopped"
 
 
-@pytest.mark.full  # one stop of each kind runs always: in test_train_gpt.py and test_preemption.py
+@pytest.mark.full  # one stop runs always: in test_train_gpt.py
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("count", [50])
 def test_a_stop_at_any_moment(tmp_path, count):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import stat
 import time
 
 import pytest
+from support.matrix import sampled
 
 pytestmark = pytest.mark.job
 
@@ -44,7 +46,10 @@ BEFORE = {
 }
 
 
-@pytest.mark.parametrize(("before", "processes"), [*((b, 2) for b in BEFORE), ("plain", None)])
+@pytest.mark.parametrize(
+    ("before", "processes"),
+    sampled([*((b, 2) for b in BEFORE), ("plain", None)], {("MPI", 2), ("an endless thread", 2), ("plain", None)}),
+)
 def test_open_files_and_exit_handlers_of_a_failing_script(launcher, before, processes):
     job = launcher.job(HOLDS.format(before=BEFORE[before]), processes=processes)
     running = launcher.start(job, environment={"LAST": "1" if processes else "0"})
@@ -98,8 +103,12 @@ def test_a_group_of_torch_does_not_hold_a_failing_rank(launcher):
     assert job.failure().startswith("rank 1 (algo-1): ValueError: boom")
 
 
-@pytest.mark.parametrize("hook", ['raise RuntimeError("in the hook")', "os._exit(9)"])
-@pytest.mark.parametrize("processes", [1, None])
+RAISES, EXITS = 'raise RuntimeError("in the hook")', "os._exit(9)"
+
+
+@pytest.mark.parametrize(
+    ("hook", "processes"), sampled(itertools.product((RAISES, EXITS), (1, None)), {(RAISES, 1), (EXITS, None)})
+)
 def test_a_hook_of_the_script_does_not_hide_the_cause(launcher, hook, processes):
     job = launcher.job(
         f"""

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.matrix import sampled
 
 from smp_config.records import FAILURE_CHARACTERS
 
@@ -55,7 +56,7 @@ def check_soon(running):
     return code
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", sampled(OTHERS, {"ignores SIGTERM", "waits in a receive"}))
 def test_a_rank_that_raises(launcher, other):
     failure = 'raise ValueError("boom")'
     job = launcher.job(script(OTHERS[other], failure))
@@ -200,7 +201,10 @@ def test_the_parent_s_death_stops_the_job(launcher):
     assert sum(line.startswith("saved") for line in running.log) == 2
 
 
-@pytest.mark.parametrize("body", ["time.sleep(60)", "from mpi4py import MPI; MPI.COMM_WORLD.recv()"])
+IN_PYTHON, IN_MPI = "time.sleep(60)", "from mpi4py import MPI; MPI.COMM_WORLD.recv()"
+
+
+@pytest.mark.parametrize("body", sampled([IN_PYTHON, IN_MPI], {IN_MPI}))
 def test_a_script_without_handler_ends_quickly(launcher, body):
     job = launcher.job(f'import time\nprint("ready")\n{body}')
     running = launcher.start(job)

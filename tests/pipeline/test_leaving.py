@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from support.matrix import sampled
 from support.pipeline_training import summing_step
 from support.rank_pool import RankFailed, RankPool
 from torch import nn
@@ -84,8 +85,13 @@ def _leaves(who, after):
     return seen
 
 
-@pytest.mark.parametrize(("world", "who"), [(2, 0), (2, 1), (3, 2)])
-@pytest.mark.parametrize("after", [1, 5])
+@pytest.mark.parametrize(
+    ("after", "world", "who"),
+    sampled(
+        [(after, *of) for after in (1, 5) for of in ((2, 0), (2, 1), (3, 2))],
+        {(1, 2, 0), (5, 2, 1), (1, 3, 2), (5, 3, 2)},
+    ),
+)
 def test_a_rank_that_ends_its_script_early_ends_the_steps_of_the_others_at_once(ranks, world, who, after):
     settings = {"partitions": world, "auto_partition": False, "default_partition": 0}
     # Rank 0 is the root stage.

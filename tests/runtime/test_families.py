@@ -15,14 +15,9 @@ MAJOR = metadata.version("transformers").partition(".")[0]
 #: Always run: different kinds of models, under one mode each.
 SAMPLE = {
     ("causal", "gpt2"): "tp 2",
-    ("causal", "gemma2"): "tp 2 × pp 2",
     ("causal", "mixtral"): "sdp 2",
     ("causal", "mamba"): "pp 2",
-    ("causal", "falcon"): "tp 2",
-    ("causal", "opt"): "sdp 2",
     ("masked", "bert"): "tp 2 × pp 2",
-    ("masked", "big_bird"): "pp 2",
-    ("masked", "albert"): "pp 2",
     ("masked", "deberta-v2"): "sdp 2",
     ("seq2seq", "bart"): "tp 2",
     ("seq2seq", "t5"): "pp 2",

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from support.matrix import sampled
 from support.models import TiedNet, loss_of, token_batch, token_batches
 from support.rank_training import training_step, updates
 from support.reference import tokens_alone
@@ -15,7 +16,7 @@ import smdistributed.modelparallel.torch as smp
 from smp_runtime.errors import SMPUserError
 
 BATCH = 8
-STEPS = 20
+STEPS = 10
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
@@ -27,13 +28,12 @@ OPTIMIZERS = {
     "lans": lambda groups: smp.optimizers.FusedLANS(groups, lr=1e-2),
 }
 WHOLE = list(itertools.product((1, 2, 4), DTYPES, (False, True), OPTIMIZERS))
-#: Every pair of values of two axes occurs.
+#: Every optimizer with sharded state and float32, where its state is compared; of the other axes every pair of values.
 SAMPLE = {
     (1, "fp16", False, "adamw"), (1, "bf16", True, "lamb"), (1, "fp32", True, "sgd"),
-    (2, "fp32", True, "lamb"), (2, "fp32", False, "sgd"), (2, "bf16", True, "adamw"), (2, "fp16", True, "sgd"),
-    (2, "bf16", False, "novograd"), (2, "fp16", False, "adam"), (2, "fp32", True, "novograd"),
-    (4, "fp32", True, "adamw"), (4, "fp16", True, "lamb"), (4, "bf16", False, "sgd"), (4, "fp32", True, "adam"),
-    (4, "fp32", True, "lars"), (2, "bf16", False, "lars"), (2, "fp32", True, "lans"),
+    (2, "fp32", True, "lamb"), (2, "fp32", False, "lars"), (2, "bf16", True, "adamw"), (2, "fp16", False, "adam"),
+    (2, "fp32", True, "novograd"), (2, "fp32", True, "lans"), (2, "fp32", True, "adam"), (2, "fp32", True, "lars"),
+    (4, "fp32", True, "adamw"), (4, "fp16", True, "lamb"), (4, "bf16", False, "novograd"),
 }  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def _train(make, steps):
 
 @pytest.mark.parametrize(
     ("world", "dtype", "sharded", "optimizer"),
-    [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.full) for case in WHOLE],
+    sampled(WHOLE, SAMPLE),
 )
 def test_training_equals_one_process(ranks, world, dtype, sharded, optimizer):
     config = {"ddp": True, "microbatches": 2, "shard_optimizer_state": sharded}

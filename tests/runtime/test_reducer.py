@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from support.matrix import sampled
 from torch import nn
 
 SMALL = {"bucket_cap_mb": 40 / 2**20}  # ten elements: nearly every parameter has a bucket of its own
@@ -68,22 +71,34 @@ def _run_paths(steps, options):
 ALL = [[0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("options", [{}, {"overlapping_allreduce": False}, {"gradient_as_bucket_view": True}])
-@pytest.mark.parametrize(
-    "steps",
-    [
-        pytest.param([{0: ALL, 1: ALL}] * 4, id="plain"),
-        pytest.param([{0: ALL, 1: ALL}, {0: [[0, 3]], 1: [[0, 3]]}, {0: ALL, 1: ALL}], id="unused-everywhere"),
-        pytest.param(
-            [{0: [[0, 1]], 1: [[0, 2]]}, {0: [[3]], 1: [[1, 1]]}, {0: ALL, 1: [[2]]}], id="another-path-each-rank"
-        ),
-        pytest.param([{0: ALL, 1: ALL}] * 3 + [{0: ALL + ALL, 1: ALL + ALL}], id="more-backwards-than-before"),
-        pytest.param([{0: ALL, 1: ALL}] * 3 + [{0: ALL + ALL, 1: ALL}], id="more-backwards-on-one-rank"),
-        pytest.param([{0: [[1, 1, 2]], 1: [[1, 1, 2]]}] * 3, id="layer-used-twice"),
-    ],
-)
-def test_gradients_are_the_average_whatever_graph_ran(ranks, steps, options):
-    ranks(_run_paths, 2, steps, {**SMALL, **options}, config={"ddp": True})
+#: Which layers run on each rank, step by step.
+GRAPHS = {
+    "plain": [{0: ALL, 1: ALL}] * 4,
+    "unused-everywhere": [{0: ALL, 1: ALL}, {0: [[0, 3]], 1: [[0, 3]]}, {0: ALL, 1: ALL}],
+    "another-path-each-rank": [{0: [[0, 1]], 1: [[0, 2]]}, {0: [[3]], 1: [[1, 1]]}, {0: ALL, 1: [[2]]}],
+    "more-backwards-than-before": [{0: ALL, 1: ALL}] * 3 + [{0: ALL + ALL, 1: ALL + ALL}],
+    "more-backwards-on-one-rank": [{0: ALL, 1: ALL}] * 3 + [{0: ALL + ALL, 1: ALL}],
+    "layer-used-twice": [{0: [[1, 1, 2]], 1: [[1, 1, 2]]}] * 3,
+}
+OPTIONS = {
+    "overlapping": {},
+    "after backward": {"overlapping_allreduce": False},
+    "views": {"gradient_as_bucket_view": True},
+}
+#: Every graph while buckets travel during backward, where orders differ; the other options where ranks differ most.
+SAMPLE = [
+    *((graph, "overlapping") for graph in GRAPHS),
+    *(
+        (graph, kind)
+        for graph in ("unused-everywhere", "another-path-each-rank")
+        for kind in ("after backward", "views")
+    ),
+]
+
+
+@pytest.mark.parametrize(("graph", "kind"), sampled(itertools.product(GRAPHS, OPTIONS), SAMPLE))
+def test_gradients_are_the_average_whatever_graph_ran(ranks, graph, kind):
+    ranks(_run_paths, 2, GRAPHS[graph], {**SMALL, **OPTIONS[kind]}, config={"ddp": True})
 
 
 def test_several_passes_before_one_reduction(ranks):

@@ -6,13 +6,14 @@ import itertools
 
 import pytest
 import torch
+from support.matrix import sampled
 from support.models import TiedNet
 from support.reference import tokens_alone
 from support.sharded_training import UNCLIPPED, adamw, settings, train
 
 import smdistributed.modelparallel.torch as smp
 
-STEPS, BATCH = 20, 24
+STEPS, BATCH = 10, 24
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MATRIX = list(itertools.product((2, 4), (1, 3), (1, 3)))
 #: Degree, microbatches, passes: both degrees, and accumulation by each of the two ways.
@@ -27,7 +28,7 @@ def _compare(result, expected, tolerance):
 
 @pytest.mark.parametrize(
     ("degree", "microbatches", "passes"),
-    [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.full) for case in MATRIX],
+    sampled(MATRIX, SAMPLE),
 )
 def test_losses_and_weights_equal_one_process(ranks, degree, microbatches, passes):
     expected = tokens_alone(TiedNet, adamw, STEPS, BATCH * (3 if microbatches * passes == 9 else 1))
@@ -52,10 +53,11 @@ def test_eight_ranks(passes):
         _compare(result, expected, 1e-5)
 
 
-def test_sixty_steps_in_double_precision(ranks):
-    expected = tokens_alone(TiedNet, adamw, 60, BATCH, dtype=torch.float64)
+@pytest.mark.parametrize("steps", sampled([12, 60], {12}))
+def test_many_steps_in_double_precision(ranks, steps):
+    expected = tokens_alone(TiedNet, adamw, steps, BATCH, dtype=torch.float64)
     config = settings(TiedNet(), 2, microbatches=2)
-    for result in ranks(train, 4, TiedNet, adamw, 60, BATCH, 1, torch.float64, config=config):
+    for result in ranks(train, 4, TiedNet, adamw, steps, BATCH, 1, torch.float64, config=config):
         _compare(result, expected, 1e-9)
 
 
@@ -78,8 +80,9 @@ def test_half_precision_equals_one_process_in_the_same_precision(ranks, half, de
             assert float((result["weights"][name].float() - value).norm() / value.norm()) < 2e-2, name
 
 
-@pytest.mark.parametrize("limit", [0.1, UNCLIPPED])
-@pytest.mark.parametrize("threshold", [0, 20])
+@pytest.mark.parametrize(
+    ("limit", "threshold"), sampled(itertools.product((0.1, UNCLIPPED), (0, 20)), {(0.1, 20), (UNCLIPPED, 0)})
+)
 def test_clipping_takes_the_norm_of_the_whole_gradient(ranks, limit, threshold):
     """With a threshold some parameters stay whole on every rank, and must be counted once."""
     expected = tokens_alone(TiedNet, adamw, 5, BATCH, limit=limit)

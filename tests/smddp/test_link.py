@@ -39,6 +39,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full  # bytes to the other host are counted in test_sharded_training.py always
 @pytest.mark.job
 def test_every_byte_crosses_the_link_once(tmp_path):
     import namespaces

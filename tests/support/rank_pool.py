@@ -37,13 +37,17 @@ class RankPool:
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
-        context = multiprocessing.get_context("spawn")
+        # Forked from a server that has imported PyTorch, for which each would need three seconds of its processor.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["smp_runtime.job.session", "torch._dynamo", "support.rank_pool"])
         self._ranks = []
         self._ready = 0
         self._case = 0
         for index in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, index, self._store.port), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, index, self._store.port, dict(os.environ)), daemon=True
+            )
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
@@ -106,8 +110,10 @@ class RankPool:
             process.join(10)
 
 
-def _serve(pipe: Any, rank: int, port: int) -> None:
+def _serve(pipe: Any, rank: int, port: int, environ: dict[str, str]) -> None:
+    os.environ.clear()  # the server's is that of the first pool
     os.environ.update(
+        environ,
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",

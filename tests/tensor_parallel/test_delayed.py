@@ -83,7 +83,7 @@ CASES = {
 
 
 #: Always run; the others whole.
-SAMPLE = {"tp2", "pp2", "pp2 tp2", "tp2 in shards"}
+SAMPLE = {"pp2 tp2", "tp2 in shards"}
 
 
 @pytest.mark.parametrize(
