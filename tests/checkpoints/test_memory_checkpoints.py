@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoint_training import TOPOLOGIES
+from support.memory_told import told
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.checkpoint.memory.copying import Interval, Rooms
@@ -41,16 +42,6 @@ def folder():
     """A job's folder in shared memory."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
         yield path
-
-
-def told(folder, start=0):
-    """What the launcher tells a rank."""
-    return {
-        "SMP_MEMORY_CHECKPOINT": "1",
-        "SMP_MEMORY_CHECKPOINT_STEPS": "1",
-        "SMP_MEMORY_FOLDER": str(folder),
-        "SMP_RESTART_COUNT": str(start),
-    }
 
 
 def train_and_keep(first, last):

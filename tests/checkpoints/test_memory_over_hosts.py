@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoint_training import TOPOLOGIES
+from support.memory_told import told
 
 from smp_runtime.checkpoint.memory.buddies import buddies_of
 
@@ -21,16 +22,6 @@ def folder():
     """Of the whole job in shared memory, with a folder for each host."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
         yield path
-
-
-def told(folder, start=0):
-    """What the launcher tells a rank."""
-    return {
-        "SMP_MEMORY_CHECKPOINT": "1",
-        "SMP_MEMORY_CHECKPOINT_STEPS": "1",
-        "SMP_MEMORY_FOLDER": str(folder),
-        "SMP_RESTART_COUNT": str(start),
-    }
 
 
 def at_home(hosts, job, *args):
