@@ -2,11 +2,14 @@
 
     python benchmarks/memory_checkpoint.py
     python benchmarks/memory_checkpoint.py --hidden 512 --steps 200
+    python benchmarks/memory_checkpoint.py --hosts 2
 
 Figures per strategy: the median step; the time inside ``smp.memory_checkpoint`` when it copies after every step, on the slowest
 rank, and its share of the step; the difference between median steps with and without it; the bytes of a copy over all ranks ÷ the
 bytes that there are to keep (float32 weights and two states of Adam, each once); the time of copying them once from one buffer to
-another (the bound) ÷ the time taken; the interval that is chosen where none is set. ``--steps`` counts training steps.
+another (the bound) ÷ the time taken; the interval that is chosen where none is set. With ``--hosts 2`` (one rank each, simulated on
+this machine): the bytes that go to the next host, words of heads included, ÷ those of tensors that only one host has. ``--steps``
+counts training steps.
 """
 
 from __future__ import annotations
@@ -59,12 +62,17 @@ class Gpt(nn.Module):
         return self.head(x)
 
 
-def _rank(strategy: str, steps: int, hidden: int, layers: int) -> None:
+def _rank(strategy: str, steps: int, hidden: int, layers: int, hosts: int) -> None:
+    if hosts > 1:
+        folder = Path(os.environ[FOLDER_VARIABLE], os.environ["RANK"])
+        folder.mkdir()
+        os.environ[FOLDER_VARIABLE] = str(folder)
     import smdistributed.modelparallel.torch as smp
     from smp_runtime.checkpoint.memory.copying import Copier, Interval
     from smp_runtime.job import session
 
-    smp.init(STRATEGIES[strategy])
+    whole = {"sdp_param_persistence_threshold": 0} if hosts > 1 and strategy.startswith("sharded") else {}
+    smp.init({**STRATEGIES[strategy], **whole})
     torch.manual_seed(0)
     with smp.tensor_parallelism(enabled=smp.tp_size() > 1):
         module = Gpt(hidden, layers)
@@ -98,6 +106,12 @@ def _rank(strategy: str, steps: int, hidden: int, layers: int) -> None:
     folder = Path(os.environ[FOLDER_VARIABLE])
     mine = [path.stat().st_size for path in folder.glob(f"0.{smp.rank()}.*.data")]
     copied = control.allgather((statistics.median(inside), mine[0] if mine else 0), everyone)
+    copier = Copier.of(session.current())
+    if copier is None:
+        raise AssertionError("nothing was copied")
+    sent = control.allgather(copier.sent(), everyone)
+    # Of data parallel replicas, the other host has everything.
+    bound = 0 if strategy == "data parallelism" else 12 * parameters
     if smp.rank() == 0:
         with_it, without = (statistics.median(durations[on]) for on in (True, False))
         cost, largest = max(seconds for seconds, _ in copied), max(size for _, size in copied)
@@ -107,14 +121,13 @@ def _rank(strategy: str, steps: int, hidden: int, layers: int) -> None:
         interval.call_ended(0.0, cost)
         interval.step_ended(without)
         interval.agree([interval.measured()])
-        bound = _copy_seconds(largest)
+        least = _copy_seconds(largest)
+        there = "–" if hosts == 1 else f"{sum(sent) / bound:.3f}" if bound else f"{sum(sent):,} bytes, of 0"
         print(
             f"| {strategy} | {without * 1e3:.0f} | {cost * 1e3:.1f} | {cost / without:.1%} | {with_it / without - 1:+.1%} | "
-            f"{sum(size for _, size in copied) / (12 * parameters):.3f} | {bound / cost:.2f} | {interval.steps} |",
+            f"{sum(size for _, size in copied) / (12 * parameters):.3f} | {least / cost:.2f} | {interval.steps} | {there} |",
             flush=True,
         )
-    if Copier.of(session.current()) is None:
-        raise AssertionError("nothing was copied")
     smp.barrier()
 
 
@@ -134,22 +147,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hosts", type=int, choices=(1, 2), default=1)
     parser.add_argument("--strategy", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.strategy:
-        _rank(options.strategy, options.steps, options.hidden, options.layers)
+        _rank(options.strategy, options.steps, options.hidden, options.layers, options.hosts)
         return
     print_machine()
     print(
-        "| | step, ms | copy, ms | of a step | median step | bytes ÷ bound | bound ÷ time | chosen interval |\n"
-        "|---|---|---|---|---|---|---|---|",
+        "| | step, ms | copy, ms | of a step | median step | bytes ÷ bound | bound ÷ time | chosen interval | sent ÷ bound |\n"
+        "|---|---|---|---|---|---|---|---|---|",
         flush=True,
     )
     for strategy in STRATEGIES:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             words = ["--strategy", strategy, "--steps", options.steps, "--hidden", options.hidden]
             told = {MEMORY_VARIABLE: "1", INTERVAL_VARIABLE: "1", FOLDER_VARIABLE: folder, COUNT_VARIABLE: "0"}
-            run_ranks(__file__, 2, [*words, "--layers", options.layers], told)
+            run_ranks(__file__, 2, [*words, "--layers", options.layers, "--hosts", options.hosts], told)
 
 
 if __name__ == "__main__":

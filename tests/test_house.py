@@ -66,6 +66,7 @@ TOUCHED_BY_SCRIPTS = {
     "activations/marking.py",
     "activations/regions.py",
     "checkpoint/export.py",
+    "data/loader.py",
     "data/position.py",
     "generation/generate.py",
     "job/older_names.py",

@@ -27,6 +27,14 @@ MOST_STEPS = 1_000_000
 #: Tells a rank the folder of its host's shared memory in which its job keeps its state; the launcher makes and removes it.
 FOLDER_VARIABLE = "SMP_MEMORY_FOLDER"
 
+#: How many of a job's hosts, the last ones, have no ranks until another host is lost.
+SPARES_VARIABLE = "SMP_SPARE_HOSTS"
+
+#: Tells a rank the ``mp_parameters`` of now, as JSON, where a job goes on with fewer ranks than it began with.
+PARAMETERS_VARIABLE = "SMP_PARAMETERS_OF_NOW"
+#: Tells a rank among how many ranks a batch was divided when the job began, where it goes on with fewer.
+READERS_VARIABLE = "SMP_READERS_AT_START"
+
 #: Where Linux has files that lie in memory.
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -40,6 +48,17 @@ def restart_count(environ: Mapping[str, str]) -> int:
     """How often the ranks of this job were started before this time."""
     text = environ.get(COUNT_VARIABLE, "")
     return int(text) if text.isdecimal() else 0
+
+
+def spare_hosts(environ: Mapping[str, str], hosts: int) -> int:
+    """How many of a job's ``hosts`` are spare; ConfigError for what is no such number."""
+    return _count(environ, SPARES_VARIABLE, f"how many of the job's {hosts} host(s) wait as spares", 0, hosts - 1)
+
+
+def readers_at_start(environ: Mapping[str, str]) -> int | None:
+    """Among how many ranks batches were divided when the job began; None where it has as many ranks as then."""
+    text = environ.get(READERS_VARIABLE, "")
+    return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def interval_steps(environ: Mapping[str, str]) -> int | None:

@@ -14,14 +14,17 @@ import click
 from smp_config.disk_space import full_disk
 from smp_config.errors import ConfigError
 from smp_config.job import JobSettings
+from smp_config.recovery import spare_hosts
 from smp_config.version import __version__
 from smp_launch.anywhere.run_command import run_script
 from smp_launch.environment import TrainingEnvironment, gpu_count
 from smp_launch.errors import CANNOT_START, LaunchError, Stopped
 from smp_launch.failure import Cause, write_failure
 from smp_launch.hosts import SIMULATED_VARIABLE, Kind, Layout
-from smp_launch.leader import Job, run_job, run_over_hosts
+from smp_launch.job import Job
+from smp_launch.leader import run_job, run_over_hosts
 from smp_launch.locked_folders import LeaderStatus, StatusDir
+from smp_launch.remaining_hosts import Neighbours
 from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
 from smp_launch.supervise import LAST_RESORT, grace_seconds, say, stop_code
 from smp_launch.toolkit import prepare_code
@@ -89,7 +92,7 @@ def _run(tree: Tree, stop: StopRequests, environ: Mapping[str, str]) -> tuple[in
     settings, layout = _settings(training, environ)
     if layout.kind is Kind.SCRIPT:
         return run_job(Job.read(training, settings, layout, environ), stop, environ)
-    if layout.one_machine:
+    if layout.simulated:
         return wait_for_leader(host, layout.leader, stop, environ)
     return serve_leader(host, layout.leader, stop, environ, layout.processes_per_host)
 
@@ -100,11 +103,13 @@ def _lead(training: TrainingEnvironment, stop: StopRequests, environ: Mapping[st
     if status_dir is None:
         settings, layout = _settings(training, environ)
         job = Job.read(training, settings, layout, environ)
-        return run_job(job, stop, environ) if layout.one_machine else run_over_hosts(job, stop, environ)
+        alone = layout.one_machine and not job.spares
+        return run_job(job, stop, environ) if alone or layout.simulated else run_over_hosts(job, stop, environ)
     with status_dir.leading():
         try:
             settings, layout = _settings(training, environ)
-            code, cause = run_job(Job.read(training, settings, layout, environ), stop, environ)
+            job = Job.read(training, settings, layout, environ)
+            code, cause = run_job(job, stop, environ, Neighbours.of(job, status_dir))
         except (ConfigError, LaunchError) as error:
             status_dir.publish(LeaderStatus(CANNOT_START, f"the job cannot start: {error}"))
             raise
@@ -115,7 +120,10 @@ def _lead(training: TrainingEnvironment, stop: StopRequests, environ: Mapping[st
 def _settings(training: TrainingEnvironment, environ: Mapping[str, str]) -> tuple[JobSettings, Layout]:
     settings = JobSettings.from_hyperparameters(training.hyperparameters, are_decoded=True)
     simulated = environ.get(SIMULATED_VARIABLE) == "1"
-    layout = Layout.of(settings, training.hosts, training.current_host, gpu_count(environ), simulated)
+    hosts = training.hosts
+    if settings.uses_mpi:
+        hosts = hosts[: len(hosts) - spare_hosts(environ, len(hosts))]
+    layout = Layout.of(settings, hosts, training.current_host, gpu_count(environ), simulated)
     return settings, layout
 
 

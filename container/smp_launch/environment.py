@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_config import emulation, strict_json
 from smp_config.errors import ConfigError, shown, suggest
-from smp_config.job import PLATFORM_PREFIX, SCRIPT_ARGUMENTS_VARIABLE, SCRIPT_SUFFIXES, decoded_hyperparameter
+from smp_config.job import (
+    MP_PARAMETERS,
+    PLATFORM_PREFIX,
+    SCRIPT_ARGUMENTS_VARIABLE,
+    SCRIPT_SUFFIXES,
+    decoded_hyperparameter,
+)
 from smp_config.limits import MOST_SECONDS
 from smp_launch.platform_files import check_channels, check_hyperparameters, check_resources
 
@@ -108,6 +114,23 @@ class TrainingEnvironment:
             job_name=environ.get(JOB_NAME_VARIABLE, ""),
             more_arguments=tuple(words),
         )
+
+    def over(self, hosts: Sequence[str], parameters: Mapping[str, Any] | None = None) -> TrainingEnvironment:
+        """The same for a job that goes on with some of its hosts.
+
+        Args:
+            hosts: the leader's first.
+            parameters: ``mp_parameters`` of now; None for those of the job.
+        """
+        groups = [
+            {**group, "hosts": [host for host in group.get("hosts", []) if host in hosts]}
+            for group in self.resources.get("instance_groups") or []
+        ]
+        resources = {**self.resources, "hosts": list(hosts)}
+        if groups:
+            resources["instance_groups"] = groups
+        given = {} if parameters is None else {MP_PARAMETERS: dict(parameters)}
+        return replace(self, resources=resources, hyperparameters={**self.hyperparameters, **given})
 
     @property
     def hosts(self) -> list[str]:

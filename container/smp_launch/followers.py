@@ -12,7 +12,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import IO, TYPE_CHECKING
 
@@ -212,10 +212,25 @@ class Followers:
         """Processes that hold the connections."""
         return frozenset(c.process.pid for c in self._connections if c.process is not None)
 
-    def ranks(self) -> list[OtherHost]:
-        """Those of each host, for the watch over them."""
-        pipes = [(c.process.stdin, c.process.stdout) for c in self._connections if c.process is not None]
-        return [OtherHost(requests, answers) for requests, answers in pipes if requests and answers]
+    def drop(self, hosts: Sequence[str]) -> None:
+        """Go on without these hosts."""
+        for connection in self._connections:
+            if connection.host in hosts:
+                connection.close()
+        self._connections = [c for c in self._connections if c.host not in hosts]
+        self.lost_when = None
+
+    def ranks(self, ranks_of: Mapping[str, Collection[int]]) -> list[OtherHost]:
+        """Those of each host, for the watch over them.
+
+        Args:
+            ranks_of: by host, the numbers of its ranks; spare hosts have none.
+        """
+        found = []
+        for c in self._connections:
+            if c.host in ranks_of and c.process is not None and c.process.stdin and c.process.stdout:
+                found.append(OtherHost(c.process.stdin, c.process.stdout, ranks_of[c.host]))
+        return found
 
     def lost(self) -> list[str]:
         """Hosts whose connection has ended."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from smp_config.errors import ConfigError
@@ -113,6 +113,11 @@ class Layout:
         """The host on which a rank runs."""
         return self.hosts[rank // self.processes_per_host]
 
+    def ranks_of(self) -> dict[str, range]:
+        """By host, the ranks that run there."""
+        each = self.processes_per_host
+        return {host: range(place * each, (place + 1) * each) for place, host in enumerate(self.hosts)}
+
     def local_rank_of(self, rank: int) -> int:
         """A rank's number on its host."""
         return rank % self.processes_per_host
@@ -121,6 +126,10 @@ class Layout:
         """Threads for each rank of a machine with ``cores`` cores, which simulated hosts share."""
         ranks = self.world_size if self.simulated else self.processes_per_host
         return max(1, cores // ranks)
+
+    def over(self, hosts: Sequence[str]) -> Layout:
+        """The same over other hosts."""
+        return replace(self, hosts=tuple(hosts))
 
     def describe(self) -> str:
         """``2 hosts (algo-1, algo-2) × 2 processes = 4 ranks``."""

@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smp_config.mpi_options import MergedOptions, MpiOption, merge, parse_mpi_options, variables
-from smp_config.recovery import COUNT_VARIABLE, SHARED_MEMORY, max_restarts, restart_count
-from smp_config.secrets import masked_words
-from smp_config.smddp import BufferSizes
+from smp_config.recovery import COUNT_VARIABLE, RESTARTS_VARIABLE, SHARED_MEMORY, restart_count
+from smp_config.recovery import FOLDER_VARIABLE as MEMORY_FOLDER_VARIABLE
 from smp_config.whereabouts import FOLDER_VARIABLE
-from smp_launch.command import OpenMpi, PrivateDirs, as_root, check_size, mpi_options, mpirun_command, without_scheduler
-from smp_launch.environment import EMULATION_LINE, HOST_VARIABLE, TrainingEnvironment, cpu_count, emulates_cuda
+from smp_launch.command import PrivateDirs, check_size, mpirun_command
+from smp_launch.environment import EMULATION_LINE, emulates_cuda
 from smp_launch.failure import REPORT_VARIABLE, Cause, FailureCollector
 from smp_launch.followers import Followers
-from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
-from smp_launch.locked_folders import STATUS_VARIABLE, LeaderStatus, private_dir
+from smp_launch.locked_folders import LeaderStatus, private_dir
 from smp_launch.memory_folder import memory_folder
-from smp_launch.network import PORT_VARIABLE, reserved_port, shared_memory_warning, usable_interface
+from smp_launch.network import shared_memory_warning
+from smp_launch.remaining_hosts import OtherHosts, RemainingHosts, lost_of
 from smp_launch.restarts import Attempt, Restarts
-from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
 from smp_launch.ssh import Client
 from smp_launch.supervise import (
     FAILURE_PATIENCE,
     FAILURE_PATIENCE_ALONE,
-    GRACE_VARIABLE,
     Outcome,
     Supervisor,
     exit_code,
@@ -40,114 +34,15 @@ from smp_launch.supervise import (
 )
 from smp_launch.warm.standby import Standby, standby
 from smp_launch.watch.local_ranks import LocalRanks
-from smp_launch.watch.patience import Patience
 from smp_launch.watch.report import cause_of_hang, last_seen, last_step, write_report
 from smp_launch.watch.watch import Watch
 
 if TYPE_CHECKING:
-    from smp_config.job import JobSettings
+    from smp_launch.job import Job
+    from smp_launch.signals import StopRequests
 
 #: Seconds within which a rank's failure may be the consequence of a host's end that was noticed later.
 _SAME_MOMENT = 2.0
-
-#: The command line shown in the log is cut after this many characters.
-_SHOWN_CHARACTERS = 160
-
-
-@dataclass(frozen=True)
-class Job:
-    """All that is known before the first process starts."""
-
-    training: TrainingEnvironment
-    layout: Layout
-    entry_point: str
-    custom: tuple[MpiOption, ...]
-    buffers: BufferSizes
-    mpi: OpenMpi | None
-    patience: Patience
-    restarts: int
-
-    @classmethod
-    def read(
-        cls, training: TrainingEnvironment, settings: JobSettings, layout: Layout, environ: Mapping[str, str]
-    ) -> Job:
-        """Check everything that can be checked without starting a rank.
-
-        Raises:
-            ConfigError: the entry point, a channel, an MPI option or a buffer size cannot work.
-            LaunchError: there is no usable mpirun.
-        """
-        entry_point = training.entry_point
-        training.check_channels()
-        texts = [
-            settings.mpi.custom_mpi_options if settings.mpi else "",
-            settings.data_parallel.custom_mpi_options if settings.data_parallel else "",
-        ]
-        custom = tuple(option for text in texts for option in parse_mpi_options(text))
-        merge((), custom).raise_for_conflicts()
-        buffers = BufferSizes.from_environment(variables(custom), environ)
-        mpi = None if layout.kind is Kind.SCRIPT else OpenMpi.find(environ)
-        patience, restarts = Patience.from_environment(environ), max_restarts(environ)
-        job = cls(training, layout, entry_point, custom, buffers, mpi, patience, restarts)
-        if mpi is not None:
-            job.options(PrivateDirs()).raise_for_conflicts()
-        return job
-
-    def options(self, dirs: PrivateDirs) -> MergedOptions:
-        """All options of mpirun, merged."""
-        if self.mpi is None:
-            return MergedOptions(())
-        interface = usable_interface(self.training.network_interface, self.layout.one_machine)
-        return mpi_options(self.mpi.dialect, self.layout, self.custom, interface, dirs)
-
-    def program(self) -> list[str]:
-        """What every rank runs: the wrapper around the user's script."""
-        return [sys.executable, "-m", "smp_launch.rank", "--", self.entry_point, *self.training.user_arguments()]
-
-    def environment(self, environ: Mapping[str, str], announced: Mapping[str, str]) -> dict[str, str]:
-        """What mpirun and the ranks inherit: the user's variables, ``announced``, and what the wrapper needs to know."""
-        own = (LIFELINE_VARIABLE, GRACE_VARIABLE, STATUS_VARIABLE)
-        inherited = {name: value for name, value in as_root(environ).items() if name not in own}
-        if self.mpi is not None:
-            inherited = without_scheduler(inherited)
-        return {**inherited, **announced, HOST_VARIABLE: self.training.current_host}
-
-    @contextmanager
-    def announced(self, environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
-        """What ranks on other hosts must get from the leader; the rest of their environment is their own host's."""
-        values = {**self.buffers.to_environment(), LAYOUT_VARIABLE: self.layout.to_text(), "PYTHONUNBUFFERED": "1"}
-        values[COUNT_VARIABLE] = environ.get(COUNT_VARIABLE, "0")
-        if self.layout.kind is not Kind.DATA_PARALLEL or PORT_VARIABLE in environ:
-            yield values
-        else:
-            # The first rank, which the others connect to, is on this host.
-            with reserved_port() as port:
-                yield {**values, PORT_VARIABLE: str(port)}
-
-    def watched(self, records: Path, others: Followers | None, passed: dict[str, str]) -> Watch | None:
-        """The watch over all ranks, which are told in ``passed`` where to keep their records; None where it is not wanted."""
-        if self.patience.watches or self.restarts:
-            passed[FOLDER_VARIABLE] = str(records)
-        if not self.patience.watches:
-            return None
-        return Watch([LocalRanks(records, wakes=True), *(others.ranks() if others is not None else ())], self.patience)
-
-    def forget_failure(self) -> None:
-        """Remove the failure files that scripts have written of a failure after which they are started again."""
-        tree, here = self.training.tree, self.training.current_host
-        hosts = self.layout.hosts if self.layout.simulated else (here,)
-        for host in hosts:
-            tree.of_host(host, here).failure_file.unlink(missing_ok=True)
-
-    def describe(self) -> str:
-        """One line for the log: hosts, processes, program."""
-        layout = self.layout
-        threads = os.environ.get("OMP_NUM_THREADS") or str(layout.threads_per_rank(cpu_count()))
-        words = " ".join(masked_words([self.entry_point, *self.training.user_arguments()]))
-        shown = words if len(words) <= _SHOWN_CHARACTERS else words[: _SHOWN_CHARACTERS - 1] + "…"
-        by = f"{layout.kind.value}, {self.mpi}" if self.mpi else "no mpirun"
-        each = f"{threads} thread{'s' * (threads != '1')} each"
-        return f"{layout.describe()} ({by}; {each}) run {shown}"
 
 
 def run_over_hosts(job: Job, stop: StopRequests, environ: Mapping[str, str]) -> tuple[int, Cause | None]:
@@ -160,7 +55,7 @@ def run_over_hosts(job: Job, stop: StopRequests, environ: Mapping[str, str]) -> 
         LaunchError: a host cannot be reached.
         Stopped: a request to stop came before the first rank ran.
     """
-    others = [host for host in job.layout.hosts if host != job.layout.leader]
+    others = [host for host in (*job.layout.hosts, *job.spares) if host != job.layout.leader]
     with (
         private_dir(Path(tempfile.gettempdir())) as folder,
         Followers.reach(others, Client.create(folder, environ), stop, environ) as followers,
@@ -171,7 +66,7 @@ def run_over_hosts(job: Job, stop: StopRequests, environ: Mapping[str, str]) -> 
 
 
 def run_job(
-    job: Job, stop: StopRequests, environ: Mapping[str, str], others: Followers | None = None
+    job: Job, stop: StopRequests, environ: Mapping[str, str], others: OtherHosts | None = None
 ) -> tuple[int, Cause | None]:
     """Run the ranks to their end; needs ``others`` when the job has hosts on other machines.
 
@@ -179,6 +74,11 @@ def run_job(
         The exit code, and why the job failed when it is not 0.
     """
     say(job.describe())
+    if job.spares:
+        say(
+            f"spare until another host is lost: {', '.join(job.spares)}"
+            + ("" if job.restarts else f"; without {RESTARTS_VARIABLE} none is ever needed")
+        )
     if not job.layout.simulated and (warning := shared_memory_warning(job.layout.processes_per_host)):
         say(warning)
     if emulates_cuda(environ):
@@ -191,19 +91,22 @@ def run_job(
         standby(environ, job.entry_point, job.training.tree.code_dir, wanted=wanted) as ready,
     ):
         passed = {**environ, **memory, **ready.variables()}
-        restarts = Restarts(job.restarts, stop, job.forget_failure)
-        return restarts.run(lambda count: _start(job, stop, {**passed, COUNT_VARIABLE: str(count)}, others, ready))
+        left = RemainingHosts(job, others, memory.get(MEMORY_FOLDER_VARIABLE))
+        restarts = Restarts(job.restarts, stop, left.forget_failure)
+        return restarts.run(
+            lambda count: _start(left.job_now(), stop, {**passed, COUNT_VARIABLE: str(count)}, others, ready)
+        )
 
 
 def _start(
-    job: Job, stop: StopRequests, environ: Mapping[str, str], others: Followers | None, ready: Standby
+    job: Job, stop: StopRequests, environ: Mapping[str, str], others: OtherHosts | None, ready: Standby
 ) -> Attempt:
     """Run the ranks to their end, once: all that a start makes is gone afterwards, so that the next meets none of it."""
     collector = FailureCollector(job.layout.host_of, mpirun=job.mpi is not None)
     supervisor = Supervisor(
         stop,
         collector,
-        lambda: bool(others and others.lost()),
+        lambda: bool(lost_of(job, others)),
         FAILURE_PATIENCE if job.mpi else FAILURE_PATIENCE_ALONE,
         ranks=job.layout.world_size,
         local=job.layout.one_machine,
@@ -220,7 +123,7 @@ def _start(
         passed = job.environment(environ, announced)
         if dirs.session:
             passed[REPORT_VARIABLE] = str(dirs.session)
-        supervisor.watch = job.watched(records, others, passed)
+        supervisor.watch = _watch(job, records, others, passed)
         is_restart = restart_count(environ) > 0
         if is_restart:
             ready.hurry()
@@ -233,29 +136,41 @@ def _start(
             collector.read_reports(dirs.session)
         collector.last_seen = last_seen(records)
         show(collector.finish(), 2)
-        code, cause, is_final = _verdict(job, outcome, collector, others)
-        return Attempt(code, cause, last_step(records, cause.rank) if cause else None, is_final)
+        code, cause = _verdict(job, outcome, collector, others)
+        lost = lost_of(job, others)
+        is_final = cause is None or outcome.stopped_by is not None or (bool(lost) and job.without(lost) is None)
+        step = last_step(records, cause.rank) if cause else None
+        return Attempt(code, cause, step, is_final, is_host_lost=bool(lost))
+
+
+def _watch(job: Job, records: Path, others: OtherHosts | None, passed: dict[str, str]) -> Watch | None:
+    """The watch over all ranks, which are told in ``passed`` where to keep their records; None where it is not wanted."""
+    if job.patience.watches or job.restarts:
+        passed[FOLDER_VARIABLE] = str(records)
+    if not job.patience.watches:
+        return None
+    there = others.ranks(job.layout.ranks_of()) if others is not None else ()
+    return Watch([LocalRanks(records, wakes=True), *there], job.patience)
 
 
 def _verdict(
-    job: Job, outcome: Outcome, collector: FailureCollector, others: Followers | None
-) -> tuple[int, Cause | None, bool]:
-    """The exit code of a start, why it failed, if it did, and whether that is the job's end."""
-    stopped = outcome.stopped_by is not None
+    job: Job, outcome: Outcome, collector: FailureCollector, others: OtherHosts | None
+) -> tuple[int, Cause | None]:
+    """The exit code of a start, and why it failed, if it did."""
     if outcome.hang is not None:
         write_report(job.training.tree.output_data_dir, outcome.hang)
-        return 1, cause_of_hang(outcome.hang, job.layout.host_of), stopped
-    if outcome.returncode == 0 and not collector.records:
-        return 0, None, True
-    if others is not None and (cause := _lost_host(others, collector)) is not None:
-        return exit_code(outcome), cause, True
+        return 1, cause_of_hang(outcome.hang, job.layout.host_of)
+    # Where the daemon of a host is gone, mpirun may end with 0 as if the ranks had.
+    if outcome.returncode == 0 and not collector.records and not lost_of(job, others):
+        return 0, None
+    if others is not None and (cause := _lost_host(lost_of(job, others), others.lost_when, collector)) is not None:
+        return exit_code(outcome), cause
     program = job.mpi.path.name if job.mpi else job.entry_point
-    return exit_code(outcome), cause_of(collector, outcome, program), stopped or bool(others and others.lost())
+    return exit_code(outcome), cause_of(collector, outcome, program)
 
 
-def _lost_host(followers: Followers, collector: FailureCollector) -> Cause | None:
+def _lost_host(lost: list[str], when: float | None, collector: FailureCollector) -> Cause | None:
     """A host that is gone makes ranks on other hosts fail; it is the cause unless one of them failed well before."""
-    lost, when = followers.lost(), followers.lost_when
     if not lost or when is None or any(r.host in lost or 0 < r.when < when - _SAME_MOMENT for r in collector.records):
         return None
     return Cause(
@@ -278,7 +193,7 @@ def cause_of(collector: FailureCollector, outcome: Outcome, program: str) -> Cau
 
 
 @contextmanager
-def _private_dirs(job: Job, others: Followers | None) -> Iterator[PrivateDirs]:
+def _private_dirs(job: Job, others: OtherHosts | None) -> Iterator[PrivateDirs]:
     """Folders for sockets and shared memory that vanish with the job, even when its ranks were killed.
 
     With other machines mpirun would look for them there too, so they stay where it puts them itself.

@@ -92,6 +92,28 @@ class StatusDir:
             os.replace(temporary, self.path / _LEADER_LOCK)
             yield
 
+    @contextmanager
+    def following(self, host: str) -> Iterator[None]:
+        """Be a host that waits for its leader while this lasts."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self._host_lock(host).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def is_followed_by(self, host: str) -> bool:
+        """Whether a host waits for the leader now."""
+        try:
+            with self._host_lock(host).open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def _host_lock(self, host: str) -> Path:
+        return self.path / f"host-{host}.lock"
+
     def publish(self, status: LeaderStatus) -> None:
         """Say how the leader ends; to be called while leading."""
         temporary = self.path / f".{_STATUS}.{os.getpid()}"

@@ -5,10 +5,13 @@ It gives the rank its host's environment, and has the script run to its end.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import MutableMapping, Sequence
+from pathlib import Path
 
+from smp_config.recovery import FOLDER_VARIABLE, PARAMETERS_VARIABLE
 from smp_launch.discovered import make_findable
 from smp_launch.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
 from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
@@ -98,6 +101,14 @@ def _prepare(layout: Layout, rank: int, environ: MutableMapping[str, str]) -> Tr
             "and --rank-by from custom_mpi_options"
         )
     training = TrainingEnvironment.read(tree, environ, host)
+    if layout.kind is not Kind.SCRIPT and tuple(training.hosts) != layout.hosts:
+        now = environ.get(PARAMETERS_VARIABLE)
+        training = training.over(layout.hosts, json.loads(now) if now else None)
+    if layout.simulated and environ.get(FOLDER_VARIABLE):
+        # The memory of a host is its own, and ends with it.
+        folder = Path(environ[FOLDER_VARIABLE], host)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        environ[FOLDER_VARIABLE] = str(folder)
     interface = usable_interface(training.network_interface, layout.one_machine)
     wanted = rank_variables(layout, rank, interface, cpu_count())
     for name in _USER_MAY_SET & environ.keys():

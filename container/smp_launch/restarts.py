@@ -43,13 +43,15 @@ class Attempt:
         code: the exit code.
         cause: why they failed; None where they did not.
         step: that the failed rank had begun, or, where that is not known, any; None before the first.
-        is_final: whether they are not started again whatever has failed: the job was stopped, or a host is gone.
+        is_final: whether they are not started again whatever has failed: the job was stopped, or a host is gone for good.
+        is_host_lost: whether a host is gone without which the job can go on; the same fault cannot come again then.
     """
 
     code: int
     cause: Cause | None = None
     step: int | None = None
     is_final: bool = False
+    is_host_lost: bool = False
 
     @property
     def fault(self) -> tuple[str, int | None]:
@@ -106,9 +108,9 @@ class Restarts:
         """Why the ranks are not started again; empty where that needs no word."""
         if self.limit == 0 or attempt.cause is None or attempt.is_final:
             return ""
-        if attempt.cause.error in _OF_THE_SCRIPT and not attempt.step:
+        if not attempt.is_host_lost and attempt.cause.error in _OF_THE_SCRIPT and not attempt.step:
             return "before the first step, such an error would come again: the ranks are not started again"
-        if any(attempt.fault == former.fault for former in self._failed):
+        if not attempt.is_host_lost and any(attempt.fault == former.fault for former in self._failed):
             return f"the same fault came {_at(attempt)} before: the ranks are not started again"
         if len(self._failed) >= self.limit:
             return f"all {self.limit} restarts of {RESTARTS_VARIABLE} are used up"

@@ -102,6 +102,13 @@ def wait_for_leader(
             "both see this host would have to guess when the job ends; start simulated hosts with fit(), or set the "
             "variable to one folder for all hosts"
         )
+    with status_dir.following(host):
+        return _wait(host, leader, stop, environ, status_dir, patience)
+
+
+def _wait(
+    host: str, leader: str, stop: StopRequests, environ: Mapping[str, str], status_dir: StatusDir, patience: float
+) -> tuple[int, Cause | None]:
     say(f"{host} waits for {leader}, which starts the ranks of every host")
     waiter = _Waiter(status_dir, patience)
     waiter.start()

@@ -165,7 +165,8 @@ def read(
     settings = JobSettings.from_distribution(distribution, instance_type=instance_type)
     settings = _with_mpi(settings, distribution, say, known, process_mode=process_mode, later=later)
     _check_ranks(settings, hosts, process_mode=process_mode)
-    _check_variables(variables(_check_mpi_options(settings)), environment or {})
+    spares = _check_variables(variables(_check_mpi_options(settings)), environment or {}, hosts)
+    hosts = None if hosts is None else hosts - spares
     mirrored_environment(settings, environment)
     if settings.model_parallel is not None:
         for warning in settings.model_parallel.warnings():
@@ -364,8 +365,12 @@ def _check_mpi_options(settings: JobSettings) -> list[MpiOption]:
     return options
 
 
-def _check_variables(exported: Mapping[str, str], environment: Mapping[str, Any]) -> None:
-    """Raise ConfigError for variables that the ranks would refuse; what ``-x`` exports wins over the environment."""
+def _check_variables(exported: Mapping[str, str], environment: Mapping[str, Any], hosts: int | None) -> int:
+    """Raise ConfigError for variables that the ranks would refuse; what ``-x`` exports wins over the environment.
+
+    Returns:
+        How many of the hosts are spare, which only the environment can say: the launcher reads it.
+    """
     BufferSizes.from_environment(exported, environment)
     given = {**{name: value for name, value in environment.items() if isinstance(value, str)}, **exported}
     limits.timeout_seconds(given)
@@ -376,6 +381,8 @@ def _check_variables(exported: Mapping[str, str], environment: Mapping[str, Any]
     limits.throttle_limit(given)
     emulation.is_asked_for(given)
     steps_to_keep(given)
+    texts = {name: value for name, value in environment.items() if isinstance(value, str)}
+    return recovery.spare_hosts(texts, hosts) if hosts is not None else 0
 
 
 def _check_length(settings: JobSettings) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoint_training import TOPOLOGIES
+from support.memory_told import told
 
 import smdistributed.modelparallel.torch as smp
 from smp_estimator.planning import plan
@@ -44,16 +45,6 @@ def folder():
     """A job's folder in shared memory."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
         yield path
-
-
-def told(folder, start=0):
-    """What the launcher tells a rank."""
-    return {
-        "SMP_MEMORY_CHECKPOINT": "1",
-        "SMP_MEMORY_CHECKPOINT_STEPS": "1",
-        "SMP_MEMORY_FOLDER": str(folder),
-        "SMP_RESTART_COUNT": str(start),
-    }
 
 
 def train_and_keep(first, last):
@@ -354,13 +345,13 @@ def test_ranks_see_how_far_the_others_are(tmp_path):
     assert not one.wait([0, 1], 1, 60.0)  # at once: it will not come
 
 
-def test_only_what_a_rank_has_from_earlier_starts_is_removed(tmp_path):
-    kept = ["1.7.0.head", "0.9.1.head", "0.1.2.data", "1.0.1.data", "0.progress", "1.0.1.layout"]
-    for name in [*kept, "0.7.0.head", "0.0.1.data", "0.0.2.layout"]:
+def test_only_what_earlier_starts_have_left_is_removed(tmp_path):
+    kept = ["1.7.0.head", "1.0.1.data", "0.progress", "1.0.1.layout"]
+    for name in [*kept, "0.7.0.head", "0.9.1.head", "0.1.2.data", "0.0.1.data", "0.0.2.layout"]:
         (tmp_path / name).touch()
     (tmp_path / "0.0.0.resumed").mkdir()
     (tmp_path / "0.0.0.resumed" / "user_content.pt").touch()
-    remove_older(tmp_path, 1, 0)
+    remove_older(tmp_path, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 
@@ -383,43 +374,6 @@ def test_copies_are_made_as_often_as_they_cost_three_percent():
     first = Interval(None)
     first.agree([None, None])
     assert first.steps == 1  # as long as nobody knows
-
-
-def at_home(job, *args):
-    """A job whose ranks are hosts of their own."""
-    import os
-
-    os.environ["SMP_MEMORY_FOLDER"] = os.path.join(os.environ["SMP_MEMORY_FOLDER"], f"host-{os.environ['RANK']}")
-    os.makedirs(os.environ["SMP_MEMORY_FOLDER"], exist_ok=True)
-    return job(*args)
-
-
-@pytest.mark.parametrize("name", ["dp2", *(pytest.param(name, marks=pytest.mark.full) for name in ("pp2", "pp4"))])
-def test_hosts_have_folders_of_their_own(ranks, folder, name):
-    """Each host keeps what its ranks need: replicas once on every host."""
-    world, config = TOPOLOGIES[name]
-    before = ranks(at_home, world, train_and_keep, 3, 5, config=config, env=told(folder))
-    assert all(len(list((Path(folder) / f"host-{rank}").glob("*.data"))) == 2 for rank in range(world))
-    after = ranks(at_home, world, go_on, f"{folder}/no-files", 5, config=config, env=told(folder, 1))
-    for (losses, _, state, drawn), (said, rest, _, again, drawn_again) in zip(before, after, strict=True):
-        assert said == (3, 3, None)
-        assert rest == losses[3:]
-        assert torch.equal(drawn, drawn_again)
-        assert all(torch.equal(mine, other) for mine, other in zip(state, again, strict=True))
-
-
-@pytest.mark.parametrize("name", ["s2", *(pytest.param(name, marks=pytest.mark.full) for name in ("tp2", "o2"))])
-def test_groups_that_share_over_hosts_keep_nothing(ranks, folder, name):
-    def keep():
-        from support.checkpoint_training import Training
-
-        run = Training()
-        run.train(0, 1)
-        return run.smp.memory_checkpoint()
-
-    world, config = TOPOLOGIES[name]
-    assert ranks(at_home, world, keep, config=config, env=told(folder)) == [False, False]
-    assert not list(Path(folder).glob("host-*/*"))
 
 
 PLANNED = {

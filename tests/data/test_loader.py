@@ -227,3 +227,34 @@ def test_random_numbers_of_the_script_and_of_workers():
     assert drawn(0, 2) == first, "stages of a replica change samples alike"
     own, other = ([number for batch in each for _, number in batch] for each in (first, drawn(1, 2)))
     assert not set(own) & set(other)
+
+
+def _batches(batch, epochs=1):
+    import smdistributed.modelparallel.torch as smp
+
+    loader = smp.data.DataLoader(range(96), batch, shuffle=True, seed=3, collate_fn=list)
+    unkept = smp.data.DataLoader(range(96), batch, collate_fn=list, kept=False)
+    return [batch for _ in range(epochs) for batch in loader], len(next(iter(unkept))), loader.batch_size
+
+
+@pytest.mark.parametrize(
+    ("former", "batch", "microbatches", "now"),
+    [
+        (4, 4, 1, 8),  # the global batch of 16 over two ranks
+        (3, 4, 2, 6),
+        (3, 2, 2, 2),  # three samples cannot be two microbatches: the global batch is smaller, and that is told
+        (3, 3, 1, 3),  # 9 samples over two ranks
+        (2, 4, 1, 4),
+    ],
+)
+def test_the_global_batch_stays_the_same_with_fewer_ranks(ranks, former, batch, microbatches, now):
+    config = {"ddp": True, "microbatches": microbatches}
+    found = ranks(_batches, 2, batch, config=config, env={"SMP_READERS_AT_START": str(former)})
+    assert [kept for _, kept, _ in found] == [batch] * 2
+    assert [size for *_, size in found] == [now] * 2
+    steps = [
+        sorted(itertools.chain.from_iterable(step)) for step in zip(*(batches for batches, *_ in found), strict=True)
+    ]
+    order = smp.data.DistributedSampler(range(96), 1, 0, shuffle=True, seed=3)
+    whole = list(order)
+    assert steps == [sorted(whole[at : at + 2 * now]) for at in range(0, 96, 2 * now)]

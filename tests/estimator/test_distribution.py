@@ -112,6 +112,20 @@ def test_one_process_per_host_by_default_in_process_mode(caplog: pytest.LogCaptu
         read(distribution, process_mode=False)
 
 
+def test_spare_hosts_have_no_ranks() -> None:
+    given = model_parallel(2, partitions=4, ddp=True)
+    where: dict[str, Any] = {"instance_type": "local", "process_mode": True}
+    assert strategies.read(given, hosts=3, environment={"SMP_SPARE_HOSTS": "1"}, **where).settings == read(
+        given, hosts=2
+    )
+    with pytest.raises(ConfigError, match="6 processes"):
+        strategies.read(given, hosts=3, **where)
+    with pytest.raises(
+        ConfigError, match=r"SMP_SPARE_HOSTS is '3'; it says how many of the job's 3 host\(s\) wait as spares"
+    ):
+        strategies.read(given, hosts=3, environment={"SMP_SPARE_HOSTS": "3"}, **where)
+
+
 def test_world_size_is_explained() -> None:
     with pytest.raises(ConfigError) as caught:
         read(model_parallel(3, pipeline_parallel_degree=2, tensor_parallel_degree=2, ddp=True), hosts=2)

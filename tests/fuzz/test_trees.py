@@ -19,7 +19,7 @@ from smp_launch.errors import LaunchError
 from smp_launch.tree import BASE_VARIABLE
 
 if TYPE_CHECKING:
-    from smp_launch.leader import Job
+    from smp_launch.job import Job
 
 SEED = 21
 COUNT = 5000

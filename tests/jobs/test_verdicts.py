@@ -93,7 +93,7 @@ def ranks_refuse(carried: dict[str, str], case: Drawn, patch: pytest.MonkeyPatch
 
     from smp_launch.environment import TrainingEnvironment
     from smp_launch.hosts import Layout
-    from smp_launch.leader import Job
+    from smp_launch.job import Job
     from smp_launch.tree import Tree
     from smp_runtime.comm import control as planes
     from smp_runtime.job import ranks as places_of
@@ -147,7 +147,7 @@ def one_mpirun() -> Iterator[None]:
     """It is asked for its version once, not for every configuration."""
     import os
 
-    from smp_launch.leader import OpenMpi
+    from smp_launch.command import OpenMpi
 
     found = OpenMpi.find(os.environ)
     with pytest.MonkeyPatch.context() as patch:

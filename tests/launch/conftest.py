@@ -14,7 +14,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,8 +144,9 @@ class Launcher:
         host: str = "algo-1",
         lifeline: bool = False,
         environment: dict[str, str] | None = None,
+        within: Callable[[list[str]], list[str]] = lambda words: words,
     ) -> Running:
-        """Start one host's bootstrap."""
+        """Start one host's bootstrap; ``within`` makes its command line one that starts it elsewhere."""
         inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "PYTHONPATH")}
         environ = {
             **inherited,
@@ -159,7 +160,7 @@ class Launcher:
             **(environment or {}),
         }
         process = subprocess.Popen(
-            [PYTHON, "-m", "smp_launch", "train"],
+            within([PYTHON, "-m", "smp_launch", "train"]),
             env=environ,
             cwd=self.folder,
             stdin=subprocess.PIPE if lifeline else subprocess.DEVNULL,

@@ -14,6 +14,9 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=8)
 parser.add_argument("--pause", type=float, default=0.0)
 parser.add_argument("--loop", default="own")
+parser.add_argument("--batch", type=int, default=4)
+parser.add_argument("--files", default="")
+parser.add_argument("--resume", default="")
 args, _ = parser.parse_known_args()
 
 smp.init()
@@ -45,6 +48,10 @@ def train_step(model, x, y):
     return loss
 
 
+def content_after(step):
+    return {"step": step + 1, "scheduler": scheduler.state_dict()}
+
+
 def tell(*words):
     os.write(LEDGER, (" ".join(map(str, words)) + "\n").encode())
 
@@ -62,20 +69,28 @@ elif smp.newest_memory_checkpoint() is not None:
     content = smp.resume_from_checkpoint(os.environ["SMP_CHECKPOINT_DIR"])
     begin = content["step"]
     scheduler.load_state_dict(content["scheduler"])
-batches = iter(smp.data.DataLoader(range(100_000), batch_size=4, shuffle=True))
+elif args.resume:
+    content = smp.resume_from_checkpoint(args.files, args.resume)
+    begin = content["step"]
+    scheduler.load_state_dict(content["scheduler"])
+batches = iter(smp.data.DataLoader(range(100_000), batch_size=args.batch, shuffle=True))
 tell("start", begin, os.getpid(), time.monotonic())
 print(f"rank {smp.rank()} is forked: {'warm.zygote' in Path(f'/proc/{os.getppid()}/cmdline').read_text()}")
 for step in progress.steps(args.steps) if args.loop == "steps" else range(begin, args.steps):
     samples = next(batches)
-    draw = torch.Generator().manual_seed(int(samples @ torch.arange(len(samples))))
-    x, y = torch.randn(16, 8, generator=draw), torch.randint(0, 4, (16,), generator=draw)
+    # Four rows for each sample, which follow from it.
+    draws = [torch.Generator().manual_seed(int(sample)) for sample in samples]
+    x = torch.cat([torch.randn(4, 8, generator=draw) for draw in draws])
+    y = torch.cat([torch.randint(0, 4, (4,), generator=draw) for draw in draws])
     model.train()
     optimizer.zero_grad()
     train_step(model, x, y)
     optimizer.step()
     scheduler.step()
+    if args.files and not args.resume:
+        smp.save_checkpoint(args.files, str(step + 1), True, model, optimizer, content_after(step))
     if args.loop == "own":
-        smp.memory_checkpoint(model, optimizer, {"step": step + 1, "scheduler": scheduler.state_dict()})
+        smp.memory_checkpoint(model, optimizer, content_after(step))
     tell("step", step, os.getpid(), time.monotonic())
     time.sleep(args.pause)
 state = {name: value for name, value in model.local_state_dict().items() if isinstance(value, torch.Tensor)}

@@ -141,7 +141,7 @@ def test_ranks_that_die_between_and_within_steps(launcher, train, undisturbed, t
     assert [text.count(f"is forked: {forked}") for forked in (False, True)] == [2, 4]
     assert most_repeated(job) <= 1
     assert_same(states(job, 2), expected)
-    assert not [path for path in Path("/dev/shm").glob("smp-launch-*/*.head") if path.stat().st_uid == os.geteuid()]
+    assert not [path for path in Path("/dev/shm").glob("smp-launch-*/**/*.head") if path.stat().st_uid == os.geteuid()]
 
 
 def kill_at_random(launcher, running, job, kills, seed):

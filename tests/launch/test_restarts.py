@@ -66,6 +66,15 @@ def test_a_job_goes_on_after_failures_at_different_steps(starts):
     assert "(restart 3 of 3)" in log
 
 
+def test_a_lost_host_is_no_fault_that_comes_again(starts):
+    """Neither an error before the first step, nor the same fault at the same step, where the host that caused it is gone."""
+    lost = Attempt(1, Cause("host algo-2 is gone", error="RuntimeError"), None, is_host_lost=True)
+    early = Attempt(1, Cause("rank 3 (algo-2): ImportError: boom", error="ImportError"), None, is_host_lost=True)
+    assert starts(3, lost, lost, early, WELL)[:3] == (0, None, 4)
+    for_good = Attempt(1, Cause("host algo-1 is gone"), None, is_final=True, is_host_lost=True)
+    assert starts(3, for_good)[2] == 1
+
+
 def test_the_first_cause_is_told_when_restarts_are_used_up(starts):
     code, cause, count, _, _ = starts(2, killed(4), raised("OSError", 7, "gone"), raised("RuntimeError", 9))
     assert (code, count) == (1, 3)

@@ -55,7 +55,7 @@ def host(processes, tmp_path):
     following = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     processes.append(following)
     assert following.stdout.readline() == b"ready\n"
-    return following, OtherHost(following.stdin, following.stdout), rank
+    return following, OtherHost(following.stdin, following.stdout, {1}), rank
 
 
 def test_a_hang_on_another_host_is_found_by_the_leader(host, processes, tmp_path):
@@ -104,9 +104,10 @@ def test_words_that_are_no_request_are_not_answered(tmp_path):
 def test_answers_come_in_pieces_and_behind_other_words(tmp_path):
     notes = whereabouts.Notes(tmp_path / "7", 7)
     notes.begin_step()
+    whereabouts.Notes(tmp_path / "3", 3).begin_step()  # of an earlier start, when this host had another rank
     (asked, requests), (answers, said) = os.pipe(), os.pipe()
     with os.fdopen(requests, "wb") as requests, os.fdopen(answers, "rb") as answers:
-        other = OtherHost(requests, answers)
+        other = OtherHost(requests, answers, range(6, 8))
         words = f"welcome\n{answer(GLANCE, tmp_path)}\n".encode()
         for piece in (words[:20], words[20:25]):
             os.write(said, piece)

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import select
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -62,9 +62,11 @@ class OtherHost:
     Args:
         requests: what is written to the host.
         answers: what the host writes; only this object reads from it.
+        ranks: that the host has; of others there may be records of an earlier start, when ranks had other numbers.
     """
 
-    def __init__(self, requests: IO[bytes], answers: IO[bytes]) -> None:
+    def __init__(self, requests: IO[bytes], answers: IO[bytes], ranks: Collection[int]) -> None:
+        self._ranks = ranks
         self._requests = requests
         self._answers = answers
         self._heard = bytearray()
@@ -124,9 +126,12 @@ class OtherHost:
             return  # a banner, or words of another program
         self._is_asked = False
         later = time.monotonic() - said.now
-        self._glances = {rank: dataclasses.replace(g, when=g.when + later) for rank, g in said.glances.items()}
+        self._glances = {
+            rank: dataclasses.replace(g, when=g.when + later) for rank, g in said.glances.items() if rank in self._ranks
+        }
         if said.positions is not None:
-            self._positions = {rank: _shifted(position, later) for rank, position in said.positions.items()}
+            found = {rank: _shifted(position, later) for rank, position in said.positions.items()}
+            self._positions = {rank: position for rank, position in found.items() if rank in self._ranks}
 
 
 def _shifted(position: Position, later: float) -> Position:

@@ -53,6 +53,7 @@ class Contents:
         pieces: by file, by state key, by global name.
         parameters: those of this stage, from one rank of each stage.
         buffers: the same.
+        elsewhere: those of ``files`` that ranks of another host write as well.
     """
 
     first: Callable[[], None] | None = None
@@ -60,6 +61,7 @@ class Contents:
     pieces: dict[str, dict[str, dict[str, Piece]]] = field(default_factory=dict)
     parameters: dict[str, TensorRecord] = field(default_factory=dict)
     buffers: dict[str, TensorRecord] = field(default_factory=dict)
+    elsewhere: set[str] = field(default_factory=set)
 
     def note(self, file: str, key: str, name: str, piece: Piece) -> None:
         """A file has a piece."""
@@ -100,6 +102,22 @@ class Share:
             if same and self._hosts[rank] == self._hosts[session.ranks.rank]:
                 return False
         return True
+
+    def is_elsewhere(self, parts: int) -> bool:
+        """Whether a rank of another host writes the same, too; as for :meth:`writes`."""
+        if self._hosts is None:
+            return False
+        session = self._session
+        me = session.ranks.topology.coordinates(session.ranks.rank)
+        for rank, host in enumerate(self._hosts):
+            at = session.ranks.topology.coordinates(rank)
+            if host != self._hosts[session.ranks.rank] and (at.pp, at.tp, at.rdp % parts) == (
+                me.pp,
+                me.tp,
+                me.rdp % parts,
+            ):
+                return True
+        return False
 
     def suffix(self, parts: int) -> str:
         """What distinguishes the file names."""
@@ -147,11 +165,16 @@ def contents_of(
     if share.rdp == 0 and share.leads_tensors:
         _describe(made, model, session.ranks.rank_in(Group.PP))
     _module_file(made, model, share)
+    if share.is_elsewhere(1):
+        made.elsewhere |= set(made.files)
     if share.writes(parts):
+        whole = set(made.files)
         _shard_file(made, model, share, parts, flat)
         _master_file(made, session, model, optimizer, share, parts, flat)
         if optimizer is not None:
             _optimizer_file(made, model, optimizer, entries, share, parts, flat)
+        if share.is_elsewhere(parts):
+            made.elsewhere |= made.files.keys() - whole
     return made
 
 

@@ -271,7 +271,9 @@ def resume_from_checkpoint(
     state = newest_state(session)
     if state is not None and not _has_newer(session, folder, tag, state):
         try:
-            content = _load(session, wants.plan(session, state.checkpoint, state.reader), wants)
+            plan = wants.plan(session, state.checkpoint, state.reader)
+            state.reader.bring(session.ranks.control, plan.files())
+            content = _load(session, plan, wants)
         except CheckpointError as error:
             if session.ranks.rank == 0:
                 logger.warning("%s; resuming from files instead", error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,9 +11,14 @@ from typing import Any
 import torch
 import torch.utils.data as torch_data
 
+from smp_config.recovery import readers_at_start
+from smp_runtime.data.position import batch_group
 from smp_runtime.data.sampler import DistributedSampler
 from smp_runtime.data.stream import DistributedStream
 from smp_runtime.errors import SMPUserError
+from smp_runtime.job import session as sessions
+
+logger = logging.getLogger("smp")
 
 
 class DataLoader(torch_data.DataLoader[Any]):
@@ -23,7 +30,8 @@ class DataLoader(torch_data.DataLoader[Any]):
 
     Args:
         dataset: with an index, or an ``IterableDataset``.
-        batch_size: samples of each batch on this rank, the same on all ranks.
+        batch_size: samples of each batch on this rank, the same on all ranks; more where the job goes on with fewer ranks after it
+            has lost a host, so that the global batch stays the same.
         shuffle: whether every epoch has a random order of its own.
         sampler: a ``smp.data.DistributedSampler``.
         batch_sampler: a ``BatchSampler`` of PyTorch over such a sampler.
@@ -69,6 +77,8 @@ class DataLoader(torch_data.DataLoader[Any]):
                 "smp.data.DistributedSampler, or a BatchSampler of PyTorch over one: of another order nobody could say which "
                 "samples were trained; leave both out, or use PyTorch's DataLoader"
             )
+        if batch_size is not None and batch_sampler is None and kept:
+            batch_size = batch_of_now(batch_size, source.num_replicas)
         super().__init__(dataset, batch_size, shuffle, sampler, batch_sampler, *others, **options)
         self._draws_seeds = self.generator is None
         if self._draws_seeds:
@@ -135,6 +145,37 @@ class DataLoader(torch_data.DataLoader[Any]):
         """So many ranks share a batch of all of them from now on, where it were ``before``."""
         if before != after and self.batch_sampler is not None:
             self.batch_sampler.batch_size = self.batch_size_here * before // after  # type: ignore[attr-defined]
+
+
+def batch_of_now(batch: int, replicas: int) -> int:
+    """The samples of a batch on each rank, with which the global batch stays what it was when the job had more ranks.
+
+    Args:
+        batch: what the script wants, which knows nothing of lost ranks.
+        replicas: among how many ranks a loader divides its samples.
+    """
+    former = readers_at_start(os.environ)
+    if former is None or not sessions.is_initialized():
+        return batch
+    ranks = sessions.current().ranks
+    now, microbatches = ranks.size(batch_group(ranks)), ranks.cfg.microbatches
+    if now == former or replicas != now:
+        return batch
+    whole, rest = divmod(batch * former, now)
+    fits = rest == 0 and (whole % microbatches == 0 or batch % microbatches != 0)
+    if ranks.rank == 0:
+        if fits:
+            logger.info("batches of %d instead of %d samples on %d ranks instead of %d", whole, batch, now, former)
+        else:
+            logger.warning(
+                "the global batch is %d samples instead of %d, since %d ranks cannot divide that into batches of whole samples for "
+                "%d microbatches; the learning rate may have to follow",
+                batch * now,
+                batch * former,
+                now,
+                microbatches,
+            )
+    return whole if fits else batch
 
 
 def _refuse_if_divided(dataset: Any, workers: int) -> None:

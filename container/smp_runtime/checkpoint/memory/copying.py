@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_config import Group
 from smp_config.recovery import (
     FOLDER_VARIABLE,
     INTERVAL_VARIABLE,
@@ -28,6 +27,7 @@ from smp_config.recovery import (
 )
 from smp_config.whereabouts import here
 from smp_runtime.checkpoint.live_state import Moment, random_file
+from smp_runtime.checkpoint.memory.buddies import Buddies, Outgoing
 from smp_runtime.checkpoint.memory.host_folder import (
     Data,
     Generation,
@@ -187,20 +187,17 @@ class Copier:
             )
         folders = list(dict.fromkeys(found))
         numbers = [folders.index(folder) for folder in found]
-        if self.is_on and len(folders) > 1 and (apart := _groups_apart(session, numbers)):
-            self.is_on = False
-            if self._rank == 0:
-                logger.warning(
-                    "%s=1 has no effect: %s groups lie on several hosts, and ranks keep in their host's memory only what they need "
-                    "there; place these groups within hosts, or use smp.save_checkpoint(..., async_save=True)",
-                    MEMORY_VARIABLE,
-                    apart,
-                )
         self._neighbours = [rank for rank in self._everyone if numbers[rank] == numbers[self._rank]]
         self._share = Share(session, numbers if len(folders) > 1 else None)
         #: Whether all ranks know that nothing is copied.
         self._is_over = not self.is_on
+        #: Whether an earlier start has left copies that are still needed.
+        self._has_older = self._start > 0
+        self._buddies: Buddies | None = None
         if self.is_on:
+            if len(folders) > 1:
+                self._buddies = Buddies(self._rank, numbers, self._folder)
+                session.at_close.append(self._buddies.wait)
             self._rooms = Rooms(self._folder, self._start, self._rank)
             self._progress = Progress(self._folder, self._start, len(self._everyone))
 
@@ -210,6 +207,13 @@ class Copier:
         if not wants_memory(os.environ):
             return None
         return session.ranks.keep(cls, lambda: cls(session, os.environ))
+
+    def sent(self) -> int:
+        """Bytes that this rank has sent to another host with the last copy, once they are there."""
+        if self._buddies is None:
+            return 0
+        self._buddies.wait()
+        return self._buddies.sent
 
     def step(
         self,
@@ -233,11 +237,15 @@ class Copier:
         began = time.perf_counter()
         self._interval.step_ended(began)
         copied = None
-        if self.is_on and self._number >= self._next:
+        if self._number >= self._next:
             self._next = self._number + self._interval.steps
-            moment = moment or Moment.now(self._session)
-            if self._copy(Generation(self._start, self._number), model, optimizer, content, moment):
-                copied = time.perf_counter() - began
+            outgoing = None
+            if self.is_on:
+                moment = moment or Moment.now(self._session)
+                outgoing = self._copy(Generation(self._start, self._number), model, optimizer, content, moment)
+            if self._buddies is not None:
+                self._buddies.begin(outgoing, ends=not self.is_on)
+            copied = None if outgoing is None else time.perf_counter() - began
         self._agree()
         self._interval.call_ended(time.perf_counter(), copied)
         return copied is not None
@@ -273,7 +281,8 @@ class Copier:
         optimizer: DistributedOptimizer | None,
         content: Callable[[], bytes],
         moment: Moment,
-    ) -> bool:
+    ) -> Outgoing | None:
+        """Copy; what other hosts do not have of it is what the buddy may get. None where there was no copy."""
         tensors: list[torch.Tensor] = []
 
         def keep(_: str, tensor: torch.Tensor) -> str:
@@ -282,11 +291,18 @@ class Copier:
 
         session = self._session
         made = KnownContents.of(session, model, optimizer, self._share)
-        files: dict[str, Any] = {name: build(keep) for name, build in made.files.items()}  # type: ignore[arg-type]
-        files[random_file(self._rank)] = moment.random
+        # What only this host has comes first, so that it lies together.
+        only = {name: made.files[name](keep) for name in made.files if name not in made.elsewhere}  # type: ignore[arg-type]
+        only[random_file(self._rank)] = moment.random
+        first = len(tensors)
+        files: dict[str, Any] = {**only, **{n: made.files[n](keep) for n in made.files if n in made.elsewhere}}  # type: ignore[arg-type]
         newest = self._rooms.newest
         if newest is not None and not self._all_have(newest):
-            return False
+            return None
+        if self._buddies is not None:
+            self._buddies.wait()  # until the former copy is where it belongs, since an older one is written over
+        if newest is not None:
+            self._remove_older()
         slots = slots_of(tensors)
         try:
             index, data = self._rooms.make_room(slots)
@@ -294,11 +310,12 @@ class Copier:
                 for target, tensor in zip(data.tensors, tensors, strict=True):
                     target.copy_(tensor)
             layout = self._layout(Report(None, {}, made.pieces, made.parameters, made.buffers), model, optimizer)
+            places = [[slot.offset, list(slot.shape), str(slot.dtype)] for slot in slots]
             head = {
                 "world": len(self._everyone),
                 "layout": layout,
                 "data": data.path.name,
-                "slots": [[slot.offset, list(slot.shape), str(slot.dtype)] for slot in slots],
+                "slots": places,
                 "files": files,
                 "texts": files_of_job(model, content(), moment) if self._rank == 0 else {},
                 "steps": session.progress.step,
@@ -308,11 +325,24 @@ class Copier:
             self._rooms.complete(index, generation, head)
         except OSError as error:
             self._give_up(error, slots)
-            return False
+            return None
         self._progress.note(self._rank, generation.number)
-        if newest is None and self._start > 0 and self._all_have(generation):
-            remove_older(self._folder, self._start, self._rank)
-        return True
+        if self._buddies is None and self._has_older and self._all_have(generation):
+            self._remove_older()
+        sent = slots[:first]
+        return Outgoing(
+            generation,
+            {**head, "files": only, "slots": places[:first]},
+            self._layouts[-1],
+            data.bytes[: sent[-1].offset + sent[-1].bytes if sent else 0],
+            int(data.path.name.split(".")[2]),
+        )
+
+    def _remove_older(self) -> None:
+        """All ranks have a copy of this start: nobody needs those of earlier ones."""
+        if self._has_older and self._rank == self._neighbours[0]:
+            remove_older(self._folder, self._start)
+        self._has_older = False
 
     def _all_have(self, generation: Generation) -> bool:
         """Wait for the other ranks of this host, which a step makes wait for one another anyway."""
@@ -361,22 +391,6 @@ class Copier:
             MEMORY_VARIABLE,
         )
         self._end()
-
-
-def _groups_apart(session: Session, hosts: list[int]) -> str:
-    """Which groups have a rank that writes for others on another host; empty if none has."""
-    groups = {"tensor parallel": Group.TP}
-    if session.ranks.cfg.sharded_data_parallel_degree > 1:
-        groups["sharding"] = Group.SHARD
-    if session.ranks.cfg.shard_optimizer_state:
-        groups["reduced data parallel"] = Group.RDP
-    topology = session.ranks.topology
-    apart = [
-        name
-        for name, group in groups.items()
-        if any(len({hosts[rank] for rank in members}) > 1 for members in topology.groups(group))
-    ]
-    return " and ".join(apart)
 
 
 def _identity(folder: str) -> tuple[int, ...]:

@@ -4,6 +4,8 @@ A rank's copy is two files: the data, which are its tensors one after the other,
 where in the data each tensor is. Copies are numbered by their generation. A rank has room for two: while it writes one over the
 older one, the newer one stays. A head is there exactly as long as its data are complete, and no rank writes over its older copy
 before all ranks of the host have the newer one: so whenever ranks are killed there is a generation that all of them have.
+
+What a rank of another host has sent here (``buddies.py``) looks the same, and has the number of that rank.
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ class Data:
 
     Attributes:
         tensors: views of the file, one for each slot.
+        bytes: a view of all of it, flat.
 
     Raises:
         OSError: there is no such file, or no memory for a new one.
@@ -108,6 +111,7 @@ class Data:
         finally:
             os.close(descriptor)
         self.tensors = [_view(mapped, slot) for slot in slots]
+        self.bytes = _view(mapped, Slot(0, (size,), torch.uint8))
 
 
 def _view(mapped: mmap.mmap, slot: Slot) -> torch.Tensor:
@@ -121,7 +125,7 @@ class Progress:
     """How far the ranks of a host are with their copies, in a file that all of them have mapped."""
 
     def __init__(self, folder: Path, start: int, size: int) -> None:
-        descriptor = os.open(folder / f"{start}.progress", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(_progress_path(folder, start), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(descriptor, size * _COUNT.size)  # whoever comes first makes it; all make it as long
             self._map = mmap.mmap(descriptor, size * _COUNT.size)
@@ -158,8 +162,13 @@ def head_path(folder: Path, generation: Generation, rank: int) -> Path:
 
 def write_head(path: Path, content: Any) -> None:
     """Write a head whole, or not at all."""
+    write_whole(path, packed(content))
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole, or not at all."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(packed(content))
+    temporary.write_bytes(content)
     temporary.rename(path)
 
 
@@ -180,6 +189,13 @@ def stand_in(number: int) -> str:
     return f"{_STANDS_IN}{number}"
 
 
+def stand_ins(content: Any) -> list[int]:
+    """The numbers of the tensors that are meant in a part of a head, in its order."""
+    leaves, _ = tree_flatten(content)
+    found = [leaf for leaf in leaves if isinstance(leaf, str) and leaf.startswith(_STANDS_IN)]
+    return [int(leaf.removeprefix(_STANDS_IN)) for leaf in found]
+
+
 def with_tensors(content: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """The content of a head with the tensors themselves."""
     leaves, structure = tree_flatten(content)
@@ -192,8 +208,25 @@ def with_tensors(content: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 def generations_of(folder: Path, rank: int) -> list[Generation]:
     """The copies of a rank that are complete, oldest first."""
+    return sorted(generation for generation, of in copies_in(folder) if of == rank)
+
+
+def copies_in(folder: Path) -> list[tuple[Generation, int]]:
+    """All copies that are complete, with the rank that each is of."""
     matches = filter(None, map(_NAME.fullmatch, os.listdir(folder)))
-    return sorted(Generation(int(m[1]), int(m[2])) for m in matches if m[4] == "head" and int(m[3]) == rank)
+    return [(Generation(int(m[1]), int(m[2])), int(m[3])) for m in matches if m[4] == "head"]
+
+
+def ranks_of_start(folder: Path, start: int) -> int:
+    """How many ranks the job had in a start; 0 where nobody of them has noted anything here."""
+    try:
+        return _progress_path(folder, start).stat().st_size // _COUNT.size
+    except OSError:
+        return 0
+
+
+def _progress_path(folder: Path, start: int) -> Path:
+    return folder / f"{start}.progress"
 
 
 def of_rank(start: int, rank: int, number: int, kind: str) -> str:
@@ -201,12 +234,12 @@ def of_rank(start: int, rank: int, number: int, kind: str) -> str:
     return f"{start}.{rank}.{number}.{kind}"
 
 
-def remove_older(folder: Path, start: int, rank: int) -> None:
-    """Remove what a rank has from earlier starts of the job; heads first, since they say that the rest is there."""
+def remove_older(folder: Path, start: int) -> None:
+    """Remove what ranks have here from earlier starts of the job; heads first, since they say that the rest is there."""
     found = []
     for path in folder.iterdir():
         match = _NAME.fullmatch(path.name)
-        if match is not None and int(match[1]) < start and int(match[3 if match[4] == "head" else 2]) == rank:
+        if match is not None and int(match[1]) < start:
             found.append(path)
     for path in sorted(found, key=lambda path: path.suffix != ".head"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,16 +1,19 @@
-"""The newest state that all ranks of a job have in shared memory, found and read after a restart in place."""
+"""The newest state of a job that its hosts have in shared memory, found and read after its ranks were started again."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from smp_config.recovery import FOLDER_VARIABLE, restart_count
 from smp_config.whereabouts import here
@@ -21,15 +24,19 @@ from smp_runtime.checkpoint.memory.host_folder import (
     Data,
     Generation,
     Slot,
-    generations_of,
+    copies_in,
     head_path,
     of_rank,
+    ranks_of_start,
+    stand_ins,
     unpacked,
     with_tensors,
 )
 from smp_runtime.checkpoint.save_partial import Described, Report, merge
+from smp_runtime.comm.control import host_name, timeout_seconds
 
 if TYPE_CHECKING:
+    from smp_runtime.comm.control import ControlPlane
     from smp_runtime.job.session import Session
 
 logger = logging.getLogger("smp")
@@ -37,11 +44,23 @@ logger = logging.getLogger("smp")
 #: In the place of a checksum: what lies in memory has none.
 _NO_CHECKSUM = "0" * 64
 
+#: Bytes of a message between hosts.
+_MESSAGE_BYTES = 2**26
+
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank has of a generation, but its data."""
+    """What there is of one rank's copy of a generation on one host, but its data.
 
+    Attributes:
+        rank: whose copy it is.
+        host: the number of the host that has it.
+        path: of the data; None on other hosts.
+    """
+
+    rank: int
+    host: int
+    path: Path | None
     head: dict[str, Any]
     report: Report
     described: Described | None
@@ -54,8 +73,8 @@ class _Part:
         )
 
     @classmethod
-    def of(cls, raw: tuple[bytes, str]) -> _Part:
-        """From the content of its two files."""
+    def of(cls, rank: int, host: int, folder: Path | None, raw: tuple[bytes, str]) -> _Part:
+        """From the content of its two files; ``folder`` is that of this host, if it is the one."""
         head, told = unpacked(raw[0]), json.loads(raw[1])
         described = told.get("described")
         if described is not None:
@@ -63,47 +82,111 @@ class _Part:
             described["optimizer"] = None if optimizer is None else OptimizerRecord(**optimizer)
         report = Report.from_json(told["report"])
         report.files = {name: FileRecord(0, _NO_CHECKSUM) for name in (*head["files"], *head["texts"])}
-        return cls(head, report, None if described is None else Described(**described))
+        path = None if folder is None else folder / head["data"]
+        return cls(rank, host, path, head, report, None if described is None else Described(**described))
 
 
 class MemoryReader(CheckpointReader):
-    """Reads tensors where ranks have left them in this host's memory.
+    """Reads tensors where ranks have left them in this host's memory, and such as :meth:`bring` has brought from others.
 
     Args:
         folder: with the files of the whole job.
-        parts: of all ranks.
-        data: by rank, the file with its tensors; only those on this host are there.
+        parts: on all hosts.
+        hosts: by rank of now, the number of its host.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, parts: list[_Part], data: list[Path]) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, parts: list[_Part], hosts: list[int]) -> None:
         super().__init__(folder, manifest)
-        self._holders: dict[str, tuple[_Part, Path]] = {}
-        for part, path in zip(parts, data, strict=True):
+        self._hosts = hosts
+        self._holders: dict[str, list[_Part]] = {}
+        for part in parts:
             for file in part.head["files"]:
-                former = self._holders.get(file)
-                if former is None or not former[1].exists():  # of copies, the one that is here
-                    self._holders[file] = part, path
+                self._holders.setdefault(file, []).append(part)
+        self._brought: dict[str, tuple[_Part, list[torch.Tensor]]] = {}
 
     def check(self, files: Iterable[str]) -> None:
-        """See :class:`CheckpointReader`; what is on another host is checked there, and no rank here needs it."""
-        super().check(file for file in files if file not in self._holders or self._holders[file][1].exists())
+        """See :class:`CheckpointReader`; what is on another host only is checked there, and no rank here needs it."""
+        super().check(f for f in files if f not in self._holders or f in self._brought or self._here(f) is not None)
+
+    def bring(self, control: ControlPlane, wanted: Iterable[str] | None) -> int:
+        """Fetch what this rank needs, and only other hosts have; every rank calls it.
+
+        Args:
+            wanted: the files that this rank reads; None for all.
+
+        Returns:
+            The bytes that all ranks together have fetched.
+        """
+        everyone = list(range(control.size))
+        mine = self._holders if wanted is None else [file for file in wanted if file in self._holders]
+        asked = control.allgather(sorted(file for file in mine if self._here(file) is None), everyone)
+        if not any(asked):
+            return 0
+        group = dist.new_group(everyone, timeout=timedelta(seconds=timeout_seconds()), backend="gloo")
+        moved = 0
+        # All in one order: no rank waits for one that waits for it.
+        for rank, files in enumerate(asked):
+            for file in files:
+                parts = self._holders[file]
+                part = parts[rank % len(parts)]
+                there = [other for other in everyone if self._hosts[other] == part.host]
+                moved += self._carry(file, part, there[rank % len(there)], rank, control.rank, group)
+        return moved
+
+    def _carry(self, file: str, part: _Part, source: int, target: int, rank: int, group: dist.ProcessGroup) -> int:
+        """Bring the tensors of a file from one rank to another; their bytes."""
+        numbers = stand_ins(part.head["files"][file])
+        if not numbers:
+            return 0
+        slots = part.slots[min(numbers) : max(numbers) + 1]
+        begin, end = slots[0].offset, slots[-1].offset + slots[-1].bytes
+        if rank == source and part.path is not None:
+            flat = Data(part.path, part.slots, new=False).bytes[begin:end]
+            for message in flat.split(_MESSAGE_BYTES):
+                dist.send(message, target, group=group)
+        elif rank == target:
+            flat = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
+            for message in flat.split(_MESSAGE_BYTES):
+                dist.recv(message, source, group=group)
+            tensors = _on_meta(part.slots)
+            for number, slot in zip(range(min(numbers), max(numbers) + 1), slots, strict=True):
+                place = flat[slot.offset - begin : slot.offset - begin + slot.bytes]
+                tensors[number] = place.view(slot.dtype).view(slot.shape)
+            self._brought[file] = part, tensors
+        return end - begin
+
+    def _here(self, file: str) -> _Part | None:
+        """What this host has of a file's tensors."""
+        return next((part for part in self._holders[file] if part.path is not None), None)
 
     def _content(self, file: str) -> Any:
         if file not in self._holders:
             return super()._content(file)
         if file not in self._files:
-            part, path = self._holders[file]
-            try:
-                tensors = Data(path, part.slots, new=False).tensors
-            except OSError:  # on another host: what is no tensor can be read all the same
-                tensors = [torch.empty(slot.shape, dtype=slot.dtype, device="meta") for slot in part.slots]
+            part = self._here(file)
+            if part is not None and part.path is not None:
+                tensors = Data(part.path, part.slots, new=False).tensors
+            elif file in self._brought:
+                part, tensors = self._brought[file]
+            else:  # on another host: what is no tensor can be read all the same
+                part = self._holders[file][0]
+                tensors = _on_meta(part.slots)
             self._files[file] = with_tensors(part.head["files"][file], tensors)
         return self._files[file]
+
+    def close(self) -> None:
+        """Let the files go, and what was brought."""
+        super().close()
+        self._brought.clear()
+
+
+def _on_meta(slots: tuple[Slot, ...]) -> list[torch.Tensor]:
+    return [torch.empty(slot.shape, dtype=slot.dtype, device="meta") for slot in slots]
 
 
 @dataclass(frozen=True)
 class MemoryState:
-    """A generation that all ranks have.
+    """A generation that is there of all ranks.
 
     Attributes:
         checkpoint: the same as one of files, for :class:`~smp_runtime.checkpoint.load_partial.Loading`.
@@ -113,7 +196,7 @@ class MemoryState:
 
     generation: Generation
     checkpoint: FoundCheckpoint
-    reader: CheckpointReader
+    reader: MemoryReader
     step: int
 
     @property
@@ -163,11 +246,11 @@ class Recovery:
 
 
 def newest_state(session: Session) -> MemoryState | None:
-    """The newest state that all ranks have in memory; every rank calls it.
+    """The newest state that is in memory of all ranks that the job had; every rank calls it.
 
     Returns:
-        None unless the job's ranks were started again in place, and all of them have left a copy of the same moment; nor after a
-        checkpoint was loaded in this process.
+        None unless the job's ranks were started again, and the hosts of now have a copy of the same moment of every rank of before;
+        nor after a checkpoint was loaded in this process.
     """
     return Recovery.of(session).newest(session)
 
@@ -178,14 +261,28 @@ def _find(session: Session, environ: Mapping[str, str]) -> MemoryState | None:
         return None
     control, rank = session.ranks.control, session.ranks.rank
     everyone = list(range(control.size))
-    folder = Path(environ.get(FOLDER_VARIABLE, ""))
-    mine = generations_of(folder, rank) if environ.get(FOLDER_VARIABLE) and folder.is_dir() else []
-    views = control.allgather([(found.start, found.number) for found in mine], everyone)
-    for generation in sorted((Generation(*found) for found in set(views[0]).intersection(*views[1:])), reverse=True):
-        raw = control.allgather(_raw(folder, generation, rank), everyone)
+    text = environ.get(FOLDER_VARIABLE, "")
+    folder = Path(text)
+    mine: list[tuple[int, int, int, int]] = []
+    if text and folder.is_dir():
+        worlds = {found.start: ranks_of_start(folder, found.start) for found, _ in copies_in(folder)}
+        mine = [(found.start, found.number, of, worlds[found.start]) for found, of in copies_in(folder)]
+    views = control.allgather((host_name(), text, mine), everyone)
+    places = list(dict.fromkeys((host, where) for host, where, _ in views))
+    hosts = [places.index((host, where)) for host, where, _ in views]
+    held: dict[Generation, set[int]] = {}
+    worlds = {}
+    for _, _, copies in views:
+        for began, number, of, world in copies:
+            held.setdefault(Generation(began, number), set()).add(of)
+            worlds[began] = max(world, worlds.get(began, 0))
+    whole = [generation for generation, of in held.items() if of >= set(range(worlds[generation.start])) > set()]
+    for generation in sorted(whole, reverse=True):
+        # One rank of each host reads what is there.
+        raw = control.allgather(_raw(folder, generation) if hosts.index(hosts[rank]) == rank else {}, everyone)
         problem, state = None, None
         try:
-            state = _assembled(raw, folder, generation, start, rank)
+            state = _assembled(raw, hosts, folder, generation, start, rank)
         except (*UNREADABLE, json.JSONDecodeError) as error:
             problem = f"{type(error).__name__}: {error}"
         problems = [why for why in control.allgather(problem, everyone) if why]
@@ -196,37 +293,56 @@ def _find(session: Session, environ: Mapping[str, str]) -> MemoryState | None:
     return None
 
 
-def _raw(folder: Path, generation: Generation, rank: int) -> tuple[bytes, str] | None:
-    """The two files of a rank but its data."""
-    try:
-        head = head_path(folder, generation, rank).read_bytes()
-        return head, (folder / str(unpacked(head)["layout"])).read_text()
-    except UNREADABLE:
-        return None
+def _raw(folder: Path, generation: Generation) -> dict[int, tuple[bytes, str]]:
+    """By rank, the two files but the data of each copy on this host."""
+    found = {}
+    for other, of in copies_in(folder) if folder.is_dir() else ():
+        if other == generation:
+            with contextlib.suppress(*UNREADABLE):
+                head = head_path(folder, generation, of).read_bytes()
+                found[of] = head, (folder / str(unpacked(head)["layout"])).read_text()
+    return found
 
 
 def _assembled(
-    raw: list[tuple[bytes, str] | None], folder: Path, generation: Generation, start: int, rank: int
+    raw: list[dict[int, tuple[bytes, str]]],
+    hosts: list[int],
+    folder: Path,
+    generation: Generation,
+    start: int,
+    rank: int,
 ) -> MemoryState:
-    """One checkpoint out of what the ranks have.
+    """One checkpoint out of what the hosts have.
 
     Raises:
-        ValueError: something is missing, or of a job of another size.
+        ValueError: something is missing.
     """
-    missing = [number for number, found in enumerate(raw) if found is None]
-    if missing:
-        raise ValueError(f"ranks {missing} have none")
-    parts = [_Part.of(found) for found in raw if found is not None]
-    described = parts[0].described
-    if described is None or any(part.head["world"] != len(parts) for part in parts):
-        raise ValueError(f"it is of {parts[0].head['world']} ranks, and these are {len(parts)}")
-    manifest = merge(described, [part.report for part in parts], f"{generation.start}.{generation.number}")
-    manifest.steps, manifest.saved = parts[0].head["steps"], parts[0].head["saved"]
+    parts = [
+        _Part.of(of, host, folder if host == hosts[rank] else None, files)
+        for host, found in zip(hosts, raw, strict=True)
+        for of, files in found.items()
+    ]
+    # Of a rank's own copy and what its buddy has of it, that with more.
+    chosen: dict[int, _Part] = {}
+    for part in sorted(parts, key=lambda part: len(part.head["files"])):
+        chosen[part.rank] = part
+    world = max((part.head["world"] for part in parts), default=0)
+    missing = sorted(set(range(world)) - chosen.keys())
+    if missing or not parts:
+        raise ValueError(f"there is no copy of ranks {missing}")
+    described, first = next((part.described for part in parts if part.described is not None), None), chosen[0]
+    if described is None:
+        raise ValueError("nobody says what it is")
+    reports = [chosen[of].report for of in sorted(chosen)]
+    manifest = merge(described, reports, f"{generation.start}.{generation.number}")
+    manifest.steps, manifest.saved = first.head["steps"], first.head["saved"]
+    lost = sorted(manifest.pieces.keys() - {file for part in parts for file in part.head["files"]})
+    if lost:
+        raise ValueError(f"no host that is left has {', '.join(lost[:4])}")
     small = folder / of_rank(start, rank, 0, "resumed")
     small.mkdir(exist_ok=True)
-    for name, content in parts[0].head["texts"].items():
+    for name, content in first.head["texts"].items():
         (small / name).write_bytes(content)
-    data = [folder / part.head["data"] for part in parts]
-    reader = MemoryReader(small, manifest, parts, data)
+    reader = MemoryReader(small, manifest, parts, hosts)
     found = FoundCheckpoint(f"in memory (generation {generation.number})", small, manifest)
-    return MemoryState(generation, found, reader, parts[rank].head["step"])
+    return MemoryState(generation, found, reader, first.head["step"])

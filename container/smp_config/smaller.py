@@ -1,0 +1,83 @@
+"""The degrees with which a job goes on that has lost ranks: those that it has, or the nearest that fit the ranks that are left."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from smp_config.errors import ConfigError
+from smp_config.topology import Group
+
+if TYPE_CHECKING:
+    from smp_config.parameters import ModelParallelParameters
+
+_DEGREES = ("pipeline_parallel_degree", "tensor_parallel_degree", "sharded_data_parallel_degree")
+
+
+def fitted(parameters: ModelParallelParameters, ranks: int) -> ModelParallelParameters | None:
+    """The parameters for a job of so many ranks, fewer than it was configured for.
+
+    No degree becomes larger, and tensor parallel and sharding degrees become divisors of what they were, so that what a model's
+    layers could be divided by still divides them. Of all degrees that fit, those are taken that leave each rank the least of the
+    model's state (the largest product), then those of which the fewest differ, tensor parallelism kept before stages.
+
+    Returns:
+        None where none fit: without ``ddp`` the ranks that are left must make one replica.
+    """
+    pp, tp, sharded = (getattr(parameters, name) for name in _DEGREES)
+    candidates = [
+        (stages, tensor, shards)
+        for stages in range(1, pp + 1)
+        for tensor in _divisors(tp)
+        for shards in _divisors(sharded)
+        if stages * tensor * shards <= ranks
+    ]
+
+    def preference(degrees: tuple[int, int, int]) -> tuple[int, int, bool, bool]:
+        stages, tensor, shards = degrees
+        changed = [stages != pp, tensor != tp, shards != sharded]
+        return -stages * tensor * shards, sum(changed), changed[1], changed[0]
+
+    for degrees in sorted(candidates, key=preference):
+        if (found := _with_degrees(parameters, *degrees, ranks)) is not None:
+            return found
+    return None
+
+
+def _with_degrees(
+    parameters: ModelParallelParameters, stages: int, tensor: int, shards: int, ranks: int
+) -> ModelParallelParameters | None:
+    """The parameters with these degrees; None where they do not fit the ranks, or one another."""
+    given = parameters.to_mp_parameters()
+    given |= {"partitions": stages, "pipeline_parallel_degree": stages}
+    if tensor != parameters.tensor_parallel_degree:
+        given["tensor_parallel_degree"] = tensor
+        if parameters.expert_parallel_degree > 1:  # whole experts lie over all of a tensor parallel group
+            given["expert_parallel_degree"] = tensor
+    if shards != parameters.sharded_data_parallel_degree:
+        given["sharded_data_parallel_degree"] = shards
+    try:
+        found = type(parameters).from_mp_parameters(given)
+        topology = found.topology(ranks)
+    except ConfigError:
+        return None
+    # Replicas whose gradients nobody adds up would train apart.
+    return found if found.ddp or topology.size(Group.DP) == 1 else None
+
+
+def readers(parameters: ModelParallelParameters, ranks: int) -> int:
+    """Among how many of so many ranks a batch is divided."""
+    return parameters.topology(ranks).size(Group.RDP if parameters.prescaled_batch else Group.DP)
+
+
+def difference(former: ModelParallelParameters, now: ModelParallelParameters) -> str:
+    """Which degrees are others, in words; empty where none is."""
+    changed = [
+        f"{name} {getattr(former, name)} → {getattr(now, name)}"
+        for name in _DEGREES
+        if getattr(former, name) != getattr(now, name)
+    ]
+    return ", ".join(changed)
+
+
+def _divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
