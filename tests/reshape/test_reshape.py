@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.memory_told import told
 from support.reshape_training import FOUR, every_pair, settings_of, train_alone, train_through
 
 #: From each kind of parallelism to another one.
@@ -166,4 +167,29 @@ def _fails_half_way():
 def test_a_model_that_cannot_be_laid_out_goes_back_to_where_it_was(ranks):
     expected = ranks(train_alone, 1, 5, config={})[0]
     for losses in ranks(_fails_half_way, 4, config=settings_of("s4")):
+        assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-5
+
+
+def _kept_and_resumed(first):
+    from support.checkpoint_training import Training
+
+    import smdistributed.modelparallel.torch as smp
+
+    run = Training(divided=True)
+    if not first:
+        begin = smp.resume_from_checkpoint("nowhere")["step"]
+        return begin, run.train(begin, begin + 2)
+    for step in range(6):
+        if step == 3:
+            smp.reshape(settings_of("tp2-s2"))
+        run.train(step, step + 1)
+        assert smp.memory_checkpoint(run.model, run.optimizer, {"step": step + 1})
+    return None
+
+
+def test_copies_in_memory_are_of_the_degrees_that_they_were_made_with(ranks, tmp_path):
+    expected = ranks(train_alone, 1, 8, config={})[0][6:]
+    ranks(_kept_and_resumed, 4, True, config=settings_of("dp2"), env=told(tmp_path))
+    for begin, losses in ranks(_kept_and_resumed, 4, False, config=settings_of("dp2"), env=told(tmp_path, 1)):
+        assert begin == 6
         assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-5

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from smp_config import ConfigError, Group, ModelParallelParameters
+from smp_runtime.checkpoint.memory.copying import Copier
+from smp_runtime.checkpoint.memory.known_contents import KnownContents
 from smp_runtime.checkpoint.save_partial import Saver
 from smp_runtime.data.position import Sources
 from smp_runtime.errors import CheckpointError, SMPUserError
@@ -101,6 +103,8 @@ def reshape(session: Session, parameters: Mapping[str, Any]) -> Reshaped:
                 raise
         for source in Sources.of(ranks).alive():
             source.regroup()
+        if (copier := ranks.kept(Copier)) is not None:
+            copier.regrouped()
         outcome.seconds = time.perf_counter() - began
         if ranks.rank == 0:
             logger.info("the job goes on with %s; it took %.2f s", json.dumps(dict(parameters)), outcome.seconds)
@@ -138,6 +142,7 @@ class _Move:
             SMPUserError: it cannot be laid out so; nothing was moved.
         """
         session, model, optimizer = self._session, self._model, self._optimizer
+        KnownContents.forget(model)
         model.leave_stages()
         if optimizer is not None:
             optimizer.release()

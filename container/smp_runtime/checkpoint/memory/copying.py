@@ -188,7 +188,8 @@ class Copier:
         folders = list(dict.fromkeys(found))
         numbers = [folders.index(folder) for folder in found]
         self._neighbours = [rank for rank in self._everyone if numbers[rank] == numbers[self._rank]]
-        self._share = Share(session, numbers if len(folders) > 1 else None)
+        self._hosts = numbers if len(folders) > 1 else None
+        self._share = Share(session, self._hosts)
         #: Whether all ranks know that nothing is copied.
         self._is_over = not self.is_on
         #: Whether an earlier start has left copies that are still needed.
@@ -207,6 +208,11 @@ class Copier:
         if not wants_memory(os.environ):
             return None
         return session.ranks.keep(cls, lambda: cls(session, os.environ))
+
+    def regrouped(self) -> None:
+        """The job has gone over to other degrees: who keeps what is another question now."""
+        self._share = Share(self._session, self._hosts)
+        self._report = None
 
     def sent(self) -> int:
         """Bytes that this rank has sent to another host with the last copy, once they are there."""

@@ -44,6 +44,11 @@ class KnownContents:
             vars(model)[_ATTRIBUTE] = known
         return known.contents
 
+    @staticmethod
+    def forget(model: DistributedModel) -> None:
+        """The model is laid out anew: what it was must not stay in memory."""
+        vars(model).pop(_ATTRIBUTE, None)
+
     def still_holds(self, model: DistributedModel, optimizer: DistributedOptimizer | None) -> bool:
         """Whether nothing but values has changed."""
         if optimizer is not self._optimizer:
