@@ -28,18 +28,23 @@ def supervise_without_patience():
     print(outcome.returncode, outcome.overdue)
 
 
-def test_a_program_whose_output_has_ended_before_it_is_not_waited_for():
-    """Nothing would wake the launcher up before its patience is over."""
-    code = "import test_supervise; test_supervise.supervise_without_patience()"
-    # In a process of its own, since the launcher takes over the alarm by which tests end.
-    told = subprocess.run(
-        [sys.executable, "-c", code],
+def _told_by(function):
+    """What a function of this file prints, in a process of its own: the launcher takes over the alarm by which tests end, and
+    ends everything below it.
+    """
+    return subprocess.run(
+        [sys.executable, "-c", f"import test_supervise; test_supervise.{function.__name__}()"],
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=60,
         env=_with_path(),
     )
+
+
+def test_a_program_whose_output_has_ended_before_it_is_not_waited_for():
+    """Nothing would wake the launcher up before its patience is over."""
+    told = _told_by(supervise_without_patience)
     assert told.stdout == "3 None\n", told.stderr
 
 
@@ -48,8 +53,7 @@ def _with_path():
     return {**os.environ, "PYTHONPATH": packages}
 
 
-def test_a_process_that_outlives_a_start_lives_on_and_what_it_has_started_does_not():
-    """As the process that makes imports for the next start, with a rank that it has forked."""
+def supervise_beside_another():
     read, write = os.pipe()
     kept = os.fork()
     if kept == 0:
@@ -73,3 +77,10 @@ def test_a_process_that_outlives_a_start_lives_on_and_what_it_has_started_does_n
         os.waitpid(kept, 0)
         for descriptor in (read, write, ended):
             os.close(descriptor)
+    print("lived on")
+
+
+def test_a_process_that_outlives_a_start_lives_on_and_what_it_has_started_does_not():
+    """As the process that makes imports for the next start, with a rank that it has forked."""
+    told = _told_by(supervise_beside_another)
+    assert told.stdout == "lived on\n", told.stderr

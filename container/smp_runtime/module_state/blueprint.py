@@ -52,7 +52,7 @@ class Blueprint:
         for part in module.modules():
             if isinstance(part, torch.jit.ScriptModule):
                 self.problem = f"its {type(part).__name__} is TorchScript"
-            entries = {key: _copied(value) for key, value in vars(part).items()}
+            entries = {key: _copied(value) for key, value in vars(part).items() if not _is_of_parameters(value)}
             registry = vars(part).get("_parameters")
             entries["_parameters"] = {
                 name: None if parameter is None else self._number(parameter, numbers)
@@ -127,9 +127,17 @@ class Blueprint:
         return self.module
 
 
+def _is_of_parameters(value: Any) -> bool:
+    """Whether it is a parameter, or was computed from some: kept here it would keep these, and belongs to them alone."""
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
 def _copied(value: Any) -> Any:
     """A copy of a plain container, with the same objects in it; anything else as it is."""
-    return value.copy() if type(value) in (dict, OrderedDict, list, set) else value
+    if type(value) not in (dict, OrderedDict, list, set):
+        return value
+    inside = value.values() if isinstance(value, dict) else value
+    return value if any(_is_of_parameters(each) for each in inside) else value.copy()
 
 
 def _plain(part: nn.Module) -> dict[str, Any]:
