@@ -35,6 +35,7 @@ def _asked_while_it_trains(folder):
         found = False
         while not found and len(losses) < 200:
             losses += run.train(len(losses), len(losses) + 1)
+            time.sleep(0.05)
             found = smp.allgather(answered(path) is not None, smp.WORLD)[0]
         said.append(answered(path))
         smp.barrier()

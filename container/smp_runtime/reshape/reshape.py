@@ -100,7 +100,9 @@ def reshape(session: Session, parameters: Mapping[str, Any]) -> Reshaped:
                 # Nothing has been moved yet, and all ranks have met the same.
                 logger.warning("the job goes on as it was")
                 move.to(former)
+                move.fill()
                 raise
+            move.fill()
         for source in Sources.of(ranks).alive():
             source.regroup()
         if (copier := ranks.kept(Copier)) is not None:
@@ -133,13 +135,15 @@ class _Move:
         self._assignment = model.assignment
         self._stages = session.ranks.size(Group.PP)
         self._degree = session.ranks.size(Group.TP)
+        self._loading: LiveLoading
+        self._reader: LiveReader
 
     def to(self, parameters: ModelParallelParameters) -> None:
-        """Lay the model out for these degrees, and fill it.
+        """Lay the model out for these degrees; nothing moves yet.
 
         Raises:
-            CheckpointError: it has other tensors then; nothing was moved.
-            SMPUserError: it cannot be laid out so; nothing was moved.
+            CheckpointError: it has other tensors then.
+            SMPUserError: it cannot be laid out so.
         """
         session, model, optimizer = self._session, self._model, self._optimizer
         KnownContents.forget(model)
@@ -157,10 +161,14 @@ class _Move:
             loading = LiveLoading(session, model, optimizer, reader)
             if (assignment := self._same_stages()) is not None:
                 model.adopt(assignment)
-        if model.partitioned:
-            self._load(loading, reader)
+        self._loading, self._reader = loading, reader
+
+    def fill(self) -> None:
+        """Move all tensors to where they are wanted, now or as soon as that is known."""
+        if self._model.partitioned:
+            self._load()
         else:
-            model.load_when_partitioned(lambda: self._load(loading, reader))
+            self._model.load_when_partitioned(self._load)
 
     def _same_stages(self) -> Assignment | None:
         """The former partition, if it can stay."""
@@ -173,9 +181,9 @@ class _Move:
             return None
         return former
 
-    def _load(self, loading: LiveLoading, reader: LiveReader) -> None:
-        loading.load_tensors()
-        self._outcome.received_bytes = reader.received
+    def _load(self) -> None:
+        self._loading.load_tensors()
+        self._outcome.received_bytes = self._reader.received
 
 
 def _parameter(shape: ParameterShape) -> nn.Parameter:
