@@ -17,7 +17,7 @@ from smp_estimator.cli.main import main
 from smp_launch.watch.running import RunningJob
 
 
-def _asked_while_it_trains(folder):
+def _asked_while_it_trains(folder, config):
     from pathlib import Path
 
     from support.checkpoint_training import Training
@@ -25,6 +25,7 @@ def _asked_while_it_trains(folder):
     import smdistributed.modelparallel.torch as smp
     from smp_config.reshaping import answered, ask
 
+    smp.init(config)  # here, since it is the import that makes the job listen
     path = Path(folder)
     run = Training(divided=True)
     losses = run.train(0, 2)
@@ -45,7 +46,7 @@ def _asked_while_it_trains(folder):
 
 def test_a_job_changes_when_it_is_asked(ranks, tmp_path):
     env = {"SMP_WHEREABOUTS": str(tmp_path), "SMP_RESHAPE_REQUESTS": "1"}
-    outcomes = ranks(_asked_while_it_trains, 4, str(tmp_path), config=settings_of("dp2"), env=env, timeout=120)
+    outcomes = ranks(_asked_while_it_trains, 4, str(tmp_path), settings_of("dp2"), init=False, env=env, timeout=120)
     steps = len(outcomes[0][0])
     expected = ranks(train_alone, 1, steps, config={}, timeout=120)[0]
     for losses, (refused, done), degrees in outcomes:
