@@ -46,7 +46,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _RESTARTS = 1000
 
 #: Steps, at most, between the step in which a job has recovered and the next kill; seconds, at most, within that step.
-_BETWEEN, _WITHIN = 12, 0.2
+_BETWEEN, _WITHIN = 8, 0.2
 #: A job that has not gone on after so many seconds is counted as lost.
 _PATIENCE = 120.0
 
@@ -246,8 +246,9 @@ def _killed_job(system: System, kills: int, python: str, chance: random.Random, 
         job.wait_for(lambda ledgers: all(ledgers))
         for _ in range(kills):
             found.kills.append(_kill(job, chance))
-        # Whole tens, so that jobs of a system share what they are compared with.
-        end = 10 * (3 + max(line.step for lines in job.ledgers() for line in lines) // 10)
+            print(f"{system.name}: {found.kills[-1].of_all:.1f} s, load {os.getloadavg()[0]:.0f}", flush=True)
+        # Six steps from now or more.
+        end = 5 * (2 + max(line.step for lines in job.ledgers() for line in lines) // 5)
         job.end(end)
         ledgers = job.ledgers()
         found.repeated = max(found.repeated, _repeated(ledgers))
@@ -306,22 +307,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         systems = [system for system in systems if not system.kind.startswith("torchft")]
     print_machine()
     found = {system.name: Found() for system in systems}
+    jobs: list[tuple[System, int, list[str]]] = []
     for turn in range(options.rounds):
         for n, system in enumerate(systems):
             what = found[system.name]
             chance = random.Random(f"{options.seed}, {turn}, {n}")
             kills = options.kills // options.rounds + (turn < options.kills % options.rounds)
             try:
-                steps, ended = _killed_job(system, kills, python, chance, what)
-                what.equal.append(ended == _undisturbed(system, steps, python))
+                jobs.append((system, *_killed_job(system, kills, python, chance, what)))
             except (TimeoutError, subprocess.TimeoutExpired) as error:
                 what.lost += 1
                 print(error, file=sys.stderr)
-            load = os.getloadavg()[0]
-            print(
-                f"{system.name}: {' '.join(f'{kill.of_all:.1f}' for kill in what.kills[-kills:])}; load {load:.0f}",
-                flush=True,
-            )
+    for system, steps, ended in jobs:
+        found[system.name].equal.append(ended == _undisturbed(system, steps, python))
     _print(list(found.items()))
 
 

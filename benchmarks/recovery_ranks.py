@@ -165,7 +165,17 @@ def train_with_torchft(folder: Path, is_alone: bool) -> None:
         replica_id=f"gpt_{replica}",
         init_sync=False,
     )
-    model = DistributedDataParallel(manager, module)
+
+    class Ddp(DistributedDataParallel):
+        @staticmethod
+        def _comm_hook(state: Any, bucket: Any) -> Any:
+            # The hook of torchft 0.2.0 ends the replica that is left with an AssertionError: its future is empty after an error.
+            state.allreduce(bucket.buffer()).wait()  # in place; an error is told to the manager, which drops the step
+            reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            reduced.set_result(bucket.buffer())
+            return reduced
+
+    model = Ddp(manager, module)
     while not ledger.is_over(manager.current_step()):
         manager.start_quorum()
         inner.zero_grad()
