@@ -133,6 +133,9 @@ class Job:
             "SMP_MEMORY_CHECKPOINT_STEPS": "1",
             "NUM_REPLICA_GROUPS": str(self.system.ranks),
         }
+        if self.system.kind.startswith("dcp"):
+            # In the store that an agent keeps through restarts, ranks find where those before them listened, and wait for them.
+            environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with contextlib.ExitStack() as stack:
             if self.system.kind.startswith("torchft"):
                 environ["TORCHFT_LIGHTHOUSE"] = stack.enter_context(self._lighthouse())
