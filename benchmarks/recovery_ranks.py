@@ -168,7 +168,7 @@ def train_with_torchft(folder: Path, is_alone: bool) -> None:
 
     class Ddp(DistributedDataParallel):
         @staticmethod
-        def _comm_hook(state: Any, bucket: Any) -> Any:
+        def _comm_hook(state, bucket):  # type: ignore[no-untyped-def]  # PyTorch refuses annotations that are texts
             # The hook of torchft 0.2.0 ends the replica that is left with an AssertionError: its future is empty after an error.
             state.allreduce(bucket.buffer()).wait()  # in place; an error is told to the manager, which drops the step
             reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
