@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decoder import BATCH, SEQ, VOCABULARY, Gpt
 from launching import print_machine, run_ranks
 from torch import nn
 
@@ -39,27 +40,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 #: Steps of a block, and the blocks that are not counted.
 _BLOCK, _WARM_UP = 5, 2
-
-VOCABULARY, SEQ, BATCH = 512, 128, 8
-
-
-class Gpt(nn.Module):
-    """A decoder without tied weights."""
-
-    def __init__(self, hidden: int, layers: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, hidden)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(hidden, 8, 4 * hidden, 0.0, batch_first=True, norm_first=True)
-            for _ in range(layers)
-        )
-        self.head = nn.Linear(hidden, VOCABULARY)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:  # [batch, seq] -> [batch, seq, vocabulary]
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def _rank(strategy: str, steps: int, hidden: int, layers: int, hosts: int) -> None:

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decoder import BATCH, SEQ, VOCABULARY, Gpt
 from launching import print_machine, run_ranks
-from memory_checkpoint import BATCH, SEQ, VOCABULARY, Gpt
 from torch import nn
 
 _PLAIN: dict[str, Any] = {
