@@ -74,8 +74,27 @@ def test_the_table_shows_the_numbers() -> None:
                 assert f"{size / 1e9:.2f}" in text
     assert "does not fit" in text
     assert "16 bytes per parameter: 328.9 GB" in text
-    assert "411.1 GB" in text  # the rule of 20 beside it
+    assert "at 18, with gradients that stay in float32: 370.0 GB" in text
     assert json.dumps(made.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("parameters", "rule"),
+    [
+        ({"bf16": True}, "at 20, with float32 copies of the gradients: 2.5 GB"),
+        ({"bf16": True, "sharded_data_parallel_degree": 8}, "at 18, with gradients that stay in float32: 2.2 GB"),
+        ({"fp16": True, "sharded_data_parallel_degree": 8}, "at 20,"),  # summed in fp16
+        ({"bf16": True, "shard_optimizer_state": True}, "at 18,"),
+        ({"fp16": True, "_fp32_grad_accumulation": True, "shard_optimizer_state": True}, "at 18,"),
+        ({"fp16": True, "shard_optimizer_state": True}, "at 20,"),
+        ({"bf16": True, "pipeline_parallel_degree": 8, "shard_optimizer_state": True}, "at 20,"),  # nobody shares
+        ({}, "2.0 GB; on this GPU"),
+    ],
+)
+def test_the_rule_of_thumb_is_that_of_the_precision(parameters: dict[str, Any], rule: str) -> None:
+    made = plan("gpt2", "ml.p4d.24xlarge", 1, {"ddp": True, **parameters})
+    text = " ".join(str(made).split())
+    assert f"16 bytes per parameter: 2.0 GB{'; ' if not parameters else ', '}{rule.removeprefix('2.0 GB; ')}" in text
 
 
 def test_notes() -> None:
