@@ -38,7 +38,7 @@ class LiveBytes(TorchDispatchMode):
             self.recomputed.append(self.now - gradients)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:  # which has a size, but no memory
                 self._add(leaf.untyped_storage())
         return result
 

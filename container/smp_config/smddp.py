@@ -142,10 +142,36 @@ class BufferSizes:
         ranks = hosts * ranks_per_host
         if self.fallback_reason(input_bytes, ranks, hosts * input_bytes) is None:
             return 1
+        # What pieces_reason asks of each buffer is this the other way round.
         most = min(self.scratch, self.sort * _DOCUMENTED_RANKS_PER_NODE // ranks, self.sort // (hosts + ranks_per_host))
         most = most // _PIECE_GRAIN * _PIECE_GRAIN
         pieces = -(-input_bytes // most) if most else 0
         return pieces if pieces <= _MOST_PIECES else 0
+
+    def pieces_reason(self, input_bytes: int, hosts: int, ranks_per_host: int) -> str | None:
+        """Why the plain backend has to gather a shard that may go in pieces, with what would suffice; None when it need not.
+
+        Args:
+            input_bytes, hosts, ranks_per_host: as for :meth:`pieces`.
+        """
+        if self.pieces(input_bytes, hosts, ranks_per_host):
+            return None
+        ranks = hosts * ranks_per_host
+        piece = -(-input_bytes // (_MOST_PIECES * _PIECE_GRAIN)) * _PIECE_GRAIN
+        sort = max(-(-piece * ranks // _DOCUMENTED_RANKS_PER_NODE), piece * (hosts + ranks_per_host))
+        small = [
+            (f"{variable}={size}", f"{variable}={_multiple_at_least(needed)}")
+            for variable, size, needed in (
+                (SCRATCH_VARIABLE, self.scratch, piece),
+                (SORT_VARIABLE, self.sort, sort),
+            )
+            if size < needed
+        ]
+        return (
+            f"the shard of {input_bytes} bytes would take more than {_MOST_PIECES} pieces with "
+            f"{' and '.join(now for now, _ in small)} ({hosts} hosts with {ranks_per_host} of its ranks each); "
+            f"{' and '.join(then for _, then in small)} would do"
+        )
 
     def piece_bytes(self, input_bytes: int, hosts: int, ranks_per_host: int) -> int:
         """Bytes of each of these pieces, the last one's at most; 0 where there are none."""

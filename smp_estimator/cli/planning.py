@@ -56,6 +56,7 @@ def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--samples", type=click.IntRange(1), help="Of the data set: how many steps an epoch has."),
         click.option("--tokens", type=click.IntRange(1), help="Of the data set, instead of samples or with them."),
         click.option("--epochs", type=click.IntRange(1), default=1, show_default=True),
+        click.option("--steps", type=click.IntRange(1), help="Of the whole training, instead of epochs."),
         click.option(
             "--price",
             "prices",
@@ -121,6 +122,7 @@ def _price(text: str) -> tuple[str, float]:
     "--parameters", default='{"ddp": true}', show_default=True, help="mp_parameters: a dictionary or its file."
 )
 @click.option("--batch", type=click.IntRange(1), help="The script's batch size; default: its microbatches.")
+@click.option("--step-seconds", type=float, help="Of a step as it was measured; default: an estimate.")
 def plan(parameters: str, as_json: bool, **given: Any) -> None:
     """Say whether MODEL fits, where the memory goes, and what to change.
 

@@ -13,7 +13,7 @@ from smp_estimator.planning.plan import Plan, plan
 from smp_estimator.planning.request import Workload
 from smp_estimator.planning.search.clusters import Cluster
 from smp_estimator.planning.search.suggest import Suggestion, suggest
-from smp_estimator.planning.step_time import StepCost, StepTime
+from smp_estimator.planning.step_time import StepCost, StepTime, Training
 
 __all__ = [
     "SHAPES",
@@ -28,6 +28,7 @@ __all__ = [
     "StepCost",
     "StepTime",
     "Suggestion",
+    "Training",
     "Verdict",
     "Workload",
     "batch_for",

@@ -10,7 +10,7 @@ from typing import Any
 from smp_config import ConfigError, Group
 from smp_config.instances import has_gpus, instances, require_usable
 from smp_estimator.planning.forecast import Forecast, Verdict
-from smp_estimator.planning.memory import Kind, is_half
+from smp_estimator.planning.memory import Kind, is_half, summed_bytes
 from smp_estimator.planning.network import gathered_shards
 from smp_estimator.planning.request import OPTIMIZER_BYTES
 from smp_estimator.planning.smddp import SmddpUse
@@ -398,9 +398,19 @@ def rule_line(forecast: Forecast) -> str:
     """State of the whole model by the rules of thumb, and what it comes to on a GPU."""
     count, worst = forecast.request.shape.parameters, forecast.worst
     line = f"state of the whole model at 16 bytes per parameter: {16 * count / GB:,.1f} GB"
-    if is_half(forecast.request.parameters):
+    if _keeps_float32_gradients(forecast):
+        line += f", at 18, with gradients that stay in float32: {18 * count / GB:,.1f} GB"
+    elif is_half(forecast.request.parameters):
         line += f", at 20, with float32 copies of the gradients: {20 * count / GB:,.1f} GB"
     return (
         line
         + f"; on this GPU {worst.state / GB:,.1f} GB of state, and {worst.in_update / GB:,.1f} GB in all in optimizer.step()"
     )
+
+
+def _keeps_float32_gradients(forecast: Forecast) -> bool:
+    """Whether shares of half precision gradients stay in the float32 that they were summed in, and need no copy."""
+    parameters = forecast.request.parameters
+    is_shared = parameters.shard_optimizer_state and forecast.topology.rdp_size > 1
+    is_divided = parameters.sharded_data_parallel_degree > 1 or is_shared
+    return is_half(parameters) and is_divided and summed_bytes(parameters) > 2

@@ -13,7 +13,7 @@ from smp_estimator.planning.batches import Batches, Epochs, batches_of, idle_fra
 from smp_estimator.planning.memory import StageMemory, memory
 from smp_estimator.planning.memory_checkpoints import checkpoint_bytes
 from smp_estimator.planning.network import Traffic, traffic
-from smp_estimator.planning.step_time import StepCost, StepTime, step_cost, step_time
+from smp_estimator.planning.step_time import StepCost, StepTime, Training, step_cost, step_time
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -117,13 +117,32 @@ class Forecast:
 
     @cached_property
     def time(self) -> StepTime | None:
-        """Seconds of a step, by a model of few terms; None where a fact is unknown."""
+        """Seconds of a step, by a model of few terms, whatever was given; None where a fact is unknown."""
         return step_time(self.request, self.topology, self.batches, self.traffic)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of a step: as given, else by :attr:`time`; None without both."""
+        given = self.request.workload.step_seconds
+        if given is not None:
+            return given
+        return None if self.time is None else self.time.total
 
     @property
     def cost(self) -> StepCost | None:
         """What a step costs; None without a time, or without a price."""
-        return step_cost(self.request, self.time)
+        return step_cost(self.request, self.step_seconds, self.batches.tokens)
+
+    @property
+    def training(self) -> Training | None:
+        """Time and price of all steps; None where their number or their time is not known."""
+        script, epochs, seconds, cost = self.request.workload, self.epochs, self.step_seconds, self.cost
+        steps = script.steps or (epochs.total_steps if epochs is not None else 0)
+        if not steps or seconds is None:
+            return None
+        passes = steps / epochs.steps if epochs is not None and epochs.steps else None
+        each = None if cost is None else cost.usd_per_step
+        return Training(steps, passes, seconds, script.step_seconds is not None, each)
 
     @property
     def instance(self) -> Instance | None:

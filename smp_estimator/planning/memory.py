@@ -207,12 +207,9 @@ def _stage(
     gathered = min(sharded, max(parameters.sdp_max_live_parameters, largest_unit))
     if shards > 1:  # a unit above the bucket is complete before it is sent, a bucket at a time
         bucket = parameters.sdp_reduce_bucket_size
-        buckets = min(trainable, bucket) if largest_unit <= bucket else largest_unit + bucket
-    elif workload.gradient_as_bucket_view:  # the buffers stay from step to step beside new gradients
-        buckets = reduced
-    else:  # a bucket takes the place of its gradients; fp32 sums of half precision take twice theirs until the step ends
-        buckets = min(reduced, effective_bucket_bytes(reduced * element) // element)
-        buckets += reduced if summed > element else 0
+        buckets, staying = summed * (min(trainable, bucket) if largest_unit <= bucket else largest_unit + bucket), 0
+    else:
+        buckets, staying = _bucket_bytes(request, reduced, shares_state=sharers > 1)
     kinds = {
         Kind.PARAMETERS: round(stored * element),
         Kind.GRADIENTS: round(whole + in_shards),
@@ -220,7 +217,7 @@ def _stage(
         Kind.OPTIMIZER: round(updated * state),
         Kind.ACTIVATIONS: activations.total,
         Kind.GATHERED: gathered * element,
-        Kind.BUCKETS: buckets * (summed if shards > 1 else element),
+        Kind.BUCKETS: buckets,
         Kind.SMDDP: buffer_bytes(request, topology),
     }
     comes_and_goes = kinds[Kind.ACTIVATIONS] + kinds[Kind.BUCKETS]
@@ -231,5 +228,25 @@ def _stage(
         kinds,
         activations,
         gradient_copy=round(copied),
-        in_update=sum(kinds.values()) - comes_and_goes + round(copied - leaving),
+        in_update=sum(kinds.values()) - comes_and_goes + staying + round(copied - leaving),
     )
+
+
+def _bucket_bytes(request: Request, reduced: int, *, shares_state: bool) -> tuple[int, int]:
+    """Bytes of buckets beside gradients of ``reduced`` elements that other ranks average too, and of those that stay.
+
+    Returns:
+        What there is in backward, and what of it is there in ``optimizer.step()`` too.
+    """
+    parameters, workload = request.parameters, request.workload
+    element = 2 if is_half(parameters) else 4
+    is_widened = summed_bytes(parameters) > element
+    one = min(reduced * element, effective_bucket_bytes(reduced * element) // element * element)
+    if workload.gradient_as_bucket_view and not shares_state:
+        if is_widened:  # gradients are copies of the buffers, which stay
+            return reduced * 4, reduced * 4
+        # Gradients are the buffers. Cleared to None, new ones of a bucket are made beside it: once, or in several passes.
+        passes = parameters.microbatches * workload.accumulation
+        return (reduced * element if passes > 1 else one), 0
+    # A bucket takes the place of its gradients; fp32 sums of half precision take twice theirs until the step ends.
+    return one + (reduced * element if is_widened else 0), 0

@@ -73,6 +73,7 @@ class Plan(Shown, Forecast):
             "bytes_sent_per_rank": self.traffic.total,
             "step_time": None if self.time is None else self.time.to_dict(),
             "step_cost": None if self.cost is None else self.cost.to_dict(),
+            "training": None if self.training is None else self.training.to_dict(),
             "rule_of_16_bytes": 16 * request.shape.parameters,
             "rule_of_20_bytes": 20 * request.shape.parameters,
             "changes": [str(change) for change in self.changes],
@@ -115,8 +116,9 @@ def plan(
         environment: of the job; sizes of the SMDDP buffers are read from it, and whether it has memory checkpoints.
         workload: fields of :class:`~smp_estimator.planning.request.Workload`: ``activation_checkpointing``,
             ``fused_attention``, ``dropout``, ``optimizer``, ``accumulation``, …; of the data set ``samples`` or
-            ``tokens``, and ``epochs``; for time and cost ``utilisation``, the part of its peak that a GPU reaches, and
-            ``prices``, of one instance in US dollars per hour by its type, default: the catalogue's, which are EC2's.
+            ``tokens``, and ``epochs`` or ``steps``; for time and cost ``step_seconds``, of a step as it was measured, or
+            ``utilisation``, the part of its peak that a GPU reaches, and ``prices``, of one instance in US dollars per
+            hour by its type, default: the catalogue's, which are EC2's.
 
     Raises:
         ConfigError: settings that cannot work.

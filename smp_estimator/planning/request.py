@@ -43,6 +43,8 @@ class Workload:
         samples: of the data set; None when its size is not known, and from ``tokens`` where these are.
         tokens: of the data set, before samples are cut or filled to the length of a sequence.
         epochs: passes through the data set.
+        steps: optimizer steps of the whole training, where it is not ``epochs`` that say when it ends.
+        step_seconds: that an optimizer step takes, as measured; None for the plan's own estimate.
         utilisation: part of its published peak that a GPU reaches in the arithmetic of a step.
         prices: of one instance in US dollars per hour, by its type, where they are not to be the catalogue's.
         batch_source: where ``batch`` is from when it was not given, in words.
@@ -60,12 +62,14 @@ class Workload:
     samples: int | None = None
     tokens: int | None = None
     epochs: int = 1
+    steps: int | None = None
+    step_seconds: float | None = None
     utilisation: float = UTILISATION
     prices: Mapping[str, float] = field(default_factory=dict)
     batch_source: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("samples", "tokens", "epochs"):
+        for name in ("samples", "tokens", "epochs", "steps"):
             value = getattr(self, name)
             if name != "epochs" and value is None:
                 continue
@@ -78,8 +82,24 @@ class Workload:
                 f"optimizer is {self.optimizer!r}; its state per parameter is unknown: use one of {', '.join(OPTIMIZER_BYTES)}"
             )
         self.checkpointed_layers(1)
+        self._check_steps()
         self._check_utilisation()
         self._check_prices()
+
+    def _check_steps(self) -> None:
+        if self.steps is not None and self.epochs != 1:
+            raise ConfigError(
+                f"steps is {self.steps} and epochs is {self.epochs}; each says when the training ends: give one of them (with the "
+                "size of the data set a plan says how many epochs the steps are)"
+            )
+        seconds = self.step_seconds
+        if seconds is not None and (
+            isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf
+        ):
+            raise ConfigError(
+                f"step_seconds is {seconds!r}; it is the time from one optimizer step to the next: give more than 0, or leave it "
+                "out for the plan's own estimate"
+            )
 
     def _check_utilisation(self) -> None:
         part = self.utilisation

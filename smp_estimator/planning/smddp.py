@@ -64,7 +64,7 @@ class SmddpUse:
                 continue
             fitting = [shard for shard in shards if sizes.pieces(shard, *grid)]
             if reason is None and len(fitting) < len(shards):
-                reason = sizes.fallback_reason(largest, grid[0] * grid[1], grid[0] * largest)
+                reason = sizes.pieces_reason(largest, *grid)
             through += sum(fitting)
             pieces = max(pieces, sizes.pieces(largest, *grid))
         whole = len(groups) * sum(shards)

@@ -1,4 +1,4 @@
-"""How long one optimizer step takes and what it costs: a model of few terms, which says what it assumes.
+"""How long one optimizer step and a whole training take and cost: a model of few terms, which says what it assumes.
 
 Arithmetic: a token takes 2 operations per parameter of a matrix in forward, and twice that in backward; attention adds
 4 · sequence · hidden per layer in forward (Narayanan et al. 2021, section 3.4, and Chowdhery et al. 2022, appendix B). A
@@ -92,23 +92,25 @@ class StepCost:
         usd_per_hour: of one instance.
         instance_count: of the job.
         is_given: the price is the user's, not the catalogue's.
-        time: of the step.
+        seconds: that the step takes.
+        tokens: that all ranks read in it.
     """
 
     usd_per_hour: float
     instance_count: int
     is_given: bool
-    time: StepTime
+    seconds: float
+    tokens: int
 
     @property
     def usd_per_step(self) -> float:
         """Price of all instances for the time of a step."""
-        return self.usd_per_hour * self.instance_count * self.time.total / _HOUR
+        return self.usd_per_hour * self.instance_count * self.seconds / _HOUR
 
     @property
     def usd_per_million_tokens(self) -> float:
         """What jobs with different global batches can be compared by."""
-        return 1e6 * self.usd_per_step / self.time.tokens
+        return 1e6 * self.usd_per_step / self.tokens
 
     def to_dict(self) -> dict[str, float | bool]:
         """The numbers by name."""
@@ -118,6 +120,66 @@ class StepCost:
             "usd_per_step": self.usd_per_step,
             "usd_per_million_tokens": self.usd_per_million_tokens,
         }
+
+
+@dataclass(frozen=True)
+class Training:
+    """How long all steps of a training take and what they cost; starting, evaluation and saving come on top.
+
+    Attributes:
+        steps: optimizer steps.
+        epochs: passes through the data set that these are; None when its size is not known.
+        seconds_per_step: from one update to the next.
+        is_given: this time is the user's, not the model's.
+        usd_per_step: None where no price is known.
+    """
+
+    steps: int
+    epochs: float | None
+    seconds_per_step: float
+    is_given: bool
+    usd_per_step: float | None
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps."""
+        return self.steps * self.seconds_per_step
+
+    @property
+    def usd(self) -> float | None:
+        """Of all steps; None where no price is known."""
+        return None if self.usd_per_step is None else self.steps * self.usd_per_step
+
+    def to_dict(self) -> dict[str, float | bool | None]:
+        """The numbers by name."""
+        return {
+            "steps": self.steps,
+            "epochs": self.epochs,
+            "seconds_per_step": self.seconds_per_step,
+            "is_given": self.is_given,
+            "hours": self.seconds / _HOUR,
+            "usd": self.usd,
+        }
+
+    def __str__(self) -> str:
+        epochs = "" if self.epochs is None else f" ({self.epochs:,.3g} epoch{'s' if self.epochs != 1 else ''})"
+        each = f"{self.seconds_per_step:.3g} s, as given" if self.is_given else f"about {self.seconds_per_step:.3g} s"
+        price = "" if self.usd is None else f" and {self.usd:,.2f} USD" if self.usd >= 1 else f" and {self.usd:.3g} USD"
+        steps = f"{self.steps:,} step{'s' if self.steps != 1 else ''}"
+        return (
+            f"{steps}{epochs} of {each}: {_duration(self.seconds)}{price}; starting, evaluation and saving come on top"
+        )
+
+
+def _duration(seconds: float) -> str:
+    """In the unit in which it is a number of two or three digits."""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    hours = seconds / _HOUR
+    if hours < 2:
+        return f"{60 * hours:.0f} minutes"
+    days = f" ({hours / 24:,.1f} days)" if hours > 48 else ""
+    return f"{hours:,.1f} hours{days}"
 
 
 def precision_of(request: Request) -> str:
@@ -198,12 +260,12 @@ def operations_of_rank(request: Request, batch: Batches) -> tuple[float, float]:
     return layers + head, 2 * (layers + head) + again
 
 
-def step_cost(request: Request, time: StepTime | None) -> StepCost | None:
-    """What a step costs; None without a time, or without a price."""
+def step_cost(request: Request, seconds: float | None, tokens: int) -> StepCost | None:
+    """What a step of ``tokens`` costs; None without a time, or without a price."""
     price = request.usd_per_hour
-    if time is None or price is None:
+    if seconds is None or price is None:
         return None
-    return StepCost(price, request.instance_count, request.instance_type in request.workload.prices, time)
+    return StepCost(price, request.instance_count, request.instance_type in request.workload.prices, seconds, tokens)
 
 
 class _Links:

@@ -57,6 +57,7 @@ def plan_report(
             ("pipeline", idle),
             ("time", time_lines(plan)),
             ("cost", cost_lines(plan)),
+            ("training", [] if plan.training is None else [str(plan.training)]),
             ("to change", to_change),
             ("fewer GPUs", [str(smaller) for smaller in fewer]),
             ("notes", notes),
@@ -80,8 +81,13 @@ def _shared_memory_lines(plan: Forecast) -> list[str]:
 def time_lines(plan: Forecast) -> list[str]:
     """Seconds of a step by kind, and what they rest on; why not, where they are unknown."""
     time, known, precision = plan.time, plan.instance, precision_of(plan.request)
+    given, said = plan.request.workload.step_seconds, []
+    if given is not None:
+        said = [
+            f"a step takes {given:.3g} s, as given, {plan.batches.tokens / given:,.0f} tokens per second; the estimate:"
+        ]
     if time is None or known is None:
-        return [f"unknown: {unknown_because(plan.request)}"]
+        return [*said, f"unknown: {unknown_because(plan.request)}"]
     parts = {
         "arithmetic": time.arithmetic,
         "tensor parallel": time.tensor,
@@ -101,6 +107,7 @@ def time_lines(plan: Forecast) -> list[str]:
         "; copies of offloaded activations are not counted" if plan.request.parameters.offload_activations else ""
     )
     return [
+        *said,
         f"a step takes about {time.total:.3g} s, {time.tokens_per_second:,.0f} tokens per second: {kinds}{hidden}",
         f"{assumed}, no latency{offloaded}",
     ]
@@ -109,7 +116,7 @@ def time_lines(plan: Forecast) -> list[str]:
 def cost_lines(plan: Forecast) -> list[str]:
     """What a step costs, and whose price that is; none without a time."""
     cost, request = plan.cost, plan.request
-    if plan.time is None:
+    if plan.step_seconds is None:
         return []
     if cost is None:
         return [f"unknown: no price of {request.instance_type} is known; give it with prices (--price)"]

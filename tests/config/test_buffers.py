@@ -99,3 +99,24 @@ def test_rows_of_hosts_or_why_there_are_none():
     assert host_rows([0, 0, 1, 1]) == ((0, 1), (2, 3))
     assert host_rows([1, 0, 1, 0]) == ((0, 2), (1, 3))
     assert host_rows([3, 3]) == "all 2 ranks of the group are on one host, 3"
+
+
+@pytest.mark.parametrize(("scratch", "sort"), [(8192, 128 * MIB), (16 * MIB, 8 * 8192), (8192, 8192)])
+@pytest.mark.parametrize(
+    ("shard", "hosts", "ranks_per_host"),
+    [(56_623_104, 2, 8), (28_325_376, 4, 8), (56_623_104, 16, 8), (999_999_999, 2, 2)],
+)
+def test_the_sizes_that_are_named_are_the_least_for_pieces(scratch, sort, shard, hosts, ranks_per_host):
+    reason = BufferSizes(scratch, sort).pieces_reason(shard, hosts, ranks_per_host)
+    named = reason.partition("; ")[2]
+    names = ("SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", "SMDDP_AG_SORT_BUFFER_SIZE_BYTES")
+    # A buffer that is large enough is not spoken of.
+    assert [name in named for name in names] == [scratch == 8192, sort < 128 * MIB]
+    found = {name: int(size) for name, _, size in (word.partition("=") for word in named.split() if "=" in word)}
+    enough = BufferSizes(*(found.get(name, now) for name, now in zip(names, (scratch, sort), strict=True)))
+    assert enough.pieces_reason(shard, hosts, ranks_per_host) is None
+    assert 50 <= enough.pieces(shard, hosts, ranks_per_host) <= 64
+    for name in found:
+        less = {**found, name: found[name] - 8192}
+        short = BufferSizes(*(less.get(each, now) for each, now in zip(names, (scratch, sort), strict=True)))
+        assert short.pieces(shard, hosts, ranks_per_host) == 0

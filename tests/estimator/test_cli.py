@@ -187,7 +187,15 @@ def test_plan_reads_configurations_and_data_sets(tmp_path: Path) -> None:
         found = json.loads(call("plan", given, "--samples", "5000", "--batch", "8", "--epochs", "3", "--json").output)
         assert found["model"]["parameters"] == 124_439_808
         assert (found["epochs"]["steps"], found["epochs"]["total_steps"], found["epochs"]["dropped"]) == (78, 234, 8)
+        assert found["training"]["hours"] == 234 * found["step_time"]["seconds"] / 3600
     assert "there is no file nowhere/config.json" in flat(call("plan", "nowhere/config.json", code=1))
+
+
+def test_plan_of_a_step_that_was_measured() -> None:
+    said = flat(call("plan", "gpt2", "--steps", "3600", "--step-seconds", "0.5", "--price", "ml.p4d.24xlarge=20"))
+    assert "training 3,600 steps of 0.5 s, as given: 30 minutes and 10.00 USD" in said
+    assert "--step-seconds is 0.0; it is the time" in flat(call("plan", "gpt2", "--step-seconds", "0", code=1))
+    assert "--steps is 3 and epochs is 2" in flat(call("plan", "gpt2", "--steps", "3", "--epochs", "2", code=1))
 
 
 def test_plan_takes_a_batch_from_the_microbatches() -> None:

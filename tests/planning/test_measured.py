@@ -165,6 +165,15 @@ STATES = [
     pytest.param({**ALL_SHARED, "fp16": True}, 9, 12, marks=pytest.mark.full),
     pytest.param({**STATE_SHARED, "bf16": True}, 8, 10, marks=pytest.mark.full),
     pytest.param({**STATE_SHARED, "fp16": True, "_fp32_grad_accumulation": True}, 8, 10, marks=pytest.mark.full),
+    # Each of two stages has half of the parameters.
+    ({"ddp": True, "bf16": True, "pipeline_parallel_degree": 2, "microbatches": 2}, 8, 10),
+]
+#: With gradient_as_bucket_view gradients are the buffers, but copies of those that are summed in another type.
+VIEWS = [
+    ({"ddp": True, "bf16": True}, 20, 24),
+    pytest.param({"ddp": True}, 16, 16, marks=pytest.mark.full),
+    pytest.param({"ddp": True, "fp16": True}, 16, 20, marks=pytest.mark.full),
+    pytest.param({"ddp": True, "fp16": True, "_fp32_grad_accumulation": True}, 20, 24, marks=pytest.mark.full),
 ]
 
 
@@ -181,13 +190,13 @@ def _settled(live: LiveBytes) -> int:
     return lowest
 
 
-def _moments() -> dict[str, int]:
-    """Bytes alive in the third step: before it, at the most in it, in the inner optimizer's step."""
+def _moments(*, bucket_view: bool = False) -> dict[str, int]:
+    """Bytes alive in the fourth step: before it, at the most in it, in the inner optimizer's step."""
     import smdistributed.modelparallel.torch as smp
 
     with LiveBytes() as live:
         torch.manual_seed(0)
-        model = smp.DistributedModel(_matrices())
+        model = smp.DistributedModel(_matrices(), gradient_as_bucket_view=bucket_view)
         inner = torch.optim.AdamW(model.parameters(), foreach=False)
         optimizer = smp.DistributedOptimizer(inner)
         found = {}
@@ -197,10 +206,10 @@ def _moments() -> dict[str, int]:
         def step(x: torch.Tensor) -> None:
             model.backward(model(x).float().mean())
 
-        for _ in range(3):
+        for _ in range(4):  # after the second the buckets are divided anew, in the order of their gradients
             optimizer.zero_grad(set_to_none=False)
             found["before"] = live.peak = _settled(live)
-            step(torch.randn(1, WIDE))
+            step(torch.randn(2, WIDE))
             found["backward"] = live.peak
             optimizer.step()
         return found
@@ -226,6 +235,25 @@ def test_the_state_of_every_precision_is_the_measured_one(ranks, config, before,
             assert found["backward"] == pytest.approx(backward, rel=0.03)
         else:
             assert max(found["backward"], found["update"]) == pytest.approx(max(backward, worst.in_update), rel=0.02)
+
+
+def _moments_of_views() -> dict[str, int]:
+    return _moments(bucket_view=True)
+
+
+@pytest.mark.parametrize(("config", "before", "update"), VIEWS)
+def test_buffers_that_stay_are_the_measured_ones(ranks, config, before, update) -> None:
+    with torch.device("meta"):
+        module = _matrices()
+    count = 16 * WIDE**2
+    made = plan(
+        module, "local", parameters=config, processes_per_host=2, optimizer="adamw", gradient_as_bucket_view=True
+    )
+    for found in ranks(_moments_of_views, 2, config=config):
+        assert found["before"] == pytest.approx(before * count, abs=0.03 * count)
+        assert found["update"] == pytest.approx(update * count, abs=0.03 * count)
+        assert found["update"] == pytest.approx(made.worst.in_update, abs=0.03 * count)
+        assert max(found["backward"], found["update"]) == pytest.approx(made.total_bytes, rel=0.08)
 
 
 # -- offloaded activations -----------------------------------------------------------------------------------------

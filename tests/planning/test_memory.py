@@ -91,12 +91,19 @@ def test_other_optimizers(optimizer: str, each: int) -> None:
 def test_one_bucket_is_held_beside_the_gradients_unless_the_buffers_stay() -> None:
     assert kinds({"ddp": True})[Kind.BUCKETS] == 25 * 2**20
     assert kinds({"ddp": True, "bf16": True})[Kind.BUCKETS] == 25 * 2**20 + 2 * COUNT  # summed in float32
-    assert kinds({"ddp": True}, gradient_as_bucket_view=True)[Kind.BUCKETS] == 4 * COUNT
+    # Gradients are the buffers: new ones of one bucket are made beside them, and all that several passes add up.
+    assert kinds({"ddp": True}, gradient_as_bucket_view=True)[Kind.BUCKETS] == 25 * 2**20
+    assert kinds({"ddp": True}, gradient_as_bucket_view=True, accumulation=2)[Kind.BUCKETS] == 4 * COUNT
+    wide = planned({"ddp": True, "bf16": True}, gradient_as_bucket_view=True).worst
+    assert wide.kinds[Kind.BUCKETS] == 4 * COUNT  # which are bf16, copies of fp32 buffers that stay
+    assert wide.in_update == 24 * COUNT
+    shared = {"ddp": True, "bf16": True, "shard_optimizer_state": True}  # its buckets never stay
+    assert planned(shared, gradient_as_bucket_view=True).worst.kinds == planned(shared).worst.kinds
     assert kinds({})[Kind.BUCKETS] == 25 * 2**20  # {} is the default of plan(): ddp
     assert planned({"pipeline_parallel_degree": 8}).worst.kinds[Kind.BUCKETS] == 0
     whole = {"ddp": True, "tensor_parallel_degree": 8, "prescaled_batch": True}
     replicated = (
-        kinds(whole, gradient_as_bucket_view=True)[Kind.BUCKETS] / 4
+        kinds(whole, gradient_as_bucket_view=True, accumulation=2)[Kind.BUCKETS] / 4
     )  # with one replica only tensors that are not divided are averaged
     assert 32_000 * 1024 < replicated < 34_000 * 1024
 

@@ -74,8 +74,27 @@ def test_the_table_shows_the_numbers() -> None:
                 assert f"{size / 1e9:.2f}" in text
     assert "does not fit" in text
     assert "16 bytes per parameter: 328.9 GB" in text
-    assert "411.1 GB" in text  # the rule of 20 beside it
+    assert "at 18, with gradients that stay in float32: 370.0 GB" in text
     assert json.dumps(made.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("parameters", "rule"),
+    [
+        ({"bf16": True}, "at 20, with float32 copies of the gradients: 2.5 GB"),
+        ({"bf16": True, "sharded_data_parallel_degree": 8}, "at 18, with gradients that stay in float32: 2.2 GB"),
+        ({"fp16": True, "sharded_data_parallel_degree": 8}, "at 20,"),  # summed in fp16
+        ({"bf16": True, "shard_optimizer_state": True}, "at 18,"),
+        ({"fp16": True, "_fp32_grad_accumulation": True, "shard_optimizer_state": True}, "at 18,"),
+        ({"fp16": True, "shard_optimizer_state": True}, "at 20,"),
+        ({"bf16": True, "pipeline_parallel_degree": 8, "shard_optimizer_state": True}, "at 20,"),  # nobody shares
+        ({}, "2.0 GB; on this GPU"),
+    ],
+)
+def test_the_rule_of_thumb_is_that_of_the_precision(parameters: dict[str, Any], rule: str) -> None:
+    made = plan("gpt2", "ml.p4d.24xlarge", 1, {"ddp": True, **parameters})
+    text = " ".join(str(made).split())
+    assert f"16 bytes per parameter: 2.0 GB{'; ' if not parameters else ', '}{rule.removeprefix('2.0 GB; ')}" in text
 
 
 def test_notes() -> None:
@@ -167,11 +186,16 @@ def test_units_above_the_buffers_go_through_smddp_in_pieces(
     assert said.endswith(f"the shard of the largest unit, {mib} MiB, goes in {pieces} pieces")
     said = of_smddp(model, count, parameters, 8192)
     assert said.startswith("0% of the gathered bytes")
-    assert "larger than SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES=8192" in said
+    assert "more than 64 pieces with SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES=8192" in said
 
 
-def of_smddp(model: Any, count: int, parameters: dict[str, Any], scratch: int = 16 * 2**20) -> str:
-    environment = {"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": str(scratch)}
+def of_smddp(
+    model: Any, count: int, parameters: dict[str, Any], scratch: int = 16 * 2**20, sort: int = 128 * 2**20
+) -> str:
+    environment = {
+        "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": str(scratch),
+        "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": str(sort),
+    }
     notes = plan(model, "ml.p4d.24xlarge", count, parameters, environment=environment).notes
     return next(note for note in notes if "SMDDP" in note)
 
@@ -180,7 +204,21 @@ def test_units_that_fall_back_count_by_their_bytes() -> None:
     # The embeddings take 50 pieces of 768 KiB, a layer would take 72 and at most 64 are made.
     said = of_smddp("gpt-neox-20b", 2, {**SHARDED, "sharded_data_parallel_degree": 16}, 96 * 8192)
     assert said.startswith("3% of the gathered bytes go through the SMDDP all-gather, in buffers of 0.75 and 128 MiB")
-    assert "54.0 MiB, is too large for them; the plain backend does the rest: the input of 56" in said
+    assert (
+        "54.0 MiB, is too large for them; the plain backend does the rest: the shard of 56623104 bytes would take"
+        in said
+    )
+    assert said.endswith("; SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES=884736 would do")
+
+
+def test_what_a_plan_says_of_smddps_buffers_is_enough() -> None:
+    """The sort buffer is to blame here, and the scratch buffer of 16 MiB holds a piece."""
+    sharded = {**SHARDED, "sharded_data_parallel_degree": 16}
+    said = of_smddp("gpt-neox-20b", 2, sharded, sort=8 * 8192)
+    assert said.startswith("0% of the gathered bytes")
+    assert said.endswith("; SMDDP_AG_SORT_BUFFER_SIZE_BYTES=8847360 would do")
+    assert of_smddp("gpt-neox-20b", 2, sharded, sort=8847360).startswith("100% of the gathered bytes")
+    assert of_smddp("gpt-neox-20b", 2, sharded, scratch=884736).startswith("100% of the gathered bytes")
 
 
 def test_unknown_instances_are_planned_without_a_verdict() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from smp_config import ConfigError
-from smp_estimator.planning import ModelShape, plan
+from smp_estimator.planning import ModelShape, plan, suggest
 
 #: 12 layers of 12 · 768² + 13 · 768 parameters, 768 wide, 1,024 tokens, vocabulary 50,257: 2 × 85,054,464 operations of a
 #: token in matrices, 4 × 12 × 1,024 × 768 in attention, 2 × 50,257 × 768 for its logits.
@@ -149,6 +149,77 @@ def test_the_price_of_a_step() -> None:
     assert two.cost.usd_per_step == pytest.approx(2 * 36.0 * 0.0449067 / 3600, rel=1e-5)
 
 
+def test_time_and_price_of_a_training() -> None:
+    """5,000 samples in batches of 8 are 625 steps; those of one GPU at 1.006 USD take 0.2001556 s each."""
+    made = plan("gpt2", "ml.g5.xlarge", 1, BF16, 8, samples=5000, epochs=3).training
+    assert made is not None
+    assert (made.steps, made.epochs, made.is_given) == (1875, 3, False)
+    assert made.seconds == pytest.approx(1875 * 0.2001556, rel=1e-6)
+    assert made.usd == pytest.approx(1.006 * 1875 * 0.2001556 / 3600, rel=1e-6)
+    assert str(made).startswith("1,875 steps (3 epochs) of about 0.2 s: 6 minutes and 0.105 USD; starting")
+    steps = plan("gpt2", "ml.g5.xlarge", 1, BF16, 8, samples=5000, steps=1000).training
+    assert steps is not None
+    assert (steps.steps, steps.epochs) == (1000, 1.6)
+    assert steps.usd == pytest.approx(1.006 * 1000 * 0.2001556 / 3600, rel=1e-6)
+    alone = plan("gpt2", "ml.g5.xlarge", 1, BF16, 8, steps=1).training
+    assert alone is not None
+    assert alone.epochs is None
+    assert str(alone).startswith("1 step of about 0.2 s: 0.2 s and")
+    assert plan("gpt2", "ml.g5.xlarge", 1, BF16, 8).training is None  # neither a data set nor steps
+    assert plan("gpt2", "ml.g5.xlarge", 1, BF16, 8, samples=7).training is None  # less than a step
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "said"),
+    [
+        (0.01, "50 s and 0.3 USD"),
+        (1.0, "83 minutes and 30.00 USD"),
+        (18.0, "25.0 hours and 540.00 USD"),
+        (720.0, "1,000.0 hours (41.7 days) and 21,600.00 USD"),
+    ],
+)
+def test_a_step_that_was_measured_counts_instead_of_the_estimate(step_seconds: float, said: str) -> None:
+    prices = {"ml.p4d.24xlarge": 10.8}
+    made = plan("gpt2", "ml.p4d.24xlarge", 2, BF16, 8, steps=5000, step_seconds=step_seconds, prices=prices)
+    assert made.training is not None
+    assert f"as given: {said};" in str(made.training)
+    assert made.training.seconds == 5000 * step_seconds
+    assert made.cost is not None
+    assert made.cost.usd_per_step == pytest.approx(2 * 10.8 * step_seconds / 3600)
+    assert made.cost.usd_per_million_tokens == pytest.approx(made.cost.usd_per_step / made.batches.tokens * 1e6)
+    assert made.time is not None
+    assert made.time.total == pytest.approx(0.0449067, rel=1e-5)  # stays the estimate
+    text = " ".join(str(made).split())
+    assert f"a step takes {step_seconds:.3g} s, as given, {16 * 8 * 1024 / step_seconds:,.0f} tokens per second" in text
+    assert f"training 5,000 steps of {step_seconds:.3g} s, as given: {said}" in text
+    found = json.loads(json.dumps(made.to_dict()))["training"]
+    assert (found["hours"], found["is_given"], found["epochs"]) == (5000 * step_seconds / 3600, True, None)
+    assert found["usd"] == pytest.approx(2 * 10.8 * 5000 * step_seconds / 3600)
+
+
+def test_a_measured_step_is_enough_where_nothing_can_be_estimated() -> None:
+    cluster = {"processes_per_host": 8, "gpu_memory_bytes": 2**37}
+    made = plan("gpt2", "ml.p9.48xlarge", 1, BF16, samples=800, step_seconds=2.0, **cluster)
+    assert made.time is None
+    assert made.training is not None
+    assert (made.training.seconds, made.training.usd) == (200.0, None)
+    assert "USD" not in str(made.training)
+    text = " ".join(str(made).split())
+    assert "the estimate: unknown: the type is not in the catalogue" in text
+    assert "no price of ml.p9.48xlarge is known; give it with prices" in text
+    priced = plan(
+        "gpt2", "ml.p9.48xlarge", 1, BF16, samples=800, step_seconds=2.0, prices={"ml.p9.48xlarge": 90.0}, **cluster
+    )
+    assert priced.training is not None
+    assert priced.training.usd == pytest.approx(5.0)
+
+
+def test_a_measured_step_is_of_one_configuration() -> None:
+    with pytest.raises(ConfigError, match=r"step_seconds is 1\.5; .* suggest\(\) compares many: give it to plan\(\)"):
+        suggest("gpt2", "ml.g5.xlarge", 1, step_seconds=1.5)
+    assert suggest("gpt2", "ml.g5.xlarge", 1, batch=1, steps=3600).plan.training is not None
+
+
 def test_a_part_of_the_peak() -> None:
     half, all_of_it = (seconds("gpt2", "ml.g5.xlarge", 1, BF16, 8, utilisation=part) for part in (0.5, 1))
     assert half.total == pytest.approx(2 * all_of_it.total)
@@ -179,6 +250,8 @@ def test_the_example_of_the_page_is_what_a_plan_says() -> None:
     said = " ".join(text.partition("time ")[2].partition("fewer GPUs")[0].split())
     assert said.startswith("a step takes about 8.94 s")
     assert f"time {said}" in page
+    trained = plan("gpt2", "ml.p4d.24xlarge", batch=8, samples=5000, epochs=3).training
+    assert f"training {trained}" in page
 
 
 @pytest.mark.parametrize(
@@ -217,6 +290,12 @@ def test_a_price_that_nobody_knows() -> None:
         ({"utilisation": 0}, r"utilisation is 0; .* at most 1, for example 0\.5"),
         ({"utilisation": 45}, "utilisation is 45"),
         ({"utilisation": True}, "utilisation is True"),
+        ({"step_seconds": 0}, "step_seconds is 0; .* give more than 0, or leave it out"),
+        ({"step_seconds": float("inf")}, "step_seconds is inf"),
+        ({"step_seconds": "1"}, "step_seconds is '1'"),
+        ({"steps": 0}, "steps is 0"),
+        ({"steps": 1.5}, "steps is 1.5"),
+        ({"steps": 10, "epochs": 2, "samples": 64}, "steps is 10 and epochs is 2; .* give one of them"),
         ({"prices": {"ml.p4d.24xlarg": 1.0}}, r"prices has 'ml\.p4d\.24xlarg'.* did you mean 'ml\.p4d\.24xlarge'"),
         ({"prices": {"ml.p4d.24xlarge": 0}}, r"the price of ml\.p4d\.24xlarge is 0; .* US dollars per hour"),
         ({"prices": {"ml.p4d.24xlarge": "3"}}, r"is '3'"),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from smp_config import ConfigError, ModelParallelParameters, smddp
 from smp_config.smddp import BUFFER_GRAIN, SCRATCH_VARIABLE, SORT_VARIABLE, BufferSizes
 from smp_runtime.smddp.buffers import RingBuffer
 from smp_runtime.smddp.layout import HostGrid, agree
+from smp_runtime.smddp.process_group import SmddpProcessGroup
 
 P4D = "ml.p4d.24xlarge"
 
@@ -48,6 +52,29 @@ def test_both_thresholds_to_the_byte(hosts, ranks_per_host):
         assert largest == min(scratch, int(sort / max(degree / 8, hosts)))
         assert not any(falls(size) for size in (1, largest // 2, largest))
         assert all(falls(size) for size in (largest + 1, 2 * largest))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        (BufferSizes(BUFFER_GRAIN, 2**20), f"{SCRATCH_VARIABLE}={2 * BUFFER_GRAIN} would do"),
+        (BufferSizes(2**20, BUFFER_GRAIN), f"{SORT_VARIABLE}={8 * BUFFER_GRAIN} would do"),
+    ],
+)
+def test_a_shard_of_too_many_pieces_is_logged_with_the_buffer_that_is_too_small(caplog, sizes, said):
+    """The first of four ranks on two hosts, alone: nothing is sent. 64 pieces of 16 KiB would be needed."""
+    gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
+    plain = {"cpu": (dist.ProcessGroup.BackendType.GLOO, gloo)}
+    group = SmddpProcessGroup(0, 4, plain, HostGrid.of(["a", "a", "b", "b"], 0), sizes, {"cpu": object()})
+    shard = torch.zeros(2**20, dtype=torch.uint8)
+    for _ in range(2):
+        assert group.gather_in_pieces(shard.new_empty(4 * shard.numel()), shard) is None
+    assert (group.fallen_back, group.bytes_fallen_back) == (2, 2 * shard.numel())
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "SMDDP: all-gathers over 4 ranks fall back to the plain backend: the shard of 1048576"
+    )
+    assert record.getMessage().endswith(f"; {said}")
 
 
 class _Store(dict):

@@ -178,6 +178,9 @@ class SmddpProcessGroup(dist.ProcessGroup):
             step = self.sizes.piece_bytes(shard.nbytes, self.grid.hosts, self.grid.ranks_per_host)
             if step:
                 return self._start(Item.into_pieces(full, shard, self.size(), step))
+            reason = self.sizes.pieces_reason(shard.nbytes, self.grid.hosts, self.grid.ranks_per_host)
+            self._fall_back(reason or "", shard.nbytes, "pieces")
+            return None
         self.tries_phases(shard.nbytes, device)  # counts it, and says why
         return None
 
@@ -185,14 +188,14 @@ class SmddpProcessGroup(dist.ProcessGroup):
         """Whether an all-gather that is to begin goes in phases; counts and logs it where it falls back."""
         reason = self.fallback_reason(shard_bytes, device)
         if reason is not None:
-            self.fallen_back += 1
-            self.bytes_fallen_back += shard_bytes
-            self._say(reason, shard_bytes)
+            kind = "place" if isinstance(self.grid, str) else "scratch" if shard_bytes > self.sizes.scratch else "sort"
+            self._fall_back(reason, shard_bytes, kind)
         return reason is None
 
-    def _say(self, reason: str, shard_bytes: int) -> None:
-        """Log why the plain backend is used: once for what the ranks' places cause, once for each buffer."""
-        kind = "place" if isinstance(self.grid, str) else "scratch" if shard_bytes > self.sizes.scratch else "sort"
+    def _fall_back(self, reason: str, shard_bytes: int, kind: str) -> None:
+        """Count what the plain backend does, and log why: once for the ranks' places, for each buffer and for pieces."""
+        self.fallen_back += 1
+        self.bytes_fallen_back += shard_bytes
         if shard_bytes and self.rank() == 0 and kind not in self._said:
             self._said.add(kind)
             logger.log(

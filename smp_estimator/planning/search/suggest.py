@@ -206,6 +206,11 @@ def suggest(  # noqa: PLR0913 - what a caller may ask for, each by its name
         ConfigError: arguments that cannot be used, or no cluster that is large enough when the type is open.
     """
     _check(precision, prefer, up_to, instance_type, instance_count, gpu_memory_bytes)
+    if workload.get("step_seconds") is not None:
+        raise ConfigError(
+            f"step_seconds is {workload['step_seconds']!r}; it is the time of one configuration, and suggest() compares many: give "
+            "it to plan(), with the parameters that it was measured with, or utilisation to both"
+        )
     require_usable(instance_type)
     shape = shape_given(model, sequence)  # read once, for all that is tried
 
