@@ -30,6 +30,8 @@ SHARDING = {"sharded_data_parallel_degree": 4, "sdp_param_persistence_threshold"
 
 #: By name: hosts, processes on each, spares, parameters; of the job that goes on: processes, parameters, batch, words of the log.
 CASES = {
+    "two ranks": (2, 1, 0, {**SHARDING, "sharded_data_parallel_degree": 2}, 1, {**SHARDING, "sharded_data_parallel_degree": 1}, 8,
+                  "sharded_data_parallel_degree 2 → 1, replicas 2 → 1"),
     "sharding 4": (2, 2, 0, SHARDING, 2, {**SHARDING, "sharded_data_parallel_degree": 2}, 8,
                    "sharded_data_parallel_degree 4 → 2, replicas 4 → 2"),
     "pp 4": (2, 2, 0, PP4, 2, {**PP4, "partitions": 2}, 4, "pipeline_parallel_degree 4 → 2, replicas 1 → 1"),
@@ -75,7 +77,7 @@ def states(job, processes):
 @pytest.mark.job
 @pytest.mark.timeout(330)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "sharding 4" else pytest.mark.full) for name in CASES]
+    "name", [pytest.param(name, marks=() if name == "two ranks" else pytest.mark.full) for name in CASES]
 )
 def test_a_host_that_dies_for_good(launcher, tmp_path, name):
     hosts, processes, spares, parameters, left, smaller, batch, said = CASES[name]
