@@ -201,13 +201,25 @@ def batch_for(topology: Topology, global_batch: int, *, prescaled: bool = False,
     return global_batch // each
 
 
-def idle_fraction(stages: int, microbatches: int) -> float:
+def idle_fraction(stages: int, microbatches: int, active: int | None = None, schedule: str = "interleaved") -> float:
     """Part of a step in which a stage waits, for GPipe and 1F1B alike: (p − 1) / (m + p − 1).
 
-    Source: Huang et al. 2019 (GPipe) and Narayanan et al. 2021, for stages of equal time and free communication.
+    Source: Huang et al. 2019 (GPipe) and Narayanan et al. 2021, for stages of equal time and free communication. With fewer
+    microbatches in flight than stages the pipeline never fills: one begins when another has gone through all p stages, so m of
+    them take ⌈m/a⌉ · p times of a stage and those by which the last ones follow each other. "simple" runs in waves of a
+    microbatches, and each fills and empties the pipeline.
+
+    Args:
+        active: a, the most in flight; None: enough.
     """
     _at_least_one(stages=stages, microbatches=microbatches)
-    return (stages - 1) / (microbatches + stages - 1)
+    most = microbatches if active is None else max(1, min(active, microbatches))
+    span = microbatches + stages - 1
+    if active is not None and schedule == "simple":
+        span = microbatches + -(-microbatches // most) * (stages - 1)
+    elif active is not None:
+        span = max(span, -(-microbatches // most) * stages + (microbatches - 1) % most)
+    return 1 - microbatches / span
 
 
 def in_flight(schedule: str, stage: int, stages: int, microbatches: int, active: int | None = None) -> int:

@@ -55,8 +55,9 @@ def sharded_bytes(
 ) -> float:
     """Sharded data parallelism in two hops (Zhang et al. 2022, MiCS): k·3(s−1)/s·Ψb + 2(r−1)/r·Ψb/s.
 
-    In each of the k accumulation steps the parameters are gathered in forward and again in backward and the gradients
-    reduced inside the sharding group; the r = n/s replicas of a shard are averaged once per optimizer step. With
+    In each of the k backward passes (accumulation steps × microbatches) the parameters are gathered in forward and again in
+    backward and the gradients reduced inside the sharding group; the r = n/s replicas of a shard are averaged once per optimizer
+    step. With
     s = n this is fully sharded training, 3k(n−1)/n·Ψb.
 
     Args:
@@ -133,7 +134,8 @@ def traffic(request: Request, topology: Topology, batch: Batches, stage: StageMe
     k, tensor, stages = workload.accumulation, parameters.tensor_parallel_degree, parameters.pipeline_parallel_degree
     data, late, summed = 0.0, 0.0, summed_bytes(parameters)
     if degree > 1:
-        data = sharded_bytes(ranks, degree, stage.elements, b, summed=summed, accumulation=k)
+        passes = k * parameters.microbatches  # each gathers, and sums inside its group, for itself
+        data = sharded_bytes(ranks, degree, stage.elements, b, summed=summed, accumulation=passes)
         late = reduce_bytes(ranks // degree, stage.elements * summed / degree)
     elif parameters.ddp:
         shares = parameters.shard_optimizer_state
