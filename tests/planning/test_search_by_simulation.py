@@ -303,6 +303,23 @@ def test_the_single_change_that_helps_most() -> None:
     assert sum(getattr(best.configuration, level) != getattr(start, level) for level in LEVELS) >= 1
 
 
+def test_a_second_question_knows_the_answers_to_the_first() -> None:
+    """Nothing is evaluated twice, and what changes have shown counts where the budget has ended."""
+    job = Job.drawn(20)
+    now = [0.0]
+    search = Search([job.region()], budget=1, clock=lambda: now[0])
+    start = Configuration(1, 1, "whole", "again", 1, 1, "DPT")
+    changes = list(search.changes(start))
+    now[0] = 2.0
+    asked = len(job.asked)
+    best = search.run().best
+    assert best is not None
+    assert best.worth == min(judged.worth for _, judged in changes)
+    now[0] = 0.0
+    assert search.run().is_proven
+    assert len(job.asked) == len(set(job.asked)) > asked
+
+
 def test_what_makes_settings_fit_is_the_change_that_helps() -> None:
     """Faster settings that do not fit either are no help."""
     job = Job.drawn(20)

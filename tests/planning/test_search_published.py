@@ -194,6 +194,10 @@ def test_settings_that_no_single_change_helps_and_those_that_do_not_fit() -> Non
     assert whole.improvements[0].seconds_before is None
     assert whole.improvements[0].plan.verdict is Verdict.FITS
     assert str(whole.improvements[0]).startswith("sharded_data_parallel_degree 16: fits, ")
+    with pytest.raises(
+        ConfigError, match=r"64 samples cannot be read by 16 replicas .* 3 microbatches .* multiple of 48"
+    ):
+        suggest("gpt2-xl", "ml.p4d.24xlarge", 2, 4, parameters={"microbatches": 3})
     with pytest.raises(ConfigError, match="single changes are compared on one cluster"):
         suggest("gpt2", "ml.g5.12xlarge", parameters={"ddp": True})
 

@@ -179,6 +179,8 @@ class Search:
                 known, much less is opened.
         """
         best: Judged | None = None
+        for known in self._judged.values():  # of an earlier question
+            best = self._better(best, known)
         queue: list[_Waiting] = []
         for region in range(len(self.regions)):
             for configuration in first:

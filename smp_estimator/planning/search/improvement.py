@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_config import ModelParallelParameters
 from smp_estimator.planning.search.branch_and_bound import Found, Search
-from smp_estimator.planning.search.planned import configuration_of, plan_of, region_of
+from smp_estimator.planning.search.planned import configuration_of, plan_of, region_of, space_of
 from smp_estimator.planning.step_time import unknown_because
 
 if TYPE_CHECKING:
@@ -63,11 +63,7 @@ class Improvement:
         }
 
     def __str__(self) -> str:
-        after = "" if self.seconds is None else f"{self.seconds:.3g} s per step"
-        if self.seconds_before is None:
-            return f"{self.what}: fits, {after}".rstrip(", ")
-        faster = f" ({1 - (self.seconds or 0) / self.seconds_before:.1%} less)"
-        return f"{self.what}: {after} instead of {self.seconds_before:.3g}{faster}"
+        return change_line(self.what, self.seconds, self.seconds_before)
 
 
 def improvements(
@@ -90,6 +86,7 @@ def improvements(
         return ()
     given = ModelParallelParameters.from_mp_parameters({"ddp": True, **parameters})
     start = configuration_of(request.changed(given.to_mp_parameters()))
+    space_of(request, samples).check(start)
     plan_of(request, samples, start)  # what cannot work is told
     search = Search([region_of(request, samples)], budget=budget)
     before = search.judge(start).evaluated
@@ -97,13 +94,13 @@ def improvements(
     found = search.changes(start)
     return tuple(
         Improvement(
-            _change(name, start, judged.configuration), plan_of(request, samples, judged.configuration), seconds
+            change_words(name, start, judged.configuration), plan_of(request, samples, judged.configuration), seconds
         )
         for name, judged in found
     )
 
 
-def _change(name: str, before: Configuration, after: Configuration) -> str:
+def change_words(name: str, before: Configuration, after: Configuration) -> str:
     """``"microbatches 4 → 16"``, with what follows from it."""
     if name == "state":
         return _state(after)
@@ -117,6 +114,14 @@ def _change(name: str, before: Configuration, after: Configuration) -> str:
 
 def _state(at: Configuration) -> str:
     return f"sharded_data_parallel_degree {at.sharded}" if at.sharded > 1 else _STATES[str(at.state)]
+
+
+def change_line(what: str, after: float | None, before: float | None) -> str:
+    """A change and the seconds of a step after and before it; None: not known, or what was did not fit."""
+    seconds = "" if after is None else f"{after:.3g} s per step"
+    if before is None or after is None:
+        return f"{what}: fits, {seconds}".rstrip(", ")
+    return f"{what}: {seconds} instead of {before:.3g} ({1 - after / before:.1%} less)"
 
 
 def search_line(found: Found) -> str:
@@ -137,4 +142,4 @@ def search_dict(found: Found) -> dict[str, Any]:
     }
 
 
-__all__ = ["Improvement", "improvements", "search_dict", "search_line"]
+__all__ = ["Improvement", "change_line", "change_words", "improvements", "search_dict", "search_line"]

@@ -19,6 +19,7 @@ from smp_estimator.planning.search.space import Configuration, Space
 from smp_estimator.planning.step_time import operations_of_rank, unknown_because
 
 if TYPE_CHECKING:
+    from smp_config import ModelParallelParameters
     from smp_estimator.planning.request import Request
 
 #: Seconds that a search over plans may take, unless told otherwise.
@@ -123,11 +124,15 @@ def plan_of(request: Request, samples: int, at: Configuration) -> Plan:
 
 def configuration_of(request: Request) -> Configuration:
     """The configuration that a request's own settings are; it may lie outside the space that a search looks through."""
-    settings = request.parameters
+    kept = "kept" if request.workload.activation_checkpointing is None else "again"
+    return configuration_of_settings(request.parameters, kept)
+
+
+def configuration_of_settings(settings: ModelParallelParameters, memory: str) -> Configuration:
+    """The same of ``mp_parameters``; ``memory``: what activations cost where they are not offloaded."""
     state: str | int = settings.sharded_data_parallel_degree
     if state == 1:
         state = "optimizer" if settings.shard_optimizer_state else "whole"
-    memory = "kept" if request.workload.activation_checkpointing is None else "again"
     stages = settings.pipeline_parallel_degree
     return Configuration(
         pipeline=stages,

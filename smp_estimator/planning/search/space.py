@@ -157,6 +157,21 @@ class Space:
         """Samples that a replica reads at a time, the script's batch size."""
         return self.samples // (self.replicas(at) * self.accumulation)
 
+    def check(self, at: Configuration) -> None:
+        """Refuse a configuration of others whose replicas cannot read the global batch.
+
+        Raises:
+            ConfigError: degrees that do not divide the processes, or a batch that is not whole.
+        """
+        self.topology(at)
+        readers = self.replicas(at) * self.accumulation
+        if self.samples % readers or self.samples // readers % (at.microbatches or 1):
+            raise ConfigError(
+                f"a global batch of {self.samples} samples cannot be read by {self.replicas(at)} replicas in {self.accumulation} "
+                f"accumulation steps of {at.microbatches or 1} microbatches ({self.world} processes, pipeline {at.pipeline or 1}, "
+                f"tensor {at.tensor or 1}); use a multiple of {readers * (at.microbatches or 1)}"
+            )
+
     def topology(self, at: Configuration) -> Topology:
         """The degrees over all processes."""
         return Topology(
