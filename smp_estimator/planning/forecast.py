@@ -113,7 +113,8 @@ class Forecast:
     @property
     def idle(self) -> float:
         """Part of a step that a pipeline stage waits."""
-        return idle_fraction(self.request.parameters.pipeline_parallel_degree, self.batches.microbatches)
+        parameters = self.request.parameters
+        return idle_fraction(parameters.pipeline_parallel_degree, self.batches.microbatches, parameters.pipeline)
 
     @cached_property
     def time(self) -> StepTime | None:

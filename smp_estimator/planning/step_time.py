@@ -218,7 +218,7 @@ def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffi
     arithmetic = (forward + backward) / speed
     links = _Links(known, topology, request.processes_per_host)
     tensor = links.seconds(sent.tensor, Group.TP)
-    waits = idle_fraction(parameters.pipeline_parallel_degree, parameters.microbatches)
+    waits = idle_fraction(parameters.pipeline_parallel_degree, parameters.microbatches, parameters.pipeline)
     early = sent.data - sent.data_late
     if parameters.sharded_data_parallel_degree > 1:
         # Layers are gathered ahead and reduced behind, in forward and in backward.

@@ -42,7 +42,10 @@ def plan_report(
         f"each rank sends at least {plan.traffic.total / GB:.2f} GB per step: data parallel {plan.traffic.data / GB:.2f}, "
         f"tensor parallel {plan.traffic.tensor / GB:.2f}, pipeline {plan.traffic.pipeline / GB:.2f}"
     )
-    idle = [f"idle {plan.idle:.0%} of a step: (p − 1) / (m + p − 1)"] if len(plan.stages) > 1 else []
+    closed_form = (
+        "(p − 1) / (3m + p − 1)" if plan.request.parameters.pipeline == "zero_bubble" else "(p − 1) / (m + p − 1)"
+    )
+    idle = [f"idle {plan.idle:.0%} of a step: {closed_form}"] if len(plan.stages) > 1 else []
     to_change = [str(change) for change in changes]
     if plan.verdict is Verdict.DOES_NOT_FIT and not to_change and not searched:
         to_change = [
