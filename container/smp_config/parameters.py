@@ -113,7 +113,9 @@ class ModelParallelParameters(BaseModel):
         None, ge=1, description="Most microbatches in flight at once; default: stages + 2."
     )
     pipeline: Schedule = Field(
-        "interleaved", description="interleaved: backward first; simple: all forwards, then all backwards."
+        "interleaved",
+        description="interleaved: backward first; zero_bubble: likewise, gradients of weights where a stage would idle; simple: "
+        "all forwards, then all backwards.",
     )
     optimize: Literal["memory", "speed"] = Field(
         "memory", description="Tensor parallelism: less activation memory, or less communication."

@@ -247,7 +247,7 @@ def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffi
 def idle_of(parameters: ModelParallelParameters) -> float:
     """Part of a step that a pipeline stage waits, with the schedule and the microbatches in flight of these settings."""
     stages, count = parameters.pipeline_parallel_degree, parameters.microbatches
-    return idle_fraction(stages, count, parameters.active_microbatches, parameters.pipeline)
+    return idle_fraction(stages, count, parameters.pipeline, parameters.active_microbatches)
 
 
 def operations_of_rank(request: Request, batch: Batches) -> tuple[float, float]:

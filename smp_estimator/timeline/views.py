@@ -15,10 +15,10 @@ from smp_estimator.timeline.drawing import LIGHT, Theme, coloured, figure_for, s
 if TYPE_CHECKING:
     from smp_estimator.timeline.steps import JobTimeline, RankStep, Step
 
-KIND_WORDS = {"F": "forward", "B": "backward", "S": "step function"}
+KIND_WORDS = {"F": "forward", "B": "backward", "W": "gradients of weights", "S": "step function"}
 
 #: Chrome's names for blue, orange and grey; Perfetto chooses its own colours.
-_CHROME_COLOURS = {"F": "thread_state_runnable", "B": "rail_animation", "S": "grey"}
+_CHROME_COLOURS = {"F": "thread_state_runnable", "B": "rail_animation", "W": "rail_load", "S": "grey"}
 
 #: Rows of a rank's process.
 _COMPUTED, _CALLS = 0, 1
@@ -27,7 +27,7 @@ _COMPUTED, _CALLS = 0, 1
 _LISTED_RANKS = 8
 
 #: Lightness of a microbatch's colour, so that its forward and backward passes can be told apart.
-_LIGHTNESS = {"F": 0.62, "B": 0.40}
+_LIGHTNESS = {"F": 0.62, "B": 0.40, "W": 0.26}
 _SATURATION = 0.55
 _STEP_FUNCTION = "#9b9b9b"
 
@@ -165,7 +165,7 @@ def _draw_lane(axes: Any, lane: int, rank: RankStep, origin: float, width: float
 
 
 def colour_of(kind: str, microbatch: int) -> str:
-    """A block's colour as ``#rrggbb``: the hue is its microbatch's, lighter forward than backward; grey is the step function's."""
+    """A block's colour as ``#rrggbb``: the hue is its microbatch's, forward lightest, gradients of weights darkest; else grey."""
     if kind not in _LIGHTNESS:
         return _STEP_FUNCTION
     hue = (_FIRST_HUE + microbatch * _HUE_STEP) % 1.0

@@ -94,7 +94,7 @@ def test_the_closed_form_of_idle_time_is_what_the_runtime_plans(stages: int, mic
     chain = list(segments([1.0] * stages, [2.0] * stages, microbatches))
     for active in range(1, microbatches + 1):
         made = planner.plan(chain, policy=policy_named(schedule), active=active)
-        closed = 3.0 * microbatches / (1 - idle_fraction(stages, microbatches, active, schedule))
+        closed = 3.0 * microbatches / (1 - idle_fraction(stages, microbatches, schedule, active))
         assert made.makespan == pytest.approx(closed, rel=0.02), active
 
 
@@ -385,7 +385,11 @@ def test_nothing_fits_and_that_is_proven() -> None:
 
 
 def request(model: Any, kind: str, count: int, **workload: Any) -> Request:
-    parameters = {"ddp": True, workload.pop("precision", "bf16"): True}
+    parameters = {
+        "ddp": True,
+        workload.pop("precision", "bf16"): True,
+        "pipeline": workload.pop("schedule", "interleaved"),
+    }
     return request_for(
         model,
         kind,
@@ -403,6 +407,8 @@ def request(model: Any, kind: str, count: int, **workload: Any) -> Request:
     ("model", "kind", "count", "samples", "workload"),
     [
         ("gpt2-xl", "ml.g5.12xlarge", 2, 64, {"accumulation": 2}),
+        ("gpt2-xl", "ml.g5.12xlarge", 1, 32, {"schedule": "zero_bubble"}),
+        pytest.param("gpt2-xl", "ml.g5.12xlarge", 2, 48, {"schedule": "simple"}, marks=pytest.mark.full),
         pytest.param("gpt2-xl", "ml.g5.12xlarge", 3, 96, {}, marks=pytest.mark.full),
         pytest.param("gpt-neox-20b", "ml.p4d.24xlarge", 2, 64, {}, marks=pytest.mark.full),
         pytest.param("gpt2", "ml.p4d.24xlarge", 2, 64, {"precision": "fp16"}, marks=pytest.mark.full),

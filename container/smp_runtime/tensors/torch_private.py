@@ -12,6 +12,7 @@ knows, for which a function would only hide what happens. The same tests try the
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -107,6 +108,12 @@ def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None
     return hooks
 
 
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one inside ``torch.func`` (``vmap``, ``grad``, …)."""
+    known = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None)
+    return bool(known and known(tensor))
+
+
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 #: A context in which functions see subclasses of tensors as plain ones.
@@ -189,7 +196,8 @@ def default_device() -> str | None:
     """The kind of device that the calling thread makes tensors on by default; None where nobody has set one."""
     if not _count_function_modes():  # asked for at every call
         return None
-    kind = torch.utils._device.DeviceContext
+    # Imported by whoever sets one first.
+    kind = getattr(sys.modules.get("torch.utils._device"), "DeviceContext", ())
     return next((mode.device.type for mode in reversed(_function_modes()) if isinstance(mode, kind)), None)
 
 

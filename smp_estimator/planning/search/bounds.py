@@ -86,19 +86,23 @@ def least_seconds(needs: Needs, space: Space, card: RateCard, at: Configuration)
         seconds += card.seconds_of_traffic(sent_bytes("all_reduce", tensor, size), *space.ring(at, Group.TP))
     microbatches = at.microbatches or samples
     active = min(at.active or microbatches, microbatches)
-    passes = _pipelined(seconds, stages, microbatches, active)
+    # Gradients of weights may be computed in any moment: before a stage can begin stand forward passes alone.
+    whole = needs.forward + needs.backward + needs.again
+    waiting = needs.forward / whole if space.schedule == "zero_bubble" and needs.forward else 1.0
+    passes = _pipelined(seconds, stages, microbatches, active, waiting)
     return max(space.accumulation * passes, _data_seconds(needs, space, card, at))
 
 
-def _pipelined(seconds: float, stages: int, microbatches: int, active: int) -> float:
+def _pipelined(seconds: float, stages: int, microbatches: int, active: int, waiting: float) -> float:
     """Seconds in which ``stages`` compute what takes ``seconds`` on one of them, however it is divided.
 
     Stage i of a chain cannot begin before those before it have passed a microbatch on, and these come last in backward. With
-    times t_i of a microbatch the step takes m · t_i + t_0 + … + t_(i−1) or more, and the division for which the largest of
-    these is least gives T / (m · (1 − (1 − 1/m)^p)). Of ``active`` microbatches in flight each takes the whole chain.
+    times t_i of a microbatch, of which the part w of each stage before is waited for, the step takes m · t_i + w · (t_0 + … +
+    t_(i−1)) or more, and the division for which the largest of these is least gives T · w / (m · (1 − (1 − w/m)^p)). Of
+    ``active`` microbatches in flight each takes the part w of the whole chain.
     """
-    filling = seconds / (microbatches * (1.0 - (1.0 - 1.0 / microbatches) ** stages))
-    return max(filling, seconds / active)
+    filling = seconds * waiting / (microbatches * (1.0 - (1.0 - waiting / microbatches) ** stages))
+    return max(filling, waiting * seconds / active)
 
 
 def _data_seconds(needs: Needs, space: Space, card: RateCard, at: Configuration) -> float:

@@ -111,6 +111,7 @@ def space_of(request: Request, samples: int, *, offloads: bool = True) -> Space:
         heads=shape.heads,
         offloads=offloads,
         can_recompute=shape.has_layers,
+        schedule=request.parameters.pipeline,
     )
 
 

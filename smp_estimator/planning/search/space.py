@@ -133,6 +133,7 @@ class Space:
         heads: which tensor parallelism divides; 0: nothing is divided, there is no tensor parallelism.
         offloads: whether activations may be offloaded.
         can_recompute: whether the script can recompute; without it activations are always kept.
+        schedule: of the pipeline; it is not searched.
     """
 
     world: int
@@ -143,6 +144,7 @@ class Space:
     heads: int = 0
     offloads: bool = True
     can_recompute: bool = True
+    schedule: str = "interleaved"
 
     def __post_init__(self) -> None:
         for name in ("world", "per_host", "samples", "accumulation", "layers"):

@@ -183,7 +183,7 @@ class Recorder:
 
         Args:
             name: what a picture shows, such as ``"F2 transformer.h.3"``.
-            kind: "F" forward, "B" backward, "S" the step function's own code.
+            kind: "F" forward, "B" backward, "W" gradients of weights that backward has left, "S" the step function's own code.
             path: the module's.
             start, stop: of ``time.perf_counter()``, in seconds.
         """
