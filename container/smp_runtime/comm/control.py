@@ -12,7 +12,7 @@ import socket
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from smp_config import ConfigError
 from smp_config.launchers import Started, require_meeting_place, started_by
@@ -51,6 +51,15 @@ _TIMED_OUT = re.compile(r"(?i)timed out|timeout")
 def host_name() -> str:
     """This rank's host, as the launcher announced it: several may be simulated on one machine."""
     return os.environ.get("SMP_HOST") or os.environ.get("SM_CURRENT_HOST") or socket.gethostname()
+
+
+class Arrival(NamedTuple):
+    """What a rank tells the others when it joins the job; a plain tuple, which travels without a secret too."""
+
+    host: str  # as the launcher announced it
+    settings: str  # all that it was configured with
+    instance: str | None  # its type
+    gpus: list[str]  # that it sees
 
 
 class ControlPlane:
@@ -124,7 +133,7 @@ class ControlPlane:
 
     def _who_left(self) -> dict[int, str]:
         """Ranks that have left the job, and how: asked for a moment, as the connection that was lost may have been theirs."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        others = self._others()
         began, asks = time.monotonic(), True
         while time.monotonic() - began < _ANSWER_SECONDS:
             places = {rank: self._carrier.look(rank, asks=asks) for rank in others}
@@ -133,6 +142,15 @@ class ControlPlane:
             asks = False
             time.sleep(0.02)
         return {}
+
+    def _others(self) -> list[int]:
+        """Ranks of other processes."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def arrivals(self, mine: Arrival) -> list[Arrival]:
+        """What every rank says of itself when it joins, by rank; all ranks call it."""
+        everyone = self.allgather(tuple(mine), list(range(self.size)))
+        return [Arrival(*one) for one in everyone]
 
     def send(self, payload: Any, dest: int, channel: int = USER_CHANNEL) -> None:
         """Send an object to a global rank; returns when it has been received there."""
