@@ -174,13 +174,15 @@ def topology(world: int, pp: int, tp: int, sdp: int, placement: str, per_node: i
 )
 @click.option("--trace", type=click.Path(dir_okay=False), help="Write a trace for ui.perfetto.dev or chrome://tracing.")
 @click.option("--picture", type=click.Path(dir_okay=False), help="Draw one step; .png, .svg or .pdf.")
-def timeline(job_output: str, number: int | None, trace: str | None, picture: str | None) -> None:
+@click.option("--dark", is_flag=True, help="Draw it for a dark background.")
+def timeline(job_output: str, number: int | None, trace: str | None, picture: str | None, dark: bool) -> None:
     """Show how busy the ranks of a pipeline were.
 
     JOB_OUTPUT is what a job left: its output path or folder, or output.tar.gz. Ranks record with
     environment={"SMP_TIMELINE": "10"}, the number of newest steps to keep.
     """
     from smp_estimator.timeline import read_timeline
+    from smp_estimator.timeline.drawing import DARK, LIGHT
     from smp_estimator.timeline.views import chrome_trace, rank_table, save_picture, step_table
 
     found = read_timeline(job_output)
@@ -210,7 +212,7 @@ def timeline(job_output: str, number: int | None, trace: str | None, picture: st
             Path(trace).write_text(json.dumps(made), encoding="utf-8")
             out.print(f"trace: {escape(trace)} (open it in ui.perfetto.dev)", soft_wrap=True)
         if picture:
-            out.print(f"picture: {escape(str(save_picture(step, picture)))}", soft_wrap=True)
+            out.print(f"picture: {escape(str(save_picture(step, picture, DARK if dark else LIGHT)))}", soft_wrap=True)
     except OSError as error:
         raise ConfigError(
             f"{error.filename} cannot be written: {error.strerror}; --trace and --picture name files in folders that exist"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smp_config import Group, Topology
+from smp_config.rate_card import sent_bytes
 from smp_estimator.planning.memory import StageMemory, embedding_is_distributed, is_half, summed_bytes
 
 if TYPE_CHECKING:
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 
 def gather_bytes(ranks: int, size: float) -> float:
     """All-gather or reduce-scatter of ``size`` bytes in all, over ``ranks`` ranks."""
-    return (ranks - 1) / ranks * size
+    return sent_bytes("all_gather", ranks, size)
 
 
 def reduce_bytes(ranks: int, size: float) -> float:
     """All-reduce of ``size`` bytes over ``ranks`` ranks."""
-    return 2 * gather_bytes(ranks, size)
+    return sent_bytes("all_reduce", ranks, size)
 
 
 def data_parallel_bytes(
