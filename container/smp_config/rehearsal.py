@@ -31,7 +31,9 @@ class RehearsalRequest(BaseModel):
     kinds: int = 1  # processes that stand for all ranks: one for each pipeline stage
     instance_type: str | None = None
     steps: int = 3  # after which the script is stopped; the last is reported
-    performed_bytes: int | None = None  # of an operation that is really computed, at most; None: the runtime's own limit
+    performed_bytes: int | None = (
+        None  # of an operation that is really computed, at most; None: the runtime's own limit
+    )
     folder: str  # where each kind leaves its report, kind-0.json
     on_gpu: bool = True  # collectives take no buffers of their own, as those of NCCL; False: as gloo's
 
@@ -156,4 +158,6 @@ def read_request(path: Path) -> RehearsalRequest:
     try:
         return RehearsalRequest.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
-        raise ConfigError(f"{path} is no request of a rehearsal ({error}); write one with smp-estimator rehearse") from None
+        raise ConfigError(
+            f"{path} is no request of a rehearsal ({error}); write one with smp-estimator rehearse"
+        ) from None

@@ -69,6 +69,9 @@ class ControlPlane:
     calls, never tensors of the training step.
     """
 
+    #: Whether this process speaks for ranks that are not there: what they would do is what it does.
+    speaks_for_all = False
+
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
         self.rank = carrier.rank

@@ -168,6 +168,7 @@ class Session:
 
 _session: Session | None = None
 
+
 def _joined(parameters: ModelParallelParameters) -> tuple[ControlPlane, Collectives | None]:
     return connect(), None
 

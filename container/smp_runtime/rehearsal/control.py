@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smp_config import Coordinates, Group, Topology
-from smp_runtime.comm.authentication import Seal
 from smp_runtime.comm.control import RUNTIME_CHANNEL, Arrival, ControlPlane
-from smp_runtime.comm.waiting import Carrier, Place
 from smp_runtime.errors import SMPUserError
+
+if TYPE_CHECKING:
+    from smp_runtime.comm.authentication import Seal
+    from smp_runtime.comm.waiting import Carrier, Place
 
 
 class Kinds:
@@ -114,6 +116,8 @@ class KindsCarrier:
 
 class RehearsedControl(ControlPlane):
     """Collectives ask only those processes that are there; the other ranks say what their kind's process says."""
+
+    speaks_for_all = True
 
     def __init__(self, inner: Carrier, kinds: Kinds, size: int) -> None:
         super().__init__(KindsCarrier(inner, kinds, size))

@@ -19,6 +19,7 @@ import torch
 from smp_config.rehearsal import Holder
 from smp_config.script_lines import script_line
 from smp_runtime.rehearsal.operations import tensors_of
+from smp_runtime.tensors.torch_private import key_of_storage, storage_key
 
 #: Points of the curve that are kept.
 _MOST_POINTS = 400
@@ -74,7 +75,9 @@ class LiveMemory:
         self.peak_line = ""
         self._curve: list[tuple[int, int]] = []
 
-    def performed(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, *, is_free: bool) -> None:
+    def performed(
+        self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, *, is_free: bool
+    ) -> None:
         """Note the storages of new results."""
         if is_free:
             return
@@ -83,7 +86,7 @@ class LiveMemory:
                 self._note(tensor.untyped_storage(), function.__name__)
 
     def _note(self, storage: torch.UntypedStorage, operation: str) -> None:
-        key = storage._cdata
+        key = key_of_storage(storage)
         with self._lock:
             if key in self._alive:
                 return
@@ -117,7 +120,7 @@ class LiveMemory:
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage that was emptied or filled in place counts with what it has now."""
         with self._lock:
-            entry = self._alive.get(storage._cdata)
+            entry = self._alive.get(key_of_storage(storage))
             if entry is None or entry.size == storage.nbytes():
                 return
             before = entry.size
@@ -138,7 +141,7 @@ class LiveMemory:
         with self._lock:
             for tensor in tensors:
                 if tensor is not None and not tensor.is_meta and tensor.layout is torch.strided:
-                    entry = self._alive.get(tensor.untyped_storage()._cdata)
+                    entry = self._alive.get(storage_key(tensor))
                     if entry is not None:
                         entry.kind = kind
 
@@ -194,9 +197,7 @@ def _kind_of(entry: _Storage) -> str:
         return entry.kind
     if entry.carries:
         return "buffer"
-    return {"forward": "activation", "backward": "activation", "update": "temporary of the update"}.get(
-        entry.where.phase, "other"
-    )
+    return {"forward": "activation", "backward": "activation", "update": "temporary"}.get(entry.where.phase, "other")
 
 
 def _is_carrier_s() -> bool:

@@ -1,15 +1,16 @@
 """Operations that are not performed: large results get memory that nobody touches, small ones their real values.
 
-An operation of PyTorch on large tensors costs memory and time because its elements are written. Here such an operation only allocates
-what it returns: the system gives pages when they are written to, so a tensor of 10 GB that nobody writes costs nothing. What is small
-(losses, flags, indices, a batch of tokens) is computed as ever, so that a script's ``if`` and the runtime's own agreements see values.
-Shapes, types and strides of results come from PyTorch's own kernels for the meta device.
+An operation of PyTorch on large tensors costs memory and time because its elements are written. Here such an operation only
+allocates what it returns: the system gives pages when they are written to, so a tensor of 10 GB that nobody writes costs nothing.
+What is small (losses, flags, indices, a batch of tokens) is computed as ever, so that a script's ``if`` and the runtime's own
+agreements see values. Shapes, types and strides of results come from PyTorch's own kernels for the meta device.
 
 All tensors stay ordinary tensors of the CPU: autograd, hooks, views, pickling and storages work as in a job.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 from collections.abc import Callable, Sequence
@@ -17,17 +18,24 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp_config.script_lines import script_line
 from smp_runtime.errors import SMPUserError
-from smp_runtime.tensors.torch_private import tree_map
+from smp_runtime.tensors.torch_private import (
+    ITEM,
+    SHARING,
+    TorchDispatchMode,
+    packet_of,
+    schema_of,
+    tree_map,
+    without_modes,
+)
 
 #: Operations whose tensors, arguments and results together, have at most so many bytes are performed.
-PERFORMED_BYTES = 64 * 1024
+PERFORMED_BYTES = 256 * 1024
 
 #: Results up to so many bytes get values even if nothing is computed: larger memory is fresh from the system, and so all zeros.
-_FILLED_BYTES = 128 * 1024
+_FILLED_BYTES = 256 * 1024
 
 #: Of the C library: what ``malloc`` is told, so that freed memory is never handed out again with old values in it.
 _M_MMAP_THRESHOLD, _M_MMAP_MAX = -3, -4
@@ -44,7 +52,7 @@ def use_fresh_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    mallopt(_M_MMAP_THRESHOLD, _FILLED_BYTES)
+    mallopt(_M_MMAP_THRESHOLD, _FILLED_BYTES // 2)
     mallopt(_M_MMAP_MAX, 2**30)
 
 
@@ -72,11 +80,16 @@ class _Plan:
     """
 
     def __init__(self, function: Any) -> None:
-        schema = function._schema
+        schema = schema_of(function)
         tags = function.tags
         returns = [value.alias_info for value in schema.returns]
         views = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
-        self.is_free = views or torch.Tag.inplace_view in tags or function.__name__.startswith(("set_.", "resize_"))
+        self.is_free = (
+            views
+            or torch.Tag.inplace_view in tags
+            or function in SHARING
+            or function.__name__.startswith(("set_.", "resize_"))
+        )
         self.mutates = schema.is_mutable
         self.is_dynamic = torch.Tag.dynamic_output_shape in tags or function in _DYNAMIC
         places: dict[str, int | str] = {}
@@ -98,13 +111,15 @@ class _Plan:
 
 
 #: Operations without the tag whose result depends on values all the same.
-_DYNAMIC = {torch.ops.aten.equal.default, torch.ops.aten._local_scalar_dense.default}
+_DYNAMIC = {torch.ops.aten.equal.default, ITEM}
 
 
 class Watcher(Protocol):
     """Hears of every operation, after it."""
 
-    def performed(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, *, is_free: bool) -> None:
+    def performed(
+        self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, *, is_free: bool
+    ) -> None:
         """An operation has given ``result``; ``is_free``: it made no new elements."""
 
 
@@ -137,10 +152,11 @@ class Unperformed(TorchDispatchMode):
         plan = self._plans.get(function)
         if plan is None:
             plan = self._plans[function] = _Plan(function)
-        if plan.is_free or self._limit is None:
-            result = function(*args, **kwargs)
-        else:
-            result = self._result(plan, function, args, kwargs)
+        result = (
+            function(*args, **kwargs)
+            if plan.is_free or self._limit is None
+            else self._result(plan, function, args, kwargs)
+        )
         for watcher in self._watchers:
             watcher.performed(function, args, kwargs, result, is_free=plan.is_free)
         return result
@@ -197,9 +213,7 @@ class Unperformed(TorchDispatchMode):
     def _names(self, function: Any) -> list[str]:
         return self._plans[function].names
 
-    def _allocated(
-        self, plan: _Plan, function: Any, shapes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _allocated(self, plan: _Plan, function: Any, shapes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Results with memory, the arguments themselves where the operation writes into them."""
 
         def one(shape: Any, place: int | str | None) -> Any:
@@ -219,13 +233,19 @@ class Unperformed(TorchDispatchMode):
         at = f" at {file}:{line}" if file else ""
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(args))
         raise SMPUserError(
-            f"{function.__name__.partition('.')[0]}{at} asks for the values of a large tensor ({shapes}), whose elements a rehearsal "
-            "does not compute, and the shape of its result depends on them; leave the call out where SMP_REHEARSAL is set, or take a "
-            "form of fixed shape (torch.where, a mask that multiplies)"
+            f"{function.__name__.partition('.')[0]}{at} asks for the values of a large tensor ({shapes}), whose elements a "
+            "rehearsal does not compute, and the shape of its result depends on them; leave the call out where SMP_REHEARSAL is "
+            "set, or take a form of fixed shape (torch.where, a mask that multiplies)"
         )
 
 
 _UNKNOWN = object()
+
+
+def unwatched() -> contextlib.AbstractContextManager[Any]:
+    """Operations of the calling thread are performed inside, and nobody hears of them."""
+    found: contextlib.AbstractContextManager[Any] = without_modes()
+    return found
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -277,7 +297,7 @@ def _memory(shape: _Shape, function: Any) -> torch.Tensor:
     if shape.nbytes <= _FILLED_BYTES:
         # So a loss is finite, and "are all gradients finite?" is answered with yes.
         is_number = shape.dtype.is_floating_point or shape.dtype.is_complex
-        made.fill_(1 if is_number or function._overloadpacket is torch.ops.aten.all else 0)
+        made.fill_(1 if is_number or packet_of(function) is torch.ops.aten.all else 0)
     return made
 
 

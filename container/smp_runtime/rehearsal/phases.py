@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import bisect
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from smp_runtime.rehearsal.memory import Where
+from smp_runtime.tensors.torch_private import next_node_number, number_of_node, running_node
+
+if TYPE_CHECKING:
+    from torch import nn
 
 #: Nodes of autograd are numbered as they are made; so many beginnings of modules are remembered.
 _MOST_MARKS = 400_000
@@ -30,6 +33,7 @@ class Phases:
 
     Attributes:
         in_steps: whether the first step has begun.
+        in_microbatch: whether the calling thread runs a microbatch.
     """
 
     def __init__(self) -> None:
@@ -37,6 +41,7 @@ class Phases:
         self._names: dict[int, str] = {}
         self._updating = False
         self.in_steps = False
+        self.in_microbatch: Callable[[], bool] = lambda: False
         self._numbers: list[int] = []  # numbers of nodes, ascending
         self._owners: list[str] = []  # the module that ran from that number on
         self._handles = [
@@ -58,12 +63,12 @@ class Phases:
 
     def where(self) -> Where:
         """What the calling thread is at."""
-        node = torch._C._current_autograd_node()
+        node = running_node()
         modules = self._here.modules
         if node is not None:
             return Where("backward", modules[-1] if modules else self._of_node(node))
-        if modules:
-            return Where("forward", modules[-1])
+        if modules or self.in_microbatch():
+            return Where("forward", modules[-1] if modules else "")
         if self._updating:
             return Where("update", "")
         return Where("outside" if self.in_steps else "start", "")
@@ -81,7 +86,7 @@ class Phases:
         self._mark(modules[-1] if modules else "")
 
     def _mark(self, owner: str) -> None:
-        number = torch._C._autograd._get_sequence_nr()
+        number = next_node_number()
         if self._numbers and number < self._numbers[-1]:
             return  # another thread, whose numbers are its own
         if self._numbers and number == self._numbers[-1]:
@@ -94,7 +99,7 @@ class Phases:
 
     def _of_node(self, node: Any) -> str:
         """The module in whose forward a node was made."""
-        position = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
+        position = bisect.bisect_right(self._numbers, number_of_node(node)) - 1
         return self._owners[position] if position >= 0 else ""
 
     def _update(self, begins: bool) -> None:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from smp_config.rehearsal import CollectiveCount
-from smp_runtime.comm.collectives import Collectives, Work
-from smp_runtime.rehearsal.memory import Where
-from smp_runtime.rehearsal.operations import PERFORMED_BYTES, tensors_of
+from smp_runtime.rehearsal.operations import PERFORMED_BYTES, tensors_of, unwatched
+from smp_runtime.tensors.torch_private import group_of_operation
+
+if TYPE_CHECKING:
+    from smp_runtime.comm.collectives import Collectives, Work
+    from smp_runtime.rehearsal.memory import Where
 
 #: By collective, bytes that a member of ``n`` sends for each byte of the whole tensor, and messages in a ring.
 _SENT: dict[str, tuple[Callable[[int], float], Callable[[int], int]]] = {
@@ -207,46 +210,51 @@ class AbsentCollectives:
         """See :class:`Collectives`."""
         parts = torch.empty_like(full) if self._buffers else full
         if full.nbytes <= PERFORMED_BYTES:
-            shard.view(-1).copy_(full.view(group.size(), -1)[group.rank()])
+            with unwatched():
+                shard.detach().view(-1).copy_(full.detach().view(group.size(), -1)[group.rank()])
             _multiply(shard, group.size())
         return _Done(full, parts, shard)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """See :class:`Collectives`."""
         if full.nbytes <= PERFORMED_BYTES:
-            mine = shard.detach().clone().view(1, -1)
-            full.detach().view(group.size(), -1).copy_(mine.expand(group.size(), -1))
+            with unwatched():
+                mine = shard.detach().clone().view(1, -1)
+                full.detach().view(group.size(), -1).copy_(mine.expand(group.size(), -1))
         return _Done(full, shard)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """See :class:`Collectives`."""
         if sent.nbytes <= PERFORMED_BYTES:
-            received.detach().copy_(sent.detach())
+            with unwatched():
+                received.detach().copy_(sent.detach())
         return _Done(received, sent)
 
 
 def _multiply(tensor: torch.Tensor, times: int) -> None:
     """What a sum over equal ranks gives; flags and indices too."""
-    with torch.no_grad():
+    with torch.no_grad(), unwatched():
         tensor.detach().mul_(times)
 
 
 class DirectCollectives:
     """What is asked of ``torch.distributed`` itself, by a script or the library: seen by the mode of operations.
 
-    Args:
+    Attributes:
         counted: ``inside``: whether the caller has counted it already.
     """
 
-    def __init__(self, ledger: Ledger, counted: Any) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._counted = counted
+        self.counted = _Counted()
 
     def __call__(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Do one, and count it."""
         name = _NAMES.get(function.__name__.partition(".")[0].strip("_"))
-        group = next((found for value in (*args, *kwargs.values()) if (found := _group(value)) is not None), None)
-        if name is not None and group is not None and not self._counted.inside:
+        group = next(
+            (found for value in (*args, *kwargs.values()) if (found := group_of_operation(value)) is not None), None
+        )
+        if name is not None and group is not None and not self.counted.inside:
             tensors = tensors_of(args[0])
             size = sum(tensor.nbytes for tensor in tensors)
             if function.namespace == "_c10d_functional":  # of which the argument is this rank's
@@ -255,18 +263,3 @@ class DirectCollectives:
                 size *= group.size()
             self._ledger.add(name, size, group)
         return function(*args, **kwargs)
-
-
-def _group(value: Any) -> dist.ProcessGroup | None:
-    """The group that a value is, or names."""
-    if isinstance(value, torch.ScriptObject):
-        try:
-            return dist.ProcessGroup.unbox(value)
-        except RuntimeError:  # the operation of a reduction is one too
-            return None
-    if isinstance(value, str):
-        try:
-            return dist.distributed_c10d._resolve_process_group(value)
-        except (RuntimeError, KeyError):
-            return None
-    return None
