@@ -17,12 +17,15 @@ from smp_runtime.rehearsal.memory import LiveMemory, by_kind, largest
 from smp_runtime.rehearsal.operations import Unperformed
 from smp_runtime.rehearsal.phases import Phases
 from smp_runtime.rehearsal.traffic import CountedCollectives, DirectCollectives, Ledger
-from smp_runtime.rehearsal.work import Clock, Work
+from smp_runtime.rehearsal.work import Clock, ModuleTimes, TimedWork
+from smp_runtime.tensors import computing_time
 from smp_runtime.tensors.torch_private import stay_in
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from smp_config.rate_card import RateCard
-    from smp_runtime.comm.collectives import Collectives
+    from smp_runtime.comm.collectives import Collectives, Work
     from smp_runtime.job.session import Session
 
 
@@ -49,11 +52,13 @@ class Counters:
         self.memory = LiveMemory(self.phases.where)
         self.ledger = Ledger(self.phases.where)
         self.clock = Clock()
-        self.work = Work(self.phases.where, rates, self.clock)
+        self._rates = rates
+        self._has_clock = rates is not None
+        self.work = ModuleTimes(self.phases.where, rates, self.clock)
         self.links = Links()
         self._direct = DirectCollectives(self.ledger)
         self.mode = Unperformed([self.memory, self.work], self._direct, performed_bytes)
-        self._put_back: list[Callable[[], None]] = []
+        self._put_back: list[Callable[[], object]] = []
         self.step = -1
         self._uses_steps = False
         self._updated = False
@@ -63,6 +68,9 @@ class Counters:
     def start(self) -> None:
         """Count from now on, on this thread and on those that it starts, and on theirs."""
         stay_in(self.mode)
+        if self._has_clock:
+            computing_time.clocks.append(lambda: self.clock.now)
+            self._put_back.append(computing_time.clocks.pop)
         mode, run = self.mode, threading.Thread.run
         resize, memory = torch.UntypedStorage.resize_, self.memory
 
@@ -77,7 +85,7 @@ class Counters:
 
         threading.Thread.run = entered  # type: ignore[method-assign, assignment]
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
-        self._put_back = [
+        self._put_back += [
             lambda: setattr(threading.Thread, "run", run),
             lambda: setattr(torch.UntypedStorage, "resize_", resize),
             self.phases.close,
@@ -90,9 +98,18 @@ class Counters:
 
     def counted(self, collectives: Collectives) -> CountedCollectives:
         """The same collectives, counted."""
-        found = CountedCollectives(collectives, self.ledger)
+        found = CountedCollectives(collectives, self.ledger, self._timed if self._has_clock else None)
         self._direct.counted = found.counted
         return found
+
+    def _timed(self, kind: str, nbytes: int, group: dist.ProcessGroup, work: Work) -> Work:
+        """A collective that ends when it would have ended."""
+        rates = self._rates
+        if rates is None or group.size() == 1:
+            return work
+        return TimedWork(
+            work, self.clock, rates.seconds_of_collective(kind, nbytes, group.size(), self.ledger.name_of(group)[1])
+        )
 
     def follow(self, session: Session, hosts_of: Callable[[list[int]], int]) -> None:
         """Count in the steps of a session that has just begun."""
@@ -125,6 +142,7 @@ class Counters:
             raise RehearsalOver
         if self.step == 1:
             self._first_step_peak = self.memory.peak
+        if self.step >= 1:  # the last step counts: by then a pipeline runs in its planned order
             self.memory.watch_peak()
         self.phases.in_steps = True
         self.ledger.step = self.links.step = self.step

@@ -12,14 +12,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from smp_config.rehearsal import Holder
 from smp_config.script_lines import script_line
-from smp_runtime.rehearsal.operations import tensors_of
 from smp_runtime.tensors.torch_private import key_of_storage, storage_key
+
+if TYPE_CHECKING:
+    from smp_runtime.rehearsal.operations import Operation
 
 #: Points of the curve that are kept.
 _MOST_POINTS = 400
@@ -75,15 +77,11 @@ class LiveMemory:
         self.peak_line = ""
         self._curve: list[tuple[int, int]] = []
 
-    def performed(
-        self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, *, is_free: bool
-    ) -> None:
+    def performed(self, operation: Operation) -> None:
         """Note the storages of new results."""
-        if is_free:
-            return
-        for tensor in tensors_of(result):
+        for tensor in operation.made:
             if not tensor.is_meta and tensor.layout is torch.strided:
-                self._note(tensor.untyped_storage(), function.__name__)
+                self._note(tensor.untyped_storage(), operation.function.__name__)
 
     def _note(self, storage: torch.UntypedStorage, operation: str) -> None:
         key = key_of_storage(storage)

@@ -15,7 +15,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -114,13 +114,22 @@ class _Plan:
 _DYNAMIC = {torch.ops.aten.equal.default, ITEM}
 
 
-class Watcher(Protocol):
-    """Hears of every operation, after it."""
+class Operation(NamedTuple):
+    """One that has been done, or has only allocated."""
 
-    def performed(
-        self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, *, is_free: bool
-    ) -> None:
-        """An operation has given ``result``; ``is_free``: it made no new elements."""
+    function: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    given: list[torch.Tensor]  # tensors among the arguments
+    result: Any
+    made: list[torch.Tensor]  # tensors of the result
+
+
+class Watcher(Protocol):
+    """Hears of every operation that touches elements, after it; not of views."""
+
+    def performed(self, operation: Operation) -> None:
+        """An operation is over."""
 
 
 class Unperformed(TorchDispatchMode):
@@ -152,20 +161,23 @@ class Unperformed(TorchDispatchMode):
         plan = self._plans.get(function)
         if plan is None:
             plan = self._plans[function] = _Plan(function)
-        result = (
-            function(*args, **kwargs)
-            if plan.is_free or self._limit is None
-            else self._result(plan, function, args, kwargs)
-        )
+        if plan.is_free:
+            return function(*args, **kwargs)
+        given = tensors_of((args, kwargs) if kwargs else args)
+        result = function(*args, **kwargs) if self._limit is None else self._result(plan, function, args, kwargs, given)
+        done = Operation(function, args, kwargs, given, result, tensors_of(result))
         for watcher in self._watchers:
-            watcher.performed(function, args, kwargs, result, is_free=plan.is_free)
+            watcher.performed(done)
         return result
 
-    def _result(self, plan: _Plan, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = tensors_of((args, kwargs))
-        if any(tensor.device.type != "cpu" or tensor.layout is not torch.strided for tensor in tensors):
-            return function(*args, **kwargs)  # stand-ins of other stages, and sparse gradients, which are small
-        given = sum(tensor.nbytes for tensor in tensors)
+    def _result(
+        self, plan: _Plan, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> Any:
+        given = 0
+        for tensor in tensors:
+            if not tensor.is_cpu or tensor.layout is not torch.strided:
+                return function(*args, **kwargs)  # stand-ins of other stages, and sparse gradients, which are small
+            given += tensor.nbytes
         limit = self._limit or 0
         if plan.is_dynamic:
             return function(*args, **kwargs) if given <= limit else self._unknown(function, args)
@@ -208,7 +220,7 @@ class Unperformed(TorchDispatchMode):
             result = function(*_meta(args), **_meta(on_meta))
         except NotImplementedError:
             return _UNKNOWN
-        return tree_map(_shape, result)
+        return _shape(result) if isinstance(result, torch.Tensor) else tree_map(_shape, result)
 
     def _names(self, function: Any) -> list[str]:
         return self._plans[function].names
@@ -219,6 +231,8 @@ class Unperformed(TorchDispatchMode):
         def one(shape: Any, place: int | str | None) -> Any:
             if place is not None:
                 return plan.argument(place, args, kwargs)
+            if isinstance(shape, _Shape):
+                return _memory(shape, function)
             return tree_map(lambda leaf: _memory(leaf, function) if isinstance(leaf, _Shape) else leaf, shape)
 
         if len(plan.written) > 1:

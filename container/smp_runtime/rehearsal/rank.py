@@ -6,6 +6,7 @@ in the whole job, runs the script, and leaves its counts, or why it could not go
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import runpy
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     use_fresh_memory()
     os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
     os.environ[REHEARSAL_VARIABLE] = str(request.ranks)
+    importlib.import_module("smdistributed.modelparallel.torch")  # once, for the scripts of all kinds
     codes = _fork_all(request, arguments[1:])
     if _OTHER_KINDS in codes:
         failures = [read_failure(path) for path in Path(request.folder).glob("failed-*.json")]

@@ -132,11 +132,19 @@ class CountedCollectives:
 
     Args:
         inner: does the work.
+        timed: gives the collective that ends when it would have ended, by its kind, bytes of the whole tensor and group; None:
+            as it is.
     """
 
-    def __init__(self, inner: Collectives, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        inner: Collectives,
+        ledger: Ledger,
+        timed: Callable[[str, int, dist.ProcessGroup, Work], Work] | None = None,
+    ) -> None:
         self._inner = inner
         self._ledger = ledger
+        self._timed = timed
         self.counted = _Counted()
 
     def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
@@ -163,9 +171,10 @@ class CountedCollectives:
         self._ledger.add(kind, whole.nbytes, group)
         self.counted.inside = True
         try:
-            return work()
+            begun = work()
         finally:
             self.counted.inside = False
+        return begun if self._timed is None else self._timed(kind, whole.nbytes, group, begun)
 
 
 class _Done:

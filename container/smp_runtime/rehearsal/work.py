@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch.utils.flop_counter import flop_registry
 
 from smp_config.rehearsal import ModuleWork
-from smp_runtime.rehearsal.operations import tensors_of
 from smp_runtime.tensors.torch_private import packet_of
 
 if TYPE_CHECKING:
     import torch
 
     from smp_config.rate_card import RateCard
+    from smp_runtime.comm.collectives import Work as Collective
     from smp_runtime.rehearsal.memory import Where
+    from smp_runtime.rehearsal.operations import Operation
 
 
 class Clock:
@@ -44,7 +45,26 @@ class Clock:
         self.now = max(self.now, when)
 
 
-class Work:
+class TimedWork:
+    """A collective whose end the clock waits for.
+
+    Args:
+        inner: the collective itself.
+        seconds: that it takes.
+    """
+
+    def __init__(self, inner: Collective, clock: Clock, seconds: float) -> None:
+        self._inner = inner
+        self._clock = clock
+        self._ends = clock.launch(seconds)
+
+    def wait(self) -> object:
+        """Return when the tensors can be used."""
+        self._clock.wait_until(self._ends)
+        return self._inner.wait()
+
+
+class ModuleTimes:
     """Adds up what modules do, by phase and type.
 
     Args:
@@ -65,19 +85,17 @@ class Work:
         with self._lock:
             self._rows.clear()
 
-    def performed(
-        self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, *, is_free: bool
-    ) -> None:
+    def performed(self, operation: Operation) -> None:
         """Count an operation that reads its arguments and writes its result."""
-        if is_free:
-            return
-        results = tensors_of(result)
-        moved = sum(tensor.nbytes for tensor in results) + sum(tensor.nbytes for tensor in tensors_of((args, kwargs)))
+        function, made = operation.function, operation.made
+        moved = sum([tensor.nbytes for tensor in made]) + sum([tensor.nbytes for tensor in operation.given])
         if not moved or function.__name__ in _WITHOUT_WORK:
             return
         formula = flop_registry.get(packet_of(function))
-        flops = float(formula(*args, **kwargs, out_val=result)) if formula is not None else 0.0
-        widest = max(results, key=lambda tensor: tensor.nbytes, default=None)
+        flops = 0.0
+        if formula is not None:
+            flops = float(formula(*operation.args, **operation.kwargs, out_val=operation.result))
+        widest = max(made, key=lambda tensor: tensor.nbytes, default=None)
         dtype = "" if widest is None else self._name(widest.dtype)
         seconds = 0.0 if self._rates is None else self._rates.seconds_of_work(flops, moved, dtype or "float32")
         where = self._where()
