@@ -179,7 +179,7 @@ class Unperformed(TorchDispatchMode):
                 return function(*args, **kwargs)  # stand-ins of other stages, and sparse gradients, which are small
             given += tensor.nbytes
         limit = self._limit or 0
-        if plan.is_dynamic:
+        if plan.is_dynamic and not _picks_by_number(function, args):
             return function(*args, **kwargs) if given <= limit else self._unknown(function, args)
         if _device_of(kwargs) not in (None, "cpu"):
             return function(*args, **kwargs)
@@ -218,7 +218,9 @@ class Unperformed(TorchDispatchMode):
             on_meta["device"] = _META
         try:
             result = function(*_meta(args), **_meta(on_meta))
-        except NotImplementedError:
+        except (
+            RuntimeError
+        ):  # there is no such kernel; or the operation itself is wrong, and says so better when it is tried
             return _UNKNOWN
         return _shape(result) if isinstance(result, torch.Tensor) else tree_map(_shape, result)
 
@@ -313,6 +315,13 @@ def _memory(shape: _Shape, function: Any) -> torch.Tensor:
         is_number = shape.dtype.is_floating_point or shape.dtype.is_complex
         made.fill_(1 if is_number or packet_of(function) is torch.ops.aten.all else 0)
     return made
+
+
+def _picks_by_number(function: Any, args: Sequence[Any]) -> bool:
+    """Whether an indexing gives as many elements as it has indices, since none of them is a mask."""
+    if function is not torch.ops.aten.index.Tensor:
+        return False
+    return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])
 
 
 def _device_of(kwargs: dict[str, Any]) -> str | None:
