@@ -157,7 +157,9 @@ def read_request(path: Path) -> RehearsalRequest:
     """
     try:
         return RehearsalRequest.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise ConfigError(
-            f"{path} is no request of a rehearsal ({error}); write one with smp-estimator rehearse"
-        ) from None
+    except OSError as error:
+        said = str(error.strerror)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        said = f"{first['msg']} at {'.'.join(map(str, first['loc']))}"
+    raise ConfigError(f"{path} is no request of a rehearsal: {said}; smp-estimator rehearse writes one")
