@@ -57,6 +57,7 @@ FLOORS = [
     {"preemption"},
     {"reshape"},
     {"libraries"},
+    {"rehearsal"},
 ]
 #: They know nothing of one another: what one needs of another is a protocol, or is passed in by the model's recipe.
 STRATEGIES = {"activations", "data_parallel", "pipeline", "sharding", "tensor_parallel"}

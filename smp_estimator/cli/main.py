@@ -20,6 +20,7 @@ from smp_estimator.cli.images import images
 from smp_estimator.cli.migrate import migrate
 from smp_estimator.cli.models import models
 from smp_estimator.cli.planning import plan, suggest
+from smp_estimator.cli.rehearse import rehearse
 from smp_estimator.cli.reshape import reshape
 from smp_estimator.cli.run import run
 from smp_estimator.cli.where import where
@@ -55,6 +56,7 @@ main.add_command(migrate)
 main.add_command(models)
 main.add_command(plan)
 main.add_command(suggest)
+main.add_command(rehearse)
 main.add_command(run)
 main.add_command(where)
 main.add_command(reshape)

@@ -12,6 +12,7 @@ knows, for which a function would only hide what happens. The same tests try the
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -318,3 +319,59 @@ def timeout_of(backend: Any) -> timedelta:
 def set_timeout(options: Any, timeout: timedelta) -> None:
     """Set how long a backend that is made with these options waits for a collective."""
     options._timeout = timeout
+
+
+def stay_in(mode: Any) -> None:
+    """Enter a dispatch mode on the calling thread, for as long as it lives. Several threads may be in one."""
+    from torch.utils._python_dispatch import _push_mode
+
+    _push_mode(mode)
+
+
+def running_node() -> torch.autograd.graph.Node | None:
+    """The node of autograd whose backward runs on the calling thread."""
+    return torch._C._current_autograd_node()
+
+
+def next_node_number() -> int:
+    """The number that the next node of the calling thread will have; nodes are numbered as they are made."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def number_of_node(node: torch.autograd.graph.Node) -> int:
+    """The number of a node, see :func:`next_node_number`."""
+    return node._sequence_nr()
+
+
+def key_of_storage(storage: torch.UntypedStorage) -> int:
+    """Tells storages that are alive from one another, whichever object of Python stands for them."""
+    return storage._cdata
+
+
+def absent_store() -> dist.Store:
+    """The store of process groups whose other ranks are not there: the backend ``"fake"``, registered by its import."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def group_of_operation(value: Any) -> dist.ProcessGroup | None:
+    """The process group that an argument of an operation of ``torch.distributed`` is, or names; None for other arguments."""
+    with contextlib.suppress(RuntimeError, KeyError, ValueError):
+        if isinstance(value, torch.ScriptObject):  # the operation of a reduction is one too
+            return dist.ProcessGroup.unbox(value)
+        if isinstance(value, str):
+            return dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]  # a name
+    return None
+
+
+def packet_of(operation: Any) -> Any:
+    """The operation of all overloads of one name."""
+    return operation._overloadpacket
+
+
+#: Operations whose result shares the memory of their argument, though their schemas do not say so.
+SHARING = frozenset({torch.ops.aten._unsafe_view.default})
+
+#: The operation behind ``tensor.item()``.
+ITEM = torch.ops.aten._local_scalar_dense.default
