@@ -120,6 +120,16 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 #: A context in which functions see subclasses of tensors as plain ones.
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 
+#: A context in which neither modes nor subclasses of tensors take functions.
+DisableTorchFunction = torch._C.DisableTorchFunction
+
+
+def compile_errors() -> tuple[type[BaseException], ...]:
+    """What a function of ``torch.compile`` raises where it cannot be compiled; the compiler is loaded by then."""
+    kinds = sys.modules.get("torch._dynamo.exc")
+    return () if kinds is None else (kinds.TorchDynamoException,)
+
+
 #: ``(class, tensor, requires_grad)``: a tensor of a subclass that shares the elements of another.
 make_subclass: Callable[..., Any] = _private("makes stand-ins for tensors of other stages", "Tensor._make_subclass")
 
@@ -187,7 +197,8 @@ dispatch_modes: Callable[[], list[Any]] = _private(
 _function_modes: Callable[[], list[Any]] = _private(
     "learns the default device of a thread", "overrides._get_current_function_mode_stack"
 )
-_count_function_modes: Callable[[], int] = _private(
+#: How many modes that take functions are on, on the calling thread.
+count_function_modes: Callable[[], int] = _private(
     "learns the default device of a thread", "_C._len_torch_function_stack"
 )
 _OPERATOR = type(torch.ops.aten.add.Tensor)
@@ -195,7 +206,7 @@ _OPERATOR = type(torch.ops.aten.add.Tensor)
 
 def default_device() -> str | None:
     """The kind of device that the calling thread makes tensors on by default; None where nobody has set one."""
-    if not _count_function_modes():  # asked for at every call
+    if not count_function_modes():  # asked for at every call
         return None
     # Imported by whoever sets one first.
     kind = getattr(sys.modules.get("torch.utils._device"), "DeviceContext", ())
