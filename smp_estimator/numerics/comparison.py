@@ -213,7 +213,7 @@ class _Judge:
                 updates = [updates[0] + a.square, updates[1] + b.square]
                 found = self._update(at, a, b, gradients.get(key.name), ours)
             else:
-                found = self._compared(at, a, b, ours, noise, moved, least)
+                found = self._compared(at, a, b, totals, noise, moved, least)
             if found.key.phase == GRADIENT:
                 gradients[key.name] = found
             if key.phase in (OUTPUT, LOSS, OUTPUT_GRADIENT, GRADIENT) and not found.differs:
@@ -282,12 +282,12 @@ class _Judge:
         at: tuple[int, int],
         a: Total,
         b: Total,
-        ours: Totals,
+        totals: tuple[Totals, Totals],
         noise: float,
         moved: float,
         least: dict[str, float],
     ) -> Compared:
-        key = a.key
+        key, ours = a.key, totals[0]
         if key.phase == LOSS:
             x, y = a.projections[0] / max(a.elements, 1), b.projections[0] / max(b.elements, 1)
             apart, size, norms = abs(x - y), max(abs(x), abs(y)), 0.0
@@ -301,6 +301,8 @@ class _Judge:
         bad = not math.isfinite(apart + size)
         error = math.inf if bad and a.is_bad != b.is_bad else 0.0 if bad or not size else max(apart, norms) / size
         allowed = self._allowed(at, a, b, noise, moved)
+        if key.phase == OUTPUT and moved and size:
+            allowed = min(allowed + 2.0 * _moved_by_biases(a, totals) / size, _MOST)
         unit = max(a.rounding, b.rounding) or ROUNDING["float64"]
         return Compared(*at, key, error, allowed, error / unit, tuple(sorted(b.ranks)))
 
@@ -315,9 +317,15 @@ class _Judge:
         own = max(a.rounding, b.rounding)
         if phase == LOSS_SCALE or (phase == INPUT and not own):
             return _EXACT
-        if phase in (INPUT, BUFFER):
+        # The same numbers were rounded the same way; what is left is that of the projections.
+        stored = _HANDED_ON * (own if a.dtype != b.dtype else min(own, ROUNDING["float32"]))
+        if phase == INPUT:
             return _ROUNDINGS * own + _SUMMED * ROUNDING["float32"] + _EXACT
+        if phase == BUFFER:
+            return stored + _EXACT
         if phase == WEIGHT:
+            if not self._weights_apart:
+                return stored
             apart = self._weights_apart.get(a.key.name, 0.0)
             return (2.0 * apart / a.norm if a.norm else math.inf if apart else 0.0) + _HANDED_ON * own
         rounding = max(own, self._rounding)
@@ -373,6 +381,19 @@ class _Judge:
             microbatches,
             found.text,
         )
+
+
+def _moved_by_biases(result: Total, totals: tuple[Totals, Totals]) -> float:
+    """How far biases that are apart already move the sum over a module's result: every row by the same."""
+    ours, theirs = totals
+    rows = result.elements // max(result.columns, 1)
+    found = [
+        distance(a.projections, theirs[key].projections)
+        for key, a in ours.items()
+        if key.phase == WEIGHT and key in theirs and a.elements == a.columns == result.columns
+        if key.name.rpartition(".")[0] == result.key.name
+    ]
+    return rows * sum(found)
 
 
 def _has_no_batch(a: Total, b: Total) -> bool:
