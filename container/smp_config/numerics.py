@@ -58,7 +58,7 @@ class Value(NamedTuple):
     elements: int  # in this part
     square: float  # sum of squares
     greatest: float  # absolute value
-    bits: int  # sum of the elements' bits as whole numbers, modulo 2^64: equal for tensors that are equal in every bit
+    bits: int  # of updates: what the sum of the elements' bits, as whole numbers modulo 2^64, has changed by; else 0
     projections: tuple[float, ...]  # onto random directions that depend on the place in the whole tensor alone
     small: tuple[int, ...]  # of gradients: elements that are not 0 below the parts ``SMALL`` of the root mean square
     time: float  # seconds since the epoch, of this rank's clock

@@ -318,7 +318,7 @@ class _Judge:
         if phase == LOSS_SCALE or (phase == INPUT and not own):
             return _EXACT
         # The same numbers were rounded the same way; what is left is that of the projections.
-        stored = _HANDED_ON * (own if a.dtype != b.dtype else min(own, ROUNDING["float32"]))
+        stored = _ROUNDINGS * (own if a.dtype != b.dtype else min(own, ROUNDING["float32"]))
         if phase == INPUT:
             return _ROUNDINGS * own + _SUMMED * ROUNDING["float32"] + _EXACT
         if phase == BUFFER:

@@ -285,7 +285,8 @@ def _combined(at: tuple[int, int], by_rank: _Told, drifts: list[Drift]) -> Total
 
 def _copies_error(one: Value, other: Value) -> float:
     """How far two copies are apart relative to their norm; 0 where that is no more than rounding."""
-    if one.bits == other.bits or not (one.is_finite and other.is_finite):
+    is_same = one.bits == other.bits and one.projections == other.projections
+    if is_same or not (one.is_finite and other.is_finite):
         return 0.0
     scale = math.sqrt(max(one.square, other.square))
     error = distance(one.projections, other.projections) / scale if scale else 0.0

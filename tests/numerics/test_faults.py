@@ -106,7 +106,7 @@ def test_a_fault_is_traced_in_half_precision(record: Record, fault: str, degrees
             ("one", "dp", "fp32", True),
             ("one", "pp", "bf16", True),
             ("one", "sdp", "bf16", True),
-            ("pp", "zero", "fp32", True),
+            ("zero", "pp", "fp32", True),
         ],
     ),
 )

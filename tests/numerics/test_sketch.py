@@ -11,7 +11,7 @@ from smp_config.numerics import PROJECTIONS, SMALL
 from smp_estimator.numerics.recorded_run import distance
 from smp_runtime.checkpoint.files.tensor_regions import Region
 from smp_runtime.numerics.journal import part_name
-from smp_runtime.numerics.sketch import Sketch, sketch_of
+from smp_runtime.numerics.sketch import Sketch, bits_of, sketch_of
 
 
 def projections(sketch: Sketch) -> list[float]:
@@ -28,7 +28,7 @@ def added(parts: list[Sketch]) -> tuple[float, list[float], int]:
 def test_parts_of_a_tensor_add_up_to_the_whole(shape: tuple[int, ...]) -> None:
     torch.manual_seed(3)
     whole = torch.randn(shape)
-    expected = added([sketch_of(whole, Region.of(shape))])
+    expected = added([sketch_of(whole, Region.of(shape), precise=True)])
     slices: list[list[Region]] = [[Region.of(shape)]]
     for axis, length in enumerate(shape):
         slices.append([Region.of(shape, axis, (0, length // 2)), Region.of(shape, axis, (length // 2, length))])
@@ -42,7 +42,7 @@ def test_parts_of_a_tensor_add_up_to_the_whole(shape: tuple[int, ...]) -> None:
                 for index in range(count):
                     first, last = index * size // count, (index + 1) * size // count
                     shard = Region(region.shape, region.axis, region.cuts, first, last)
-                    parts.append(sketch_of(flat[first:last], shard))
+                    parts.append(sketch_of(flat[first:last], shard, precise=True))
             square, sums, bits = added(parts)
             assert square == pytest.approx(expected[0], rel=1e-6)
             assert sums == pytest.approx(expected[1], rel=1e-9, abs=1e-12)
@@ -91,7 +91,15 @@ def test_bits_tell_a_single_changed_bit() -> None:
     whole = torch.randn(100)
     changed = whole.clone()
     changed.view(torch.int32)[17] += 1
-    assert int(sketch_of(whole).bits) + 1 == int(sketch_of(changed).bits)
+    for kind in (torch.float32, torch.float64, torch.bfloat16):
+        one, other = whole.to(kind), changed.to(kind)
+        expected = int(
+            one.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[one.element_size()]).sum(dtype=torch.int64)
+        )
+        assert int(bits_of(one)) == expected
+        assert (int(bits_of(other)) == expected) == torch.equal(one, other)
+    assert int(bits_of(whole)) + 1 == int(bits_of(changed))
+    assert int(bits_of(torch.empty(0))) == 0
 
 
 def test_numbers_that_are_not_finite_stay_so() -> None:

@@ -126,7 +126,9 @@ class Recorder:
             if tensor.grad is not None:
                 place = Place(GRADIENT, prefix + entry.name, part=part)
                 self._journal.add(place, sketch_of(tensor.grad, entry.region, counts_small=True))
-            self._before.append((Place(UPDATE, prefix + entry.name, part=part), sketch_of(tensor, entry.region)))
+            self._before.append(
+                (Place(UPDATE, prefix + entry.name, part=part), sketch_of(tensor, entry.region, precise=True))
+            )
 
     @torch.no_grad()
     def after_update(self, optimizer: TrainedOptimizer) -> None:
@@ -138,7 +140,7 @@ class Recorder:
             place = Place(UPDATE, prefix + entry.name, part=part_name(entry.region))
             if entry.updated is None or place not in before:
                 continue
-            self._journal.add(place, _difference(sketch_of(entry.updated, entry.region), before[place]))
+            self._journal.add(place, _difference(sketch_of(entry.updated, entry.region, precise=True), before[place]))
         self._journal.flush(self._position, self._call)
         for watch in self._watches:
             watch.begin()
