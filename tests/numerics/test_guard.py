@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 
-def _train(folder: str, fault: str, rank_with_fault: int) -> dict[str, Any]:
+def _train(config: dict[str, Any], fault: str, rank_with_fault: int) -> dict[str, Any]:
     """Train until a guard stops it."""
     import torch
     from support.numerics_training import Decoder, batch_of, loss_of, part
@@ -17,6 +17,7 @@ def _train(folder: str, fault: str, rank_with_fault: int) -> dict[str, Any]:
     import smdistributed.modelparallel.torch as smp
     from smp_runtime.errors import NumericsError
 
+    smp.init(config)  # here, since what hears of it must be imported first
     torch.manual_seed(0)
     module = Decoder()
     broken: list[int] = []
@@ -68,7 +69,7 @@ def _stopped(
     ranks: Any, tmp_path: Path, fault: str, guards: str, rank: int = 1
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     env = {"SMP_NUMERICS_GUARDS": guards, "SM_OUTPUT_DATA_DIR": str(tmp_path)}
-    found = ranks(_train, 2, str(tmp_path), fault, rank, config={"ddp": True, "microbatches": 2}, env=env)
+    found = ranks(_train, 2, {"ddp": True, "microbatches": 2}, fault, rank, init=False, env=env)
     report = tmp_path / "numerics" / "numerics-guard.json"
     return found, json.loads(report.read_text()) if report.exists() else {}
 
