@@ -19,6 +19,7 @@ from smp_estimator.cli.console import console, printable
 from smp_estimator.cli.images import images
 from smp_estimator.cli.migrate import migrate
 from smp_estimator.cli.models import models
+from smp_estimator.cli.numerics import add_commands as add_numerics
 from smp_estimator.cli.planning import plan, suggest
 from smp_estimator.cli.rehearse import rehearse
 from smp_estimator.cli.reshape import reshape
@@ -60,6 +61,7 @@ main.add_command(rehearse)
 main.add_command(run)
 main.add_command(where)
 main.add_command(reshape)
+add_numerics(main)
 
 
 # -- validate ----------------------------------------------------------------------------------------------

@@ -62,6 +62,10 @@ class Session:
         has_failed: whether an exception that nobody caught ends this process.
         at_close: run when the session closes, before anything is released: what must be brought to its end.
         before_step: run when a step-decorated function is called, before anything of it.
+        arguments: change what a step is called with; they get and give its arguments in order, and get the axis along which each
+            is divided into microbatches, None for one that is not.
+        after_step: run when a step has ended and gradients are reduced; they get what it returns.
+        before_update: run when gradients are reduced and without the loss scale, as the script leaves them; they get the optimizer.
         after_update: run when a wrapped optimizer has updated, or skipped an update for an overflow; they get the optimizer.
         at_leave: run after these, whether the script still holds its model or not: what ends threads and connections.
     """
@@ -79,6 +83,9 @@ class Session:
         self.module_manager = self.ranks.keep(ModuleManager, ModuleManager)
         self.has_failed = False
         self.before_step: list[Callable[[], None]] = []
+        self.arguments: list[Callable[[list[Any], list[int | None]], list[Any]]] = []
+        self.after_step: list[Callable[[Any], None]] = []
+        self.before_update: list[Callable[[TrainedOptimizer], None]] = []
         self.after_update: list[Callable[[TrainedOptimizer], None]] = []
         self.at_close: list[Callable[[], None]] = []
         self.at_leave: list[Callable[[], None]] = []
@@ -153,8 +160,8 @@ class Session:
                 failure = failure or error
         for leave in self.at_leave:
             leave()
-        self.before_step.clear()
-        self.after_update.clear()
+        for heard in (self.before_step, self.arguments, self.after_step, self.before_update, self.after_update):
+            heard.clear()
         # First of all, since taking groups down may wait for others, and they for this rank.
         self.ranks.control.close(FAILED if self.has_failed else ENDED)
         if self.has_failed:
