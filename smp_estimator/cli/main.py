@@ -11,11 +11,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from smp_config import ConfigError, JobSettings, Topology
+from smp_config.error_codes import marked
 from smp_config.instances import instance
 from smp_config.parameters import KEYS
 from smp_config.values import literal as _literal
 from smp_estimator.cli.checkpoint import checkpoint
 from smp_estimator.cli.console import console, printable
+from smp_estimator.cli.explain import explain
 from smp_estimator.cli.images import images
 from smp_estimator.cli.migrate import migrate
 from smp_estimator.cli.models import models
@@ -40,7 +42,7 @@ class _Commands(click.Group):
         except (click.exceptions.Exit, click.Abort):  # RuntimeErrors too, but not ours
             raise
         except (ConfigError, RuntimeError, SDKMissing) as error:
-            raise click.ClickException(printable(str(error))) from None
+            raise click.ClickException(printable(marked(str(error), error))) from None
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -50,6 +52,7 @@ def main() -> None:
 
 
 main.add_command(checkpoint)
+main.add_command(explain)
 main.add_command(images)
 main.add_command(migrate)
 main.add_command(models)
