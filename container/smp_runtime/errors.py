@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from smp_config import ConfigError as ConfigError
+from smp_config.error_codes import Coded
 
 if TYPE_CHECKING:
     from smp_config.records import FailureRecord
 
 
-class SMPError(Exception):
+class SMPError(Coded):
     """Root of everything that the runtime raises by itself.
 
     Attributes:
@@ -60,6 +61,10 @@ class ConnectionLostError(SMPRuntimeError):
     """
 
     accused: tuple[int, ...] = ()
+
+
+class NumericsError(SMPRuntimeError):
+    """A number that training must not go on from: not finite, far beyond the usual, or not the same on all replicas."""
 
 
 class CheckpointError(SMPRuntimeError):

@@ -24,7 +24,7 @@ class _Planning(click.Command):
         try:
             return super().invoke(ctx)
         except ConfigError as error:
-            raise ConfigError(self._in_options(str(error))) from None
+            raise ConfigError(self._in_options(str(error))).of_the_kind_of(error) from None
 
     def _in_options(self, message: str) -> str:
         for option in self.params:

@@ -13,6 +13,8 @@ class ModelParallel(dict[str, Any]):
         microbatches: int = 1,
         active_microbatches: int | None = None,
         pipeline: Literal["interleaved", "zero_bubble", "simple", "_only_forward"] = "interleaved",
+        compile: bool = False,
+        compile_backend: str = "inductor",
         optimize: Literal["memory", "speed"] = "memory",
         memory_weight: float | None = None,
         placement_strategy: str = "cluster",
@@ -60,6 +62,8 @@ class ModelParallel(dict[str, Any]):
             active_microbatches: Most microbatches in flight at once; default: stages + 2.
             pipeline: interleaved: backward first; zero_bubble: likewise, gradients of weights where a stage would idle; simple:
                 all forwards, then all backwards.
+            compile: Compile the repeated blocks of each rank with torch.compile.
+            compile_backend: The backend of torch.compile.
             optimize: Tensor parallelism: less activation memory, or less communication.
             memory_weight: Balance of memory (1) against time (0); default 0.2 for speed, else 0.8.
             placement_strategy: cluster (DPT), spread (TPD) or any permutation of D, P, T; right-most varies fastest.

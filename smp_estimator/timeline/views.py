@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import colorsys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from smp_config import ConfigError
+from smp_estimator.timeline.colours import colour_of
 from smp_estimator.timeline.drawing import LIGHT, Theme, coloured, figure_for, save
 
 if TYPE_CHECKING:
@@ -25,15 +25,6 @@ _COMPUTED, _CALLS = 0, 1
 
 #: Idle fractions of more ranks are given as least and most.
 _LISTED_RANKS = 8
-
-#: Lightness of a microbatch's colour, so that its forward and backward passes can be told apart.
-_LIGHTNESS = {"F": 0.62, "B": 0.40, "W": 0.26}
-_SATURATION = 0.55
-_STEP_FUNCTION = "#9b9b9b"
-
-#: Neighbouring microbatches get hues far apart, and no two the same: the golden ratio never repeats.
-_HUE_STEP = (5**0.5 - 1) / 2
-_FIRST_HUE = 0.58
 
 #: Lanes of more ranks would be thinner than their names.
 _MOST_RANKS = 128
@@ -129,7 +120,7 @@ def save_picture(step: Step, path: str | Path, theme: Theme = LIGHT) -> Path:
         range(len(step.ranks)), [f"rank {r.rank}  {step.idle_of(r):.0%} idle" for r in step.ranks], fontsize=8
     )
     axes.set_xlabel("milliseconds", color=theme.ink)
-    axes.set_title(title(step), fontsize=10, color=theme.ink)
+    axes.set_title(step.headline, fontsize=10, color=theme.ink)
     for kind, word in KIND_WORDS.items():
         axes.plot([], [], linewidth=6, color=colour_of(kind, 0), label=word)
     axes.plot([], [], linestyle="", label="colour and number: microbatch")
@@ -144,14 +135,6 @@ def save_picture(step: Step, path: str | Path, theme: Theme = LIGHT) -> Path:
     return save(figure, path)
 
 
-def title(step: Step) -> str:
-    """``step 12: 310.8 ms, 23.1 % idle ((p − 1)/(m + p − 1) = 20.0 % for 2 stages, 4 microbatches)``."""
-    return (
-        f"{step.title}: {_milliseconds(step.makespan)} ms, {step.idle:.1%} idle ((p − 1)/(m + p − 1) = {step.expected_idle:.1%} "
-        f"for {step.stages} stages, {step.microbatches} microbatches)"
-    )
-
-
 def _draw_lane(axes: Any, lane: int, rank: RankStep, origin: float, width: float, theme: Theme) -> None:
     """Draw one rank's blocks; ``width`` is the step's, in milliseconds."""
     bars = [((b.start - origin) * 1e3, (b.stop - b.start) * 1e3) for b in rank.blocks]
@@ -162,15 +145,6 @@ def _draw_lane(axes: Any, lane: int, rank: RankStep, origin: float, width: float
         if end - begin >= _WIDE_ENOUGH * width:
             ink = "black" if kind == "F" else "white"
             axes.text((begin + end) / 2, lane, str(microbatch), ha="center", va="center", fontsize=7, color=ink)
-
-
-def colour_of(kind: str, microbatch: int) -> str:
-    """A block's colour as ``#rrggbb``: the hue is its microbatch's, forward lightest, gradients of weights darkest; else grey."""
-    if kind not in _LIGHTNESS:
-        return _STEP_FUNCTION
-    hue = (_FIRST_HUE + microbatch * _HUE_STEP) % 1.0
-    parts = colorsys.hls_to_rgb(hue, _LIGHTNESS[kind], _SATURATION)
-    return "#" + "".join(f"{round(part * 255):02x}" for part in parts)
 
 
 def _runs(rank: RankStep, origin: float, width: float) -> Iterator[tuple[float, float, tuple[str, int]]]:

@@ -25,6 +25,7 @@ from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.errors import DeadlineError
 from smp_runtime.pipeline.execution.task import Abandoned, Order, Task, Watch
 from smp_runtime.pipeline.schedule.actions import Action, Event, Segment, TaskKind
+from smp_runtime.tensors import computing_time
 from smp_runtime.tensors.split_operations import SplitOperations
 from smp_runtime.tensors.weight_gradients import splitting
 
@@ -186,7 +187,7 @@ class Conductor:
     def give(self, task: Task, event: Event) -> None:
         """Note that the running segment has made ``event`` available."""
         if self.records:
-            task.gives.append((event, task.spent + time.perf_counter() - task.began))
+            task.gives.append((event, task.spent + computing_time.now() - task.began))
 
     def reset(self, order: Sequence[Action] | None, *, records: bool = True) -> None:
         """Begin a step, in a planned order if there is one."""
@@ -239,8 +240,8 @@ class Conductor:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _end_segment(self, task: Task) -> None:
-        now = time.perf_counter()
-        self.last_progress = now
+        now = computing_time.now()
+        self.last_progress = time.perf_counter()
         if self.records:
             self.record.append(
                 Segment(
@@ -255,7 +256,7 @@ class Conductor:
             self._attributes.segment_ended()
 
     def _pause_segment(self, task: Task) -> None:
-        self.last_progress = now = time.perf_counter()
+        self.last_progress, now = time.perf_counter(), computing_time.now()
         task.spent += now - task.began
         if self._watch is not None:
             self._watch.segment_ended(task, task.began, now)
@@ -296,7 +297,7 @@ class Conductor:
         self._running = task
         if self._attributes is not None:
             self._attributes.switch(task.microbatch, is_forward=task.phase is not TaskKind.BACKWARD)
-        task.began = time.perf_counter()
+        task.began = computing_time.now()
         if task.has_thread:
             task.turn.release()
         else:
