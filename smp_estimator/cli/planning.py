@@ -153,19 +153,87 @@ def plan(parameters: str, as_json: bool, **given: Any) -> None:
 @click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), default="auto", show_default=True)
 @click.option("--parameters", help="mp_parameters as they are now: which single change of them would help most?")
 @click.option(
-    "--budget", type=float, default=20.0, show_default=True, help="Seconds that a search over all degrees may take."
+    "--budget", type=float, help="Seconds that a search over all degrees may take; default: 20, of a script 600."
 )
-def suggest(as_json: bool, parameters: str | None, **given: Any) -> None:
+@click.option(
+    "--script",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Rehearse this script instead of planning MODEL; its arguments, with {batch} in them, stand behind --.",
+)
+@click.option("--tensor", is_flag=True, help="The script has modules that tensor parallelism distributes.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def suggest(
+    as_json: bool,
+    parameters: str | None,
+    script: str | None,
+    tensor: bool,
+    budget: float | None,
+    arguments: tuple[str, ...],
+    **given: Any,
+) -> None:
     """Pick degrees for MODEL, in the order of the best practices, and a cluster if none is given.
 
     MODEL: as for plan. With --instance-type alone the fewest instances of it are looked for. Exit code 1 when MODEL does
     not fit on the cluster that was given; the clusters on which it would are named.
+
+    With --script the degrees are looked for with which the script is fastest on a cluster, by rehearsing it:
+    suggest --script train.py --instance-type T --instance-count N --global-batch B -- --batch-size {batch}
     """
     from smp_estimator import planning
 
     current = None if parameters is None else dictionary(parameters, "--parameters")
-    found = planning.suggest(parameters=current, **_job(given))
+    if script is not None:
+        _suggest_for_script(script, (given["model"], *arguments), current, tensor, budget, given, as_json=as_json)
+        return
+    if arguments:
+        raise ConfigError(
+            f"{' '.join(arguments)} stands behind the model, and only --script has arguments of its own; leave it out, or name "
+            "the script with --script"
+        )
+    seconds: dict[str, Any] = {} if budget is None else {"budget": budget}
+    found = planning.suggest(parameters=current, **seconds, **_job(given))
     _show(found, found.plan.verdict, as_json=as_json)
+
+
+def _suggest_for_script(
+    script: str,
+    arguments: tuple[str, ...],
+    parameters: dict[str, Any] | None,
+    tensor: bool,
+    budget: float | None,
+    given: dict[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    from smp_estimator.rehearsal.search import suggest_for_script
+
+    for name, option in (
+        ("instance_type", "--instance-type"),
+        ("instance_count", "--instance-count"),
+        ("global_batch", "--global-batch"),
+    ):
+        if given[name] is None:
+            raise ConfigError(
+                f"a script is rehearsed on one cluster with one global batch, and there is no {option}; give {option}"
+            )
+    job = _job({**given, "model": "gpt2"})
+    precision = {} if given["precision"] in ("auto", "fp32") else {given["precision"]: True}
+    more: dict[str, Any] = {} if budget is None else {"budget": budget}
+    found = suggest_for_script(
+        script,
+        arguments,
+        instance_type=given["instance_type"],
+        instance_count=given["instance_count"],
+        global_batch=given["global_batch"],
+        parameters={**precision, **(parameters or {})},
+        processes_per_host=given["processes_per_host"],
+        gpu_memory_bytes=job["gpu_memory_bytes"],
+        tensor_parallelism=tensor,
+        usd_per_hour=job["prices"].get(given["instance_type"]),
+        tell=lambda line: click.echo(line, err=True),
+        **more,
+    )
+    _show(found, found.verdict, as_json=as_json)
 
 
 def _show(found: Any, verdict: Any, *, as_json: bool) -> None:

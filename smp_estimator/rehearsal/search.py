@@ -1,0 +1,329 @@
+"""The fastest way to train a script on a cluster, among all degrees: every configuration that may be it is rehearsed.
+
+The bounds that spare rehearsals come from one of a single GPU: operations of a sample, parameters, bytes of state.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from smp_config import ConfigError, ModelParallelParameters
+from smp_config.instances import instance, require_usable
+from smp_config.rate_card import RateCard
+from smp_estimator.planning.forecast import TIGHT_ABOVE, Verdict
+from smp_estimator.planning.report import Cell, Grid, Lines, Report, Said, Shown
+from smp_estimator.planning.search.bounds import Needs
+from smp_estimator.planning.search.branch_and_bound import Evaluated, Found, Judged, Region, Search
+from smp_estimator.planning.search.improvement import change_line, change_words, search_dict, search_line
+from smp_estimator.planning.search.planned import configuration_of_settings
+from smp_estimator.planning.search.space import Configuration, Space
+from smp_estimator.rehearsal.rehearse import rehearse
+from smp_estimator.rehearsal.result import RehearsalFailed, Rehearsed, gpu_memory_of, on_gpu
+
+if TYPE_CHECKING:
+    from smp_config.rehearsal import ModuleWork
+
+#: Stands in the script's arguments for the batch size, which follows from the degrees.
+BATCH = "{batch}"
+
+#: Seconds that a search may take, unless told otherwise.
+BUDGET_SECONDS = 600.0
+
+#: What is faster by less is not worth a rehearsal.
+_GAP = 0.02
+
+#: Settings of ``mp_parameters`` that the search chooses.
+_CHOSEN = frozenset(
+    "partitions pipeline_parallel_degree tensor_parallel_degree prescaled_batch sharded_data_parallel_degree "
+    "shard_optimizer_state microbatches active_microbatches offload_activations placement_strategy".split()
+)
+
+#: Modules of a list, which stages are made of.
+_OF_A_LIST = re.compile(r"^(.*?)\.?(\d+)(?:\.|$)")
+
+_GB = 1e9
+
+
+@dataclass(frozen=True)
+class ScriptSuggestion(Shown):
+    """What a search over rehearsals of a script came to; ``print`` and a notebook show it as a table.
+
+    Attributes:
+        found: what was rehearsed, the best, and whether a better one may have been missed.
+        given: settings that were not searched, such as the precision.
+        space: what was searched.
+        cluster: in words.
+        usd_per_hour: of all instances; None where no price is known.
+        changes: single changes of the settings that were given, which help, the best first: what, and what it comes to.
+        before: what was given itself; None where it had no degrees.
+    """
+
+    found: Found
+    given: Mapping[str, Any]
+    space: Space
+    cluster: str
+    usd_per_hour: float | None = None
+    changes: tuple[tuple[str, Judged], ...] = ()
+    before: Judged | None = None
+
+    @property
+    def best(self) -> Judged | None:
+        """The fastest that fits; None where nothing that was rehearsed does."""
+        return self.found.best
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of the best."""
+        return Verdict.DOES_NOT_FIT if self.best is None else Verdict.FITS
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """``mp_parameters`` of the best, or of what comes nearest; empty where nothing could be rehearsed."""
+        chosen = self.best or self.found.nearest
+        return {} if chosen is None else {**self.given, **chosen.configuration.settings()}
+
+    @property
+    def batch(self) -> int | None:
+        """The script's batch size with these."""
+        chosen = self.best or self.found.nearest
+        return None if chosen is None else self.space.batch(chosen.configuration)
+
+    def usd_per_step(self, judged: Judged) -> float | None:
+        """What the instances cost for a step; None where its time or the price is not known."""
+        seconds = judged.evaluated.seconds
+        return None if self.usd_per_hour is None or seconds is None else self.usd_per_hour * seconds / 3600
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers by name: seconds, bytes, US dollars."""
+        return {
+            "cluster": self.cluster,
+            "global_batch": self.space.samples,
+            "parameters": self.parameters,
+            "batch": self.batch,
+            "fits": self.best is not None,
+            "search": search_dict(self.found),
+            "rehearsed": [
+                {
+                    "parameters": {**self.given, **one.configuration.settings()},
+                    "batch": self.space.batch(one.configuration),
+                    "seconds_per_step": one.evaluated.seconds,
+                    "peak_bytes": one.evaluated.peak_bytes,
+                    "fits": one.evaluated.fits,
+                    "why": one.evaluated.why,
+                    "usd_per_step": self.usd_per_step(one),
+                }
+                for one in self.found.judged
+            ],
+            "changes": [
+                {"what": what, "seconds_per_step": one.evaluated.seconds, "parameters": one.configuration.settings()}
+                for what, one in self.changes
+            ],
+        }
+
+    def report(self) -> Report:
+        """The rehearsals in their order, and what was chosen."""
+        rows: list[list[Cell]] = []
+        for one in self.found.judged:
+            seen, price = one.evaluated, self.usd_per_step(one)
+            mark = " ← chosen" if self.best is not None and one.configuration == self.best.configuration else ""
+            verdict = Verdict.FITS if seen.fits else Verdict.DOES_NOT_FIT
+            rows.append(
+                [
+                    str(one.configuration),
+                    str(self.space.batch(one.configuration)),
+                    "" if seen.peak_bytes is None else f"{seen.peak_bytes / _GB:.1f} GB",
+                    "" if seen.seconds is None else f"{seen.seconds:.3g} s",
+                    "" if price is None else f"{price:.3g}",
+                    Said(f"fits{mark}" if seen.fits else seen.why, verdict),
+                ]
+            )
+        columns = ["configuration", "batch", "peak", "step", "USD per step", "verdict"]
+        lines: list[tuple[str, Sequence[Cell]]] = [("searched", [search_line(self.found)])]
+        if self.best is None:
+            lines.append(("verdict", [Said("nothing that was rehearsed fits", Verdict.DOES_NOT_FIT)]))
+        if self.before is not None:
+            said = [self._change(what, judged) for what, judged in self.changes[:3]]
+            lines.append(("one change", said or ["of what was given, none makes a step shorter"]))
+        lines += [("parameters", [str(self.parameters)]), ("script", [f"batch {self.batch}"])]
+        title = f"rehearsed on {self.cluster}, {self.space.samples} samples per step"
+        return [Grid(columns, rows, frozenset({1, 2, 3, 4}), title=title), Lines(lines)]
+
+    def _change(self, what: str, judged: Judged) -> str:
+        before = None if self.before is None or not self.before.evaluated.fits else self.before.evaluated.seconds
+        return change_line(what, judged.evaluated.seconds, before)
+
+
+def suggest_for_script(  # noqa: PLR0913 - most have defaults, and each is an option of the command
+    script: str | os.PathLike[str],
+    arguments: Sequence[str],
+    *,
+    instance_type: str,
+    instance_count: int,
+    global_batch: int,
+    parameters: Mapping[str, Any] | None = None,
+    processes_per_host: int | None = None,
+    gpu_memory_bytes: int | None = None,
+    tensor_parallelism: bool = False,
+    usd_per_hour: float | None = None,
+    budget: float = BUDGET_SECONDS,
+    tell: Callable[[str], None] = lambda _: None,
+    run: Callable[..., Rehearsed] | None = None,
+) -> ScriptSuggestion:
+    """Look for the degrees with which a script trains fastest on a cluster, by rehearsing it.
+
+    Pipeline, tensor and sharding degrees, sharded optimizer state, microbatches, active microbatches and placement are searched.
+    Whether activations are checkpointed or offloaded is the script's own.
+
+    Args:
+        script: as a job runs it; it takes its degrees from ``mp_parameters``.
+        arguments: its command line; ``{batch}`` stands for the batch size, which follows from the degrees.
+        instance_type: such as ``"ml.p4d.24xlarge"``.
+        instance_count: instances.
+        global_batch: samples of an optimizer step, whatever the degrees.
+        parameters: ``mp_parameters``; what is searched is replaced, the rest stays. Where degrees are given, single
+            changes of them are looked at, too.
+        processes_per_host: ranks of an instance; default: its GPUs.
+        gpu_memory_bytes: of one GPU; default: the catalogue's.
+        tensor_parallelism: the script has modules that tensor parallelism distributes.
+        usd_per_hour: of one instance; default: the catalogue's.
+        budget: seconds after which nothing more is rehearsed.
+        tell: is given a line after each rehearsal.
+        run: rehearses; default: :func:`~smp_estimator.rehearsal.rehearse.rehearse`.
+
+    Raises:
+        ConfigError: settings that cannot work, arguments without ``{batch}``, an instance without known rates.
+        RehearsalFailed: the script cannot be rehearsed on one GPU either.
+    """
+    known = require_usable(instance_type) or instance(instance_type)
+    if not any(BATCH in argument for argument in arguments):
+        raise ConfigError(
+            f"none of the script's arguments has {BATCH} in it ({' '.join(arguments) or 'there are none'}); with other degrees "
+            f"each rank reads another batch, so that the global batch stays {global_batch}: write for example --batch-size {BATCH}"
+        )
+    card = RateCard.of_instance(instance_type, processes_per_host=processes_per_host, usd_per_hour=usd_per_hour)
+    per_host, memory = card.gpus_per_host, gpu_memory_bytes or gpu_memory_of(instance_type)
+    given = {"ddp": True, **(parameters or {})}
+    settings = ModelParallelParameters.from_mp_parameters(given)
+    kept = {name: value for name, value in given.items() if name not in _CHOSEN}
+    rehearsal = _Rehearsals(
+        script, tuple(arguments), instance_type, instance_count, per_host, memory, kept, tell, run or rehearse
+    )
+    needs, layers = rehearsal.needs(card, max(1, global_batch // (per_host * instance_count)))
+    space = Space(
+        world=per_host * instance_count,
+        per_host=per_host,
+        samples=global_batch,
+        layers=layers,
+        heads=per_host if tensor_parallelism else 0,
+        can_recompute=False,
+    )
+    region = Region(
+        space=space,
+        needs=needs,
+        card=card,
+        evaluate=lambda at: rehearsal.judge(at, space),
+        device_bytes=None if memory is None else TIGHT_ABOVE * memory,
+        name=f"{instance_count} × {instance_type}",
+    )
+    search = Search([region], budget=budget, gap=_GAP)
+    start = configuration_of_settings(settings, "kept") if _CHOSEN & given.keys() else None
+    found = search.run([start] if start is not None else [])
+    changes: tuple[tuple[str, Judged], ...] = ()
+    if start is not None:
+        changes = tuple((change_words(name, start, one.configuration), one) for name, one in search.changes(start))
+        found = search.run([start])  # with what the changes have shown; nothing is rehearsed twice
+    price = card.usd_per_hour if known is not None or usd_per_hour else None
+    return ScriptSuggestion(
+        found=found,
+        given=kept,
+        space=space,
+        cluster=region.name,
+        usd_per_hour=None if price is None else price * instance_count,
+        changes=changes,
+        before=None if start is None else search.judge(start),
+    )
+
+
+def needs_of_work(work: Iterable[ModuleWork], card: RateCard, batch: int) -> tuple[float, float, int]:
+    """Seconds of a sample forward and backward by operations alone, and modules of the longest list; of one GPU's step.
+
+    Memory and launches are left out: larger batches spread them over more samples.
+    """
+    forward = backward = 0.0
+    numbers: dict[str, set[str]] = {}
+    for row in work:
+        name = row.dtype or "float32"
+        peak = card.flops_per_second.get(name) or max(card.flops_per_second.values())
+        seconds = row.flops / (card.matrix_part * peak) / batch
+        forward += seconds if row.phase == "forward" else 0.0
+        backward += seconds if row.phase == "backward" else 0.0
+        if (match := _OF_A_LIST.match(row.module)) is not None:
+            numbers.setdefault(match[1], set()).add(match[2])
+    return forward, backward, max((len(found) for found in numbers.values()), default=1)
+
+
+@dataclass(frozen=True)
+class _Rehearsals:
+    """A script's rehearsals on one cluster."""
+
+    script: str | os.PathLike[str]
+    arguments: tuple[str, ...]
+    instance_type: str
+    instance_count: int
+    per_host: int
+    memory: int | None
+    kept: Mapping[str, Any]
+    tell: Callable[[str], None] = field(repr=False)
+    run: Callable[..., Rehearsed] = field(repr=False)
+
+    def needs(self, card: RateCard, batch: int) -> tuple[Needs, int]:
+        """What a sample and a parameter need, from the step of one GPU; and the modules of its longest list."""
+        found = self._rehearse(1, 1, {}, batch)
+        (kind, *_) = found.rehearsal.kinds
+        forward, backward, layers = needs_of_work(kind.work, card, batch)
+        elements = max(1, kind.parameters)
+        each = kind.classes.get("parameter", 0) / elements
+        self.tell(f"one GPU: {kind.parameters:,} parameters, {on_gpu(kind) / _GB:.1f} GB with a batch of {batch}")
+        return Needs(
+            forward=forward,
+            backward=backward,
+            launches=card.launch_seconds * sum(row.calls for row in kind.work if row.phase in ("forward", "backward")),
+            elements=kind.parameters,
+            kept_bytes=each,
+            updated_bytes=kind.classes.get("optimizer state", 0) / elements,
+            layers=0,
+            layer_elements=kind.parameters,
+            summed_bytes=each,
+            element_bytes=each,
+            gathers=1.0,  # what autograd keeps nothing of is not gathered again
+        ), layers
+
+    def judge(self, at: Configuration, space: Space) -> Evaluated:
+        """Rehearse a configuration; one that fails does not fit, and says why."""
+        try:
+            space.check(at)
+            found = self._rehearse(self.instance_count, self.per_host, at.settings(), space.batch(at))
+        except (ConfigError, RehearsalFailed) as error:
+            self.tell(f"{at}: {error}")
+            return Evaluated(None, None, False, str(error).splitlines()[0])
+        seconds = max(kind.step_seconds for kind in found.rehearsal.kinds)
+        peak = on_gpu(found.fullest)
+        fits = found.verdict in (Verdict.FITS, Verdict.UNKNOWN)
+        self.tell(f"{at}: {seconds:.3g} s, {peak / _GB:.1f} GB, {found.verdict.value}")
+        why = "" if fits else f"{found.verdict.value}: {peak / _GB:.1f} GB on stage {found.fullest.stage}"
+        return Evaluated(seconds, peak, fits, why)
+
+    def _rehearse(self, hosts: int, per_host: int, settings: Mapping[str, Any], batch: int) -> Rehearsed:
+        return self.run(
+            self.script,
+            [argument.replace(BATCH, str(batch)) for argument in self.arguments],
+            instance_type=self.instance_type,
+            instance_count=hosts,
+            processes_per_host=per_host,
+            parameters={**self.kept, **settings},
+            gpu_memory_bytes=self.memory,
+        )
