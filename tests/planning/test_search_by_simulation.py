@@ -144,6 +144,7 @@ class Job:
             forward=forward,
             backward=2 * forward,
             again=forward,
+            launches=3 * layers * self.launch,
             elements=sum(self.elements),
             kept_bytes=8,
             updated_bytes=8,

@@ -23,13 +23,16 @@ class Needs:
     Attributes:
         forward, backward: seconds of one sample through the whole model on one GPU, at the rates that are assumed.
         again: of these, what checkpointing adds in backward.
+        launches: seconds of each microbatch through the whole model that no degree divides: starting its kernels.
         elements: parameters.
         kept_bytes: per element, of parameters and their gradients.
         updated_bytes: per element, of master copies and optimizer state.
-        layers: that are alike; stages hold whole ones.
+        layers: that are alike, of which stages hold whole ones; 0: the time is that of the slowest stage, which has no less than
+            an even share.
         layer_elements: of all of them, at least.
         summed_bytes: per element, of a gradient on its way to other ranks.
         element_bytes: of a parameter on its way.
+        gathers: of sharded parameters in a backward pass and the forward pass before it, at least.
         tensor_bytes: of one sample, of all tensors that tensor parallelism sums up in forward and backward.
         tensor_bytes_again: of these, what checkpointing adds.
         activation_bytes: of one sample, that a model without checkpointing keeps for backward, at least.
@@ -38,6 +41,7 @@ class Needs:
     forward: float
     backward: float
     again: float = 0.0
+    launches: float = 0.0
     elements: int = 0
     kept_bytes: float = 8.0
     updated_bytes: float = 8.0
@@ -45,6 +49,7 @@ class Needs:
     layer_elements: int = 0
     summed_bytes: float = 4.0
     element_bytes: float = 4.0
+    gathers: float = 2.0
     tensor_bytes: float = 0.0
     tensor_bytes_again: float = 0.0
     activation_bytes: float = 0.0
@@ -84,6 +89,7 @@ def least_seconds(needs: Needs, space: Space, card: RateCard, at: Configuration)
     if tensor > 1 and needs.tensor_bytes:
         size = samples * (needs.tensor_bytes + (needs.tensor_bytes_again if again else 0.0)) * _whole(needs, stages)
         seconds += card.seconds_of_traffic(sent_bytes("all_reduce", tensor, size), *space.ring(at, Group.TP))
+    seconds += needs.launches * (at.microbatches or 1)
     microbatches = at.microbatches or samples
     active = min(at.active or microbatches, microbatches)
     # Gradients of weights may be computed in any moment: before a stage can begin stand forward passes alone.
@@ -115,7 +121,7 @@ def _data_seconds(needs: Needs, space: Space, card: RateCard, at: Configuration)
         again = needs.element_bytes if at.state == "optimizer" else needs.summed_bytes
         sent = sent_bytes("all_gather", replicas, elements * (needs.summed_bytes + again))
         return card.seconds_of_traffic(sent, *space.ring(at, Group.RDP))
-    gathered = elements * (2 * needs.element_bytes + needs.summed_bytes)
+    gathered = elements * (needs.gathers * needs.element_bytes + needs.summed_bytes)
     passes = space.accumulation * (at.microbatches or 1)
     inside = passes * sent_bytes("all_gather", at.sharded, gathered)
     seconds = card.seconds_of_traffic(inside, *space.ring(at, Group.SHARD))
@@ -126,7 +132,7 @@ def _data_seconds(needs: Needs, space: Space, card: RateCard, at: Configuration)
 
 def _whole(needs: Needs, stages: int) -> float:
     """Part of an even share of the layers that every stage has at least: stages hold whole ones."""
-    return needs.layers // stages * stages / needs.layers
+    return needs.layers // stages * stages / needs.layers if needs.layers else 1.0
 
 
 __all__ = ["Needs", "least_bytes", "least_seconds", "least_state"]

@@ -288,12 +288,17 @@ def keeps_no_less(at: Configuration, other: Configuration) -> bool:
 
 
 def computes_no_less(at: Configuration, other: Configuration) -> bool:
-    """Whether a configuration differs from another only by recomputing, offloading, or having fewer in flight."""
-    if (at.state, at.microbatches, at.placement) != (other.state, other.microbatches, other.placement):
+    """Whether a configuration differs from another only by recomputing, offloading, or having fewer in flight.
+
+    Without a pipeline more microbatches are more of the same, too: with one, they fill it.
+    """
+    if (at.state, at.placement) != (other.state, other.placement):
         return False
-    return _MEMORY.index(at.memory or "kept") >= _MEMORY.index(other.memory or "kept") and (at.active or 1) <= (
-        other.active or 1
-    )
+    count, others = at.microbatches or 1, other.microbatches or 1
+    if count != others and not ((at.pipeline or 1) == 1 and count > others):
+        return False
+    is_later = _MEMORY.index(at.memory or "kept") >= _MEMORY.index(other.memory or "kept")
+    return is_later and (at.active or 1) <= (other.active or 1)
 
 
 __all__ = ["Evaluate", "Evaluated", "Found", "Judged", "Region", "Search", "computes_no_less", "keeps_no_less"]

@@ -126,7 +126,7 @@ def change_line(what: str, after: float | None, before: float | None) -> str:
 
 def search_line(found: Found) -> str:
     """How many configurations were looked at, and whether a better one may have been missed."""
-    looked = f"{len(found.judged)} configurations in {found.seconds:.2g} s"
+    looked = f"{len(found.judged)} configurations in {found.seconds:.3g} s"
     if found.is_proven:
         return f"{looked}; by their bounds no other is faster"
     return f"{looked}, when the budget ended; another may be faster by up to {found.possible_gain:.0%}"
