@@ -72,7 +72,9 @@ def test_a_report_is_the_same_after_json():
 
 def test_a_request_that_is_none_is_refused(tmp_path):
     (tmp_path / "request.json").write_text('{"hosts": 1}')
-    with pytest.raises(ConfigError, match=r"request.json is no request of a rehearsal: Field required at ranks_per_host"):
+    with pytest.raises(
+        ConfigError, match=r"request.json is no request of a rehearsal: Field required at ranks_per_host"
+    ):
         read_request(tmp_path / "request.json")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from smp_runtime.rehearsal.phases import Phases
 from smp_runtime.rehearsal.traffic import CountedCollectives, DirectCollectives, Ledger
 from smp_runtime.rehearsal.work import Clock, ModuleTimes, TimedWork
 from smp_runtime.tensors import computing_time
-from smp_runtime.tensors.torch_private import stay_in
+from smp_runtime.tensors.torch_private import dispatch_modes, stay_in
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -71,11 +72,18 @@ class Counters:
         if self._has_clock:
             computing_time.clocks.append(lambda: self.clock.now)
             self._put_back.append(computing_time.clocks.pop)
-        mode, run = self.mode, threading.Thread.run
+        mode, run, start = self.mode, threading.Thread.run, threading.Thread.start
         resize, memory = torch.UntypedStorage.resize_, self.memory
+        followed: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+        def started(thread: threading.Thread) -> None:
+            if mode in dispatch_modes():  # else what computes here is not of the training
+                followed.add(thread)
+            start(thread)
 
         def entered(thread: threading.Thread) -> None:
-            stay_in(mode)
+            if thread in followed:
+                stay_in(mode)
             run(thread)
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -83,10 +91,12 @@ class Counters:
             memory.resized(storage)
             return result
 
+        threading.Thread.start = started  # type: ignore[method-assign, assignment]
         threading.Thread.run = entered  # type: ignore[method-assign, assignment]
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
         self._put_back += [
             lambda: setattr(threading.Thread, "run", run),
+            lambda: setattr(threading.Thread, "start", start),
             lambda: setattr(torch.UntypedStorage, "resize_", resize),
             self.phases.close,
         ]
