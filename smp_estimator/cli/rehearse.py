@@ -9,6 +9,7 @@ import click
 
 from smp_config import ConfigError
 from smp_estimator.cli.console import console
+from smp_estimator.cli.run import pairs
 
 
 @click.command()
@@ -23,9 +24,12 @@ from smp_estimator.cli.console import console
 @click.option(
     "--steps", type=click.IntRange(2), default=3, show_default=True, help="After which the script is stopped."
 )
+@click.option("--channel", "channels", multiple=True, metavar="NAME=DIR", help="Input data; may be repeated.")
 @click.option("--verbose", is_flag=True, help="Show what the script prints.")
 @click.option("--json", "file", type=click.Path(dir_okay=False), help="Write all that was counted into this file.")
-def rehearse(script: str, arguments: tuple[str, ...], file: str | None, **given: Any) -> None:
+def rehearse(
+    script: str, arguments: tuple[str, ...], file: str | None, channels: tuple[str, ...], **given: Any
+) -> None:
     """Run a few steps of SCRIPT as it would run on a cluster, without the cluster.
 
     One process stands for all ranks of a pipeline stage. Tensors have shapes but no memory, collectives count what they would send.
@@ -34,7 +38,8 @@ def rehearse(script: str, arguments: tuple[str, ...], file: str | None, **given:
     from smp_estimator.planning import Verdict
     from smp_estimator.rehearsal import rehearse as run
 
-    found = run(script, arguments, **given)
+    folders = dict(pairs(channels, "--channel"))
+    found = run(script, arguments, channels=folders, **given)
     if file is not None:
         try:
             Path(file).write_text(found.rehearsal.model_dump_json(indent=2), encoding="utf-8")

@@ -42,6 +42,7 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
     steps: int = 3,
     gpu_memory_bytes: int | None = None,
     environment: Mapping[str, str] | None = None,
+    channels: Mapping[str, str | os.PathLike[str]] | None = None,
     verbose: bool = False,
     timeout: float = 1800.0,
 ) -> Rehearsed:
@@ -57,6 +58,7 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
         steps: after which the script is stopped; the last is reported, and the first makes what stays.
         gpu_memory_bytes: of one GPU; default: the catalogue's.
         environment: of the script.
+        channels: folders by name, which the script finds as ``SM_CHANNEL_<NAME>``.
         verbose: show what the script prints.
         timeout: seconds after which the rehearsal is given up.
 
@@ -91,7 +93,14 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
             folder=folder,
         )
         began = time.monotonic()
-        _run(request, script, arguments, _environment(given, environment), verbose=verbose, timeout=timeout)
+        _run(
+            request,
+            script,
+            arguments,
+            {**_folders(folder, channels), **_environment(given, environment)},
+            verbose=verbose,
+            timeout=timeout,
+        )
         found = [KindReport.model_validate_json(path.read_bytes()) for path in sorted(Path(folder).glob("kind-*.json"))]
     rehearsal = Rehearsal(
         request=request.model_copy(update={"kinds": len(found)}),
@@ -100,6 +109,21 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
         seconds=time.monotonic() - began,
     )
     return Rehearsed(rehearsal, gpu_memory_bytes or gpu_memory_of(instance_type))
+
+
+def _folders(folder: str, channels: Mapping[str, str | os.PathLike[str]] | None) -> dict[str, str]:
+    """Where a script of a job reads and writes; what it writes is of no use to anybody."""
+    found = {"SM_MODEL_DIR": "model", "SM_OUTPUT_DATA_DIR": "output", "SMP_CHECKPOINT_DIR": "checkpoints"}
+    for name, place in found.items():
+        found[name] = os.path.join(folder, place)
+        Path(found[name]).mkdir()
+    for name, path in (channels or {}).items():
+        if not Path(path).exists():
+            raise ConfigError(
+                f"the data of channel {name!r} is missing: {os.fspath(path)} does not exist; give a folder of this machine"
+            )
+        found[f"SM_CHANNEL_{name.upper()}"] = str(Path(path).absolute())
+    return found
 
 
 def _environment(parameters: Mapping[str, Any] | None, given: Mapping[str, str] | None) -> dict[str, str]:

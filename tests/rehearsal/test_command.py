@@ -135,3 +135,8 @@ def test_a_stage_that_does_not_fit_is_found():
         gpu_memory_bytes=100 * 2**20,
     )
     assert found.verdict is Verdict.DOES_NOT_FIT
+
+
+def test_channels_are_folders_that_are_there(tmp_path):
+    with pytest.raises(ConfigError, match="the data of channel 'train' is missing"):
+        rehearse(SCRIPT, channels={"train": tmp_path / "nowhere"})
