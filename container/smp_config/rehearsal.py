@@ -121,7 +121,9 @@ class KindReport(BaseModel):
     collectives: list[CollectiveCount]
     links: list[LinkCount]
     work: list[ModuleWork]  # of the last step
-    step_seconds: float
+    step_seconds: float  # that the rank computes in the last step, and waits for collectives
+    pipeline_seconds: float | None = None  # makespan of the pipeline's planned order; on the stage that plans
+    pipeline_idle: dict[int, float] = {}  # by stage, the part of it in which the stage computes nothing
     process_bytes: int = 0  # resident memory of the process that rehearsed it, at most
 
 
@@ -135,6 +137,16 @@ class Rehearsal(BaseModel):
     mp_parameters: dict[str, object]
     kinds: list[KindReport]
     seconds: float  # that the rehearsal took
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step: the pipeline's makespan, and what the slowest stage does before and after it."""
+        planned = next((kind for kind in self.kinds if kind.pipeline_seconds), None)
+        if planned is None or planned.pipeline_seconds is None:
+            return max(kind.step_seconds for kind in self.kinds)
+        makespan = planned.pipeline_seconds
+        busy = {kind.stage: makespan * (1 - planned.pipeline_idle.get(kind.stage, 0.0)) for kind in self.kinds}
+        return makespan + max(0.0, *(kind.step_seconds - busy[kind.stage] for kind in self.kinds))
 
 
 class Failure(BaseModel):

@@ -21,8 +21,9 @@ from smp_estimator.cli.run import pairs
 @click.option(
     "--parameters", help="mp_parameters: a dictionary or its file; default: what the script hands to smp.init()."
 )
+@click.option("--steps", type=click.IntRange(1), help="Of the whole training, for its hours and price.")
 @click.option(
-    "--steps", type=click.IntRange(2), default=3, show_default=True, help="After which the script is stopped."
+    "--rehearsed", "rehearsed_steps", type=click.IntRange(2), default=3, show_default=True, help="Steps to rehearse."
 )
 @click.option("--channel", "channels", multiple=True, metavar="NAME=DIR", help="Input data; may be repeated.")
 @click.option("--verbose", is_flag=True, help="Show what the script prints.")

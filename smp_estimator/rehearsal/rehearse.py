@@ -39,7 +39,8 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
     instance_count: int = 1,
     processes_per_host: int | None = None,
     parameters: Mapping[str, Any] | str | None = None,
-    steps: int = 3,
+    rehearsed_steps: int = 3,
+    steps: int | None = None,
     gpu_memory_bytes: int | None = None,
     environment: Mapping[str, str] | None = None,
     channels: Mapping[str, str | os.PathLike[str]] | None = None,
@@ -55,7 +56,8 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
         instance_count: instances.
         processes_per_host: ranks of an instance; default: its GPUs.
         parameters: ``mp_parameters``; None: what the script hands to ``smp.init()``.
-        steps: after which the script is stopped; the last is reported, and the first makes what stays.
+        rehearsed_steps: after which the script is stopped; the last is reported, and the first makes what stays.
+        steps: of the whole training, for its hours and price.
         gpu_memory_bytes: of one GPU; default: the catalogue's.
         environment: of the script.
         channels: folders by name, which the script finds as ``SM_CHANNEL_<NAME>``.
@@ -70,8 +72,10 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
         raise ConfigError(f"the script {os.fspath(script)} is not a file; name the script that the job would run")
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("a rehearsal runs the script, which needs PyTorch; install it here: pip install torch")
-    if steps < 2:
-        raise ConfigError(f"steps is {steps}; the first step makes what stays, so give at least 2")
+    if rehearsed_steps < 2:
+        raise ConfigError(f"rehearsed_steps is {rehearsed_steps}; the first step makes what stays, so give at least 2")
+    if steps is not None and steps < 1:
+        raise ConfigError(f"steps is {steps}; it is the number of steps of the whole training: give 1 or more, or none")
     known = require_usable(instance_type)
     ranks = processes_per_host or (known.gpus if known is not None else None)
     if ranks is None:
@@ -89,7 +93,7 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
             ranks_per_host=ranks,
             kinds=kinds,
             instance_type=instance_type,
-            steps=steps,
+            steps=rehearsed_steps,
             folder=folder,
         )
         began = time.monotonic()
@@ -108,7 +112,7 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
         kinds=sorted(found, key=lambda kind: kind.stage),
         seconds=time.monotonic() - began,
     )
-    return Rehearsed(rehearsal, gpu_memory_bytes or gpu_memory_of(instance_type))
+    return Rehearsed(rehearsal, gpu_memory_bytes or gpu_memory_of(instance_type), steps)
 
 
 def _folders(folder: str, channels: Mapping[str, str | os.PathLike[str]] | None) -> dict[str, str]:

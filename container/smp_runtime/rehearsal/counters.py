@@ -13,6 +13,7 @@ import torch
 
 from smp_config import Group
 from smp_config.rehearsal import KindReport
+from smp_runtime.pipeline.execution import plan_store
 from smp_runtime.rehearsal.links import Links
 from smp_runtime.rehearsal.memory import LiveMemory, by_kind, largest
 from smp_runtime.rehearsal.operations import Unperformed
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from smp_config.rate_card import RateCard
     from smp_runtime.comm.collectives import Collectives, Work
     from smp_runtime.job.session import Session
+    from smp_runtime.pipeline.schedule.planner import Plan
 
 
 class RehearsalOver(BaseException):
@@ -59,6 +61,7 @@ class Counters:
         self.links = Links()
         self._direct = DirectCollectives(self.ledger)
         self.mode = Unperformed([self.memory, self.work], self._direct, performed_bytes)
+        self._planned: Plan | None = None
         self._put_back: list[Callable[[], object]] = []
         self.step = -1
         self._uses_steps = False
@@ -69,6 +72,8 @@ class Counters:
     def start(self) -> None:
         """Count from now on, on this thread and on those that it starts, and on theirs."""
         stay_in(self.mode)
+        plan_store.at_plan.append(self._hear_plan)
+        self._put_back.append(plan_store.at_plan.clear)
         if self._has_clock:
             computing_time.clocks.append(lambda: self.clock.now)
             self._put_back.append(computing_time.clocks.pop)
@@ -100,6 +105,9 @@ class Counters:
             lambda: setattr(torch.UntypedStorage, "resize_", resize),
             self.phases.close,
         ]
+
+    def _hear_plan(self, planned: Plan) -> None:
+        self._planned = planned
 
     def stop(self) -> None:
         """Count no more on threads that begin now."""
@@ -200,5 +208,7 @@ class Counters:
             links=self.links.counts(),
             work=self.work.rows(),
             step_seconds=self.clock.now - self._began,
+            pipeline_seconds=None if self._planned is None else self._planned.makespan,
+            pipeline_idle={} if self._planned is None else dict(self._planned.idle),
             process_bytes=used if sys.platform == "darwin" else used * 1024,
         )
