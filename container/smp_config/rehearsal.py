@@ -56,6 +56,15 @@ class Holder(BaseModel):
     bytes: int
 
 
+class MemoryOverTime(BaseModel):
+    """Bytes alive in the last step, from each time on."""
+
+    model_config = _FROZEN
+
+    seconds: list[float]  # since the step began, by the clock of the rehearsal
+    owners: dict[str, list[int]]  # by kind as of a holder, a size for each time
+
+
 class CollectiveCount(BaseModel):
     """Collectives of one sort in one step of one rank."""
 
@@ -117,7 +126,7 @@ class KindReport(BaseModel):
     first_step_peak_bytes: int  # with the start: parameters before they are shared out lie in host memory
     classes: dict[str, int]  # bytes by kind at the peak
     holders: list[Holder]  # the ten largest
-    curve: list[tuple[int, int]]  # operation of the last step, bytes alive after it
+    curve: MemoryOverTime
     collectives: list[CollectiveCount]
     links: list[LinkCount]
     work: list[ModuleWork]  # of the last step

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.markup import escape
 
 from smp_config import ConfigError
 from smp_estimator.cli.console import console
@@ -29,7 +30,13 @@ from smp_estimator.cli.run import pairs
 @click.option("--verbose", is_flag=True, help="Show what the script prints.")
 @click.option("--json", "file", type=click.Path(dir_okay=False), help="Write all that was counted into this file.")
 def rehearse(
-    script: str, arguments: tuple[str, ...], file: str | None, channels: tuple[str, ...], **given: Any
+    script: str,
+    arguments: tuple[str, ...],
+    file: str | None,
+    channels: tuple[str, ...],
+    memory_picture: str | None,
+    link_picture: str | None,
+    **given: Any,
 ) -> None:
     """Run a few steps of SCRIPT as it would run on a cluster, without the cluster.
 
@@ -38,6 +45,7 @@ def rehearse(
     """
     from smp_estimator.planning import Verdict
     from smp_estimator.rehearsal import rehearse as run
+    from smp_estimator.rehearsal.pictures import save_links, save_memory
 
     folders = dict(pairs(channels, "--channel"))
     found = run(script, arguments, channels=folders, **given)
@@ -49,5 +57,8 @@ def rehearse(
                 f"{file} cannot be written: {error.strerror}; --json names a file in a folder that exists"
             ) from None
     console().print(found)
+    for path, draw in ((memory_picture, save_memory), (link_picture, save_links)):
+        if path is not None:
+            console().print(f"picture: {escape(str(draw(found, path)))}", soft_wrap=True)
     if found.verdict is Verdict.DOES_NOT_FIT:
         raise click.exceptions.Exit(1)

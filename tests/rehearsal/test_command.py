@@ -12,6 +12,7 @@ from smp_config.rehearsal import Holder, KindReport, Rehearsal, RehearsalRequest
 from smp_estimator.cli.main import main
 from smp_estimator.planning import Verdict
 from smp_estimator.rehearsal import RehearsalFailed, Rehearsed, rehearse
+from smp_estimator.rehearsal.pictures import links_of, save_links, save_memory
 
 SCRIPT = Path(__file__).with_name("gpt_script.py")
 GIB = 2**30
@@ -35,7 +36,7 @@ def kind(stage, peak, **given):
         "first_step_peak_bytes": peak,
         "classes": {"activation": peak},
         "holders": [holder],
-        "curve": [(0, 1)],
+        "curve": {"seconds": [0.0, 0.2], "owners": {"activation": [0, peak], "parameter": [5, 5]}},
         "collectives": [],
         "links": [],
         "work": [],
@@ -77,6 +78,21 @@ def test_hours_and_price_follow_from_the_pipeline_s_order_and_what_is_done_aroun
     assert found.training_usd == pytest.approx(10 * instance("ml.p4d.24xlarge").usd_per_hour)
     assert "450 steps take 1.0 h" in str(found)
     assert "idle 60%, 50%" in str(found)
+
+
+def test_memory_and_links_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    row = {"step": 2, "phase": "backward", "kind": "all_reduce", "group": "dp", "ranks": 8, "hosts": 2, "calls": 3}
+    sends = {**row, "payload_bytes": 100, "sent_bytes": 175, "messages": 42}
+    link = {"step": 2, "stage": 1, "same_host": True, "messages": 4, "tensor_bytes": 4096}
+    found = rehearsed(kind(0, 10 * GIB, collectives=[sends], links=[link]), kind(1, 20 * GIB))
+    assert save_memory(found, tmp_path / "memory.png").stat().st_size > 1000
+    assert save_links(found, tmp_path / "links.png").stat().st_size > 1000
+    traffic = links_of(found)
+    assert {(one.source, one.target, one.sent_bytes, one.same_host) for one in traffic} == {
+        ("stage 0", "stage 1", 4096, True),
+        ("stage 0", "dp", 175, False),
+    }
 
 
 def test_a_report_is_the_same_after_json():

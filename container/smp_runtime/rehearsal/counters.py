@@ -52,9 +52,9 @@ class Counters:
         self._steps = steps
         self._session: Session | None = None
         self.phases = Phases()
-        self.memory = LiveMemory(self.phases.where)
-        self.ledger = Ledger(self.phases.where)
         self.clock = Clock()
+        self.memory = LiveMemory(self.phases.where, lambda: self.clock.now)
+        self.ledger = Ledger(self.phases.where)
         self._rates = rates
         self._has_clock = rates is not None
         self.work = ModuleTimes(self.phases.where, rates, self.clock)
