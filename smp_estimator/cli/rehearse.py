@@ -29,6 +29,8 @@ from smp_estimator.cli.run import pairs
 @click.option("--channel", "channels", multiple=True, metavar="NAME=DIR", help="Input data; may be repeated.")
 @click.option("--verbose", is_flag=True, help="Show what the script prints.")
 @click.option("--json", "file", type=click.Path(dir_okay=False), help="Write all that was counted into this file.")
+@click.option("--memory-picture", type=click.Path(dir_okay=False), help="Draw the memory of each stage over a step.")
+@click.option("--link-picture", type=click.Path(dir_okay=False), help="Draw the bytes between stages and groups.")
 def rehearse(
     script: str,
     arguments: tuple[str, ...],
