@@ -46,6 +46,9 @@ _AXES = {"pp", "tp", "rdp", "sharded"}
 #: Of a tensor, and of steps.
 _MOST_ELEMENTS = 2**62
 
+#: A result's tensor has the number of the call times this plus its place in the result.
+NUMBERS_OF_CALL = 100
+
 #: Half the distance from 1 to the next number.
 ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
