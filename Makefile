@@ -30,7 +30,9 @@ WITH_5 := $(addprefix tests/,tensor_parallel/test_huggingface.py tensor_parallel
 	tensor_parallel/test_replaced_settings.py pipeline/test_transformers.py activations/test_transformers.py \
 	checkpoints/test_transformers_format.py checkpoints/test_save_pretrained.py planning/test_model_config.py)
 
-.PHONY: image push test-docker quickstart test test-newest test-sdk-floor test-v3 test-full test-torch test-clients test-clients-full test-matrix lint type format clean help
+DOCS := .venv-docs
+
+.PHONY: dist docs docs-serve image push test-docker quickstart test test-newest test-sdk-floor test-v3 test-full test-torch test-clients test-clients-full test-matrix lint type format clean help
 
 help:
 	@echo "make quickstart   train a small GPT with SMPEstimator.fit(): two processes, no cloud account"
@@ -42,6 +44,8 @@ help:
 	@echo "make test-matrix  Python 3.10 to 3.13 and PyTorch from the floor to the newest, for docs/compatibility.md; MATRIX=\"3.12 2.4.0\": some"
 	@echo "make image        the training image; BASE_IMAGE=… for the cloud; make push prints how to publish it"
 	@echo "make test-docker  SageMaker local mode with that image, one and two hosts"
+	@echo "make docs         the documentation as a site in site/; make docs-serve shows it while it is written"
+	@echo "make dist         wheel and sdist into dist/"
 	@echo "make lint type    ruff and mypy"
 	@echo "make clean        remove the environment and what was produced"
 
@@ -151,7 +155,25 @@ format: $(VENV)/.installed
 type: $(VENV)/.installed
 	$(BIN)/mypy smp_estimator container/smp_config container/smp_launch container/smp_emulation container/smp_runtime container/smdistributed
 
+# What builds the site reads the code without running it, so that the project's own packages are not installed there.
+$(DOCS)/.installed: constraints-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-docs.txt mkdocs-material "mkdocstrings[python]" build
+	@touch $@
+
+# The variable: of the theme's word on a successor of mkdocs, which the pinned version does not concern.
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+
+docs-serve: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve
+
+# From the sdist, so that this holds all that it needs.
+dist: $(DOCS)/.installed
+	rm -rf dist
+	$(DOCS)/bin/python -m build --outdir dist .
+
 clean:
-	rm -rf $(VENV) $(FLOOR) $(SDK3) .venv-torch-* .venv-clients-* build dist *.egg-info container/*.egg-info quickstart-data quickstart-output
+	rm -rf $(VENV) $(DOCS) site $(FLOOR) $(SDK3) .venv-torch-* .venv-clients-* build dist *.egg-info container/*.egg-info quickstart-data quickstart-output
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

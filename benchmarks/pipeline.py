@@ -5,7 +5,8 @@
 
 ``sleep``: a chain of four stages whose modules sleep 20 ms forward and 40 ms backward, 8 microbatches: makespan ÷
 (m + p − 1)(f + b), the closed form of 1F1B and GPipe; each rank is bound to one processor, as ``mpirun --bind-to core``
-does. ``sleep-torch``: the same chain in torch.distributed.pipelining's Schedule1F1B. ``torch``: a GPT (8 layers, hidden
+does. ``sleep-zero``: the same in ``zero_bubble``, where half of backward is the weights'; idle time ÷ that of 1F1B's closed
+form. ``sleep-torch``: the same chain in torch.distributed.pipelining's Schedule1F1B. ``torch``: a GPT (8 layers, hidden
 256, split equally by both) on 2 ranks with 4 microbatches, in turns with Schedule1F1B. ``alone``: the same GPT with its
 tied output layer, partitioned automatically, in turns with one process with one thread. ``gpt2``: the same against one
 process with Transformers' GPT-2 as it comes (GPT2LMHeadModel of the same size, no dropout, no cache). Bytes are counted
@@ -29,6 +30,26 @@ from launching import print_machine, run_ranks
 FORWARD, BACKWARD = 0.020, 0.040
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "sleep": (4, {"partitions": 4, "microbatches": 8, "auto_partition": False, "default_partition": 0}),
+    "sleep-zero": (
+        4,
+        {
+            "partitions": 4,
+            "microbatches": 8,
+            "auto_partition": False,
+            "default_partition": 0,
+            "pipeline": "zero_bubble",
+        },
+    ),
+    "sleep-zero-last": (
+        4,
+        {
+            "partitions": 4,
+            "microbatches": 8,
+            "auto_partition": False,
+            "default_partition": 3,
+            "pipeline": "zero_bubble",
+        },
+    ),
     "sleep-last": (4, {"partitions": 4, "microbatches": 8, "auto_partition": False, "default_partition": 3}),
     "sleep-simple": (
         4,
@@ -71,14 +92,21 @@ def sleepers(smp: Any, stages: int) -> Any:
 
     class Sleep(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):
+        def forward(ctx, x, weight):
             time.sleep(FORWARD)  # exactly so long, whatever else runs on the processor
-            return x.clone()
+            ctx.save_for_backward(x, weight)
+            return x * weight
 
         @staticmethod
         def backward(ctx, gradient):
-            time.sleep(BACKWARD)  # likewise
-            return gradient
+            x, weight = ctx.saved_tensors
+
+            def of_weight():
+                time.sleep(BACKWARD / 2)
+                return (gradient * x).sum(0)
+
+            time.sleep(BACKWARD / 2)  # likewise
+            return gradient * weight, None if smp.weight_gradient_later(weight, of_weight) else of_weight()
 
     class Sleeper(nn.Module):
         def __init__(self) -> None:
@@ -86,7 +114,7 @@ def sleepers(smp: Any, stages: int) -> Any:
             self.weight = nn.Parameter(torch.ones(4))
 
         def forward(self, x):
-            return Sleep.apply(x * self.weight)
+            return Sleep.apply(x, self.weight)
 
     class Chain(nn.Module):
         def __init__(self) -> None:
@@ -138,6 +166,9 @@ def run_sleep(smp: Any, rounds: int, case: str) -> dict[str, Any]:
         "closed_form_ms": round(1e3 * closed, 1),
         "makespan_over_closed_form": round(statistics.median(ratios), 4),
         "best": round(min(ratios), 4),
+        "idle_over_1f1b": round(
+            (statistics.median(spans) - count * (FORWARD + BACKWARD)) / ((stages - 1) * (FORWARD + BACKWARD)), 4
+        ),
         **found,
     }
 

@@ -68,7 +68,8 @@ class Planned:
         except ConfigError as error:
             if "batch_source" not in workload or f"batch of {batch}" not in str(error):
                 raise
-            raise ConfigError(f"{error}; the batch of {batch} is {workload['batch_source']}") from None
+            reworded = ConfigError(f"{error}; the batch of {batch} is {workload['batch_source']}")
+            raise reworded.of_the_kind_of(error) from None
 
     def _batch_of_script(self) -> tuple[str, int] | None:
         """The batch size among the hyperparameters, with its name."""

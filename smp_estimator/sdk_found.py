@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 
+from smp_config.error_codes import Coded
+
 #: What installs each.
 EXTRAS = {2: "smp-estimator[sagemaker]", 3: "smp-estimator[sagemaker3]"}
 
@@ -19,7 +21,7 @@ _OFFERS = {
 }
 
 
-class SDKMissing(ImportError):
+class SDKMissing(Coded, ImportError):
     """The SDK of the wanted version is not installed; the message says which one is, and what to install."""
 
 

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+from smp_config.error_codes import Coded
+
 #: No name that is known has more characters.
 _LONGEST_NAME = 200
 
@@ -13,7 +15,7 @@ _LONGEST_NAME = 200
 _SHOWN_CHARACTERS = 400
 
 
-class ConfigError(ValueError):
+class ConfigError(Coded, ValueError):
     """A setting that cannot work.
 
     The message has three parts: what is wrong with the numbers, how they came about, and what to change to

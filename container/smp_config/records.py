@@ -13,6 +13,8 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from smp_config.error_codes import code_of
+
 #: A log line of this prefix is a progress record, which rank 0 prints and ``fit()`` reads, wherever the job runs.
 PROGRESS_PREFIX = "smp-progress "
 
@@ -100,6 +102,8 @@ def parse_usage(line: str) -> UsageRecord | None:
 class FailureRecord(BaseModel):
     """Why a rank failed; ``when`` is seconds since the epoch, so that the first cause can be told.
 
+    ``code`` is that of :mod:`smp_config.error_codes`, empty for errors of others.
+
     ``accused`` are ranks that this one holds to be the cause, as when a connection to them has ended: what one of them tells
     itself counts more.
     """
@@ -113,6 +117,7 @@ class FailureRecord(BaseModel):
     traceback: str = ""
     when: _Finite = 0.0
     accused: tuple[int, ...] = ()
+    code: str = ""
 
     @classmethod
     def of(cls, rank: int, host: str, error: BaseException, traceback: str) -> FailureRecord:
@@ -129,6 +134,7 @@ class FailureRecord(BaseModel):
             traceback=traceback,
             when=time.time(),
             accused=tuple(getattr(error, "accused", ())),
+            code=code_of(error) or "",
         )
 
     def headline(self) -> str:

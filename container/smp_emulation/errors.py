@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from smp_config.error_codes import Coded
+
 _ADVICE = (
     "run this part of the script on a machine with a GPU, or leave it out where SMP_EMULATE_CUDA is 1 "
     '(os.environ.get("SMP_EMULATE_CUDA") == "1")'
 )
 
 
-class NeedsGpuError(RuntimeError):
+class NeedsGpuError(Coded, RuntimeError):
     """A call that only a GPU can answer."""
 
 

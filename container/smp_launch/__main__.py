@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from smp_config.disk_space import full_disk
+from smp_config.error_codes import marked
 from smp_config.errors import ConfigError
 from smp_config.job import JobSettings
 from smp_config.recovery import spare_hosts
@@ -58,9 +59,9 @@ def run(stop: StopRequests, environ: Mapping[str, str]) -> int:
     try:
         code, cause = _run(tree, stop, environ)
     except (ConfigError, LaunchError) as error:
-        code, cause = CANNOT_START, Cause(f"the job cannot start: {error}")
+        code, cause = CANNOT_START, Cause(marked(f"the job cannot start: {error}", error))
     except Stopped as error:
-        code, cause = stop_code(error.by), Cause(str(error))
+        code, cause = stop_code(error.by), Cause(marked(str(error), error))
     except OSError as error:
         said = full_disk(error, Path(error.filename if isinstance(error.filename, str) else tempfile.gettempdir()))
         code, cause = (
@@ -111,7 +112,7 @@ def _lead(training: TrainingEnvironment, stop: StopRequests, environ: Mapping[st
             job = Job.read(training, settings, layout, environ)
             code, cause = run_job(job, stop, environ, Neighbours.of(job, status_dir))
         except (ConfigError, LaunchError) as error:
-            status_dir.publish(LeaderStatus(CANNOT_START, f"the job cannot start: {error}"))
+            status_dir.publish(LeaderStatus(CANNOT_START, marked(f"the job cannot start: {error}", error)))
             raise
         status_dir.publish(LeaderStatus(code, cause.headline if cause else ""))
         return code, cause

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from smp_config.error_codes import Coded
+
 #: Exit code when the job's settings or this machine cannot work.
 CANNOT_START = 2
 
 
-class LaunchError(RuntimeError):
+class LaunchError(Coded, RuntimeError):
     """The job cannot start here: a program, a file or another host is missing."""
 
 
-class Stopped(RuntimeError):
+class Stopped(Coded, RuntimeError):
     """A request to stop came before the first rank ran, ``by`` the signal of this name."""
 
     def __init__(self, by: str) -> None:

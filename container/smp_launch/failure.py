@@ -214,7 +214,8 @@ class FailureCollector:
             )
         if record is not None:
             detail = record.traceback or record.message
-            return Cause(_one_line(record.headline()), detail, record.error_type, record.rank)
+            mark = f" [{record.code}]" if record.code else ""
+            return Cause(_one_line(record.headline(), mark), detail, record.error_type, record.rank)
         if stopped_by:
             return Cause(f"the job was stopped by {stopped_by} before its script ended")
         how = f"was killed by {_signal_name(-returncode)}" if returncode < 0 else f"ended with code {returncode}"
@@ -305,10 +306,10 @@ def write_failure(path: Path, cause: Cause) -> bool:
     return True
 
 
-def _one_line(text: str) -> str:
+def _one_line(text: str, end: str = "") -> str:
     line = " ".join(text.split())
-    limit = min(_HEADLINE_CHARACTERS, FAILURE_CHARACTERS)
-    return line if len(line) <= limit else line[: limit - 1] + "…"
+    limit = min(_HEADLINE_CHARACTERS, FAILURE_CHARACTERS) - len(end)
+    return (line if len(line) <= limit else line[: limit - 1] + "…") + end
 
 
 def _signal_name(number: int) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from smp_config import ConfigError as ConfigError
+from smp_config.error_codes import Coded
 
 if TYPE_CHECKING:
     from smp_config.records import FailureRecord
 
 
-class SMPError(Exception):
+class SMPError(Coded):
     """Root of everything that the runtime raises by itself.
 
     Attributes:

@@ -5,15 +5,32 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
+import resource
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from smp_estimator.sdk_found import EXTRAS, describe
+
+#: The oldest PyTorch in which the runtime works.
+OLDEST_TORCH = (2, 4)
+
+#: Bytes of shared memory below which the data loaders of a few ranks fill it. Docker gives 64 MiB.
+LEAST_SHARED = 1 << 30
+
+#: Files that a process may have open; a rank needs some for each other rank, loader and log.
+LEAST_FILES = 1024
+
+#: Bytes for a job's trees, log and model.
+LEAST_ROOM = 2 << 30
+
+SHARED = Path("/dev/shm")
 
 #: Seconds that a command or an answer from the account may take.
 TIMEOUT = 10
@@ -91,6 +108,50 @@ def process_findings() -> list[Finding]:
     except OSError as error:
         found.append(Finding("process", "free ports", False, f"{error}", "allow listening on 127.0.0.1"))
     return found
+
+
+def machine_findings() -> list[Finding]:
+    """Whether this machine has enough for jobs as processes."""
+    return [*_torch_version(), _shared_memory(), _open_files(), _room()]
+
+
+def _torch_version() -> list[Finding]:
+    """Whether PyTorch is new enough; nothing where it is missing, which is said elsewhere."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    least = ".".join(map(str, OLDEST_TORCH))
+    remedy = f"pip install 'torch>={least}'"
+    return [Finding("process", f"torch {least} or newer", numbers >= OLDEST_TORCH, version, remedy)]
+
+
+def _shared_memory() -> Finding:
+    remedy = "mount -o remount,size=4g /dev/shm, or in a container --shm-size 4g"
+    if not SHARED.is_dir():
+        return Finding("process", "shared memory", None, f"{SHARED} is not there", "Linux has it")
+    size = shutil.disk_usage(SHARED)
+    detail = f"{size.free / 1e9:.1f} of {size.total / 1e9:.1f} GB free in {SHARED}"
+    return Finding("process", "shared memory", size.free >= LEAST_SHARED, detail, remedy)
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_enough = soft == resource.RLIM_INFINITY or soft >= LEAST_FILES
+    more = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard}"
+    return Finding(
+        "process", "open files", is_enough, f"{soft} of at most {more} for a process", f"ulimit -n {LEAST_FILES}"
+    )
+
+
+def _room() -> Finding:
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    remedy = "make room, or set TMPDIR to another disk"
+    if not os.access(folder, os.W_OK):
+        return Finding("process", "room for jobs", False, f"{folder} cannot be written to", remedy)
+    return Finding("process", "room for jobs", free >= LEAST_ROOM, f"{free / 1e9:.1f} GB free in {folder}", remedy)
 
 
 def docker_findings() -> list[Finding]:

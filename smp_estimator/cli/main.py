@@ -11,16 +11,20 @@ from rich.markup import escape
 from rich.table import Table
 
 from smp_config import ConfigError, JobSettings, Topology
+from smp_config.error_codes import marked
 from smp_config.instances import instance
 from smp_config.parameters import KEYS
 from smp_config.values import literal as _literal
 from smp_estimator.cli.checkpoint import checkpoint
 from smp_estimator.cli.console import console, printable
+from smp_estimator.cli.help import completion, explain
 from smp_estimator.cli.images import images
+from smp_estimator.cli.init import init
 from smp_estimator.cli.migrate import migrate
 from smp_estimator.cli.models import models
 from smp_estimator.cli.numerics import add_commands as add_numerics
 from smp_estimator.cli.planning import plan, suggest
+from smp_estimator.cli.rehearse import rehearse
 from smp_estimator.cli.reshape import reshape
 from smp_estimator.cli.run import run
 from smp_estimator.cli.where import where
@@ -32,6 +36,15 @@ LOCAL_TYPES = ("local", "local_gpu")
 _CLOCK_TOLERANCE = 0.01
 
 
+#: The commands, as ``--help`` lists them.
+GROUPS = {
+    "Begin": ("init", "doctor", "run", "migrate"),
+    "Before a job": ("validate", "plan", "suggest", "topology", "models", "images"),
+    "A job that runs or has run": ("where", "reshape", "timeline", "checkpoint"),
+    "Help": ("explain", "completion"),
+}
+
+
 class _Commands(click.Group):
     """Turns the package's errors into one readable line and exit code 1."""
 
@@ -41,7 +54,14 @@ class _Commands(click.Group):
         except (click.exceptions.Exit, click.Abort):  # RuntimeErrors too, but not ours
             raise
         except (ConfigError, RuntimeError, SDKMissing) as error:
-            raise click.ClickException(printable(str(error))) from None
+            raise click.ClickException(printable(marked(str(error), error))) from None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """In the order in which they are wanted."""
+        for title, names in GROUPS.items():
+            rows = [(name, self.commands[name].get_short_help_str(80)) for name in names]
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -51,11 +71,15 @@ def main() -> None:
 
 
 main.add_command(checkpoint)
+main.add_command(completion)
+main.add_command(explain)
 main.add_command(images)
+main.add_command(init)
 main.add_command(migrate)
 main.add_command(models)
 main.add_command(plan)
 main.add_command(suggest)
+main.add_command(rehearse)
 main.add_command(run)
 main.add_command(where)
 main.add_command(reshape)
@@ -176,13 +200,15 @@ def topology(world: int, pp: int, tp: int, sdp: int, placement: str, per_node: i
 )
 @click.option("--trace", type=click.Path(dir_okay=False), help="Write a trace for ui.perfetto.dev or chrome://tracing.")
 @click.option("--picture", type=click.Path(dir_okay=False), help="Draw one step; .png, .svg or .pdf.")
-def timeline(job_output: str, number: int | None, trace: str | None, picture: str | None) -> None:
+@click.option("--dark", is_flag=True, help="Draw it for a dark background.")
+def timeline(job_output: str, number: int | None, trace: str | None, picture: str | None, dark: bool) -> None:
     """Show how busy the ranks of a pipeline were.
 
     JOB_OUTPUT is what a job left: its output path or folder, or output.tar.gz. Ranks record with
     environment={"SMP_TIMELINE": "10"}, the number of newest steps to keep.
     """
     from smp_estimator.timeline import read_timeline
+    from smp_estimator.timeline.drawing import DARK, LIGHT
     from smp_estimator.timeline.views import chrome_trace, rank_table, save_picture, step_table
 
     found = read_timeline(job_output)
@@ -212,7 +238,7 @@ def timeline(job_output: str, number: int | None, trace: str | None, picture: st
             Path(trace).write_text(json.dumps(made), encoding="utf-8")
             out.print(f"trace: {escape(trace)} (open it in ui.perfetto.dev)", soft_wrap=True)
         if picture:
-            out.print(f"picture: {escape(str(save_picture(step, picture)))}", soft_wrap=True)
+            out.print(f"picture: {escape(str(save_picture(step, picture, DARK if dark else LIGHT)))}", soft_wrap=True)
     except OSError as error:
         raise ConfigError(
             f"{error.filename} cannot be written: {error.strerror}; --trace and --picture name files in folders that exist"
@@ -230,11 +256,11 @@ def doctor(mode: tuple[str, ...], role: str | None) -> None:
 
     Exit code 1 when a mode that was asked for with --mode is not ready.
     """
-    from smp_estimator.cli.doctor import cloud_findings, docker_findings, process_findings
+    from smp_estimator.cli.doctor import cloud_findings, docker_findings, machine_findings, process_findings
 
     findings = []
     if not mode or "process" in mode:
-        findings += process_findings()
+        findings += [*process_findings(), *machine_findings()]
     if not mode or "docker" in mode:
         findings += docker_findings()
     if not mode or "cloud" in mode:

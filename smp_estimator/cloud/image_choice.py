@@ -220,7 +220,7 @@ def choose_huggingface(
         names = ("transformers_version", "pytorch_version", "py_version")
         fitting = zip(names, _chosen_huggingface(None, None, None, floor), strict=True)
         together = ", ".join(f"{name}={value!r}" for name, value in fitting)
-        raise ConfigError(f"{error}. These fit together: {together}") from None
+        raise ConfigError(f"{error}. These fit together: {together}").of_the_kind_of(error) from None
 
 
 def _chosen_huggingface(

@@ -279,7 +279,7 @@ def _topology(parameters: ModelParallelParameters, per_host: int, hosts: int) ->
     try:
         return parameters.topology(world)
     except ConfigError as error:
-        raise ConfigError(f"{error} ({came_about})") from None
+        raise ConfigError(f"{error} ({came_about})").of_the_kind_of(error) from None
 
 
 def _check_topology(parameters: ModelParallelParameters, per_host: int, hosts: int, say: Callable[[str], None]) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from support.command_line import call, flat
 
+from smp_estimator.cli import main as cli_main
+
 GOOD = {
     "smdistributed": {"modelparallel": {"enabled": True, "parameters": {"ddp": True, "tensor_parallel_degree": 4}}},
     "mpi": {"enabled": True, "processes_per_host": 8},
@@ -368,3 +370,31 @@ def test_run_runs(tmp_path: Path) -> None:
     assert done.stdout.count("environment here kept") == 2
     assert (tmp_path / "checkpoints/kept.txt").exists()
     assert list((tmp_path / "out").rglob("model.tar.gz"))
+
+
+# -- help ----------------------------------------------------------------------------------------------------
+
+
+def test_help_lists_every_command_in_one_group() -> None:
+    listed = [name for names in cli_main.GROUPS.values() for name in names]
+    assert sorted(listed) == sorted(cli_main.main.commands)
+    said = call("--help").output
+    assert all(f"{title}:" in said for title in cli_main.GROUPS)
+    assert said.index("Begin:") < said.index("init") < said.index("Before a job:") < said.index("validate")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str) -> None:
+    said = call("completion", shell).output
+    assert "_SMP_ESTIMATOR_COMPLETE" in said
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=said, text=True, check=True)
+
+
+def test_completion_knows_commands_and_options() -> None:
+    from click.shell_completion import BashComplete
+
+    complete = BashComplete(cli_main.main, {}, "smp-estimator", "_SMP_ESTIMATOR_COMPLETE")
+    assert [item.value for item in complete.get_completions([], "pl")] == ["plan"]
+    assert [item.value for item in complete.get_completions(["init"], "--str")] == ["--strategy"]
+    assert "tensor" in [item.value for item in complete.get_completions(["init", "--strategy"], "te")]

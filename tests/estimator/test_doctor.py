@@ -137,3 +137,36 @@ def test_doctor_without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     said = flat(call("doctor", "--mode", "cloud", code=1))
     assert "none found" in said
+
+
+# -- enough of it ----------------------------------------------------------------------------------------------
+
+
+def _machine() -> dict[str, doctor.Finding]:
+    return {finding.what: finding for finding in doctor.machine_findings()}
+
+
+def test_doctor_says_what_the_machine_has_too_little_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert list(_machine())[1:] == ["shared memory", "open files", "room for jobs"]
+    monkeypatch.setattr(doctor, "SHARED", tmp_path)
+    monkeypatch.setattr(doctor, "LEAST_SHARED", 1 << 60)
+    monkeypatch.setattr(doctor, "LEAST_ROOM", 1 << 60)
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 4096))
+    found = _machine()
+    assert [found[what].ok for what in ("shared memory", "open files", "room for jobs")] == [False] * 3
+    assert "--shm-size 4g" in found["shared memory"].remedy
+    assert found["open files"].detail == "256 of at most 4096 for a process"
+    assert "ulimit -n 1024" in flat(call("doctor", "--mode", "process", code=1))
+
+
+def test_doctor_knows_which_torch_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    def verdict(version: str) -> bool | None:
+        monkeypatch.setattr(doctor.importlib.metadata, "version", lambda _: version)
+        return _machine()["torch 2.4 or newer"].ok
+
+    assert [verdict(each) for each in ("2.3.1", "2.4.0", "2.13.0+cpu", "3.0.0")] == [False, True, True, True]
+
+
+def test_doctor_without_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "SHARED", tmp_path / "not there")
+    assert _machine()["shared memory"].ok is None

@@ -16,7 +16,9 @@ from smp_config import ConfigError
 from smp_config.timeline import RankTimeline, StepTimeline, parse_timeline, steps_to_keep
 from smp_estimator.cli.main import main
 from smp_estimator.timeline import JobTimeline, read_timeline
-from smp_estimator.timeline.views import chrome_trace, colour_of, rank_table, title
+from smp_estimator.timeline.colours import colour_of
+from smp_estimator.timeline.drawing import DARK
+from smp_estimator.timeline.views import chrome_trace, rank_table
 
 MS = 1e-3
 
@@ -184,17 +186,37 @@ def test_title_and_table_agree() -> None:
     step = JobTimeline.of(
         [("a", RankTimeline(job="j", rank=0, stage=0, names=["n"], paths=["p"], steps=[action]))]
     ).step()
-    assert title(step).startswith("step 3: 1298.8 ms, ")
+    assert step.headline.startswith("step 3: 1298.8 ms, ")
     assert rank_table(step).title == "step 3, 1298.8 ms"
+
+
+def test_a_notebook_shows_the_step_as_a_picture(job: Path) -> None:
+    from xml.etree import ElementTree
+
+    timeline = read_timeline(str(job))
+    step = timeline.step()
+    assert timeline._repr_html_() == step._repr_html_()
+    picture = ElementTree.fromstring(step._repr_html_())
+    space = "{http://www.w3.org/2000/svg}"
+    bars = picture.findall(f"{space}rect")
+    assert len(bars) == sum(len(rank.blocks) for rank in step.ranks)
+    said = [text.text or "" for text in picture.iter(f"{space}text")]
+    assert step.headline in said
+    assert [text for text in said if text.startswith("rank 0 ")]
+    # Lanes are as wide as the step: its first block begins at their left edge, its last ends at the right one.
+    edges = [(float(bar.attrib["x"]), float(bar.attrib["x"]) + float(bar.attrib["width"])) for bar in bars]
+    assert min(left for left, _ in edges) == pytest.approx(130, abs=0.01)
+    assert max(right for _, right in edges) == pytest.approx(952, abs=0.01)
+    assert picture.attrib["fill"] == "currentColor", "readable on light and on dark ground"
 
 
 def test_one_step(job: Path, tmp_path: Path) -> None:
     trace, picture = tmp_path / "trace.json", tmp_path / "step.svg"
-    said = call(job, "--step", 6, "--trace", trace, "--picture", picture)
+    said = call(job, "--step", 6, "--trace", trace, "--picture", picture, "--dark")
     assert "step 6, 140.0 ms" in said
     assert "3 steps" not in said
     assert {event["args"]["step"] for event in json.loads(trace.read_text())["traceEvents"] if "cname" in event} == {6}
-    assert "<svg" in picture.read_text()
+    assert DARK.background in picture.read_text()
 
 
 def test_the_trace_is_what_chrome_and_perfetto_read(job: Path) -> None:

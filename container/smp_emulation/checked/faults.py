@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from smp_config.error_codes import Coded
 
-class StreamFault(RuntimeError):
+
+class StreamFault(Coded, RuntimeError):
     """Work on a GPU would not be ordered as the program needs it."""
 
     def __init__(self, message: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from smp_config import strict_json
+from smp_config.error_codes import marked
 from smp_config.errors import ConfigError
 from smp_config.job import MP_PARAMETERS, decoded_hyperparameter
 from smp_config.parameters import ModelParallelParameters
@@ -63,7 +64,7 @@ def run_script(
         surroundings = recognise(environ, Given(processes, hosts, host_rank, master))
         job = plan(surroundings, script, words, _parameters(parameters, surroundings.kind, environ), again, environ)
     except ConfigError as error:
-        sys.exit(_end(CANNOT_START, Cause(f"the job cannot start: {error}"), failure_file))
+        sys.exit(_end(CANNOT_START, Cause(marked(f"the job cannot start: {error}", error)), failure_file))
     if only_print:
         click.echo("\n".join(job.describe(environ)))
         return
@@ -81,9 +82,9 @@ def _run(job: LocalJob, failure_file: str | None, environ: Mapping[str, str]) ->
             stop.job_has_ended()
             return code
     except (ConfigError, LaunchError) as error:
-        return _end(CANNOT_START, Cause(f"the job cannot start: {error}"), failure_file)
+        return _end(CANNOT_START, Cause(marked(f"the job cannot start: {error}", error)), failure_file)
     except Stopped as error:
-        return _end(stop_code(error.by), Cause(str(error)), failure_file)
+        return _end(stop_code(error.by), Cause(marked(str(error), error)), failure_file)
 
 
 def _end(code: int, cause: Cause | None, failure_file: str | None) -> int:

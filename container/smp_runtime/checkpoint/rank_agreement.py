@@ -20,7 +20,12 @@ def met_by(text: str, rank: int, host: str) -> CheckpointError:
     """An error that all ranks raise, since one has met it: its rank is the one that the job's failure names."""
     error = CheckpointError(text)
     error.failure = FailureRecord(
-        rank=rank, host=host, error_type=CheckpointError.__name__, message=text, when=time.time()
+        rank=rank,
+        host=host,
+        error_type=CheckpointError.__name__,
+        message=text,
+        when=time.time(),
+        code=error.code or "",
     )
     return error
 

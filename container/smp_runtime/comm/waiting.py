@@ -35,7 +35,7 @@ def timeout_seconds() -> float:
     try:
         return limits.timeout_seconds(os.environ)
     except ConfigError as error:
-        raise SMPUserError(str(error)) from None
+        raise SMPUserError(str(error)).of_the_kind_of(error) from None
 
 
 @dataclass(frozen=True)

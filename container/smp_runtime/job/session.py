@@ -175,6 +175,15 @@ class Session:
 
 _session: Session | None = None
 
+
+def _joined(parameters: ModelParallelParameters) -> tuple[ControlPlane, Collectives | None]:
+    return connect(), None
+
+
+#: How :func:`init` gets to the other ranks, and what strategies communicate through (None: those of the backend); a rehearsal puts
+#: its own way here.
+joining: list[Callable[[ModelParallelParameters], tuple[ControlPlane, Collectives | None]]] = [_joined]
+
 #: Run by :func:`init` with the new session: rooms above put here what every job does that asks for it.
 at_init: list[Callable[[Session], None]] = []
 
@@ -196,10 +205,10 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
     carried = os.environ.get(PARAMETERS_VARIABLE)
     settings = {**_given(config), **_given(json.loads(carried) if carried else None)}
     parameters = ModelParallelParameters.from_mp_parameters(settings)
-    control = connect()
+    control, collectives = joining[-1](parameters)
     whereabouts.begin(os.environ, control.rank)
     with control.doing("smp.init"):
-        session = Session(parameters, control)
+        session = Session(parameters, control, collectives)
     here().explain = control.explained
     if (injector := Injector.from_environment(os.environ, session.ranks.rank, session.ranks.groups)) is not None:
         here().on_phase = injector.entered

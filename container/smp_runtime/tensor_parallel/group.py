@@ -44,7 +44,7 @@ class Throttle:
         try:
             return cls(limits.throttle_limit(os.environ if environ is None else environ))
         except ConfigError as error:
-            raise SMPUserError(str(error)) from None
+            raise SMPUserError(str(error)).of_the_kind_of(error) from None
 
     def launched(self, work: Work, tensor: torch.Tensor) -> Work:
         """The collective ``work`` on ``tensor``, counted once it is waited for."""

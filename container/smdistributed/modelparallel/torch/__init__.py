@@ -83,6 +83,7 @@ from smp_runtime.preemption import automatic as _automatic  # noqa: F401 - it wa
 from smp_runtime.replacement.registration import tp_register, tp_register_with_module
 from smp_runtime.replacement.scopes import set_tensor_parallelism, tensor_parallelism
 from smp_runtime.sharding.module_hooks import register_parameter
+from smp_runtime.tensors.weight_gradients import weight_gradient_later
 
 __all__ = [
     "DP_GROUP",
@@ -167,4 +168,5 @@ __all__ = [
     "tp_size",
     "utils",
     "wait_for_checkpoint",
+    "weight_gradient_later",
 ]

@@ -5,20 +5,23 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Concatenate, ParamSpec, TypeVar
 
 from smp_runtime.checkpoint import object_files as objects
 from smp_runtime.checkpoint import save_and_resume as checkpoints
-from smp_runtime.job.session import current
+from smp_runtime.job.session import Session, current
 from smp_runtime.numerics import start as numerics
 from smp_runtime.preemption import auto_resume as preemption
 from smp_runtime.reshape import requests as _requests  # noqa: F401 - it waits for smp.init
 from smp_runtime.reshape import reshape as reshaping
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
-def _of_current_session(function: Callable[..., Any]) -> Callable[..., Any]:
+
+def _of_current_session(function: Callable[Concatenate[Session, _Arguments], _Result]) -> Callable[_Arguments, _Result]:
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         session = current()
         with session.ranks.control.doing(f"smp.{function.__name__}"):
             return function(session, *args, **kwargs)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from smp_config.error_codes import code_of
 from smp_config.records import FailureRecord
 from smp_runtime.errors import SMPError, SMPRuntimeError
 from smp_runtime.pipeline.transport.messages import Fail
@@ -63,6 +64,7 @@ def message_of(error: BaseException, place: str, stage: int, rank: int) -> Fail:
             traceback=f"In {where}:\n" * where.startswith("module ") + _plain(traceback_of(error)),
             when=time.time(),
             accused=tuple(getattr(error, "accused", ())),
+            code=code_of(error) or "",
         )
     return Fail(stage, rank, where, failure)
 

@@ -1,0 +1,1 @@
+"""A first script and a first notebook, made from a few answers."""

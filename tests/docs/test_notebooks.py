@@ -1,0 +1,110 @@
+"""The notebooks of ``examples/``, run from the first cell to the last, and what they find."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.doc_blocks import ROOT, defined_names, free_names, imported, wrong_uses
+
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+
+
+def _cells(path: Path) -> list[str]:
+    return ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_cells_name_what_is_there(path: Path) -> None:
+    """As the documents' blocks; the scripts that a notebook writes too."""
+    before: set[str] = set()
+    for cell in _cells(path):
+        if cell.startswith("!"):
+            continue
+        is_script = cell.startswith("%%writefile")
+        code = cell.partition("\n")[2] if is_script else cell
+        unknown = free_names(code) - (set() if is_script else before) - {"__file__"}
+        assert not unknown
+        if "corpus" not in code:  # which lies beside the notebook
+            assert not wrong_uses(code, imported(code))
+        if not is_script:
+            before |= defined_names(code)
+
+
+def test_no_notebook_keeps_its_outputs() -> None:
+    for path in NOTEBOOKS:
+        assert all(not cell.get("outputs") for cell in json.loads(path.read_text())["cells"]), path.name
+
+
+def _run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[dict[str, Any]]]:
+    """What the notebook printed, and what it showed."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    # Shells of the notebook find the commands of this Python, and these the package that is tested.
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = nbformat.read(ROOT / "examples" / f"{name}.ipynb", as_version=4)
+    settings = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, timeout=170, kernel_name="python3", resources=settings).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "".join(output.get("text", "") for output in outputs), [each["data"] for each in outputs if "data" in each]
+
+
+@pytest.mark.full
+@pytest.mark.job
+@pytest.mark.timeout(200)
+def test_a_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, shown = _run("pipeline", tmp_path, monkeypatch)
+    assert re.search(r"^pipeline: stages=2 microbatches=4 idle=\d+%$", said, re.MULTILINE)
+    pictures = [data["text/html"] for data in shown if "<svg" in data.get("text/html", "")]
+    assert len(pictures) == 1
+    assert pictures[0].count("<rect") > 16
+    losses = [float(loss) for loss in re.findall(r"epoch \d: loss (\S+)", said)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.full
+@pytest.mark.job
+@pytest.mark.timeout(200)
+def test_tensor_parallelism(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, _ = _run("tensor_parallel", tmp_path, monkeypatch)
+    there, here = re.search(r"loss over two ranks (\S+), in one process (\S+)", said).groups()
+    assert float(there) == pytest.approx(float(here), abs=2e-4)
+    assert float(there) < 2.5
+
+
+@pytest.mark.full
+@pytest.mark.job
+@pytest.mark.timeout(300)
+def test_sharded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, shown = _run("sharded_memory", tmp_path, monkeypatch)
+    found = {
+        name: (int(planned.replace(",", "")), int(measured.replace(",", "")))
+        for name, planned, measured in re.findall(
+            r"state, (\w+): planned ([\d,]+) bytes a rank, measured ([\d,]+)", said
+        )
+    }
+    assert found.keys() == {"replicas", "sharded"}
+    for planned, measured in found.values():
+        assert measured == pytest.approx(planned, rel=0.01)
+    assert found["sharded"][1] < 0.55 * found["replicas"][1]
+    assert any("optimizer state" in data.get("text/html", "") for data in shown), "the plan shows itself"
+
+
+@pytest.mark.full
+@pytest.mark.job
+@pytest.mark.timeout(300)
+def test_another_topology(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, _ = _run("another_topology", tmp_path, monkeypatch)
+    epochs = [int(epoch) for epoch in re.findall(r"epoch (\d): loss", said)]
+    assert epochs[:4] == [0, 1, 2, 3]
+    assert epochs[4] == 3, "the second job goes on in the epoch of the checkpoint"
+    assert epochs[-1] == 7
+    assert "another topology: 6 tensors, 85,002 parameters" in said

@@ -1,0 +1,174 @@
+"""Every error that a user can meet has a code, every code a section, and both reach whoever reads the message."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pickle
+import re
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+from support import error_code_page
+from support.command_line import call, flat
+
+from smp_config import ConfigError, Topology
+from smp_config.error_codes import FAMILIES, Coded, catalogue, code_for, code_of, marked
+from smp_config.records import FailureRecord
+from smp_launch.failure import FailureCollector
+from smp_runtime.errors import DeadlineError, SMPUserError
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = [ROOT / "smp_estimator", *(ROOT / "container").glob("smp_*")]
+
+
+def _module(path: Path) -> str:
+    base = ROOT if path.is_relative_to(ROOT / "smp_estimator") else ROOT / "container"
+    return ".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__")
+
+
+TREES = {_module(path): ast.parse(path.read_text()) for folder in FOLDERS for path in sorted(folder.rglob("*.py"))}
+
+
+def _classes() -> dict[str, type]:
+    """The classes of errors with codes, by name; each file that defines one is imported."""
+    names, found = {"Coded"}, {}
+    while True:
+        more = {
+            node.name: module
+            for module, tree in TREES.items()
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef) and {ast.unparse(base) for base in node.bases} & names
+        }
+        if more.keys() <= names:
+            return found
+        names |= more.keys()
+        for name, module in more.items():
+            found[name] = getattr(importlib.import_module(module), name)
+
+
+CLASSES = _classes()
+#: Roots, which nobody raises.
+ROOTS = {"Coded", "SMPError"}
+
+
+def _made() -> list[tuple[str, type, int]]:
+    """Module, class and line of each error with a code that the library makes."""
+    return [
+        (module, CLASSES[ast.unparse(node.func)], node.lineno)
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in CLASSES
+    ]
+
+
+def test_every_class_of_errors_is_known() -> None:
+    assert CLASSES.keys() >= {
+        "ConfigError",
+        "LaunchError",
+        "SMPUserError",
+        "CheckpointError",
+        "StageError",
+        "SDKMissing",
+    }
+    assert len(_made()) > 500
+
+
+def test_every_error_that_is_made_has_a_code() -> None:
+    without = [f"{module}:{line} {kind.__name__}" for module, kind, line in _made() if not code_for(kind, module)]
+    assert not without, "give their module or class a code in container/smp_config/data/error_codes.json"
+
+
+def test_every_code_is_that_of_an_error() -> None:
+    met = {code_for(kind, module) for module, kind, _ in _made()} | {code_for(kind, "") for kind in CLASSES.values()}
+    assert catalogue().keys() - met == set()
+
+
+def test_the_names_in_the_list_are_there() -> None:
+    for row in catalogue().values():
+        for module in row.modules:
+            assert any(name == module or name.startswith(f"{module}.") for name in TREES), f"{row.code}: {module}"
+        assert set(row.errors) <= CLASSES.keys(), row.code
+
+
+def test_every_code_has_a_section_with_cause_and_cure() -> None:
+    text = error_code_page.PAGE.read_text(encoding="utf-8")
+    assert text == error_code_page.page(), "write it anew: python tests/support/error_code_page.py"
+    assert re.findall(r"^### (.*)$", text, re.MULTILINE) == list(catalogue())
+    for row in catalogue().values():
+        assert re.fullmatch(r"SMP\d{3}", row.code)
+        assert row.code[3] in FAMILIES
+        assert row.cause.endswith(".")
+        assert row.cure.endswith(".")
+        page, _, anchor = row.page.partition("#")
+        headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.MULTILINE)
+        slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in slugs, row.page
+
+
+# -- where it is seen ----------------------------------------------------------------------------------------
+
+
+def test_the_code_is_that_of_the_part_that_made_the_error() -> None:
+    with pytest.raises(ConfigError) as raised:
+        Topology(8, pipeline=3)
+    assert code_of(raised.value) == "SMP102"
+    assert str(raised.value).endswith("whose product divides 8"), "the message stays as it was written"
+    assert marked(str(raised.value), raised.value).endswith("divides 8 [SMP102]")
+    assert code_of(pickle.loads(pickle.dumps(raised.value))) == "SMP102"
+    reworded = ConfigError("in other words").of_the_kind_of(raised.value)
+    assert code_of(reworded) == "SMP102"
+    assert code_of(ValueError("of a script")) is None
+    assert code_of(DeadlineError("too long")) == "SMP501"
+    assert code_of(SMPUserError("made by no part of the library")) is None
+
+
+def test_a_class_whose_constructor_is_another_s_has_its_code() -> None:
+    from smp_estimator.local.client import NotOnThisMachine
+
+    assert code_of(NotOnThisMachine("no such call")) == "SMP115"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tracebacks show notes from Python 3.11 on")
+def test_a_traceback_shows_it() -> None:
+    try:
+        Topology(8, pipeline=3)
+    except Coded as error:
+        last = traceback.format_exception(error)[-1]
+    assert last.strip() == "[SMP102] Degrees that do not fit the processes: smp-estimator explain SMP102"
+
+
+def test_the_command_line_shows_it() -> None:
+    assert flat(call("topology", "--world", "8", "--pp", "3", code=1)).endswith("whose product divides 8 [SMP102]")
+    # Said in the words of the command line, with the code of what was said first.
+    assert flat(call("plan", "nothing-of-the-kind", code=1)).endswith("[SMP110]")
+
+
+@pytest.mark.parametrize("length", [10, 10_000])
+def test_the_reason_of_a_failed_job_shows_it(length: int) -> None:
+    error = DeadlineError("a " * length)
+    collector = FailureCollector(lambda rank: f"algo-{rank + 1}")
+    collector.records.append(FailureRecord.of(1, "algo-2", error, "Traceback"))
+    headline = collector.first_cause(1).headline
+    assert headline.startswith("rank 1 (algo-2): DeadlineError: a a")
+    assert headline.endswith(" [SMP501]"), "also where the message is cut"
+    assert len(headline) <= 640
+    plain = FailureRecord.of(1, "algo-2", KeyError("x"), "Traceback")
+    assert plain.code == ""
+
+
+@pytest.mark.parametrize("given", ["SMP501", "smp501", "501", "[SMP501]"])
+def test_a_code_is_explained(given: str) -> None:
+    said = flat(call("explain", given))
+    row = catalogue()["SMP501"]
+    assert said.startswith(f"SMP501 {row.title}")
+    assert row.cause in said
+    assert row.cure in said
+
+
+def test_all_codes_are_listed() -> None:
+    said = call("explain").output
+    assert all(f"{row.code}  {row.title}" in said for row in catalogue().values())
+    assert "did you mean 'SMP501'" in flat(call("explain", "SMP51", code=1))
