@@ -41,6 +41,7 @@ GROUPS = {
     "Begin": ("init", "doctor", "run", "migrate"),
     "Before a job": ("validate", "plan", "suggest", "topology", "models", "images"),
     "A job that runs or has run": ("where", "reshape", "timeline", "checkpoint"),
+    "Whether numbers agree": ("verify", "diff"),
     "Help": ("explain", "completion"),
 }
 
