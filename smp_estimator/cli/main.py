@@ -39,9 +39,8 @@ _CLOCK_TOLERANCE = 0.01
 #: The commands, as ``--help`` lists them.
 GROUPS = {
     "Begin": ("init", "doctor", "run", "migrate"),
-    "Before a job": ("validate", "plan", "suggest", "topology", "models", "images"),
-    "A job that runs or has run": ("where", "reshape", "timeline", "checkpoint"),
-    "Whether numbers agree": ("verify", "diff"),
+    "Before a job": ("validate", "plan", "rehearse", "suggest", "verify", "topology", "models", "images"),
+    "A job that runs or has run": ("where", "reshape", "timeline", "diff", "checkpoint"),
     "Help": ("explain", "completion"),
 }
 
