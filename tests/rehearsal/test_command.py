@@ -80,6 +80,13 @@ def test_hours_and_price_follow_from_the_pipeline_s_order_and_what_is_done_aroun
     assert "idle 60%, 50%" in str(found)
 
 
+def test_a_stage_without_parameters_is_told():
+    found = rehearsed(kind(0, GIB), kind(1, GIB, parameters=0))
+    assert [one.stage for one in found.unused] == [1]
+    assert "stage 1 holds no parameters" in str(found)
+    assert "no parameters" not in str(rehearsed(kind(0, GIB)))
+
+
 def test_memory_and_links_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     row = {"step": 2, "phase": "backward", "kind": "all_reduce", "group": "dp", "ranks": 8, "hosts": 2, "calls": 3}
