@@ -130,13 +130,19 @@ def test_what_cannot_work_is_refused_before_anything_runs(given, said):
         rehearse(**{"script": SCRIPT, **given})
 
 
+#: Two stages as they are asked for: to the command, or by the script, after which the processes are started again.
+ASKED = {
+    "said": ["--parameters", json.dumps({"ddp": True, "pipeline_parallel_degree": 2}), "--", "--layers", "2"],
+    "by the script": ["--", "--layers", "2", "--wrong", "degree"],
+}
+
+
 @pytest.mark.job
 @pytest.mark.timeout(120)
-def test_a_rehearsal_of_1024_ranks_writes_its_figures(tmp_path):
-    """The script says itself that it wants two stages."""
+@pytest.mark.parametrize("asked", ["said", pytest.param("by the script", marks=pytest.mark.full)])
+def test_a_rehearsal_of_1024_ranks_writes_its_figures(asked, tmp_path):
     file = tmp_path / "found.json"
-    words = [str(SCRIPT), "--count", "128", "--json", str(file), "--", "--layers", "2", "--wrong", "degree"]
-    done = CliRunner().invoke(main, ["rehearse", *words])
+    done = CliRunner().invoke(main, ["rehearse", str(SCRIPT), "--count", "128", "--json", str(file), *ASKED[asked]])
     assert done.exit_code == 0, done.output
     assert "fits" in done.output
     assert "1024 ranks: 2 kinds of ranks" in done.output
