@@ -68,6 +68,11 @@ class Rehearsed(Shown):
         return Verdict.DOES_NOT_FIT if part > 1 else Verdict.TIGHT if part > TIGHT_ABOVE else Verdict.FITS
 
     @property
+    def unused(self) -> list[KindReport]:
+        """Stages without a parameter, whose GPUs have next to nothing to do."""
+        return [one for one in self.rehearsal.kinds if not one.parameters]
+
+    @property
     def training_hours(self) -> float | None:
         """Of the whole training; None where the number of its steps or the rates are not known."""
         seconds = self.rehearsal.step_seconds
@@ -109,6 +114,14 @@ class Rehearsed(Shown):
         if self.training_hours is not None:
             price = "" if self.training_usd is None else f", {self.training_usd:,.0f} USD at EC2's on-demand price"
             lines.append(("training", [f"{self.training_steps:,} steps take {self.training_hours:,.1f} h{price}"]))
+        if self.unused:
+            stages = ", ".join(str(one.stage) for one in self.unused)
+            lines.append(
+                (
+                    "unused",
+                    [f"stage {stages} holds no parameters; lower pipeline_parallel_degree, or move modules there"],
+                )
+            )
         parts: list[Lines | Grid] = [Lines(lines), self._stages(), self._holders(kind)]
         if traffic := self._traffic(kind):
             parts.append(traffic)

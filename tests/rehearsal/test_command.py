@@ -80,6 +80,13 @@ def test_hours_and_price_follow_from_the_pipeline_s_order_and_what_is_done_aroun
     assert "idle 60%, 50%" in str(found)
 
 
+def test_a_stage_without_parameters_is_told():
+    found = rehearsed(kind(0, GIB), kind(1, GIB, parameters=0))
+    assert [one.stage for one in found.unused] == [1]
+    assert "stage 1 holds no parameters" in str(found)
+    assert "no parameters" not in str(rehearsed(kind(0, GIB)))
+
+
 def test_memory_and_links_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     row = {"step": 2, "phase": "backward", "kind": "all_reduce", "group": "dp", "ranks": 8, "hosts": 2, "calls": 3}
@@ -123,13 +130,19 @@ def test_what_cannot_work_is_refused_before_anything_runs(given, said):
         rehearse(**{"script": SCRIPT, **given})
 
 
+#: Two stages as they are asked for: to the command, or by the script, after which the processes are started again.
+ASKED = {
+    "said": ["--parameters", json.dumps({"ddp": True, "pipeline_parallel_degree": 2}), "--", "--layers", "2"],
+    "by the script": ["--", "--layers", "2", "--wrong", "degree"],
+}
+
+
 @pytest.mark.job
 @pytest.mark.timeout(120)
-def test_a_rehearsal_of_1024_ranks_writes_its_figures(tmp_path):
-    """The script says itself that it wants two stages."""
+@pytest.mark.parametrize("asked", ["said", pytest.param("by the script", marks=pytest.mark.full)])
+def test_a_rehearsal_of_1024_ranks_writes_its_figures(asked, tmp_path):
     file = tmp_path / "found.json"
-    words = [str(SCRIPT), "--count", "128", "--json", str(file), "--", "--layers", "2", "--wrong", "degree"]
-    done = CliRunner().invoke(main, ["rehearse", *words])
+    done = CliRunner().invoke(main, ["rehearse", str(SCRIPT), "--count", "128", "--json", str(file), *ASKED[asked]])
     assert done.exit_code == 0, done.output
     assert "fits" in done.output
     assert "1024 ranks: 2 kinds of ranks" in done.output
@@ -137,6 +150,8 @@ def test_a_rehearsal_of_1024_ranks_writes_its_figures(tmp_path):
     assert [one["stands_for"] for one in found["kinds"]] == [512, 512]
     assert {row["ranks"] for row in found["kinds"][0]["collectives"] if row["group"] == "dp"} == {512}
     assert found["kinds"][0]["links"]
+    # Buckets of gradients are buffers, though torch.empty is called through the emulation.
+    assert set(found["kinds"][0]["classes"]) >= {"parameter", "optimizer state", "activation", "buffer"}
 
 
 @pytest.mark.full

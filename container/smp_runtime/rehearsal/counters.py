@@ -181,7 +181,8 @@ class Counters:
         for model in models:
             parameters = list(model.parameters())
             self.memory.mark("gradient", [parameter.grad for parameter in (*parameters, *trained)])
-            self.memory.mark("parameter", [*parameters, *model.buffers()])
+            shards = [getattr(parameter, "ds_tensor", None) for parameter in parameters]
+            self.memory.mark("parameter", [*shards, *parameters, *model.buffers()])
 
     def report(self, stage: int, rank: int, stands_for: int) -> KindReport:
         """All that was counted."""

@@ -229,7 +229,7 @@ def _is_carrier_s() -> bool:
     frame = sys._getframe(3)  # noqa: SLF001 - inspect.currentframe() and its f_back take several times as long
     for _ in range(12):
         name = str(frame.f_globals.get("__name__", ""))
-        if not name.startswith(("torch", "smp_runtime.rehearsal")):
+        if not name.startswith(("torch", "smp_emulation", "smp_runtime.rehearsal")):
             return name.startswith(_CARRIERS)
         if frame.f_back is None:
             break
