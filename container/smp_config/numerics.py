@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from smp_config.errors import ConfigError, shown
+from smp_config.limits import MOST_RANKS
 
 #: Where ranks record: a folder, or 1 for ``numerics`` in the job's output; nothing or 0 for not at all.
 VARIABLE = "SMP_RECORD_NUMERICS"
@@ -39,6 +40,14 @@ SMALL = (1e-5, 1e-3, 1e-1)
 WEIGHT, BUFFER, INPUT, OUTPUT, LOSS = "weight", "buffer", "input", "output", "loss"
 OUTPUT_GRADIENT, GRADIENT, LOSS_SCALE, UPDATE = "output gradient", "gradient", "loss scale", "update"
 PHASES = (WEIGHT, BUFFER, INPUT, OUTPUT, LOSS, OUTPUT_GRADIENT, LOSS_SCALE, GRADIENT, UPDATE)
+
+#: Axes of the degrees of a job.
+_AXES = {"pp", "tp", "rdp", "sharded"}
+#: Of a tensor, and of steps.
+_MOST_ELEMENTS = 2**62
+
+#: A result's tensor has the number of the call times this plus its place in the result.
+NUMBERS_OF_CALL = 100
 
 #: Half the distance from 1 to the next number.
 ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -228,27 +237,22 @@ def parse(lines: Iterable[str], name: str) -> tuple[Head, list[Moment]]:
         try:
             content = json.loads(line)
             if "numerics" in content:
-                head = Head(**{field.name: content[field.name] for field in fields(Head) if field.name in content})
-                if head.numerics != FORMAT_VERSION:
-                    raise ConfigError(
-                        f"{name} has version {shown(head.numerics)} of the format, and this release reads {FORMAT_VERSION}; read "
-                        "it with the release that has written it"
-                    )
+                head = _head(content, name)
                 continue
             moments.append(
                 Moment(
-                    int(content["step"]),
-                    int(content["call"]),
+                    _number_of(content["step"]),
+                    _number_of(content["call"]),
                     [_value(item) for item in content["values"]],
                     str(content["random"]),
                 )
             )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
-                f"{name} is no record of numerics: line {number} holds {shown(line[:60])} ({type(error).__name__}: {error}); name "
-                f"a folder that a job with {VARIABLE} has written"
+                f"{name} is no record of numerics: line {number} holds {shown(line[:60])} ({type(error).__name__}: "
+                f"{str(error)[:200]}); name a folder that a job with {VARIABLE} has written"
             ) from None
     if head is None:
         raise ConfigError(
@@ -257,18 +261,46 @@ def parse(lines: Iterable[str], name: str) -> tuple[Head, list[Moment]]:
     return head, moments
 
 
+def _number_of(given: Any) -> int:
+    if not _is_count(given, _MOST_ELEMENTS):
+        raise ValueError(f"number {shown(given)}")
+    return int(given)
+
+
+def _head(content: Mapping[str, Any], name: str) -> Head:
+    head = Head(**{field.name: content[field.name] for field in fields(Head) if field.name in content})
+    if head.numerics != FORMAT_VERSION:
+        raise ConfigError(
+            f"{name} has version {shown(head.numerics)} of the format, and this release reads {FORMAT_VERSION}; read it with the "
+            "release that has written it"
+        )
+    numbers = (head.rank, head.world, head.microbatches, head.owners, *head.degrees.values(), *head.place.values())
+    if not all(_is_count(number, MOST_RANKS) for number in numbers) or not head.rank < head.world:
+        raise ValueError(f"rank {head.rank} of {head.world}")
+    if set(head.degrees) != _AXES or not isinstance(head.rounding, float | int):
+        raise ValueError("other degrees than " + ", ".join(sorted(_AXES)))
+    return head
+
+
 def _value(item: list[Any]) -> Value:
     value = Value(*item)
-    if value.phase not in PHASES or not isinstance(value.name, str):
-        raise ValueError(f"phase {value.phase!r}")
+    texts = (value.phase, value.name, value.part, value.dtype)
+    counts = (value.nth, value.columns, value.elements, *value.small)
+    optional = (number for number in (value.microbatch, value.owner) if number is not None)
+    if value.phase not in PHASES or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"phase {shown(value.phase)}")
+    if not all(_is_count(number, _MOST_ELEMENTS) for number in (*counts, *optional)):
+        raise ValueError(f"counts of {shown(value.name)}")
+    if len(value.projections) != PROJECTIONS or not isinstance(value.bits, int):
+        raise ValueError(f"{len(value.projections)} projections of {shown(value.name)}")
     return value._replace(
-        nth=int(value.nth),
-        columns=int(value.columns),
-        elements=int(value.elements),
         square=float(value.square),
         greatest=float(value.greatest),
-        bits=int(value.bits),
         projections=tuple(map(float, value.projections)),
-        small=tuple(map(int, value.small)),
+        small=tuple(value.small),
         time=float(value.time),
     )
+
+
+def _is_count(number: Any, most: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number <= most

@@ -56,6 +56,15 @@ class Holder(BaseModel):
     bytes: int
 
 
+class MemoryOverTime(BaseModel):
+    """Bytes alive in the last step, from each time on."""
+
+    model_config = _FROZEN
+
+    seconds: list[float]  # since the step began, by the clock of the rehearsal
+    owners: dict[str, list[int]]  # by kind as of a holder, a size for each time
+
+
 class CollectiveCount(BaseModel):
     """Collectives of one sort in one step of one rank."""
 
@@ -117,11 +126,13 @@ class KindReport(BaseModel):
     first_step_peak_bytes: int  # with the start: parameters before they are shared out lie in host memory
     classes: dict[str, int]  # bytes by kind at the peak
     holders: list[Holder]  # the ten largest
-    curve: list[tuple[int, int]]  # operation of the last step, bytes alive after it
+    curve: MemoryOverTime
     collectives: list[CollectiveCount]
     links: list[LinkCount]
     work: list[ModuleWork]  # of the last step
-    step_seconds: float
+    step_seconds: float  # that the rank computes in the last step, and waits for collectives
+    pipeline_seconds: float | None = None  # makespan of the pipeline's planned order; on the stage that plans
+    pipeline_idle: dict[int, float] = {}  # by stage, the part of it in which the stage computes nothing
     process_bytes: int = 0  # resident memory of the process that rehearsed it, at most
 
 
@@ -135,6 +146,16 @@ class Rehearsal(BaseModel):
     mp_parameters: dict[str, object]
     kinds: list[KindReport]
     seconds: float  # that the rehearsal took
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step: the pipeline's makespan, and what the slowest stage does before and after it."""
+        planned = next((kind for kind in self.kinds if kind.pipeline_seconds), None)
+        if planned is None or planned.pipeline_seconds is None:
+            return max(kind.step_seconds for kind in self.kinds)
+        makespan = planned.pipeline_seconds
+        busy = {kind.stage: makespan * (1 - planned.pipeline_idle.get(kind.stage, 0.0)) for kind in self.kinds}
+        return makespan + max(0.0, *(kind.step_seconds - busy[kind.stage] for kind in self.kinds))
 
 
 class Failure(BaseModel):

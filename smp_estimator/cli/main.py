@@ -39,8 +39,9 @@ _CLOCK_TOLERANCE = 0.01
 #: The commands, as ``--help`` lists them.
 GROUPS = {
     "Begin": ("init", "doctor", "run", "migrate"),
-    "Before a job": ("validate", "plan", "suggest", "topology", "models", "images"),
+    "Before a job": ("validate", "plan", "rehearse", "suggest", "topology", "models", "images"),
     "A job that runs or has run": ("where", "reshape", "timeline", "checkpoint"),
+    "Whether numbers agree": ("verify", "diff"),
     "Help": ("explain", "completion"),
 }
 

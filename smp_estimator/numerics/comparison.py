@@ -16,6 +16,7 @@ from smp_config.numerics import (
     INPUT,
     LOSS,
     LOSS_SCALE,
+    NUMBERS_OF_CALL,
     OUTPUT,
     OUTPUT_GRADIENT,
     PHASES,
@@ -24,7 +25,7 @@ from smp_config.numerics import (
     UPDATE,
     WEIGHT,
 )
-from smp_estimator.numerics.recorded_run import Drift, Key, RecordedRun, Total, Totals, distance
+from smp_estimator.numerics.recorded_run import Drift, Key, RecordedRun, Total, Totals, distance, without_calls
 
 #: Roundings of one element that an operation and its neighbours may make, and of each of the terms of a sum, in float32.
 _ROUNDINGS, _SUMMED = 16.0, 32.0
@@ -73,7 +74,9 @@ class Compared:
     @property
     def where(self) -> str:
         """The tensor in words."""
-        call, tensor = divmod(self.key.nth, 100) if self.key.phase in (OUTPUT, OUTPUT_GRADIENT) else (0, self.key.nth)
+        call, tensor = (
+            divmod(self.key.nth, NUMBERS_OF_CALL) if self.key.phase in (OUTPUT, OUTPUT_GRADIENT) else (0, self.key.nth)
+        )
         more = (f", call {call + 1}" if call else "") + (f", tensor {tensor + 1}" if tensor else "")
         name = self.key.name or {INPUT: "the model", OUTPUT: "the model", OUTPUT_GRADIENT: "the model"}.get(
             self.key.phase, ""
@@ -134,6 +137,8 @@ def compare(one: RecordedRun, other: RecordedRun) -> Comparison:
     first = True
     for at in common:
         totals = one.moments[at], other.moments[at]
+        if max(one.degrees["pp"], other.degrees["pp"]) > 1:
+            totals = without_calls(totals[0]), without_calls(totals[1])
         keys = _in_order(
             *((totals[0], totals[1]) if one.degrees["pp"] <= other.degrees["pp"] else (totals[1], totals[0]))
         )
@@ -201,6 +206,7 @@ class _Judge:
         updates = [0.0, 0.0]
         for key in keys:
             a, b = ours[key], theirs[key]
+            has_norm = key.phase != LOSS
             if a.elements != b.elements and key.phase not in (LOSS, LOSS_SCALE):
                 if key.phase in (*_STATE, INPUT):
                     yield self._of_other_size(at, key, a, b)
@@ -209,11 +215,12 @@ class _Judge:
                     alone.add(key)
                     continue
                 a, b = (_per_piece(total) if key.phase == OUTPUT else total for total in (a, b))
+                has_norm = False
             if key.phase == UPDATE:
                 updates = [updates[0] + a.square, updates[1] + b.square]
-                found = self._update(at, a, b, gradients.get(key.name), ours)
+                found = self._update(at, a, b, key.name in gradients, totals)
             else:
-                found = self._compared(at, a, b, totals, noise, moved, least)
+                found = self._compared(at, a, b, totals, noise, moved, least, has_norm=has_norm)
             if found.key.phase == GRADIENT:
                 gradients[key.name] = found
             if key.phase in (OUTPUT, LOSS, OUTPUT_GRADIENT, GRADIENT) and not found.differs:
@@ -286,6 +293,8 @@ class _Judge:
         noise: float,
         moved: float,
         least: dict[str, float],
+        *,
+        has_norm: bool,
     ) -> Compared:
         key, ours = a.key, totals[0]
         if key.phase == LOSS:
@@ -293,7 +302,7 @@ class _Judge:
             apart, size, norms = abs(x - y), max(abs(x), abs(y)), 0.0
         else:
             apart, size = distance(a.projections, b.projections), max(a.norm, b.norm)
-            norms = abs(a.norm - b.norm) if a.elements == b.elements else 0.0
+            norms = abs(a.norm - b.norm) if has_norm else 0.0
             if key.phase in least:
                 size = max(size, least[key.phase] * math.sqrt(a.elements))
             if key.phase == GRADIENT and a.elements == a.columns:
@@ -335,20 +344,25 @@ class _Judge:
         rows = math.sqrt(max(a.elements // max(a.columns, 1), 1))
         return min(max(base, _HANDED_ON * noise, 4.0 * moved * rows), _MOST)
 
-    def _update(self, at: tuple[int, int], a: Total, b: Total, gradient: Compared | None, ours: Totals) -> Compared:
+    def _update(
+        self, at: tuple[int, int], a: Total, b: Total, has_gradient: bool, totals: tuple[Totals, Totals]
+    ) -> Compared:
         """An adaptive optimizer makes a whole update of a gradient that is nothing but rounding: such elements are counted."""
         apart, size = distance(a.projections, b.projections), max(a.norm, b.norm)
         error = apart / size if size else 0.0
-        weight = ours.get(Key(WEIGHT, a.key.name, 0))
+        weight = totals[0].get(Key(WEIGHT, a.key.name, 0))
         own = max(a.rounding, b.rounding)
         stored = _HANDED_ON * own * (weight.norm if weight else 0.0) / size if size else 0.0
         allowed = stored + _HANDED_ON * own
-        source = ours.get(Key(GRADIENT, a.key.name, 0))
-        if gradient is not None and source is not None and source.elements:
-            apart_before = max(self._gradients_apart.get(a.key.name, 0.0), gradient.error)
+        if has_gradient:
+            source, other = (found[Key(GRADIENT, a.key.name, 0)] for found in totals)
+            gradient = distance(source.projections, other.projections) / source.norm if source.norm else 0.0
+            apart_before = max(self._gradients_apart.get(a.key.name, 0.0), gradient)
             self._gradients_apart[a.key.name] = apart_before
             turned = _turned_around(source, apart_before)
-            allowed += 2.0 if turned is None else max(_HANDED_ON * apart_before, 4.0 * math.sqrt(turned))
+            # Elements near its epsilon move by their relative error, which is heavy-tailed: its mean square is that of the root.
+            heavy = 2.0 * math.sqrt(apart_before)
+            allowed += 2.0 if turned is None else max(_HANDED_ON * apart_before, 4.0 * math.sqrt(turned), heavy)
         explained = apart if error <= allowed else 0.0
         self._weights_apart[a.key.name] = self._weights_apart.get(a.key.name, 0.0) + max(
             1.5 * explained, min(allowed, 2.0) * size

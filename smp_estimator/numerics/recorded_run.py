@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,9 @@ from smp_config.numerics import (
     FILE_SUFFIX,
     INPUT,
     LOSS,
+    NUMBERS_OF_CALL,
+    OUTPUT,
+    OUTPUT_GRADIENT,
     PHASES,
     PROJECTIONS,
     ROUNDING,
@@ -66,6 +69,13 @@ class Part:
         self.square += value.square
         self.projections = [a + b for a, b in zip(self.projections, value.projections, strict=True)]
 
+    def merge(self, other: Part) -> None:
+        """Add another sum."""
+        self.elements += other.elements
+        self.square += other.square
+        self.projections = [a + b for a, b in zip(self.projections, other.projections, strict=True)]
+        self.ranks = self.ranks | other.ranks
+
     @property
     def is_bad(self) -> bool:
         """Whether an element is not finite."""
@@ -111,6 +121,30 @@ class Drift(NamedTuple):
 
 
 Totals = dict[Key, Total]
+
+
+def without_calls(totals: Totals) -> Totals:
+    """All calls of a module in a microbatch added up: stages of a pipeline may make them in another order."""
+    made: Totals = {}
+    for key, total in totals.items():
+        if key.phase not in (OUTPUT, OUTPUT_GRADIENT):
+            made[key] = total
+            continue
+        key = key._replace(nth=key.nth % NUMBERS_OF_CALL)
+        if key not in made:
+            made[key] = replace(
+                total,
+                key=key,
+                pieces={piece: replace(part) for piece, part in total.pieces.items()},
+                ranks=set(total.ranks),
+            )
+            continue
+        known = made[key]
+        known.merge(total)
+        known.time, known.greatest = min(known.time, total.time), max(known.greatest, total.greatest)
+        for piece, part in total.pieces.items():
+            known.pieces.setdefault(piece, Part()).merge(part)
+    return made
 
 
 @dataclass

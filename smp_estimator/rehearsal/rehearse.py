@@ -39,9 +39,11 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
     instance_count: int = 1,
     processes_per_host: int | None = None,
     parameters: Mapping[str, Any] | str | None = None,
-    steps: int = 3,
+    rehearsed_steps: int = 3,
+    steps: int | None = None,
     gpu_memory_bytes: int | None = None,
     environment: Mapping[str, str] | None = None,
+    channels: Mapping[str, str | os.PathLike[str]] | None = None,
     verbose: bool = False,
     timeout: float = 1800.0,
 ) -> Rehearsed:
@@ -54,9 +56,11 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
         instance_count: instances.
         processes_per_host: ranks of an instance; default: its GPUs.
         parameters: ``mp_parameters``; None: what the script hands to ``smp.init()``.
-        steps: after which the script is stopped; the last is reported, and the first makes what stays.
+        rehearsed_steps: after which the script is stopped; the last is reported, and the first makes what stays.
+        steps: of the whole training, for its hours and price.
         gpu_memory_bytes: of one GPU; default: the catalogue's.
         environment: of the script.
+        channels: folders by name, which the script finds as ``SM_CHANNEL_<NAME>``.
         verbose: show what the script prints.
         timeout: seconds after which the rehearsal is given up.
 
@@ -68,8 +72,10 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
         raise ConfigError(f"the script {os.fspath(script)} is not a file; name the script that the job would run")
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("a rehearsal runs the script, which needs PyTorch; install it here: pip install torch")
-    if steps < 2:
-        raise ConfigError(f"steps is {steps}; the first step makes what stays, so give at least 2")
+    if rehearsed_steps < 2:
+        raise ConfigError(f"rehearsed_steps is {rehearsed_steps}; the first step makes what stays, so give at least 2")
+    if steps is not None and steps < 1:
+        raise ConfigError(f"steps is {steps}; it is the number of steps of the whole training: give 1 or more, or none")
     known = require_usable(instance_type)
     ranks = processes_per_host or (known.gpus if known is not None else None)
     if ranks is None:
@@ -87,11 +93,18 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
             ranks_per_host=ranks,
             kinds=kinds,
             instance_type=instance_type,
-            steps=steps,
+            steps=rehearsed_steps,
             folder=folder,
         )
         began = time.monotonic()
-        _run(request, script, arguments, _environment(given, environment), verbose=verbose, timeout=timeout)
+        _run(
+            request,
+            script,
+            arguments,
+            {**_folders(folder, channels), **_environment(given, environment)},
+            verbose=verbose,
+            timeout=timeout,
+        )
         found = [KindReport.model_validate_json(path.read_bytes()) for path in sorted(Path(folder).glob("kind-*.json"))]
     rehearsal = Rehearsal(
         request=request.model_copy(update={"kinds": len(found)}),
@@ -99,7 +112,22 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
         kinds=sorted(found, key=lambda kind: kind.stage),
         seconds=time.monotonic() - began,
     )
-    return Rehearsed(rehearsal, gpu_memory_bytes or gpu_memory_of(instance_type))
+    return Rehearsed(rehearsal, gpu_memory_bytes or gpu_memory_of(instance_type), steps)
+
+
+def _folders(folder: str, channels: Mapping[str, str | os.PathLike[str]] | None) -> dict[str, str]:
+    """Where a script of a job reads and writes; what it writes is of no use to anybody."""
+    found = {"SM_MODEL_DIR": "model", "SM_OUTPUT_DATA_DIR": "output", "SMP_CHECKPOINT_DIR": "checkpoints"}
+    for name, place in found.items():
+        found[name] = os.path.join(folder, place)
+        Path(found[name]).mkdir()
+    for name, path in (channels or {}).items():
+        if not Path(path).exists():
+            raise ConfigError(
+                f"the data of channel {name!r} is missing: {os.fspath(path)} does not exist; give a folder of this machine"
+            )
+        found[f"SM_CHANNEL_{name.upper()}"] = str(Path(path).absolute())
+    return found
 
 
 def _environment(parameters: Mapping[str, Any] | None, given: Mapping[str, str] | None) -> dict[str, str]:

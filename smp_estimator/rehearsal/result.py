@@ -38,10 +38,12 @@ class Rehearsed(Shown):
     Attributes:
         rehearsal: all that was counted.
         gpu_memory_bytes: of one GPU; None where it is not known.
+        training_steps: of the whole training; None where nobody has said.
     """
 
     rehearsal: Rehearsal
     gpu_memory_bytes: int | None
+    training_steps: int | None = None
 
     @cached_property
     def fullest(self) -> KindReport:
@@ -65,6 +67,32 @@ class Rehearsed(Shown):
         part = on_gpu(kind) / self.gpu_memory_bytes
         return Verdict.DOES_NOT_FIT if part > 1 else Verdict.TIGHT if part > TIGHT_ABOVE else Verdict.FITS
 
+    @property
+    def unused(self) -> list[KindReport]:
+        """Stages without a parameter, whose GPUs have next to nothing to do."""
+        return [one for one in self.rehearsal.kinds if not one.parameters]
+
+    @property
+    def training_hours(self) -> float | None:
+        """Of the whole training; None where the number of its steps or the rates are not known."""
+        seconds = self.rehearsal.step_seconds
+        return None if self.training_steps is None or not seconds else self.training_steps * seconds / 3600
+
+    @property
+    def training_usd(self) -> float | None:
+        """Price of the whole training, as EC2 bills the instances; None where something of it is not known."""
+        known = instance(self.rehearsal.request.instance_type or "")
+        if self.training_hours is None or known is None or known.usd_per_hour is None:
+            return None
+        return self.training_hours * known.usd_per_hour * self.rehearsal.request.hosts
+
+    def _idle(self) -> str:
+        idle = next((one.pipeline_idle for one in self.rehearsal.kinds if one.pipeline_idle), {})
+        if not idle:
+            return ""
+        shares = ", ".join(f"{idle[stage]:.0%}" for stage in sorted(idle))
+        return f"; of the pipeline's planned order, stages are idle {shares}"
+
     def report(self) -> Report:
         """What is printed."""
         found = self.rehearsal
@@ -81,10 +109,18 @@ class Rehearsed(Shown):
             ("verdict", [Said(verdict.value, verdict), fullest]),
             ("rehearsed", [f"{where}: {len(found.kinds)} kinds of ranks in {found.seconds:.0f} s"]),
         ]
-        if any(one.step_seconds for one in found.kinds):
-            slowest = max(one.step_seconds for one in found.kinds)
+        if found.step_seconds:
+            lines.append(("step", [f"{found.step_seconds:.3g} s by the instance's stated rates{self._idle()}"]))
+        if self.training_hours is not None:
+            price = "" if self.training_usd is None else f", {self.training_usd:,.0f} USD at EC2's on-demand price"
+            lines.append(("training", [f"{self.training_steps:,} steps take {self.training_hours:,.1f} h{price}"]))
+        if self.unused:
+            stages = ", ".join(str(one.stage) for one in self.unused)
             lines.append(
-                ("step", [f"{slowest:.3g} s of computation and waiting on the slowest stage, by stated rates"])
+                (
+                    "unused",
+                    [f"stage {stages} holds no parameters; lower pipeline_parallel_degree, or move modules there"],
+                )
             )
         parts: list[Lines | Grid] = [Lines(lines), self._stages(), self._holders(kind)]
         if traffic := self._traffic(kind):

@@ -113,6 +113,12 @@ def _parse(command: click.Command, words: list[str]) -> None:
             _parse(inner, rest)
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_targets_of_make_in_the_text(document: Path) -> None:
+    for span in spans(document, "make"):
+        _make([word.strip("…") for word in span.split()[1:] if word.strip("…")])
+
+
 def _make(words: list[str]) -> None:
     targets = {
         name

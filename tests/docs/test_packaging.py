@@ -21,8 +21,9 @@ def test_every_place_has_the_version() -> None:
     assert citation["version"] == __version__
     assert citation["cff-version"] == "1.2.0"
     assert {"title", "message", "authors", "license"} <= citation.keys()
-    wheels = re.findall(r"smp_estimator-([\d.]+)-py3", (ROOT / "docs" / "start.md").read_text())
-    assert set(wheels) == {__version__}
+    for document in (ROOT / "README.md", ROOT / "docs" / "start.md"):
+        wheels = re.findall(r"smp_estimator-([\d.]+)-py3", document.read_text())
+        assert set(wheels) == {__version__}, document.name
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest[1] == __version__
 

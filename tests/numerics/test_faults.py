@@ -54,14 +54,11 @@ def record(ranks: Callable[..., list[Any]], folder: Path) -> Record:
     sampled(
         cases(),
         [
-            ("a rank's gradient lost", "dp"),
             ("the same batch on all replicas", "dp"),
             ("weights changed on one rank", "dp"),
             ("microbatches summed", "mb"),
-            ("weights not tied", "one"),
             ("rounded frequencies", "zero"),
             ("a tenth more learning rate", "sdp"),
-            ("another activation", "sdp"),
             ("gradient of the first block's result scaled", "pp"),
         ],
     ),

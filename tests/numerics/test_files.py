@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,42 @@ def test_words_of_the_variables() -> None:
     assert Trial.from_environment({"SMP_NUMERICS_TRIAL": Trial(steps=2).to_text()}) == Trial(steps=2)
     with pytest.raises(ConfigError, match="SMP_NUMERICS_TRIAL"):
         Trial.from_environment({"SMP_NUMERICS_TRIAL": '{"what": 1}'})
+
+
+def test_damaged_files_are_read_or_refused() -> None:
+    """Nothing that somebody has written into a file makes the reader do something else; drawn from a seed."""
+    source = random.Random(27)
+    good = "".join(
+        lines(Moment(0, 0, [value(), value("b.weight", "gradient", small=(1, 2, 3))], "a"), Moment(1, 0, [value()]))
+    )
+    hostile = [
+        "-1",
+        "1e999",
+        "1" * 400,
+        "null",
+        "true",
+        '"x"',
+        "[]",
+        "{}",
+        "[[[",
+        '"' + "a" * 300 + '"',
+        "NaN",
+        "\x00",
+        "é",
+        "9" * 20,
+        "[" * 5000,
+    ]
+    refused = 0
+    for _ in range(1500):
+        text = good
+        for _ in range(source.randint(1, 2)):
+            begin = source.randrange(len(text))
+            end = begin + source.choice([0, 1, 3, 8])
+            text = text[:begin] + source.choice([*hostile, "", ",", "2", ":"]) + text[end:]
+        try:
+            RecordedRun.of("here", [parse(text.splitlines(keepends=True), "file")]).equal_batches()
+        except ConfigError as error:
+            refused += 1
+            assert "file" in str(error) or "here" in str(error)
+            assert len(str(error)) < 1500
+    assert 300 < refused < 1500

@@ -97,7 +97,7 @@ def main():
     options.add_argument("--wrong", default="")
     given = options.parse_args()
     smp.init({"pipeline_parallel_degree": 2, "ddp": True} if given.wrong == "degree" else {})
-    device = torch.device("cuda", smp.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", smp.local_rank())
     torch.manual_seed(1)
     made = {
         "gpt": lambda: GPT(given.layers, given.hidden, 4),

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp_runtime.rehearsal.memory import LiveMemory, Where, by_kind, thinned
+from smp_runtime.rehearsal.memory import LiveMemory, Where, by_kind
 from smp_runtime.rehearsal.operations import Unperformed
 from smp_runtime.rehearsal.phases import Phases
 from smp_runtime.rehearsal.traffic import AbsentCollectives, CountedCollectives, DirectCollectives, Ledger
@@ -63,11 +63,21 @@ def test_a_storage_that_is_emptied_in_place_counts_with_what_is_left(memory):
     assert other.numel() == 1
 
 
-def test_a_thinned_curve_keeps_its_highest_point():
-    points = [(number, 10 if number == 501 else 1) for number in range(1000)]
-    found = thinned(points, 20)
-    assert len(found) <= 20
-    assert (501, 10) in found
+def test_the_curve_has_each_kind_from_the_beginning_of_the_step_and_keeps_its_highest_point():
+    moments = iter(range(10_000))
+    memory = LiveMemory(lambda: FORWARD, lambda: float(next(moments)))
+    with Unperformed([memory]):
+        weights = torch.zeros(25)
+        memory.mark("parameter", [weights])
+        memory.begin_curve()
+        for number in range(1000):
+            torch.zeros(1000 if number == 501 else 1)
+    curve = memory.curve()
+    assert set(curve.owners) == {"parameter", "activation"}
+    assert set(curve.owners["parameter"]) == {100}
+    assert max(curve.owners["activation"]) == 4000
+    assert len(curve.seconds) == len(curve.owners["activation"]) <= 400
+    assert curve.seconds == sorted(curve.seconds)
 
 
 def test_modules_are_named_in_forward_and_in_the_backward_of_their_nodes():

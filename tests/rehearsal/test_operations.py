@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.rehearsal.operations import Unperformed
+from smp_runtime.rehearsal.operations import Unperformed, as_fused
 
 #: Elements of a tensor whose operations are not performed here.
 LARGE = 4096
@@ -121,3 +121,13 @@ def test_watchers_hear_of_operations_with_their_tensors_and_not_of_views():
     assert operation.function is torch.ops.aten.add.Tensor
     assert len(operation.given) == 2
     assert operation.made[0] is made
+
+
+def test_attention_with_dropout_keeps_no_scores_as_on_a_gpu():
+    heard = Heard()
+    heads = torch.zeros(1, 2, 256, 16, requires_grad=True)
+    with unperformed(heard):
+        out = as_fused(F.scaled_dot_product_attention)(heads, heads, heads, dropout_p=0.5, is_causal=True)
+    assert out.shape == heads.shape
+    assert heard.operations
+    assert all(made.numel() < 256 * 256 for operation in heard.operations for made in operation.made)

@@ -101,8 +101,8 @@ def test_a_rehearsal_counts_what_the_job_does(name, tmp_path):
         assert links(kind) == links(report)
         assert kind.parameters == report.parameters
         assert kind.resident_bytes == pytest.approx(report.resident_bytes, rel=0.02)
-        assert kind.first_step_peak_bytes == pytest.approx(report.first_step_peak_bytes, rel=0.02)
         if stages == 1:  # else it depends on the moments at which microbatches meet
+            assert kind.first_step_peak_bytes == pytest.approx(report.first_step_peak_bytes, rel=0.02)
             assert kind.peak_bytes == pytest.approx(report.peak_bytes, rel=0.02)
         else:
             assert links(report)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_config import Group
-from smp_config.numerics import INPUT, OUTPUT, OUTPUT_GRADIENT
+from smp_config.numerics import INPUT, NUMBERS_OF_CALL, OUTPUT, OUTPUT_GRADIENT
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.numerics.journal import Place
 from smp_runtime.numerics.sketch import Sketch, sketch_of
@@ -29,8 +29,6 @@ Take = Callable[[Place, Sketch, float], None]
 
 #: Tensors of one result that are looked at.
 _MOST_TENSORS = 4
-#: A tensor's number is the call's times this plus its place in the result.
-NUMBERS_OF_CALL = 100
 
 
 class ModuleWatch:
@@ -139,13 +137,16 @@ def _readers(ranks: Ranks) -> Group:
 
 def _inside_split_blocks(module: nn.Module) -> frozenset[str]:
     """Paths of the modules in blocks of which every rank of a tensor parallel group has a part."""
+    paths = [path for path, _ in module.named_modules()]
     blocks = [
         path
         for path, part in module.named_modules()
-        if path and (isinstance(part, DistributedModule) or entry_of(part) is not None)
+        if isinstance(part, DistributedModule) or entry_of(part) is not None
     ]
+    if "" in blocks:  # the model is such a block itself
+        return frozenset(path for path in paths if path)
     starts = tuple(f"{path}." for path in blocks)
-    return frozenset(path for path, _ in module.named_modules() if starts and path.startswith(starts))
+    return frozenset(path for path in paths if starts and path.startswith(starts))
 
 
 # Hooks are plain functions that hold their watch weakly: a model is copied with its hooks, and Python does not see the way

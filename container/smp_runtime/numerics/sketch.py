@@ -115,7 +115,8 @@ def sketch_of(
     if counts_small:
         sizes, unit = wide.abs(), (square / elements).sqrt().to(wide.dtype)
         zeros = elements - torch.count_nonzero(sizes)
-        parts.append(torch.stack([torch.count_nonzero(sizes < unit * part) - zeros for part in SMALL]).double())
+        counts = torch.stack([torch.count_nonzero(sizes < unit * part) for part in SMALL])
+        parts.append((counts - zeros).clamp_min(0).double())
     bits = bits_of(flat) if precise else torch.zeros(1, dtype=torch.int64, device=flat.device)
     return Sketch(dtype, columns, elements, torch.cat(parts), bits)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 
 from smp_config import Group
 from smp_config.rehearsal import KindReport
+from smp_runtime.pipeline.execution import plan_store
 from smp_runtime.rehearsal.links import Links
 from smp_runtime.rehearsal.memory import LiveMemory, by_kind, largest
 from smp_runtime.rehearsal.operations import Unperformed
@@ -19,7 +21,7 @@ from smp_runtime.rehearsal.phases import Phases
 from smp_runtime.rehearsal.traffic import CountedCollectives, DirectCollectives, Ledger
 from smp_runtime.rehearsal.work import Clock, ModuleTimes, TimedWork
 from smp_runtime.tensors import computing_time
-from smp_runtime.tensors.torch_private import stay_in
+from smp_runtime.tensors.torch_private import dispatch_modes, stay_in
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from smp_config.rate_card import RateCard
     from smp_runtime.comm.collectives import Collectives, Work
     from smp_runtime.job.session import Session
+    from smp_runtime.pipeline.schedule.planner import Plan
 
 
 class RehearsalOver(BaseException):
@@ -49,15 +52,16 @@ class Counters:
         self._steps = steps
         self._session: Session | None = None
         self.phases = Phases()
-        self.memory = LiveMemory(self.phases.where)
-        self.ledger = Ledger(self.phases.where)
         self.clock = Clock()
+        self.memory = LiveMemory(self.phases.where, lambda: self.clock.now)
+        self.ledger = Ledger(self.phases.where)
         self._rates = rates
         self._has_clock = rates is not None
         self.work = ModuleTimes(self.phases.where, rates, self.clock)
         self.links = Links()
         self._direct = DirectCollectives(self.ledger)
         self.mode = Unperformed([self.memory, self.work], self._direct, performed_bytes)
+        self._planned: Plan | None = None
         self._put_back: list[Callable[[], object]] = []
         self.step = -1
         self._uses_steps = False
@@ -68,14 +72,23 @@ class Counters:
     def start(self) -> None:
         """Count from now on, on this thread and on those that it starts, and on theirs."""
         stay_in(self.mode)
+        plan_store.at_plan.append(self._hear_plan)
+        self._put_back.append(plan_store.at_plan.clear)
         if self._has_clock:
             computing_time.clocks.append(lambda: self.clock.now)
             self._put_back.append(computing_time.clocks.pop)
-        mode, run = self.mode, threading.Thread.run
+        mode, run, start = self.mode, threading.Thread.run, threading.Thread.start
         resize, memory = torch.UntypedStorage.resize_, self.memory
+        followed: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+        def started(thread: threading.Thread) -> None:
+            if mode in dispatch_modes():  # else what computes here is not of the training
+                followed.add(thread)
+            start(thread)
 
         def entered(thread: threading.Thread) -> None:
-            stay_in(mode)
+            if thread in followed:
+                stay_in(mode)
             run(thread)
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -83,13 +96,18 @@ class Counters:
             memory.resized(storage)
             return result
 
+        threading.Thread.start = started  # type: ignore[method-assign, assignment]
         threading.Thread.run = entered  # type: ignore[method-assign, assignment]
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
         self._put_back += [
             lambda: setattr(threading.Thread, "run", run),
+            lambda: setattr(threading.Thread, "start", start),
             lambda: setattr(torch.UntypedStorage, "resize_", resize),
             self.phases.close,
         ]
+
+    def _hear_plan(self, planned: Plan) -> None:
+        self._planned = planned
 
     def stop(self) -> None:
         """Count no more on threads that begin now."""
@@ -163,7 +181,8 @@ class Counters:
         for model in models:
             parameters = list(model.parameters())
             self.memory.mark("gradient", [parameter.grad for parameter in (*parameters, *trained)])
-            self.memory.mark("parameter", [*parameters, *model.buffers()])
+            shards = [getattr(parameter, "ds_tensor", None) for parameter in parameters]
+            self.memory.mark("parameter", [*shards, *parameters, *model.buffers()])
 
     def report(self, stage: int, rank: int, stands_for: int) -> KindReport:
         """All that was counted."""
@@ -190,5 +209,7 @@ class Counters:
             links=self.links.counts(),
             work=self.work.rows(),
             step_seconds=self.clock.now - self._began,
+            pipeline_seconds=None if self._planned is None else self._planned.makespan,
+            pipeline_idle={} if self._planned is None else dict(self._planned.idle),
             process_bytes=used if sys.platform == "darwin" else used * 1024,
         )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from smp_config.rehearsal import Holder
+from smp_config.rehearsal import Holder, MemoryOverTime
 from smp_config.script_lines import script_line
 from smp_runtime.tensors.torch_private import key_of_storage, storage_key
 
@@ -58,14 +58,16 @@ class LiveMemory:
 
     Args:
         where: what the calling thread is at.
+        clock: for the curve, in seconds.
 
     Attributes:
         now: bytes alive.
         peak: the most since :meth:`watch_peak`.
     """
 
-    def __init__(self, where: Callable[[], Where]) -> None:
+    def __init__(self, where: Callable[[], Where], clock: Callable[[], float] = lambda: 0.0) -> None:
         self._where = where
+        self._clock = clock
         self._lock = threading.RLock()  # a storage may be let go of while another is noted
         self._alive: dict[int, _Storage] = {}
         self._gone_since_peak: list[_Storage] = []
@@ -75,7 +77,9 @@ class LiveMemory:
         self._peak_change = 0
         self.peak_at = Where("start", "")
         self.peak_line = ""
-        self._curve: list[tuple[int, int]] = []
+        #: Of the step that is recorded: when, by how much, whose.
+        self._events: list[tuple[float, int, _Storage]] = []
+        self._records = False
 
     def performed(self, operation: Operation) -> None:
         """Note the storages of new results."""
@@ -92,13 +96,11 @@ class LiveMemory:
             entry = _Storage(storage.nbytes(), self._changes, self._where(), operation, carries=_is_carrier_s())
             self._alive[key] = entry
             weakref.finalize(storage, self._gone, key, entry).atexit = False
-            self._grow(entry.size)
+            self._grow(entry.size, entry)
 
-    def _grow(self, size: int) -> None:
+    def _grow(self, size: int, entry: _Storage) -> None:
         self.now += size
-        self._curve.append((self._changes, self.now))
-        if len(self._curve) > 16 * _MOST_POINTS:
-            self._curve = thinned(self._curve, 8 * _MOST_POINTS)
+        self._event(size, entry)
         if self.now > self.peak:
             self.peak, self._peak_change = self.now, self._changes
             self._gone_since_peak.clear()
@@ -112,6 +114,7 @@ class LiveMemory:
                 return
             self._changes += 1
             self.now -= entry.size
+            self._event(-entry.size, entry)
             if entry.size and entry.born <= self._peak_change:
                 self._gone_since_peak.append(entry)
 
@@ -129,10 +132,11 @@ class LiveMemory:
                     left = _Storage(before, entry.born, entry.where, entry.operation, entry.kind, entry.carries)
                     self._gone_since_peak.append(left)
                 self.now -= before - storage.nbytes()
+                self._event(storage.nbytes() - before, entry)
                 entry.size, entry.born = storage.nbytes(), self._changes
             else:
                 entry.size, entry.born, entry.where = storage.nbytes(), self._changes, self._where()
-                self._grow(entry.size - before)
+                self._grow(entry.size - before, entry)
 
     def mark(self, kind: str, tensors: Iterable[torch.Tensor | None]) -> None:
         """Say what tensors are that live now."""
@@ -149,16 +153,38 @@ class LiveMemory:
             self._gone_since_peak.clear()
             self.peak, self._peak_change, self.peak_at = self.now, self._changes, self._where()
 
-    def begin_curve(self) -> None:
-        """Forget the curve: the one from now on."""
-        with self._lock:
-            self._curve = [(self._changes, self.now)]
+    def _event(self, change: int, entry: _Storage) -> None:
+        if self._records and change:
+            self._events.append((self._clock(), change, entry))
 
-    def curve(self) -> list[tuple[int, int]]:
-        """Number of the change in the curve, bytes alive then; thinned so that high points stay."""
+    def begin_curve(self) -> None:
+        """Record what is alive from now on."""
         with self._lock:
-            first = self._curve[0][0] if self._curve else 0
-            return [(change - first, size) for change, size in thinned(self._curve, _MOST_POINTS)]
+            self._events.clear()
+            self._records = True
+
+    def curve(self) -> MemoryOverTime:
+        """What was alive since :meth:`begin_curve`, by kind; of each stretch the highest point, so that no peak is lost."""
+        with self._lock:
+            events, self._records = list(self._events), False
+            held: dict[str, int] = {}
+            for entry in self._alive.values():
+                held[_kind_of(entry)] = held.get(_kind_of(entry), 0) + entry.size
+        for _, change, entry in events:  # back to the beginning
+            held[_kind_of(entry)] = held.get(_kind_of(entry), 0) - change
+        seconds: list[float] = []
+        owners: dict[str, list[int]] = {kind: [] for kind in held}
+        width = max(1, -(-len(events) // _MOST_POINTS))
+        for first in range(0, len(events), width):
+            highest, when = dict(held), events[first][0]
+            for moment, change, entry in events[first : first + width]:
+                held[_kind_of(entry)] += change
+                if sum(held.values()) >= sum(highest.values()):
+                    highest, when = dict(held), moment
+            seconds.append(when - events[0][0])
+            for kind, sizes in owners.items():
+                sizes.append(highest[kind])
+        return MemoryOverTime(seconds=seconds, owners=owners)
 
     def at_peak(self) -> list[Holder]:
         """All that was alive at the peak, by place, the largest first."""
@@ -203,17 +229,9 @@ def _is_carrier_s() -> bool:
     frame = sys._getframe(3)  # noqa: SLF001 - inspect.currentframe() and its f_back take several times as long
     for _ in range(12):
         name = str(frame.f_globals.get("__name__", ""))
-        if not name.startswith(("torch", "smp_runtime.rehearsal")):
+        if not name.startswith(("torch", "smp_emulation", "smp_runtime.rehearsal")):
             return name.startswith(_CARRIERS)
         if frame.f_back is None:
             break
         frame = frame.f_back
     return False
-
-
-def thinned(points: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]:
-    """At most ``most`` of the points: of each stretch the highest, so that no peak is lost."""
-    if len(points) <= most:
-        return list(points)
-    width = -(-len(points) // most)
-    return [max(points[i : i + width], key=lambda point: point[1]) for i in range(0, len(points), width)]

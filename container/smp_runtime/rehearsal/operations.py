@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -315,6 +316,27 @@ def _memory(shape: _Shape, function: Any) -> torch.Tensor:
         is_number = shape.dtype.is_floating_point or shape.dtype.is_complex
         made.fill_(1 if is_number or packet_of(function) is torch.ops.aten.all else 0)
     return made
+
+
+def as_fused(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``F.scaled_dot_product_attention`` with the memory of a GPU's kernel, which drops scores without keeping any.
+
+    On a CPU there is such a kernel only without dropout; with it all scores are kept, ``[batch, heads, seq, seq]``.
+    """
+
+    @functools.wraps(attention)
+    def fused(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        return attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
+
+    return fused
 
 
 def _picks_by_number(function: Any, args: Sequence[Any]) -> bool:

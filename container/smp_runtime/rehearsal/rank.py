@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from smp_config import ConfigError, ModelParallelParameters, Topology
 from smp_config.launchers import SECRET_VARIABLE
@@ -25,6 +27,7 @@ from smp_config.rate_card import RateCard
 from smp_config.rehearsal import REHEARSAL_VARIABLE, Failure, RehearsalRequest, read_request
 from smp_config.script_lines import is_script_s
 from smp_config.values import dictionary
+from smp_emulation.installing import install_where_asked
 from smp_runtime.comm import collectives as collectives_room
 from smp_runtime.comm.carriers import SoloCarrier, StoreCarrier
 from smp_runtime.job import session as sessions
@@ -32,7 +35,7 @@ from smp_runtime.job.ranks import PARAMETERS_VARIABLE
 from smp_runtime.pipeline.transport import tensor_channels
 from smp_runtime.rehearsal.control import Kinds, RehearsedControl
 from smp_runtime.rehearsal.counters import Counters, RehearsalOver
-from smp_runtime.rehearsal.operations import PERFORMED_BYTES, use_fresh_memory
+from smp_runtime.rehearsal.operations import PERFORMED_BYTES, as_fused, use_fresh_memory
 from smp_runtime.rehearsal.traffic import AbsentCollectives
 from smp_runtime.tensors.torch_private import absent_store
 
@@ -59,6 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     request = read_request(Path(arguments[0]))
     use_fresh_memory()
+    install_where_asked()  # PyTorch calls it by itself only where the packages are installed, and not found by a path
     os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
     os.environ[REHEARSAL_VARIABLE] = str(request.ranks)
     importlib.import_module("smdistributed.modelparallel.torch")  # once, for the scripts of all kinds
@@ -131,6 +135,9 @@ class _Kind:
         self._place(_parameters_of_environment())
         sessions.joining.append(self._join)
         sessions.at_init.append(self._begin)
+        if self._request.on_gpu:
+            F.scaled_dot_product_attention = as_fused(F.scaled_dot_product_attention)
+        torch.save = lambda *args, **kwargs: None  # the elements are nobody's
         dist.init_process_group = self._start_groups
         dist.distributed_c10d.init_process_group = self._start_groups
         sys.argv = [script, *rest]
