@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from smp_config import ConfigError, ModelParallelParameters
 from smp_config.rate_card import RateCard
-from smp_config.rehearsal import KindReport, ModuleWork, Rehearsal, RehearsalRequest
+from smp_config.rehearsal import KindReport, MemoryOverTime, ModuleWork, Rehearsal, RehearsalRequest
 from smp_estimator.cli.main import main
 from smp_estimator.planning import Verdict
 from smp_estimator.rehearsal import rehearse
@@ -75,7 +75,8 @@ class Cluster:
         report = KindReport(
             stage=0, rank=0, stands_for=world, parameters=round(elements), steps=3, peak_bytes=sum(classes.values()),
             peak_phase="backward", peak_module="blocks.3", peak_line="", resident_bytes=0, first_step_peak_bytes=0,
-            classes=classes, holders=[], curve=[], collectives=[], links=[], work=work, step_seconds=compute + sums,
+            classes=classes,
+            holders=[], curve=MemoryOverTime(seconds=[], owners={}), collectives=[], links=[], work=work, step_seconds=compute + sums,
         )  # fmt: skip
         request = RehearsalRequest(hosts=given["instance_count"], ranks_per_host=given["processes_per_host"], folder="")
         rehearsal = Rehearsal(request=request, mp_parameters=dict(parameters), kinds=[report], seconds=1.0)
