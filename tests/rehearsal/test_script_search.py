@@ -76,7 +76,8 @@ class Cluster:
             stage=0, rank=0, stands_for=world, parameters=round(elements), steps=3, peak_bytes=sum(classes.values()),
             peak_phase="backward", peak_module="blocks.3", peak_line="", resident_bytes=0, first_step_peak_bytes=0,
             classes=classes,
-            holders=[], curve=MemoryOverTime(seconds=[], owners={}), collectives=[], links=[], work=work, step_seconds=compute + sums,
+            holders=[], curve=MemoryOverTime(seconds=[], owners={}), collectives=[],
+            links=[], work=work, step_seconds=compute + sums,
         )  # fmt: skip
         request = RehearsalRequest(hosts=given["instance_count"], ranks_per_host=given["processes_per_host"], folder="")
         rehearsal = Rehearsal(request=request, mp_parameters=dict(parameters), kinds=[report], seconds=1.0)
