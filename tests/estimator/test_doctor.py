@@ -147,7 +147,7 @@ def _machine() -> dict[str, doctor.Finding]:
 
 
 def test_doctor_says_what_the_machine_has_too_little_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert list(_machine())[1:] == ["shared memory", "open files", "room for jobs"]
+    assert list(_machine())[-3:] == ["shared memory", "open files", "room for jobs"]
     monkeypatch.setattr(doctor, "SHARED", tmp_path)
     monkeypatch.setattr(doctor, "LEAST_SHARED", 1 << 60)
     monkeypatch.setattr(doctor, "LEAST_ROOM", 1 << 60)
