@@ -147,7 +147,10 @@ class ScriptSuggestion(Shown):
             lines.append(("verdict", [Said("nothing that was rehearsed fits", Verdict.DOES_NOT_FIT)]))
         if self.before is not None:
             said = [self._change(what, judged) for what, judged in self.changes[:3]]
-            lines.append(("one change", said or ["of what was given, none makes a step shorter"]))
+            none = "of what was given, none makes a step shorter"
+            if not self.found.is_proven:
+                none = "of what was given: the budget ended before one was found that makes a step shorter"
+            lines.append(("one change", said or [none]))
         lines += [("parameters", [str(self.parameters)]), ("script", [f"batch {self.batch}"])]
         title = f"rehearsed on {self.cluster}, {self.space.samples} samples per step"
         return [Grid(columns, rows, frozenset({1, 2, 3, 4}), title=title), Lines(lines)]
@@ -310,7 +313,7 @@ class _Rehearsals:
         except (ConfigError, RehearsalFailed) as error:
             self.tell(f"{at}: {error}")
             return Evaluated(None, None, False, str(error).splitlines()[0])
-        seconds = max(kind.step_seconds for kind in found.rehearsal.kinds)
+        seconds = found.rehearsal.step_seconds
         peak = on_gpu(found.fullest)
         fits = found.verdict in (Verdict.FITS, Verdict.UNKNOWN)
         self.tell(f"{at}: {seconds:.3g} s, {peak / _GB:.1f} GB, {found.verdict.value}")

@@ -75,9 +75,8 @@ class Cluster:
         report = KindReport(
             stage=0, rank=0, stands_for=world, parameters=round(elements), steps=3, peak_bytes=sum(classes.values()),
             peak_phase="backward", peak_module="blocks.3", peak_line="", resident_bytes=0, first_step_peak_bytes=0,
-            classes=classes,
-            holders=[], curve=MemoryOverTime(seconds=[], owners={}), collectives=[],
-            links=[], work=work, step_seconds=compute + sums,
+            classes=classes, holders=[], curve=MemoryOverTime(seconds=[], owners={}), collectives=[], links=[],
+            work=work, step_seconds=compute + sums,
         )  # fmt: skip
         request = RehearsalRequest(hosts=given["instance_count"], ranks_per_host=given["processes_per_host"], folder="")
         rehearsal = Rehearsal(request=request, mp_parameters=dict(parameters), kinds=[report], seconds=1.0)
@@ -155,6 +154,13 @@ def test_settings_that_were_given_and_the_single_change_that_helps() -> None:
     )
 
 
+def test_a_budget_that_ends_early_does_not_say_that_no_change_helps() -> None:
+    found = suggested(Cluster(), parameters={"pipeline_parallel_degree": 2, "microbatches": 2}, budget=1e-9)
+    assert len(found.found.judged) == 1
+    assert not found.found.is_proven
+    assert "the budget ended before one was found" in " ".join(str(found).split())
+
+
 def test_nothing_fits() -> None:
     found = suggested(Cluster(10**8))
     assert (found.best, found.verdict) == (None, Verdict.DOES_NOT_FIT)
@@ -206,12 +212,11 @@ def test_a_real_script_is_searched(tmp_path: Path) -> None:
     found = suggest_for_script(script, ["--batch", "{batch}"], global_batch=8, parameters={"ddp": True}, **cluster)
     assert found.best is not None
     assert found.found.is_proven
-    assert {one.configuration.pipeline for one in found.found.judged} == {1, 2}
+    assert 0 < len(found.found.judged) < sum(1 for _ in found.space.all())
     again = rehearse(script, ["--batch", str(found.batch)], parameters=found.parameters, **cluster)
-    seconds = max(kind.step_seconds for kind in again.rehearsal.kinds)
-    assert found.best.evaluated.seconds == pytest.approx(seconds, rel=0.05)
+    assert found.best.evaluated.seconds == pytest.approx(again.rehearsal.step_seconds, rel=0.05)
     plain = rehearse(script, ["--batch", "4"], parameters={"ddp": True}, **cluster)
-    assert found.best.worth <= plain.rehearsal.kinds[0].step_seconds * 1.02
+    assert found.best.worth <= plain.rehearsal.step_seconds * 1.02
 
 
 def test_what_cannot_be_searched_is_refused() -> None:
