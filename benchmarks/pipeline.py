@@ -5,7 +5,8 @@
 
 ``sleep``: a chain of four stages whose modules sleep 20 ms forward and 40 ms backward, 8 microbatches: makespan ÷
 (m + p − 1)(f + b), the closed form of 1F1B and GPipe; each rank is bound to one processor, as ``mpirun --bind-to core``
-does. ``sleep-torch``: the same chain in torch.distributed.pipelining's Schedule1F1B. ``torch``: a GPT (8 layers, hidden
+does. ``sleep-zero``: the same in ``zero_bubble``, where half of backward is the weights'; idle time ÷ that of 1F1B's closed
+form. ``sleep-torch``: the same chain in torch.distributed.pipelining's Schedule1F1B. ``torch``: a GPT (8 layers, hidden
 256, split equally by both) on 2 ranks with 4 microbatches, in turns with Schedule1F1B. ``alone``: the same GPT with its
 tied output layer, partitioned automatically, in turns with one process with one thread. ``gpt2``: the same against one
 process with Transformers' GPT-2 as it comes (GPT2LMHeadModel of the same size, no dropout, no cache). Bytes are counted
@@ -29,6 +30,26 @@ from launching import print_machine, run_ranks
 FORWARD, BACKWARD = 0.020, 0.040
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "sleep": (4, {"partitions": 4, "microbatches": 8, "auto_partition": False, "default_partition": 0}),
+    "sleep-zero": (
+        4,
+        {
+            "partitions": 4,
+            "microbatches": 8,
+            "auto_partition": False,
+            "default_partition": 0,
+            "pipeline": "zero_bubble",
+        },
+    ),
+    "sleep-zero-last": (
+        4,
+        {
+            "partitions": 4,
+            "microbatches": 8,
+            "auto_partition": False,
+            "default_partition": 3,
+            "pipeline": "zero_bubble",
+        },
+    ),
     "sleep-last": (4, {"partitions": 4, "microbatches": 8, "auto_partition": False, "default_partition": 3}),
     "sleep-simple": (
         4,
@@ -64,6 +85,17 @@ def network(case: str) -> Any:
     return model
 
 
+#: Seconds that this rank has slept, as they were: a sleep ends late when the processor has gone to rest meanwhile.
+_slept = 0.0
+
+
+def _sleep(seconds: float) -> None:
+    global _slept
+    began = time.perf_counter()
+    time.sleep(seconds)
+    _slept += time.perf_counter() - began
+
+
 def sleepers(smp: Any, stages: int) -> Any:
     """A chain of modules that do nothing but take time, one on each stage."""
     import torch
@@ -71,14 +103,21 @@ def sleepers(smp: Any, stages: int) -> Any:
 
     class Sleep(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):
-            time.sleep(FORWARD)  # exactly so long, whatever else runs on the processor
-            return x.clone()
+        def forward(ctx, x, weight):
+            _sleep(FORWARD)  # whatever else runs on the processor
+            ctx.save_for_backward(x, weight)
+            return x * weight
 
         @staticmethod
         def backward(ctx, gradient):
-            time.sleep(BACKWARD)  # likewise
-            return gradient
+            x, weight = ctx.saved_tensors
+
+            def of_weight():
+                _sleep(BACKWARD / 2)
+                return (gradient * x).sum(0)
+
+            _sleep(BACKWARD / 2)
+            return gradient * weight, None if smp.weight_gradient_later(weight, of_weight) else of_weight()
 
     class Sleeper(nn.Module):
         def __init__(self) -> None:
@@ -86,7 +125,7 @@ def sleepers(smp: Any, stages: int) -> Any:
             self.weight = nn.Parameter(torch.ones(4))
 
         def forward(self, x):
-            return Sleep.apply(x * self.weight)
+            return Sleep.apply(x, self.weight)
 
     class Chain(nn.Module):
         def __init__(self) -> None:
@@ -128,7 +167,11 @@ def run_sleep(smp: Any, rounds: int, case: str) -> dict[str, Any]:
 
     for _ in range(10):  # recorded, planned, and planned again
         run()
-    spans = [_timed(run, smp) for _ in range(rounds)]
+    spans, idle = [], []
+    for _ in range(rounds):
+        before = _slept
+        spans.append(_timed(run, smp))
+        idle.append(spans[-1] - statistics.mean(smp.allgather(_slept - before, smp.PP_GROUP)))
     closed = (count + stages - 1) * (FORWARD + BACKWARD)
     ratios = [span / closed for span in spans]
     if case != "sleep-torch":
@@ -138,6 +181,8 @@ def run_sleep(smp: Any, rounds: int, case: str) -> dict[str, Any]:
         "closed_form_ms": round(1e3 * closed, 1),
         "makespan_over_closed_form": round(statistics.median(ratios), 4),
         "best": round(min(ratios), 4),
+        # What is no sleep, as the mean of the ranks, ÷ that of the closed form.
+        "idle_over_1f1b": round(statistics.median(idle) / ((stages - 1) * (FORWARD + BACKWARD)), 4),
         **found,
     }
 

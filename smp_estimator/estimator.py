@@ -36,6 +36,8 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
         memory_checkpoint: whether ranks that are lost go on from the state in their host's shared memory: True copies it as
             often as that costs at most 3 % of the time, ``{"steps": n}`` each ``n`` steps (``SMP_MEMORY_CHECKPOINT``).
         max_restarts: how often the ranks are started again after a failure, 0 to 10,000 (``SMP_MAX_RESTARTS``).
+        record_numerics: whether ranks record what ``smp-estimator diff`` compares (``SMP_RECORD_NUMERICS``): True each ten
+            updates, ``{"every": n}`` each ``n``; ``"guards": "finite"`` in it also stops the job before a bad update.
 
     Example:
         >>> estimator = SMPEstimator(
@@ -70,6 +72,7 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
         ship_runtime: bool | None = None,
         memory_checkpoint: bool | dict[str, int] | None = None,
         max_restarts: int | None = None,
+        record_numerics: bool | dict[str, Any] | None = None,
         **kwargs: Unpack[SDKArguments],
     ) -> None:
         super().__init__(
@@ -86,6 +89,7 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
             ship_runtime=ship_runtime,
             memory_checkpoint=memory_checkpoint,
             max_restarts=max_restarts,
+            record_numerics=record_numerics,
             **kwargs,
         )
 
@@ -134,6 +138,7 @@ class SMPHuggingFace(TrainsWithSMP, HuggingFace):
         ship_runtime: bool | None = None,
         memory_checkpoint: bool | dict[str, int] | None = None,
         max_restarts: int | None = None,
+        record_numerics: bool | dict[str, Any] | None = None,
         **kwargs: Unpack[SDKArguments],
     ) -> None:
         if tensorflow_version is not None and is_model_parallel(distribution):
@@ -155,6 +160,7 @@ class SMPHuggingFace(TrainsWithSMP, HuggingFace):
             ship_runtime=ship_runtime,
             memory_checkpoint=memory_checkpoint,
             max_restarts=max_restarts,
+            record_numerics=record_numerics,
             **kwargs,
         )
 

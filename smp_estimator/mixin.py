@@ -37,6 +37,7 @@ from smp_estimator.sdk import (
 from smp_estimator.settings import advice, checks, plain, translation
 from smp_estimator.settings import distribution as strategies
 from smp_estimator.settings.distribution import SettingsReader
+from smp_estimator.settings.numerics import with_numerics
 from smp_estimator.settings.recovery import with_recovery
 from smp_estimator.stock_image import InStockImage
 
@@ -74,11 +75,14 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
         ship_runtime: bool | None = None,
         memory_checkpoint: bool | dict[str, int] | None = None,
         max_restarts: int | None = None,
+        record_numerics: bool | dict[str, Any] | None = None,
         **sdk: Any,
     ) -> None:
         self._reader = SettingsReader()
         if memory_checkpoint is not None or max_restarts is not None:
             sdk["environment"] = with_recovery(sdk.get("environment"), memory_checkpoint, max_restarts)
+        if record_numerics is not None:
+            sdk["environment"] = with_numerics(sdk.get("environment"), record_numerics)
         image_uri = self._read_arguments(image_uri, sdk)
         entry_point = checks.require_text(entry_point, "entry_point", "train.py")
         checks.refuse_remote_script(entry_point)

@@ -1,14 +1,19 @@
-"""An estimator's cluster, and ``plan()`` and ``suggest()``: the planning arithmetic with its own settings."""
+"""An estimator's cluster, and ``plan()``, ``suggest()`` and ``rehearse()``: what is found out before anything is started."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
 from smp_estimator.settings.variables import is_variable
 
 if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
     from smp_estimator.planning import Plan, Suggestion
+    from smp_estimator.rehearsal import Rehearsed
     from smp_estimator.settings.distribution import Distribution
 
 
@@ -22,6 +27,8 @@ class Planned:
     instance_type: Any
     instance_count: Any
     instance_groups: Any
+    entry_point: Any
+    source_dir: Any
     environment: Any
     distribution: Any
     _hyperparameters: Any
@@ -94,6 +101,59 @@ class Planned:
         from smp_estimator.planning import suggest
 
         return suggest(model, *self._cluster(), batch=batch, environment=self.environment, **workload)
+
+    def rehearse(
+        self,
+        arguments: Sequence[str] = (),
+        *,
+        channels: Mapping[str, str | os.PathLike[str]] | None = None,
+        **options: Any,
+    ) -> Rehearsed:
+        """Run a few steps of the script on this machine as it would run on these instances; nothing is started there.
+
+        Args:
+            arguments: words for the script behind its hyperparameters.
+            channels: folders of this machine by the names of the channels that the script reads.
+            options: ``steps``, ``gpu_memory_bytes``, ``verbose`` and the other arguments of
+                :func:`smp_estimator.rehearsal.rehearse`.
+
+        Returns:
+            What was counted; print it for tables, ask it for ``verdict`` and ``rehearsal``.
+
+        Raises:
+            ConfigError: settings that cannot work, or a script that is not on this machine.
+            RehearsalFailed: the script failed, or does what cannot be rehearsed.
+        """
+        from smp_estimator.rehearsal import rehearse
+        from smp_launch.environment import words_of
+
+        distribution = self._check_settings()
+        settings = distribution.settings if distribution is not None else None
+        if settings is not None and settings.mpi is not None and settings.mpi.processes_per_host is not None:
+            options.setdefault("processes_per_host", settings.mpi.processes_per_host)
+        parallel = settings.model_parallel if settings is not None else None
+        kind, count = self._cluster()
+        return rehearse(
+            self._script_here(),
+            [*words_of(self._hyperparameters or {}), *arguments],
+            instance_type=kind,
+            instance_count=count,
+            parameters=None if parallel is None else parallel.to_mp_parameters(),
+            environment=self.environment,
+            channels=channels,
+            **options,
+        )
+
+    def _script_here(self) -> Path:
+        """The script, where it lies on this machine."""
+        folder = "" if self.source_dir is None else str(self.source_dir)
+        path = Path(folder.removeprefix("file://"), str(self.entry_point))
+        if "://" in folder.removeprefix("file://") or not path.is_file():
+            raise ConfigError(
+                f"the script {path} is not on this machine; a rehearsal runs it here: give entry_point, and source_dir if it has "
+                "one, as they lie here, or call smp_estimator.rehearsal.rehearse()"
+            )
+        return path
 
     def _carried_instance_type(self) -> str | None:
         if is_variable(self.instance_type):

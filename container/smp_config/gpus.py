@@ -26,6 +26,7 @@ class Gpu:
         bf16_tflops: peak in bfloat16; None: no units for it, it takes the way over float32.
         nvlink_gb_per_s: between the GPUs of a host that NVLink joins.
         pcie_gb_per_s: of its PCIe interface with all lanes; GPUs that share a switch get less.
+        memory_gb_per_s: of its own memory, reading and writing together; an instance may have a model with another.
         source: document and year.
     """
 
@@ -37,6 +38,7 @@ class Gpu:
     bf16_tflops: float | None
     nvlink_gb_per_s: float | None
     pcie_gb_per_s: float
+    memory_gb_per_s: float | None
     source: str
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal, get_args
 
 #: What ``pipeline`` may be; :mod:`smp_runtime.pipeline.schedule.policies` says how each runs.
-Schedule = Literal["interleaved", "simple", "_only_forward"]
+Schedule = Literal["interleaved", "zero_bubble", "simple", "_only_forward"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 #: Default of ``bucket_cap_mb``, in bytes.
@@ -22,6 +22,8 @@ _SMALLEST_BUCKET = 2**20
 _RULES: Mapping[str, Callable[[int, int, int], int]] = {
     # Backward first (1F1B): Narayanan et al. 2019, PipeDream.
     "interleaved": lambda stage, stages, most: min(most, stages - stage),
+    # Likewise, but later stages keep as many as the first, until their gradients of weights have come (ZB-H1: Qi et al. 2023).
+    "zero_bubble": lambda stage, stages, most: min(most, stages),
     # All forward passes first: every stage holds a whole wave before its first backward pass.
     "simple": lambda stage, stages, most: most,
     # Without backward passes nothing is kept for later.

@@ -33,6 +33,7 @@ class Instance:
         name: as SageMaker writes it, ``"ml.p4d.24xlarge"``.
         gpus: GPUs of one instance.
         gpu_memory_bytes: of one GPU, in bytes.
+        memory_gb_per_s: bandwidth of one GPU's memory, in 10^9 bytes per second; None where none is published.
         network_gbps: network bandwidth of the instance in Gbit/s (10^9 bits), or None where none is published.
         network_baseline_gbps: what of it is sustained; less than ``network_gbps`` where that is an upper limit.
         network_burst: ``network_gbps`` is an upper limit ("up to"), not sustained.
@@ -48,6 +49,7 @@ class Instance:
     gpus: int
     gpu: str
     gpu_memory_bytes: int
+    memory_gb_per_s: float | None
     network_gbps: float | None
     network_baseline_gbps: float | None
     network_burst: bool
@@ -82,6 +84,8 @@ def _catalogue() -> dict[str, Instance]:
         name: Instance(
             name=name,
             gpu_memory_bytes=row.pop("gpu_memory_mib") * MIB,
+            # A type has it of its own where its GPUs are not the model of the catalogue of GPUs.
+            memory_gb_per_s=row.pop("memory_gb_per_s", gpu(row["gpu"]).memory_gb_per_s),
             host_memory_bytes=row.pop("host_memory_gib") * GIB,
             usd_per_hour=prices[name],
             source=sources[row.pop("source")],

@@ -113,8 +113,12 @@ class ModelParallelParameters(BaseModel):
         None, ge=1, description="Most microbatches in flight at once; default: stages + 2."
     )
     pipeline: Schedule = Field(
-        "interleaved", description="interleaved: backward first; simple: all forwards, then all backwards."
+        "interleaved",
+        description="interleaved: backward first; zero_bubble: likewise, gradients of weights where a stage would idle; simple: "
+        "all forwards, then all backwards.",
     )
+    compile: StrictBool = Field(False, description="Compile the repeated blocks of each rank with torch.compile.")
+    compile_backend: str = Field("inductor", min_length=1, description="The backend of torch.compile.")
     optimize: Literal["memory", "speed"] = Field(
         "memory", description="Tensor parallelism: less activation memory, or less communication."
     )
@@ -361,7 +365,23 @@ class ModelParallelParameters(BaseModel):
             )
         if self.prescaled_batch and tensor == 1:
             said.append("prescaled_batch ignored: tensor_parallel_degree is 1")
-        return said + self._without_effect()
+        return said + self._of_compiling() + self._without_effect()
+
+    def _of_compiling(self) -> list[str]:
+        """Settings of the compiler that change nothing."""
+        said = []
+        if self.compile and (self.sharded_data_parallel_degree > 1 or self.tensor_parallel_degree > 1):
+            said.append(
+                "compile ignored: with sharded data parallelism or tensor parallelism collectives run inside blocks, which would "
+                "break every graph"
+            )
+        elif self.compile and self.pipeline == "zero_bubble":
+            said.append(
+                "zero_bubble computes the gradients of compiled blocks whole: only what is not compiled can come later"
+            )
+        if "compile_backend" in self.model_fields_set and not self.compile:
+            said.append("compile_backend ignored: compile is false")
+        return said
 
     def _without_effect(self) -> list[str]:
         """Settings of old scripts that have nothing to do here, or another effect than these scripts expect."""

@@ -26,7 +26,7 @@ FORMAT_VERSION = 1
 #: Of a number of steps.
 _MOST_DIGITS = 9
 
-Kind = Literal["F", "B", "S"]
+Kind = Literal["F", "B", "W", "S"]
 
 #: Index of the name, kind, microbatch, index of the module path, start and stop.
 StoredAction = tuple[int, Kind, int, int, float, float]

@@ -213,11 +213,7 @@ class TrainingEnvironment:
 
     def user_arguments(self) -> list[str]:
         """``--name value`` for every user hyperparameter, sorted by name; one letter gets one dash. Then further words."""
-        words = []
-        for name, value in sorted(self.user_hyperparameters.items()):
-            dashes = "--" if len(name) > 1 else "-"
-            words += [dashes + name, _argument(value)]
-        return [*words, *self.more_arguments]
+        return [*words_of(self.user_hyperparameters), *self.more_arguments]
 
     def variables(self) -> dict[str, str]:
         """All ``SM_*`` variables, as text."""
@@ -344,6 +340,15 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def words_of(hyperparameters: Mapping[str, Any]) -> list[str]:
+    """``--name value`` for each, sorted by name; one letter gets one dash."""
+    words = []
+    for name, value in sorted(hyperparameters.items()):
+        dashes = "--" if len(name) > 1 else "-"
+        words += [dashes + name, _argument(value)]
+    return words
 
 
 def _argument(value: Any) -> str:

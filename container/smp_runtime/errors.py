@@ -63,5 +63,9 @@ class ConnectionLostError(SMPRuntimeError):
     accused: tuple[int, ...] = ()
 
 
+class NumericsError(SMPRuntimeError):
+    """A number that training must not go on from: not finite, far beyond the usual, or not the same on all replicas."""
+
+
 class CheckpointError(SMPRuntimeError):
     """A checkpoint is missing, incomplete or belongs to another model."""

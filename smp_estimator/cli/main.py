@@ -22,7 +22,9 @@ from smp_estimator.cli.images import images
 from smp_estimator.cli.init import init
 from smp_estimator.cli.migrate import migrate
 from smp_estimator.cli.models import models
+from smp_estimator.cli.numerics import add_commands as add_numerics
 from smp_estimator.cli.planning import plan, suggest
+from smp_estimator.cli.rehearse import rehearse
 from smp_estimator.cli.reshape import reshape
 from smp_estimator.cli.run import run
 from smp_estimator.cli.where import where
@@ -37,8 +39,9 @@ _CLOCK_TOLERANCE = 0.01
 #: The commands, as ``--help`` lists them.
 GROUPS = {
     "Begin": ("init", "doctor", "run", "migrate"),
-    "Before a job": ("validate", "plan", "suggest", "topology", "models", "images"),
+    "Before a job": ("validate", "plan", "rehearse", "suggest", "topology", "models", "images"),
     "A job that runs or has run": ("where", "reshape", "timeline", "checkpoint"),
+    "Whether numbers agree": ("verify", "diff"),
     "Help": ("explain", "completion"),
 }
 
@@ -77,9 +80,11 @@ main.add_command(migrate)
 main.add_command(models)
 main.add_command(plan)
 main.add_command(suggest)
+main.add_command(rehearse)
 main.add_command(run)
 main.add_command(where)
 main.add_command(reshape)
+add_numerics(main)
 
 
 # -- validate ----------------------------------------------------------------------------------------------
@@ -196,13 +201,15 @@ def topology(world: int, pp: int, tp: int, sdp: int, placement: str, per_node: i
 )
 @click.option("--trace", type=click.Path(dir_okay=False), help="Write a trace for ui.perfetto.dev or chrome://tracing.")
 @click.option("--picture", type=click.Path(dir_okay=False), help="Draw one step; .png, .svg or .pdf.")
-def timeline(job_output: str, number: int | None, trace: str | None, picture: str | None) -> None:
+@click.option("--dark", is_flag=True, help="Draw it for a dark background.")
+def timeline(job_output: str, number: int | None, trace: str | None, picture: str | None, dark: bool) -> None:
     """Show how busy the ranks of a pipeline were.
 
     JOB_OUTPUT is what a job left: its output path or folder, or output.tar.gz. Ranks record with
     environment={"SMP_TIMELINE": "10"}, the number of newest steps to keep.
     """
     from smp_estimator.timeline import read_timeline
+    from smp_estimator.timeline.drawing import DARK, LIGHT
     from smp_estimator.timeline.views import chrome_trace, rank_table, save_picture, step_table
 
     found = read_timeline(job_output)
@@ -232,7 +239,7 @@ def timeline(job_output: str, number: int | None, trace: str | None, picture: st
             Path(trace).write_text(json.dumps(made), encoding="utf-8")
             out.print(f"trace: {escape(trace)} (open it in ui.perfetto.dev)", soft_wrap=True)
         if picture:
-            out.print(f"picture: {escape(str(save_picture(step, picture)))}", soft_wrap=True)
+            out.print(f"picture: {escape(str(save_picture(step, picture, DARK if dark else LIGHT)))}", soft_wrap=True)
     except OSError as error:
         raise ConfigError(
             f"{error.filename} cannot be written: {error.strerror}; --trace and --picture name files in folders that exist"

@@ -151,7 +151,11 @@ def plan(parameters: str, as_json: bool, **given: Any) -> None:
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Samples per GPU.")
 @click.option("--global-batch", type=click.IntRange(1), help="Samples per optimizer step, instead of --batch.")
 @click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), default="auto", show_default=True)
-def suggest(as_json: bool, **given: Any) -> None:
+@click.option("--parameters", help="mp_parameters as they are now: which single change of them would help most?")
+@click.option(
+    "--budget", type=float, default=20.0, show_default=True, help="Seconds that a search over all degrees may take."
+)
+def suggest(as_json: bool, parameters: str | None, **given: Any) -> None:
     """Pick degrees for MODEL, in the order of the best practices, and a cluster if none is given.
 
     MODEL: as for plan. With --instance-type alone the fewest instances of it are looked for. Exit code 1 when MODEL does
@@ -159,7 +163,8 @@ def suggest(as_json: bool, **given: Any) -> None:
     """
     from smp_estimator import planning
 
-    found = planning.suggest(**_job(given))
+    current = None if parameters is None else dictionary(parameters, "--parameters")
+    found = planning.suggest(parameters=current, **_job(given))
     _show(found, found.plan.verdict, as_json=as_json)
 
 

@@ -22,7 +22,8 @@ from smp_estimator.sdk_found import installed_major
 _CHECKPOINTS_VARIABLE = "SMP_CHECKPOINT_DIR"
 
 
-def _pairs(values: tuple[str, ...], option: str) -> Iterator[tuple[str, str]]:
+def pairs(values: tuple[str, ...], option: str) -> Iterator[tuple[str, str]]:
+    """Names and values of an option that may be repeated, ``name=value``; raises ConfigError for anything else."""
     for value in values:
         name, sign, text = value.partition("=")
         if not sign or not name:
@@ -90,7 +91,7 @@ def run(
         "entry_point": str(path.relative_to(Path(source_dir).absolute())) if source_dir else str(path),
         "instance_type": "local",
         "instance_count": given["hosts"],
-        "hyperparameters": {name: _value(text) for name, text in _pairs(given["hyperparameter"], "--hyperparameter")},
+        "hyperparameters": {name: _value(text) for name, text in pairs(given["hyperparameter"], "--hyperparameter")},
         "distribution": {
             "smdistributed": {
                 "modelparallel": {"enabled": True, "parameters": dictionary(given["parameters"], "--parameters")}
@@ -162,7 +163,7 @@ def _train_with_sdk_3(settings: dict[str, Any], channels: dict[str, str]) -> str
 
 
 def _channels(values: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    for name, folder in _pairs(values, "--channel"):
+    for name, folder in pairs(values, "--channel"):
         if not Path(folder).is_dir():
             raise ConfigError(
                 f"--channel {name} is {folder!r}, which is no directory ({Path(folder).absolute()}): correct it"
@@ -171,7 +172,7 @@ def _channels(values: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def _environment(values: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    for name, text in _pairs(values, "--env"):
+    for name, text in pairs(values, "--env"):
         if name.startswith("SMP_") and is_foreign(name) and not name.startswith("SMP_LAUNCH_"):
             raise ConfigError(
                 f"--env {name} is {text!r}, and the launcher sets {name} in every rank itself: leave it out"

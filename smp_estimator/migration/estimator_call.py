@@ -80,6 +80,7 @@ _WITHOUT_PLACE = {
     "container_log_level": "set SM_LOG_LEVEL in environment",
     "max_restarts": "set SMP_MAX_RESTARTS in environment",
     "memory_checkpoint": "set SMP_MEMORY_CHECKPOINT in environment",
+    "record_numerics": "set SMP_RECORD_NUMERICS in environment",
 }
 
 #: Where these are left out or off, nothing is lost.

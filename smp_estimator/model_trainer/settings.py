@@ -207,6 +207,8 @@ class _PlannedTrainer(Planned):
     def __init__(self, trainer: Trainer, where: Where, read: Distribution | None) -> None:
         self.instance_type, self.instance_count, self.instance_groups = where.instance_type, where.hosts, None
         self.environment = trainer.environment
+        code = trainer.source_code
+        self.entry_point, self.source_dir = getattr(code, "entry_script", None), getattr(code, "source_dir", None)
         self._hyperparameters = _hyperparameters(trainer)
         self._read = read
         config = trainer.distributed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ from smp_estimator.settings import translation
 
 if TYPE_CHECKING:
     from smp_estimator.planning import Plan, Suggestion
+    from smp_estimator.rehearsal import Rehearsed
     from smp_estimator.settings.distribution import Distribution
 
 
@@ -181,6 +182,19 @@ class ModelTrainer(StockModelTrainer):
         """
         with said_in_v3():
             return planner_of(self, self._where(), self._read()).suggest(model, batch, **workload)
+
+    def rehearse(self, arguments: Sequence[str] = (), **options: Any) -> Rehearsed:
+        """Run a few steps of the script on this machine as it would run on these instances.
+
+        Args:
+            arguments, options: as for ``SMPEstimator.rehearse``.
+
+        Raises:
+            ConfigError: settings that cannot work, or a script that is not on this machine.
+            RehearsalFailed: the script failed, or does what cannot be rehearsed.
+        """
+        with said_in_v3():
+            return planner_of(self, self._where(), self._read()).rehearse(arguments, **options)
 
     # -- training ------------------------------------------------------------------------------------------
 

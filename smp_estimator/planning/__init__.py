@@ -12,6 +12,7 @@ from smp_estimator.planning.model_shape import SHAPES, ModelShape
 from smp_estimator.planning.plan import Plan, plan
 from smp_estimator.planning.request import Workload
 from smp_estimator.planning.search.clusters import Cluster
+from smp_estimator.planning.search.improvement import Improvement
 from smp_estimator.planning.search.suggest import Suggestion, suggest
 from smp_estimator.planning.step_time import StepCost, StepTime, Training
 
@@ -21,6 +22,7 @@ __all__ = [
     "Cluster",
     "Epochs",
     "Gpu",
+    "Improvement",
     "Instance",
     "Kind",
     "ModelShape",

@@ -201,21 +201,40 @@ def batch_for(topology: Topology, global_batch: int, *, prescaled: bool = False,
     return global_batch // each
 
 
-def idle_fraction(stages: int, microbatches: int) -> float:
-    """Part of a step in which a stage waits, for GPipe and 1F1B alike: (p − 1) / (m + p − 1).
+#: By schedule, parts of equal time of a microbatch, of which a stage waits one for each other stage; else the microbatch is one.
+_PARTS = {"zero_bubble": 3}
 
-    Source: Huang et al. 2019 (GPipe) and Narayanan et al. 2021, for stages of equal time and free communication.
+
+def idle_fraction(stages: int, microbatches: int, schedule: str = "interleaved", active: int | None = None) -> float:
+    """Part of a step in which a stage waits.
+
+    (p − 1) / (m + p − 1) for GPipe and 1F1B alike: Huang et al. 2019 and Narayanan et al. 2021, for stages of equal time and free
+    communication. (p − 1) / (3m + p − 1) for zero_bubble: Qi et al. 2023 (ZB-H1), where forward, gradients of inputs and gradients
+    of weights take equal time as well.
+
+    With fewer microbatches in flight than stages the pipeline never fills: one begins when another has gone through all p stages,
+    so m of them take ⌈m/a⌉ · p times of a stage and those by which the last ones follow each other. "simple" runs in waves of a
+    microbatches, and each fills and empties the pipeline.
+
+    Args:
+        active: a, the most in flight; None: enough. With zero_bubble it is not counted.
     """
     _at_least_one(stages=stages, microbatches=microbatches)
-    return (stages - 1) / (microbatches + stages - 1)
+    if active is None or schedule in _PARTS:
+        return (stages - 1) / (_PARTS.get(schedule, 1) * microbatches + stages - 1)
+    most = max(1, min(active, microbatches))
+    waves = -(-microbatches // most)
+    if schedule == "simple":
+        return 1 - microbatches / (microbatches + waves * (stages - 1))
+    return 1 - microbatches / max(microbatches + stages - 1, waves * stages + (microbatches - 1) % most)
 
 
 def in_flight(schedule: str, stage: int, stages: int, microbatches: int, active: int | None = None) -> int:
     """Microbatches whose activations a stage holds at once.
 
     All forwards first ("simple"): all of a wave, which has ``active`` of the m microbatches. Backward first
-    ("interleaved", 1F1B): min(m, p − i) at stage i counted from 0 (Narayanan et al. 2019, PipeDream). Never more than
-    ``active`` (``active_microbatches``; None: its default).
+    ("interleaved", 1F1B): min(m, p − i) at stage i counted from 0 (Narayanan et al. 2019, PipeDream). "zero_bubble": min(m, p)
+    at every stage (ZB-H1: Qi et al. 2023). Never more than ``active`` (``active_microbatches``; None: its default).
 
     Raises:
         ConfigError: a stage that does not exist, or an unknown schedule.
@@ -226,7 +245,9 @@ def in_flight(schedule: str, stage: int, stages: int, microbatches: int, active:
             f"stage {stage} does not exist; pipeline_parallel_degree {stages} makes stages 0 to {stages - 1}: use one of these"
         )
     if schedule not in SCHEDULES:
-        raise ConfigError(f"pipeline is {schedule!r}; schedules are 'interleaved' and 'simple': use one of them")
+        raise ConfigError(
+            f"pipeline is {schedule!r}; schedules are 'interleaved', 'zero_bubble' and 'simple': use one of them"
+        )
     most = default_active(stages) if active is None else active
     return in_flight_counts(schedule, stages, microbatches, most)[stage]
 

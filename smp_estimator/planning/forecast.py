@@ -9,11 +9,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from smp_config.instances import Instance, instance
-from smp_estimator.planning.batches import Batches, Epochs, batches_of, idle_fraction
+from smp_estimator.planning.batches import Batches, Epochs, batches_of
 from smp_estimator.planning.memory import StageMemory, memory
 from smp_estimator.planning.memory_checkpoints import checkpoint_bytes
 from smp_estimator.planning.network import Traffic, traffic
-from smp_estimator.planning.step_time import StepCost, StepTime, Training, step_cost, step_time
+from smp_estimator.planning.step_time import StepCost, StepTime, Training, idle_of, step_cost, step_time
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -113,7 +113,7 @@ class Forecast:
     @property
     def idle(self) -> float:
         """Part of a step that a pipeline stage waits."""
-        return idle_fraction(self.request.parameters.pipeline_parallel_degree, self.batches.microbatches)
+        return idle_of(self.request.parameters)
 
     @cached_property
     def time(self) -> StepTime | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smp_config import Group, Topology
+from smp_config.rate_card import sent_bytes
 from smp_estimator.planning.memory import StageMemory, embedding_is_distributed, is_half, summed_bytes
 
 if TYPE_CHECKING:
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 
 def gather_bytes(ranks: int, size: float) -> float:
     """All-gather or reduce-scatter of ``size`` bytes in all, over ``ranks`` ranks."""
-    return (ranks - 1) / ranks * size
+    return sent_bytes("all_gather", ranks, size)
 
 
 def reduce_bytes(ranks: int, size: float) -> float:
     """All-reduce of ``size`` bytes over ``ranks`` ranks."""
-    return 2 * gather_bytes(ranks, size)
+    return sent_bytes("all_reduce", ranks, size)
 
 
 def data_parallel_bytes(
@@ -54,8 +55,9 @@ def sharded_bytes(
 ) -> float:
     """Sharded data parallelism in two hops (Zhang et al. 2022, MiCS): k·3(s−1)/s·Ψb + 2(r−1)/r·Ψb/s.
 
-    In each of the k accumulation steps the parameters are gathered in forward and again in backward and the gradients
-    reduced inside the sharding group; the r = n/s replicas of a shard are averaged once per optimizer step. With
+    In each of the k backward passes (accumulation steps × microbatches) the parameters are gathered in forward and again in
+    backward and the gradients reduced inside the sharding group; the r = n/s replicas of a shard are averaged once per optimizer
+    step. With
     s = n this is fully sharded training, 3k(n−1)/n·Ψb.
 
     Args:
@@ -132,7 +134,8 @@ def traffic(request: Request, topology: Topology, batch: Batches, stage: StageMe
     k, tensor, stages = workload.accumulation, parameters.tensor_parallel_degree, parameters.pipeline_parallel_degree
     data, late, summed = 0.0, 0.0, summed_bytes(parameters)
     if degree > 1:
-        data = sharded_bytes(ranks, degree, stage.elements, b, summed=summed, accumulation=k)
+        passes = k * parameters.microbatches  # each gathers, and sums inside its group, for itself
+        data = sharded_bytes(ranks, degree, stage.elements, b, summed=summed, accumulation=passes)
         late = reduce_bytes(ranks // degree, stage.elements * summed / degree)
     elif parameters.ddp:
         shares = parameters.shard_optimizer_state

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING
 
 from smp_config import Group, Topology
 from smp_config.instances import Instance, instance
+from smp_config.rate_card import RateCard
 from smp_config.topology import Coordinates
 from smp_estimator.planning.batches import Batches, idle_fraction
 from smp_estimator.planning.memory import embedding_is_distributed
 
 if TYPE_CHECKING:
+    from smp_config import ModelParallelParameters
     from smp_estimator.planning.network import Traffic
     from smp_estimator.planning.request import Request
 
@@ -218,7 +220,7 @@ def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffi
     arithmetic = (forward + backward) / speed
     links = _Links(known, topology, request.processes_per_host)
     tensor = links.seconds(sent.tensor, Group.TP)
-    waits = idle_fraction(parameters.pipeline_parallel_degree, parameters.microbatches)
+    waits = idle_of(parameters)
     early = sent.data - sent.data_late
     if parameters.sharded_data_parallel_degree > 1:
         # Layers are gathered ahead and reduced behind, in forward and in backward.
@@ -240,6 +242,12 @@ def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffi
         hidden=hidden,
         tokens=batch.tokens,
     )
+
+
+def idle_of(parameters: ModelParallelParameters) -> float:
+    """Part of a step that a pipeline stage waits, with the schedule and the microbatches in flight of these settings."""
+    stages, count = parameters.pipeline_parallel_degree, parameters.microbatches
+    return idle_fraction(stages, count, parameters.pipeline, parameters.active_microbatches)
 
 
 def operations_of_rank(request: Request, batch: Batches) -> tuple[float, float]:
@@ -269,28 +277,16 @@ def step_cost(request: Request, seconds: float | None, tokens: int) -> StepCost 
 
 
 class _Links:
-    """What joins the ranks: a link of each GPU inside a host, and the network, which the GPUs of a host share."""
+    """How long the groups of a topology take for their bytes, by the rates of the instance."""
 
     def __init__(self, known: Instance, topology: Topology, per_host: int) -> None:
         self._topology, self._per_host = topology, per_host
-        self._link = known.link_gb_per_s * 1e9
-        self._network = (known.network_baseline_gbps or math.inf) * 1e9 / 8
+        self._card = RateCard.of_instance(known.name, processes_per_host=per_host)
 
     def seconds(self, sent: float, group: Group) -> float:
-        """Time in which each rank of the groups of this kind sends ``sent`` bytes to others of its group.
-
-        Inside a host every rank has a link of its own. A group that spreads over hosts is a ring through them, so what
-        one rank sends leaves the host once for each of the groups that the host has members of.
-        """
-        if not sent:
-            return 0.0
-        hosts = [rank // self._per_host for rank in self._members(group)]
-        on_host = Counter(hosts)
-        inside = max(on_host.values())
-        seconds = sent / self._link if inside > 1 else 0.0
-        if len(on_host) > 1:
-            seconds = max(seconds, sent * (self._per_host / inside) / self._network)
-        return seconds
+        """Time in which each rank of the groups of this kind sends ``sent`` bytes to others of its group."""
+        on_host = Counter(rank // self._per_host for rank in self._members(group))
+        return self._card.seconds_of_traffic(sent, max(on_host.values()), len(on_host))
 
     def _members(self, group: Group) -> list[int]:
         """The ranks of the group of this kind that rank 0 belongs to; the other groups lie alike."""

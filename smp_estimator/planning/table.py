@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from smp_config.instances import price_source
 from smp_estimator.planning.advice import GB, Change, SmallerCluster, amount, rule_line
+from smp_estimator.planning.batches import idle_fraction
 from smp_estimator.planning.forecast import Forecast, Verdict
 from smp_estimator.planning.report import Grid, Lines, Report, Said
 from smp_estimator.planning.step_time import precision_of, unknown_because
@@ -42,7 +43,7 @@ def plan_report(
         f"each rank sends at least {plan.traffic.total / GB:.2f} GB per step: data parallel {plan.traffic.data / GB:.2f}, "
         f"tensor parallel {plan.traffic.tensor / GB:.2f}, pipeline {plan.traffic.pipeline / GB:.2f}"
     )
-    idle = [f"idle {plan.idle:.0%} of a step: (p − 1) / (m + p − 1)"] if len(plan.stages) > 1 else []
+    idle = [f"idle {plan.idle:.0%} of a step: {_idle_because(plan)}"] if len(plan.stages) > 1 else []
     to_change = [str(change) for change in changes]
     if plan.verdict is Verdict.DOES_NOT_FIT and not to_change and not searched:
         to_change = [
@@ -64,6 +65,17 @@ def plan_report(
         ]
     )
     return [above, _memory(plan), below]
+
+
+def _idle_because(plan: Forecast) -> str:
+    """The closed form that the idle part follows."""
+    settings = plan.request.parameters
+    stages, active = settings.pipeline_parallel_degree, settings.active_microbatches or 1
+    most = min(active, settings.microbatches)
+    if settings.pipeline == "zero_bubble":
+        return "(p − 1) / (3m + p − 1)"
+    is_filled = plan.idle <= idle_fraction(stages, settings.microbatches) * (1 + 1e-9)
+    return "(p − 1) / (m + p − 1)" if is_filled else f"with {most} of {settings.microbatches} microbatches in flight"
 
 
 def _shared_memory_lines(plan: Forecast) -> list[str]:

@@ -14,6 +14,7 @@ from smp_config.errors import shown, suggest
 from smp_config.instances import instance, instances
 from smp_config.job import SCRIPT_SUFFIXES
 from smp_config.limits import MOST_RANKS
+from smp_config.numerics import EVERY_VARIABLE, GUARDS_VARIABLE, Guards, every_steps
 from smp_config.secrets import shown_value
 from smp_config.timeline import TIMELINE_VARIABLE, steps_to_keep
 from smp_estimator.local.channels import require_existing
@@ -149,6 +150,10 @@ def check_environment(environment: Mapping[str, Any] | None) -> None:
     check_variables(environment)
     if environment and not is_variable(environment.get(TIMELINE_VARIABLE)):
         steps_to_keep(environment)
+    if environment and not is_variable(environment.get(EVERY_VARIABLE)):
+        every_steps(environment)
+    if environment and not is_variable(guards := environment.get(GUARDS_VARIABLE, "")):
+        Guards.of(guards)
 
 
 def check_code(entry_point: Any, source_dir: Any, dependencies: Iterable[Any], *, own_launcher: bool = False) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from smp_config import ConfigError
 from smp_config.errors import shown
 from smp_config.recovery import INTERVAL_VARIABLE, MEMORY_VARIABLE, MOST_RESTARTS, MOST_STEPS, RESTARTS_VARIABLE
-from smp_estimator.settings.checks import require_mapping
+from smp_estimator.settings.own_variables import with_variables
 from smp_estimator.settings.variables import is_variable
 
 _STEPS = "steps"
@@ -32,17 +32,7 @@ def with_recovery(environment: Any, memory_checkpoint: Any, max_restarts: Any) -
         wanted[MEMORY_VARIABLE] = "memory_checkpoint", "1" if is_on else "0"
         if steps is not None:
             wanted[INTERVAL_VARIABLE] = 'memory_checkpoint={"steps": …}', steps
-    if not wanted:
-        return environment
-    require_mapping(environment, "environment")
-    given: Mapping[str, Any] = environment or {}
-    for name, (argument, value) in wanted.items():
-        # Variables of a pipeline compare as what they stand for, which nobody knows yet.
-        if name in given and (is_variable(given[name]) or is_variable(value) or str(given[name]) != str(value)):
-            raise ConfigError(
-                f"{argument} says {name}={value}, and environment has {name}={given[name]}; both mean the same setting: remove one"
-            )
-    return {**given, **{name: value for name, (_, value) in wanted.items()}}
+    return with_variables(environment, wanted)
 
 
 def _memory(given: Any) -> tuple[bool, Any]:

@@ -12,7 +12,9 @@ class ModelParallel(dict[str, Any]):
         sharded_data_parallel_degree: int = 1,
         microbatches: int = 1,
         active_microbatches: int | None = None,
-        pipeline: Literal["interleaved", "simple", "_only_forward"] = "interleaved",
+        pipeline: Literal["interleaved", "zero_bubble", "simple", "_only_forward"] = "interleaved",
+        compile: bool = False,
+        compile_backend: str = "inductor",
         optimize: Literal["memory", "speed"] = "memory",
         memory_weight: float | None = None,
         placement_strategy: str = "cluster",
@@ -58,7 +60,10 @@ class ModelParallel(dict[str, Any]):
             sharded_data_parallel_degree: Processes that share parameters, gradients and optimizer state; 1 turns sharding off.
             microbatches: Slices of a batch that run through the pipeline; 1 means none.
             active_microbatches: Most microbatches in flight at once; default: stages + 2.
-            pipeline: interleaved: backward first; simple: all forwards, then all backwards.
+            pipeline: interleaved: backward first; zero_bubble: likewise, gradients of weights where a stage would idle; simple:
+                all forwards, then all backwards.
+            compile: Compile the repeated blocks of each rank with torch.compile.
+            compile_backend: The backend of torch.compile.
             optimize: Tensor parallelism: less activation memory, or less communication.
             memory_weight: Balance of memory (1) against time (0); default 0.2 for speed, else 0.8.
             placement_strategy: cluster (DPT), spread (TPD) or any permutation of D, P, T; right-most varies fastest.

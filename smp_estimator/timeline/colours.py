@@ -5,7 +5,7 @@ from __future__ import annotations
 import colorsys
 
 #: Lightness of a microbatch's colour, so that its forward and backward passes can be told apart.
-_LIGHTNESS = {"F": 0.62, "B": 0.40}
+_LIGHTNESS = {"F": 0.62, "B": 0.40, "W": 0.26}
 _SATURATION = 0.55
 _STEP_FUNCTION = "#9b9b9b"
 
@@ -15,7 +15,7 @@ _FIRST_HUE = 0.58
 
 
 def colour_of(kind: str, microbatch: int) -> str:
-    """A block's colour as ``#rrggbb``: the hue is its microbatch's, lighter forward than backward; grey is the step function's."""
+    """A block's colour as ``#rrggbb``: the hue is its microbatch's, forward lightest, gradients of weights darkest; else grey."""
     if kind not in _LIGHTNESS:
         return _STEP_FUNCTION
     hue = (_FIRST_HUE + microbatch * _HUE_STEP) % 1.0

@@ -10,14 +10,15 @@ from rich.table import Table
 
 from smp_config import ConfigError
 from smp_estimator.timeline.colours import colour_of
+from smp_estimator.timeline.drawing import LIGHT, Theme, coloured, figure_for, save
 
 if TYPE_CHECKING:
     from smp_estimator.timeline.steps import JobTimeline, RankStep, Step
 
-KIND_WORDS = {"F": "forward", "B": "backward", "S": "step function"}
+KIND_WORDS = {"F": "forward", "B": "backward", "W": "gradients of weights", "S": "step function"}
 
 #: Chrome's names for blue, orange and grey; Perfetto chooses its own colours.
-_CHROME_COLOURS = {"F": "thread_state_runnable", "B": "rail_animation", "S": "grey"}
+_CHROME_COLOURS = {"F": "thread_state_runnable", "B": "rail_animation", "W": "rail_load", "S": "grey"}
 
 #: Rows of a rank's process.
 _COMPUTED, _CALLS = 0, 1
@@ -95,7 +96,7 @@ def _percent(fraction: float) -> str:
     return f"{fraction:.1%}"
 
 
-def save_picture(step: Step, path: str | Path) -> Path:
+def save_picture(step: Step, path: str | Path, theme: Theme = LIGHT) -> Path:
     """Draw a step; the ending of ``path`` says in which format (``.png``, ``.svg``, ``.pdf``).
 
     Raises:
@@ -107,49 +108,39 @@ def save_picture(step: Step, path: str | Path) -> Path:
             f"the step has {len(step.ranks)} ranks, too many lanes for one picture (most: {_MOST_RANKS}); write --trace FILE.json "
             "and open it in ui.perfetto.dev, which can zoom"
         )
-    try:
-        # No pyplot: its global state and its choice of a screen are not needed for a file.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError(
-            f'drawing needs matplotlib ({error}); pip install "smp-estimator[plots]", or write --trace FILE.json'
-        ) from None
-    figure = Figure(figsize=(12.0, 1.3 + 0.45 * len(step.ranks)), dpi=120)
-    canvas = FigureCanvasAgg(figure)
-    target = Path(path)
-    if target.suffix[1:].lower() not in canvas.get_supported_filetypes():
-        raise ConfigError(
-            f"the picture {target} ends with {target.suffix!r}; the ending says the format: use .png, .svg or .pdf"
-        )
-    axes = figure.add_subplot()
+    figure = figure_for(path, 12.0, 1.3 + 0.45 * len(step.ranks), theme)
+    axes = coloured(figure.add_subplot(), theme)
     start, stop = step.window
     width = (stop - start) * 1e3
     for lane, rank in enumerate(step.ranks):
-        _draw_lane(axes, lane, rank, start, width)
+        _draw_lane(axes, lane, rank, start, width, theme)
     axes.set_xlim(0, width)
     axes.set_ylim(len(step.ranks) - 0.5, -0.5)
     axes.set_yticks(
         range(len(step.ranks)), [f"rank {r.rank}  {step.idle_of(r):.0%} idle" for r in step.ranks], fontsize=8
     )
-    axes.set_xlabel("milliseconds")
-    axes.set_title(step.headline, fontsize=10)
+    axes.set_xlabel("milliseconds", color=theme.ink)
+    axes.set_title(step.headline, fontsize=10, color=theme.ink)
     for kind, word in KIND_WORDS.items():
         axes.plot([], [], linewidth=6, color=colour_of(kind, 0), label=word)
     axes.plot([], [], linestyle="", label="colour and number: microbatch")
     axes.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.35 / len(step.ranks) - 0.12), ncol=4, fontsize=8, frameon=False
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.35 / len(step.ranks) - 0.12),
+        ncol=4,
+        fontsize=8,
+        frameon=False,
+        labelcolor=theme.ink,
     )
-    figure.savefig(target, bbox_inches="tight")
-    return target
+    return save(figure, path)
 
 
-def _draw_lane(axes: Any, lane: int, rank: RankStep, origin: float, width: float) -> None:
+def _draw_lane(axes: Any, lane: int, rank: RankStep, origin: float, width: float, theme: Theme) -> None:
     """Draw one rank's blocks; ``width`` is the step's, in milliseconds."""
     bars = [((b.start - origin) * 1e3, (b.stop - b.start) * 1e3) for b in rank.blocks]
     colours = [colour_of(b.kind, b.microbatch) for b in rank.blocks]
     line = 0.4 if len(bars) < 600 else 0.0
-    axes.broken_barh(bars, (lane - _LANE / 2, _LANE), facecolors=colours, edgecolor="white", linewidth=line)
+    axes.broken_barh(bars, (lane - _LANE / 2, _LANE), facecolors=colours, edgecolor=theme.background, linewidth=line)
     for begin, end, (kind, microbatch) in _runs(rank, origin, width):
         if end - begin >= _WIDE_ENOUGH * width:
             ink = "black" if kind == "F" else "white"

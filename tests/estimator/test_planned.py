@@ -68,3 +68,24 @@ def test_the_batch_is_that_of_the_hyperparameters(name):
         ConfigError, match=f"cannot be divided into 2 microbatches.*; the batch of 5 is the hyperparameter {name}"
     ):
         estimator.plan("gpt2", gpu_memory_bytes=2**34)
+
+
+def test_an_estimator_rehearses_its_script_with_its_settings(monkeypatch, tmp_path):
+    asked = {}
+    monkeypatch.setattr("smp_estimator.rehearsal.rehearse", lambda *args, **kwargs: asked.update(kwargs, args=args))
+    (tmp_path / "train.py").write_text("")
+    given = {"source_dir": str(tmp_path), "hyperparameters": {"layers": 2, "n": "x"}}
+    estimator = SMPEstimator(
+        entry_point="train.py",
+        instance_type="local",
+        distribution=model_parallel(4, ddp=True, pipeline_parallel_degree=2),
+        **given,
+    )
+    estimator.rehearse(["--checkpoint"], channels={"train": tmp_path}, steps=4)
+    assert asked["args"] == (tmp_path / "train.py", ["--layers", "2", "-n", "x", "--checkpoint"])
+    assert (asked["instance_type"], asked["instance_count"], asked["processes_per_host"]) == ("local", 1, 4)
+    assert asked["parameters"]["pipeline_parallel_degree"] == 2
+    assert (asked["channels"], asked["steps"]) == ({"train": tmp_path}, 4)
+    (tmp_path / "train.py").unlink()
+    with pytest.raises(ConfigError, match="is not on this machine; a rehearsal runs it here"):
+        estimator.rehearse()

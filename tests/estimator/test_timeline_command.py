@@ -17,6 +17,7 @@ from smp_config.timeline import RankTimeline, StepTimeline, parse_timeline, step
 from smp_estimator.cli.main import main
 from smp_estimator.timeline import JobTimeline, read_timeline
 from smp_estimator.timeline.colours import colour_of
+from smp_estimator.timeline.drawing import DARK
 from smp_estimator.timeline.views import chrome_trace, rank_table
 
 MS = 1e-3
@@ -211,11 +212,11 @@ def test_a_notebook_shows_the_step_as_a_picture(job: Path) -> None:
 
 def test_one_step(job: Path, tmp_path: Path) -> None:
     trace, picture = tmp_path / "trace.json", tmp_path / "step.svg"
-    said = call(job, "--step", 6, "--trace", trace, "--picture", picture)
+    said = call(job, "--step", 6, "--trace", trace, "--picture", picture, "--dark")
     assert "step 6, 140.0 ms" in said
     assert "3 steps" not in said
     assert {event["args"]["step"] for event in json.loads(trace.read_text())["traceEvents"] if "cname" in event} == {6}
-    assert "<svg" in picture.read_text()
+    assert DARK.background in picture.read_text()
 
 
 def test_the_trace_is_what_chrome_and_perfetto_read(job: Path) -> None:

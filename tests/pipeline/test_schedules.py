@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.schedules import InPairs, chain, draw, gpipe, one_f_one_b, slowdowns
+from support.schedules import InPairs, chain, draw, gpipe, one_f_one_b, slowdowns, split
 
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.pipeline.schedule import planner as planning
@@ -18,8 +18,8 @@ from smp_runtime.pipeline.schedule.planner import plan
 from smp_runtime.pipeline.schedule.policies import POLICIES, policy_named
 from smp_runtime.pipeline.schedule.simulation import simulate
 
-INTERLEAVED, SIMPLE = POLICIES["interleaved"], POLICIES["simple"]
-F, B, S = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.STEP
+INTERLEAVED, SIMPLE, ZERO_BUBBLE = POLICIES["interleaved"], POLICIES["simple"], POLICIES["zero_bubble"]
+F, B, S, W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.STEP, TaskKind.WEIGHTS
 
 STAGES, MICROBATCHES, FORWARD, BACKWARD, STEP, LATENCY = 4, 8, 0.020, 0.040, 0.0001, 0.0002
 CLOSED_FORM = (MICROBATCHES + STAGES - 1) * (FORWARD + BACKWARD)
@@ -154,6 +154,40 @@ def test_simple_runs_in_waves(active):
     waves = [4, 4] if active == 4 else [3, 3, 2]
     closed_form = sum(wave + STAGES - 1 for wave in waves) * (FORWARD + BACKWARD)
     assert made.makespan <= 1.03 * closed_form
+
+
+@pytest.mark.parametrize("microbatches", [8, 16])
+@pytest.mark.parametrize("step_rank", [None, 0, 3])
+def test_zero_bubble_idles_less_than_half_as_much_as_1f1b_and_holds_no_more(step_rank, microbatches):
+    segments = chain(STAGES, microbatches, FORWARD, BACKWARD, step_seconds=STEP, step_rank=step_rank)
+    whole = plan(segments, policy=INTERLEAVED, active=STAGES + 2, latency=LATENCY)
+    made = plan(split(segments, 0.5), policy=ZERO_BUBBLE, active=STAGES + 2, latency=LATENCY)
+    work = microbatches * (FORWARD + BACKWARD)
+    assert (made.makespan - work) <= 0.45 * (whole.makespan - work)
+    # Of the rank that runs the step function, what that has begun counts as well.
+    held = {rank: most for rank, most in made.in_flight.items() if rank != step_rank or rank == 0}
+    assert max(held.values()) <= max(whole.in_flight.values())
+    for rank, order in made.orders.items():
+        done = [(action.microbatch, action.path) for action in order if action.kind is B]
+        left = [(action.microbatch, action.path) for action in order if action.kind is W]
+        assert sorted(left) == sorted(done), rank
+
+
+@given(
+    **shapes,
+    part=st.sampled_from([0.0, 0.1, 0.5, 0.9]),
+    step=st.sampled_from([None, 0, "last"]),
+    active=st.integers(1, 8),
+    pieces=st.integers(1, 2),
+)
+@settings(max_examples=60, deadline=None)
+def test_gradients_of_weights_always_find_a_place(p, m, f, b, part, step, active, pieces):
+    rank = p - 1 if step == "last" else step
+    segments = split(chain(p, m, f, b, step_seconds=STEP, step_rank=rank, pieces=pieces), part)
+    made = plan(segments, policy=ZERO_BUBBLE, active=active, latency=LATENCY)
+    run = simulate(made.orders, segments, active=active, latency=LATENCY)
+    assert run.makespan == pytest.approx(made.makespan)
+    assert run.active <= active
 
 
 @pytest.mark.parametrize("policy", POLICIES.values())
@@ -448,7 +482,7 @@ def test_a_record_that_contradicts_itself():
 
 
 def test_settings_that_cannot_be():
-    with pytest.raises(SMPUserError, match="'interleaved', 'simple', '_only_forward'"):
+    with pytest.raises(SMPUserError, match="'interleaved', 'zero_bubble', 'simple', '_only_forward'"):
         policy_named("zigzag")
     with pytest.raises(SMPUserError, match="active_microbatches is 0"):
         plan(standard(0), policy=SIMPLE, active=0)

@@ -28,6 +28,7 @@ def _conductor(lock: Any, device: str, ended: threading.Event) -> Conductor:
         failed=lambda error, label: ended.set(),
         finished=finished,
         idle=lambda: None,
+        leaves_weights=lambda task: None,
     )
     return conductor
 

@@ -79,7 +79,7 @@ def test_the_words_of_the_schedules_are_the_files(tmp_path: Path) -> None:
         recorder.add("name", kind, 0, "", 1.0, 2.0)  # type: ignore[arg-type]
     recorder.end_step()
     recorder.write(tmp_path)
-    assert [action[1] for action in read(tmp_path).steps[0].actions] == ["F", "F", "B", "B", "S", "S"]
+    assert [action[1] for action in read(tmp_path).steps[0].actions] == ["F", "F", "B", "B", "S", "S", "W", "W"]
 
 
 def test_a_long_job_does_not_grow() -> None:

@@ -89,6 +89,20 @@ def test_a_global_batch_that_cannot_be_read() -> None:
 )
 def test_idle_fraction(stages: int, microbatches: int, idle: float) -> None:
     assert idle_fraction(stages, microbatches) == pytest.approx(idle)
+    assert idle_fraction(stages, microbatches, active=stages + 2) == pytest.approx(idle)
+
+
+def test_a_pipeline_that_is_not_filled_idles_more() -> None:
+    """4 stages: two of 8 microbatches in flight take 4 rounds of 4, and the last one follows; waves of two fill 4 times."""
+    assert idle_fraction(4, 8, active=1) == 1 - 8 / 32
+    assert idle_fraction(4, 8, active=2) == 1 - 8 / 17
+    assert idle_fraction(4, 8, active=2, schedule="simple") == 1 - 8 / (8 + 4 * 3)
+    made = plan(SMALL, "ml.g5.12xlarge", 1, {"ddp": True, "pipeline_parallel_degree": 2, "microbatches": 4}, 4)
+    slow = made.changed({"active_microbatches": 1})
+    assert (made.idle, slow.idle) == (pytest.approx(1 / 5), 0.5)
+    assert made.time is not None
+    assert slow.time is not None
+    assert slow.time.idle == pytest.approx(4 * made.time.idle)
 
 
 def test_in_flight() -> None:

@@ -100,6 +100,14 @@ def test_sharding_hides_behind_all_arithmetic_and_averages_in_the_open() -> None
     assert across.data == pytest.approx((2 * 15 / 16 * GPT2 * 2 + 15 / 16 * GPT2 * 4) / 50e9)
 
 
+def test_every_microbatch_of_sharded_parameters_gathers_and_sums_for_itself() -> None:
+    """As the runtime does (tests/sharding/test_traffic.py); what replicas average goes once."""
+    settings = {**BF16, "sharded_data_parallel_degree": 8, "sdp_param_persistence_threshold": 0}
+    once, four = (plan("gpt2", "ml.p4d.24xlarge", 2, {**settings, "microbatches": m}, 8).traffic for m in (1, 4))
+    assert four.data_late == once.data_late
+    assert four.data - four.data_late == pytest.approx(4 * (once.data - once.data_late))
+
+
 def test_tensor_parallelism_and_a_pipeline() -> None:
     """tp 8 inside each of two hosts, pp 2 across them, 4 microbatches of a batch of 8."""
     settings = {

@@ -10,6 +10,7 @@ import ast
 import pickle
 import subprocess
 import sys
+import threading
 import weakref
 from datetime import timedelta
 from pathlib import Path
@@ -198,6 +199,69 @@ def _(_):
     assert any(argument.name == "device" for argument in factory.arguments)
     assert (factory.is_mutable, change.is_mutable, change.name) == (False, True, "aten::add_")
     assert door.schema_of(len) is None
+
+
+@of("stay_in", "packet_of", "SHARING", "ITEM")
+def _(_):
+    seen = []
+
+    def work():
+        mode = Noting()
+        door.stay_in(mode)
+        torch.ones(2, 2).mm(torch.ones(2, 2)).sum().item()
+        torch.ops.aten._unsafe_view(torch.ones(2, 2), (4,))
+        seen.extend(mode.seen)
+
+    thread = threading.Thread(target=work)  # which ends inside the mode
+    thread.start()
+    thread.join()
+    assert door.dispatch_modes() == []
+    assert door.ITEM in seen
+    assert set(seen) >= door.SHARING
+    assert torch.ops.aten.mm in map(door.packet_of, seen)
+
+
+@of("running_node", "next_node_number", "number_of_node")
+def _(_):
+    seen = []
+    leaf = torch.ones(1, requires_grad=True)
+    number = door.next_node_number()
+    out = leaf * 2
+    assert door.number_of_node(out.grad_fn) == number
+    assert door.next_node_number() > number
+    out.register_hook(lambda gradient: seen.append(door.running_node()))
+    out.backward()
+    assert len(seen) == 1
+    assert door.running_node() is None
+
+
+@of("key_of_storage")
+def _(_):
+    tensor, other = torch.ones(3), torch.ones(3)
+    assert door.key_of_storage(tensor.untyped_storage()) == door.key_of_storage(tensor[1:].untyped_storage())
+    assert door.key_of_storage(tensor.untyped_storage()) != door.key_of_storage(other.untyped_storage())
+
+
+@of("absent_store", "group_of_operation")
+def _(_):
+    arguments = []
+
+    class Look(door.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            arguments.extend(args)
+            return func(*args, **(kwargs or {}))
+
+    dist.init_process_group("fake", store=door.absent_store(), rank=1, world_size=1000)
+    try:
+        group = dist.new_group([1, 7, 9])
+        with Look():
+            dist.all_reduce(torch.ones(1), group=group)
+        found = [one for one in map(door.group_of_operation, arguments) if one is not None]
+        assert [one.size() for one in found] == [3]
+        assert door.group_of_operation(group.group_name).size() == 3
+        assert door.group_of_operation("no group") is None
+    finally:
+        dist.destroy_process_group()
 
 
 @of("default_device")

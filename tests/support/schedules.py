@@ -154,3 +154,19 @@ def _step_parts(k: int, modules: int, seconds: float, rank: int, trains: bool) -
         )
         for number, (phase, needs, gives) in enumerate(parts)
     ]
+
+
+def split(segments: Sequence[Segment], part: float) -> list[Segment]:
+    """The same record with this part of each backward segment as gradients of weights, which come later."""
+    found = []
+    for segment in segments:
+        if segment.action.kind is not TaskKind.BACKWARD:
+            found.append(segment)
+            continue
+        action, rest = segment.action, (1 - part) * segment.seconds
+        ready: Event = ("w", action.microbatch, action.path)
+        gives = tuple((event, min(at, rest)) for event, at in segment.gives)
+        found.append(replace(segment, seconds=rest, gives=(*gives, (ready, rest))))
+        later = replace(action, kind=TaskKind.WEIGHTS)
+        found.append(Segment(later, segment.rank, part * segment.seconds, TaskKind.BACKWARD, (ready,)))
+    return found

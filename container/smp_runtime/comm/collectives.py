@@ -18,8 +18,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-#: Host tensors of at least this size are compared before they are sent.
-_COMPARED_BYTES = 2**20
+#: Host tensors of at least this size are compared before they are sent. A rehearsal of GPUs sets it to infinity: tensors that
+#: stand for a GPU's lie in host memory there.
+compared_bytes: float = 2**20
 
 #: Apart from the messages of scripts that use the same groups.
 _GATHER_TAG = 2**20
@@ -168,7 +169,7 @@ def _differing(
     tensors: list[torch.Tensor], source: int, group: dist.ProcessGroup, collectives: Collectives
 ) -> list[torch.Tensor]:
     """Those that are small, on an accelerator, or not on all ranks as on ``source``."""
-    compared = [t for t in tensors if t.device.type == "cpu" and t.nbytes >= _COMPARED_BYTES]  # the same on every rank
+    compared = [t for t in tensors if t.device.type == "cpu" and t.nbytes >= compared_bytes]  # the same on every rank
     if not compared:
         return tensors
     digests = torch.tensor([_digest(tensor) for tensor in compared], dtype=torch.float64)  # [tensors, 8]

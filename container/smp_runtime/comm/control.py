@@ -12,7 +12,7 @@ import socket
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from smp_config import ConfigError
 from smp_config.launchers import Started, require_meeting_place, started_by
@@ -53,12 +53,24 @@ def host_name() -> str:
     return os.environ.get("SMP_HOST") or os.environ.get("SM_CURRENT_HOST") or socket.gethostname()
 
 
+class Arrival(NamedTuple):
+    """What a rank tells the others when it joins the job; a plain tuple, which travels without a secret too."""
+
+    host: str  # as the launcher announced it
+    settings: str  # all that it was configured with
+    instance: str | None  # its type
+    gpus: list[str]  # that it sees
+
+
 class ControlPlane:
     """Object messages and small collectives between ranks, on any carrier.
 
     Collectives are built from pairs of messages: they carry a few Python objects at start and in a script's own
     calls, never tensors of the training step.
     """
+
+    #: Whether this process speaks for ranks that are not there: what they would do is what it does.
+    speaks_for_all = False
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
@@ -124,7 +136,7 @@ class ControlPlane:
 
     def _who_left(self) -> dict[int, str]:
         """Ranks that have left the job, and how: asked for a moment, as the connection that was lost may have been theirs."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        others = self._others()
         began, asks = time.monotonic(), True
         while time.monotonic() - began < _ANSWER_SECONDS:
             places = {rank: self._carrier.look(rank, asks=asks) for rank in others}
@@ -133,6 +145,15 @@ class ControlPlane:
             asks = False
             time.sleep(0.02)
         return {}
+
+    def _others(self) -> list[int]:
+        """Ranks of other processes."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def arrivals(self, mine: Arrival) -> list[Arrival]:
+        """What every rank says of itself when it joins, by rank; all ranks call it."""
+        everyone = self.allgather(tuple(mine), list(range(self.size)))
+        return [Arrival(*one) for one in everyone]
 
     def send(self, payload: Any, dest: int, channel: int = USER_CHANNEL) -> None:
         """Send an object to a global rank; returns when it has been received there."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from smp_config import ConfigError, Group, ModelParallelParameters, Topology
 from smp_config.whereabouts import FORWARD, here
-from smp_runtime.comm.control import ControlPlane, host_name
+from smp_runtime.comm.control import Arrival, ControlPlane, host_name
 from smp_runtime.comm.devices import assign_gpus, choose_backend, sharing_warning, use_device, visible_gpus
 from smp_runtime.comm.groups import ProcessGroups
 from smp_runtime.comm.watched import WatchedCollectives
@@ -188,24 +188,24 @@ def _agree(
     The local rank is the position among the ranks whose launcher announced the same host name, so that
     several hosts simulated on one machine count as several. Their ranks see the same GPUs all the same.
     """
-    host = host_name()
     settings = json.dumps(parameters.to_mp_parameters(), sort_keys=True)
-    mine = (host, settings, os.environ.get(INSTANCE_VARIABLE), visible_gpus())
-    everyone = control.allgather(mine, list(range(control.size)))
-    for rank, (_, theirs, _, _) in enumerate(everyone):
-        if theirs != everyone[0][1]:
+    mine = Arrival(host_name(), settings, os.environ.get(INSTANCE_VARIABLE), visible_gpus())
+    everyone = control.arrivals(mine)
+    for rank, one in enumerate(everyone):
+        if one.settings != everyone[0].settings:
             raise ConfigError(
-                f"rank {rank} was configured with {theirs}, but rank 0 with {everyone[0][1]}; every rank must read "
+                f"rank {rank} was configured with {one.settings}, but rank 0 with {everyone[0].settings}; every rank must read "
                 f"the same configuration: check what each passes to smp.init() and its {PARAMETERS_VARIABLE}"
             )
-    neighbours = [rank for rank, (name, *_) in enumerate(everyone) if name == host]
-    hosts = {name for name, *_ in everyone}
+    host = everyone[control.rank].host
+    neighbours = [rank for rank, one in enumerate(everyone) if one.host == host]
+    hosts = {one.host for one in everyone}
     # Of a job with several, no rank may decide by its own: they would not choose the same backend.
-    instances = {instance for _, _, instance, _ in everyone}
+    instances = {one.instance for one in everyone}
     return (
         neighbours.index(control.rank),
         len(neighbours),
         len(hosts),
         instances.pop() if len(instances) == 1 else None,
-        [gpus for *_, gpus in everyone],
+        [one.gpus for one in everyone],
     )

@@ -62,6 +62,10 @@ class Session:
         has_failed: whether an exception that nobody caught ends this process.
         at_close: run when the session closes, before anything is released: what must be brought to its end.
         before_step: run when a step-decorated function is called, before anything of it.
+        arguments: change what a step is called with; they get and give its arguments in order, and get the axis along which each
+            is divided into microbatches, None for one that is not.
+        after_step: run when a step has ended and gradients are reduced; they get what it returns.
+        before_update: run when gradients are reduced and without the loss scale, as the script leaves them; they get the optimizer.
         after_update: run when a wrapped optimizer has updated, or skipped an update for an overflow; they get the optimizer.
         at_leave: run after these, whether the script still holds its model or not: what ends threads and connections.
     """
@@ -79,6 +83,9 @@ class Session:
         self.module_manager = self.ranks.keep(ModuleManager, ModuleManager)
         self.has_failed = False
         self.before_step: list[Callable[[], None]] = []
+        self.arguments: list[Callable[[list[Any], list[int | None]], list[Any]]] = []
+        self.after_step: list[Callable[[Any], None]] = []
+        self.before_update: list[Callable[[TrainedOptimizer], None]] = []
         self.after_update: list[Callable[[TrainedOptimizer], None]] = []
         self.at_close: list[Callable[[], None]] = []
         self.at_leave: list[Callable[[], None]] = []
@@ -153,8 +160,8 @@ class Session:
                 failure = failure or error
         for leave in self.at_leave:
             leave()
-        self.before_step.clear()
-        self.after_update.clear()
+        for heard in (self.before_step, self.arguments, self.after_step, self.before_update, self.after_update):
+            heard.clear()
         # First of all, since taking groups down may wait for others, and they for this rank.
         self.ranks.control.close(FAILED if self.has_failed else ENDED)
         if self.has_failed:
@@ -167,6 +174,15 @@ class Session:
 
 
 _session: Session | None = None
+
+
+def _joined(parameters: ModelParallelParameters) -> tuple[ControlPlane, Collectives | None]:
+    return connect(), None
+
+
+#: How :func:`init` gets to the other ranks, and what strategies communicate through (None: those of the backend); a rehearsal puts
+#: its own way here.
+joining: list[Callable[[ModelParallelParameters], tuple[ControlPlane, Collectives | None]]] = [_joined]
 
 #: Run by :func:`init` with the new session: rooms above put here what every job does that asks for it.
 at_init: list[Callable[[Session], None]] = []
@@ -189,10 +205,10 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
     carried = os.environ.get(PARAMETERS_VARIABLE)
     settings = {**_given(config), **_given(json.loads(carried) if carried else None)}
     parameters = ModelParallelParameters.from_mp_parameters(settings)
-    control = connect()
+    control, collectives = joining[-1](parameters)
     whereabouts.begin(os.environ, control.rank)
     with control.doing("smp.init"):
-        session = Session(parameters, control)
+        session = Session(parameters, control, collectives)
     here().explain = control.explained
     if (injector := Injector.from_environment(os.environ, session.ranks.rank, session.ranks.groups)) is not None:
         here().on_phase = injector.entered

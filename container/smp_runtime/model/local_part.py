@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from smp_runtime.module_state.compiled_blocks import compile_blocks
 from smp_runtime.parameters.registry import ParameterRegistry
 from smp_runtime.replacement.placing import place
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from smp_config import ModelParallelParameters
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
     from smp_runtime.sharding.sharded_parameters import ShardedParameters
     from smp_runtime.sharding.sharded_state import ShardedState
@@ -42,6 +44,11 @@ class LocalPart:
     def has(self, path: str) -> bool:
         """Whether a module is on this rank."""
         return self.stage_of is None or self.stage_of(path) == self.stage
+
+    def compile(self, cfg: ModelParallelParameters) -> None:
+        """Have repeated blocks of this rank compiled, where the configuration says so and no collectives run inside."""
+        if cfg.compile and cfg.sharded_data_parallel_degree == 1 and cfg.tensor_parallel_degree == 1:
+            compile_blocks(self.module, self.has, cfg.compile_backend)
 
     def has_tensor(self, name: str) -> bool:
         """Whether a parameter or buffer is on this rank, by its name."""

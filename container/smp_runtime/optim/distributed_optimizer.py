@@ -263,6 +263,7 @@ class DistributedOptimizer(SavedOptimizer):
 
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         if self._model is None:
+            self._tell_before()
             result = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
             self._session.progress.optimizer_stepped()
             return result
@@ -271,6 +272,7 @@ class DistributedOptimizer(SavedOptimizer):
             with torch.enable_grad():
                 result = closure()
         self.update_master_grads()
+        self._tell_before()
         if self._model.shards is not None:
             self.clip_master_grads(self._model.shards.clipping)
         if not self.overflow:
@@ -280,6 +282,10 @@ class DistributedOptimizer(SavedOptimizer):
         self._drop_gradients()
         self._session.progress.optimizer_stepped()
         return result
+
+    def _tell_before(self) -> None:
+        for heard in self._session.before_update:
+            heard(self)
 
     def update_master_grads(self) -> None:
         """Bring the reduced gradients to what is updated: in float32, without the loss scale, checked for overflow.

@@ -276,7 +276,8 @@ class ShardedGradients:
         news = news.cpu()
         self._used_anywhere |= news[:used] > 0
         self._used.zero_()
-        refuse_unequal(self._sharing, [int(digest) for digest in news[used + groups :]])
+        if not self._ranks.control.speaks_for_all:  # else there is nobody who could have gathered anything else
+            refuse_unequal(self._sharing, [int(digest) for digest in news[used + groups :]])
         return [number for number in range(groups) if news[used + number] > 0]
 
     def begin_window(self) -> None:

@@ -90,7 +90,9 @@ class StepFunction:
             notes.begin_step()
             result = self._step(session, bound, *args, **kwargs)
             notes.enter(BETWEEN)
-            return result
+        for heard in session.after_step:
+            heard(result)
+        return result
 
     def _step(self, session: Session, bound: tuple[Any, ...], /, *args: Any, **kwargs: Any) -> Any:
         if session.ranks.step.microbatch is not None:
@@ -108,6 +110,9 @@ class StepFunction:
         names = self._argument_names(len(bound) + len(args))[len(bound) :]
         axes = [self._axes.get(name, 0) for name in (*names, *kwargs)]
         values = [*args, *kwargs.values()]
+        for change in session.arguments:
+            whole = [name in self._whole for name in (*names, *kwargs)]
+            values = change(values, [None if w else axis for w, axis in zip(whole, axes, strict=True)])
         split = [
             [value] * count if name in self._whole else split_argument(name, value, count, axis)
             for name, value, axis in zip((*names, *kwargs), values, axes, strict=True)
@@ -141,7 +146,7 @@ class StepFunction:
         if any(trained):
             replicas = session.ranks.size(Group.RDP if session.ranks.cfg.prescaled_batch else Group.DP)
             session.progress.note_samples(batch_samples(values, axes) * replicas)
-            session.progress.note_loss(_first_scalar(merged))
+            session.progress.note_loss(first_scalar(merged))
         session.ranks.step.count += 1
         return merged
 
@@ -264,14 +269,14 @@ def _with_plain_tensors(microbatch: functools.partial[Any]) -> functools.partial
     return functools.partial(microbatch.func, *args, **kwargs)
 
 
-def _first_scalar(merged: Any) -> list[torch.Tensor]:
+def first_scalar(merged: Any) -> list[torch.Tensor]:
     """The outputs of the first floating point scalar that a step returned: by convention its loss."""
     if isinstance(merged, StepOutput):
         first = merged.outputs[0]
         return merged.outputs if first.numel() == 1 and first.is_floating_point() else []
     children = merged.values() if isinstance(merged, Mapping) else merged if isinstance(merged, list | tuple) else ()
     for child in children:
-        if found := _first_scalar(child):
+        if found := first_scalar(child):
             return found
     return []
 

@@ -6,6 +6,7 @@ along which activations are sliced between the halves, or None when they are rep
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +14,20 @@ import torch
 import torch.nn.functional as F
 
 from smp_runtime.tensor_parallel.group import TensorGroup, join
+from smp_runtime.tensors.weight_gradients import weight_gradient_later
 
 
 def _weight_gradient(gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     """``[out, in]`` of ``[..., out]`` and ``[..., in]``."""
     return gradient.reshape(-1, gradient.shape[-1]).t().mm(inputs.reshape(-1, inputs.shape[-1]))
+
+
+def _now_or_later(
+    gradient: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, may_wait: bool
+) -> torch.Tensor | None:
+    """The same; None where a pipeline computes it when it would idle."""
+    compute = functools.partial(_weight_gradient, gradient, inputs)
+    return None if may_wait and weight_gradient_later(weight, compute) else compute()
 
 
 def _bias_gradient(gradient: torch.Tensor) -> torch.Tensor:
@@ -61,9 +71,11 @@ class _Columns(torch.autograd.Function):
         if regathering is not None:
             regathering[1].wait()
             full = join(regathering[0], dim)
+        # Where they are kept as slices, what was gathered again would have to be kept.
+        may_wait = dim is None
         weight_gradients = [
-            _weight_gradient(gradient, full) if needed else None
-            for gradient, needed in zip(gradients, needs_weights, strict=True)
+            _now_or_later(gradient, full, weight, may_wait) if needed else None
+            for gradient, weight, needed in zip(gradients, weights, needs_weights, strict=True)
         ]
         bias_gradients = [
             _bias_gradient(gradient) if needed else None
@@ -95,7 +107,7 @@ class _Rows(torch.autograd.Function):
         db = _bias_gradient(gradient) if ctx.needs_input_grad[4] else None
         full = gradient if ctx.dim is None else ctx.group.gather(gradient, ctx.dim)
         dx = full.matmul(weight) if ctx.needs_input_grad[0] else None
-        dw = _weight_gradient(full, x) if ctx.needs_input_grad[3] else None
+        dw = _now_or_later(full, x, weight, True) if ctx.needs_input_grad[3] else None
         return dx, None, None, dw, db
 
 

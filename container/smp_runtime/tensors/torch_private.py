@@ -12,6 +12,8 @@ knows, for which a function would only hide what happens. The same tests try the
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -107,10 +109,26 @@ def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None
     return hooks
 
 
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one inside ``torch.func`` (``vmap``, ``grad``, …)."""
+    known = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None)
+    return bool(known and known(tensor))
+
+
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 #: A context in which functions see subclasses of tensors as plain ones.
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+
+#: A context in which neither modes nor subclasses of tensors take functions.
+DisableTorchFunction = torch._C.DisableTorchFunction
+
+
+def compile_errors() -> tuple[type[BaseException], ...]:
+    """What a function of ``torch.compile`` raises where it cannot be compiled; the compiler is loaded by then."""
+    kinds = sys.modules.get("torch._dynamo.exc")
+    return () if kinds is None else (kinds.TorchDynamoException,)
+
 
 #: ``(class, tensor, requires_grad)``: a tensor of a subclass that shares the elements of another.
 make_subclass: Callable[..., Any] = _private("makes stand-ins for tensors of other stages", "Tensor._make_subclass")
@@ -179,7 +197,8 @@ dispatch_modes: Callable[[], list[Any]] = _private(
 _function_modes: Callable[[], list[Any]] = _private(
     "learns the default device of a thread", "overrides._get_current_function_mode_stack"
 )
-_count_function_modes: Callable[[], int] = _private(
+#: How many modes that take functions are on, on the calling thread.
+count_function_modes: Callable[[], int] = _private(
     "learns the default device of a thread", "_C._len_torch_function_stack"
 )
 _OPERATOR = type(torch.ops.aten.add.Tensor)
@@ -187,9 +206,10 @@ _OPERATOR = type(torch.ops.aten.add.Tensor)
 
 def default_device() -> str | None:
     """The kind of device that the calling thread makes tensors on by default; None where nobody has set one."""
-    if not _count_function_modes():  # asked for at every call
+    if not count_function_modes():  # asked for at every call
         return None
-    kind = torch.utils._device.DeviceContext
+    # Imported by whoever sets one first.
+    kind = getattr(sys.modules.get("torch.utils._device"), "DeviceContext", ())
     return next((mode.device.type for mode in reversed(_function_modes()) if isinstance(mode, kind)), None)
 
 
@@ -310,3 +330,59 @@ def timeout_of(backend: Any) -> timedelta:
 def set_timeout(options: Any, timeout: timedelta) -> None:
     """Set how long a backend that is made with these options waits for a collective."""
     options._timeout = timeout
+
+
+def stay_in(mode: Any) -> None:
+    """Enter a dispatch mode on the calling thread, for as long as it lives. Several threads may be in one."""
+    from torch.utils._python_dispatch import _push_mode
+
+    _push_mode(mode)
+
+
+def running_node() -> torch.autograd.graph.Node | None:
+    """The node of autograd whose backward runs on the calling thread."""
+    return torch._C._current_autograd_node()
+
+
+def next_node_number() -> int:
+    """The number that the next node of the calling thread will have; nodes are numbered as they are made."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def number_of_node(node: torch.autograd.graph.Node) -> int:
+    """The number of a node, see :func:`next_node_number`."""
+    return node._sequence_nr()
+
+
+def key_of_storage(storage: torch.UntypedStorage) -> int:
+    """Tells storages that are alive from one another, whichever object of Python stands for them."""
+    return storage._cdata
+
+
+def absent_store() -> dist.Store:
+    """The store of process groups whose other ranks are not there: the backend ``"fake"``, registered by its import."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def group_of_operation(value: Any) -> dist.ProcessGroup | None:
+    """The process group that an argument of an operation of ``torch.distributed`` is, or names; None for other arguments."""
+    with contextlib.suppress(RuntimeError, KeyError, ValueError):
+        if isinstance(value, torch.ScriptObject):  # the operation of a reduction is one too
+            return dist.ProcessGroup.unbox(value)
+        if isinstance(value, str):
+            return dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]  # a name
+    return None
+
+
+def packet_of(operation: Any) -> Any:
+    """The operation of all overloads of one name."""
+    return operation._overloadpacket
+
+
+#: Operations whose result shares the memory of their argument, though their schemas do not say so.
+SHARING = frozenset({torch.ops.aten._unsafe_view.default})
+
+#: The operation behind ``tensor.item()``.
+ITEM = torch.ops.aten._local_scalar_dense.default

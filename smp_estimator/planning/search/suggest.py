@@ -14,12 +14,15 @@ from smp_estimator.planning.forecast import Verdict
 from smp_estimator.planning.report import Cell, Grid, Lines, Report, Said, Shown
 from smp_estimator.planning.request import Request, request_for, shape_given
 from smp_estimator.planning.search.clusters import MOST_INSTANCES, Ask, Cluster, smallest, smallest_clusters
+from smp_estimator.planning.search.improvement import Improvement, improvements, search_dict, search_line
 from smp_estimator.planning.search.ladder import Step, climb, sharded
+from smp_estimator.planning.search.planned import BUDGET_SECONDS, search_plans
 from smp_estimator.planning.search.preference import Choice, checked, fastest_step, rank
 from smp_estimator.planning.table import plan_report
 
 if TYPE_CHECKING:
     from smp_estimator.planning.plan import Plan
+    from smp_estimator.planning.search.branch_and_bound import Found
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,9 @@ class Suggestion(Shown):
         searched: whether the cluster was left open, in whole or in part.
         prefer: ``"smallest"``, ``"cheapest"`` or ``"fastest"``: by what clusters were compared, and configurations of one.
         left_out: types that could not be compared, and why; in words.
+        search: what the search over all degrees of a given cluster came to, where the cheapest or the fastest is wanted.
+        improvements: single changes of the settings that were given, which help; the one that helps most first;
+            None where none were given.
     """
 
     plan: Plan
@@ -44,6 +50,8 @@ class Suggestion(Shown):
     searched: bool = False
     prefer: str = "smallest"
     left_out: tuple[str, ...] = ()
+    search: Found | None = None
+    improvements: tuple[Improvement, ...] | None = None
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -76,6 +84,8 @@ class Suggestion(Shown):
             "batch": self.batch,
             "prefer": self.prefer,
             "left_out": list(self.left_out),
+            "search": None if self.search is None else search_dict(self.search),
+            "improvements": None if self.improvements is None else [each.to_dict() for each in self.improvements],
             "tried": [
                 {
                     "what": s.what,
@@ -124,6 +134,13 @@ class Suggestion(Shown):
         if self.prefer != "smallest" and fits and self.plan.time is not None:
             title += "; of those that fit the one with the shortest step is chosen"
         parts.append(Grid(["configuration", "per GPU", "step", "verdict"], tried, frozenset({1, 2}), title=title))
+        if self.search is not None:
+            parts.append(Lines([("searched", [search_line(self.search)])]))
+        if self.improvements is not None:
+            said = [str(each) for each in self.improvements[:3]]
+            parts.append(
+                Lines([("one change", said or ["of the parameters that were given, none makes a step shorter"])])
+            )
         if fits:
             rows: list[tuple[str, list[Cell]]] = [
                 ("instead", [f"{other.what}: {amount(other.plan)}"] if other else []),
@@ -180,13 +197,17 @@ def suggest(  # noqa: PLR0913 - what a caller may ask for, each by its name
     environment: Mapping[str, str] | None = None,
     prefer: str = "smallest",
     up_to: int | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    budget: float = BUDGET_SECONDS,
     **workload: Any,
 ) -> Suggestion:
     """Pick degrees for a model and a cluster, or a cluster too: the smallest, the cheapest or the fastest.
 
     The first configuration that fits wins, or the one with the shortest step where the cheapest or the fastest is wanted;
     without one the first that is tight, else the one that comes nearest, and the clusters that would be large enough are
-    named.
+    named. On a cluster that is given, the cheapest and the fastest are looked for among all degrees, ways to hold state and
+    activations, microbatches and placements (:mod:`~smp_estimator.planning.search.branch_and_bound`), not only among the best
+    practices.
 
     Args:
         model: as for :func:`~smp_estimator.planning.plan.plan`.
@@ -200,6 +221,9 @@ def suggest(  # noqa: PLR0913 - what a caller may ask for, each by its name
             per second), by the times and prices of ``plan``.
         up_to: most instances that are considered for the last two; default: the fewest of each type for the cheapest, and
             as many as the smallest cluster of all has for the fastest.
+        parameters: ``mp_parameters`` as they are now, for a cluster that is given: the suggestion says which single changes
+            of them would help, the one that helps most first.
+        budget: seconds that the search over all degrees may take; what it had not looked at is said.
         sequence, processes_per_host, gpu_memory_bytes, environment, workload: as for ``plan``.
 
     Raises:
@@ -232,8 +256,17 @@ def suggest(  # noqa: PLR0913 - what a caller may ask for, each by its name
             )
         return request, global_batch or batch * request.world * request.workload.accumulation
 
+    if parameters is not None and (instance_type is None or instance_count is None):
+        raise ConfigError(
+            f"parameters were given, but instance_type is {instance_type!r} and instance_count {instance_count!r}; single changes "
+            "are compared on one cluster: give both, or leave parameters out"
+        )
     if instance_type is not None and instance_count is not None:
-        found = _on(*ask(instance_type, instance_count), prefer)
+        request, read = ask(instance_type, instance_count)
+        found = _on(request, read, prefer, budget=budget)
+        if parameters is not None:
+            helping = improvements(request, read, parameters, budget)
+            found = dataclasses.replace(found, improvements=helping)
         return found if found.plan.verdict.feasible else _with_clusters(found, ask)
     if prefer != "smallest":
         ask(instance_type or "ml.p4d.24xlarge", instance_count or 1)  # a wrong argument shall be told, as below
@@ -340,10 +373,15 @@ def _with_clusters(found: Suggestion, ask: Ask) -> Suggestion:
     return dataclasses.replace(found, clusters=(*([same] if same else []), *kept))
 
 
-def _on(request: Request, samples: int, prefer: str = "smallest") -> Suggestion:
-    """The degrees on a given cluster."""
+def _on(request: Request, samples: int, prefer: str = "smallest", *, budget: float = 0.0) -> Suggestion:
+    """The degrees on a given cluster; with a ``budget`` in seconds those of the fastest come from all that there are."""
     if prefer != "smallest":
         every = [*climb(request, samples), *sharded(request, samples)]
+        wide = search_plans(request, samples, budget=budget) if budget else None
+        if wide is not None and wide.plan is not None and wide.found.best is not None:
+            every.append(Step(str(wide.found.best.configuration), wide.plan))
+            best = fastest_step(every) or every[-1]
+            return Suggestion(best.plan, tuple(every), None, prefer=prefer, search=wide.found)
         if (fastest := fastest_step(every)) is not None and fastest.plan.time is not None:
             return Suggestion(fastest.plan, tuple(every), None, prefer=prefer)
     tried: list[Step] = []

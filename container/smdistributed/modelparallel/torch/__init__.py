@@ -18,6 +18,7 @@ from smdistributed.modelparallel.torch.checkpoint import (
     load,
     memory_checkpoint,
     newest_memory_checkpoint,
+    record_numerics,
     reshape,
     resume_from_checkpoint,
     save,
@@ -82,6 +83,7 @@ from smp_runtime.preemption import automatic as _automatic  # noqa: F401 - it wa
 from smp_runtime.replacement.registration import tp_register, tp_register_with_module
 from smp_runtime.replacement.scopes import set_tensor_parallelism, tensor_parallelism
 from smp_runtime.sharding.module_hooks import register_parameter
+from smp_runtime.tensors.weight_gradients import weight_gradient_later
 
 __all__ = [
     "DP_GROUP",
@@ -144,6 +146,7 @@ __all__ = [
     "rank",
     "rdp_rank",
     "rdp_size",
+    "record_numerics",
     "recv_from",
     "register_parameter",
     "reshape",
@@ -165,4 +168,5 @@ __all__ = [
     "tp_size",
     "utils",
     "wait_for_checkpoint",
+    "weight_gradient_later",
 ]

@@ -1,4 +1,4 @@
-"""Saving and loading, and going over to other degrees: functions that work on the current session."""
+"""Saving and loading, going over to other degrees, recording numbers: functions that work on the current session."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from smp_runtime.checkpoint import object_files as objects
 from smp_runtime.checkpoint import save_and_resume as checkpoints
 from smp_runtime.job.session import Session, current
+from smp_runtime.numerics import start as numerics
 from smp_runtime.preemption import auto_resume as preemption
 from smp_runtime.reshape import requests as _requests  # noqa: F401 - it waits for smp.init
 from smp_runtime.reshape import reshape as reshaping
@@ -40,4 +41,5 @@ wait_for_checkpoint = _of_current_session(checkpoints.wait_for_checkpoint)
 memory_checkpoint = _of_current_session(checkpoints.memory_checkpoint)
 newest_memory_checkpoint = _of_current_session(checkpoints.newest_memory_checkpoint)
 auto_resume = _of_current_session(preemption.auto_resume)
+record_numerics = _of_current_session(numerics.record_numerics)
 reshape = _of_current_session(reshaping.reshape)

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.schedule.actions import TaskKind
 from smp_runtime.pipeline.transport.messages import Done, Release, Value
 
@@ -18,25 +19,38 @@ if TYPE_CHECKING:
     from smp_runtime.pipeline.execution.module_server import ModuleServer
     from smp_runtime.pipeline.execution.running_step import Microbatches
     from smp_runtime.pipeline.execution.stage_context import StageContext
-    from smp_runtime.pipeline.execution.task import Task
 
 
 class Completion:
-    """Follows the tasks of a rank to their end; guarded by the pipeline's lock."""
+    """Follows the tasks of a rank to their end; guarded by the pipeline's lock.
+
+    Args:
+        begins: called by a task that begins on a worker's thread, with its microbatch.
+    """
 
     def __init__(
-        self, context: StageContext, messenger: Messenger, server: ModuleServer, microbatches: Microbatches
+        self,
+        context: StageContext,
+        messenger: Messenger,
+        server: ModuleServer,
+        microbatches: Microbatches,
+        begins: Callable[[int], None],
     ) -> None:
         self._context = context
         self._messenger = messenger
         self._server = server
         self._microbatches = microbatches
+        self._begins = begins
 
     def code_ended(self, task: Task) -> Callable[[], None] | None:
         """With the lock held: the code of a task has ended; returns what to send when the baton is handed on."""
         for call in task.ended:
             call()
         task.ended = []
+        if task.parent is not None:
+            task.parent.open -= 1
+            self._complete(task.parent)
+            return None
         if task.caller is None:
             self._complete(task)
             return None
@@ -51,6 +65,24 @@ class Completion:
         stamped = messenger.stamp(task.caller, Value(tuple(task.parcel)))
         tensors, task.parcel = list(task.parcel.values()), {}
         return functools.partial(messenger.transport.send, task.caller, stamped, tensors)
+
+    def weights_left(self, parent: Task) -> None:
+        """With the lock held: what a task has left for later becomes a task of its own, without which it is not done."""
+        left = parent.weight_gradients.take()
+        parent.open += 1
+        parent.leavings += 1
+
+        def work(task: Task) -> None:
+            self._begins(task.microbatch)
+            left.run()
+
+        # No call has a number below 0.
+        task = Task(TaskKind.WEIGHTS, parent.microbatch, (*parent.path, -parent.leavings), parent.label, work)
+        task.parent = parent
+        task.in_model_backward = True
+        ready = ("w", task.microbatch, task.path)
+        self._context.conductor.give(parent, ready)
+        self._context.conductor.add(task, (ready,), lambda event: True)
 
     def request_done(self, done: Done) -> None:
         """A stage tells that a request of this one is done."""

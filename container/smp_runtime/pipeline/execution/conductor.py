@@ -12,6 +12,7 @@ sending only queues bytes. So whoever holds the lock gets on, and no circle of w
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -24,6 +25,9 @@ from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.errors import DeadlineError
 from smp_runtime.pipeline.execution.task import Abandoned, Order, Task, Watch
 from smp_runtime.pipeline.schedule.actions import Action, Event, Segment, TaskKind
+from smp_runtime.tensors import computing_time
+from smp_runtime.tensors.split_operations import SplitOperations
+from smp_runtime.tensors.weight_gradients import splitting
 
 if TYPE_CHECKING:
     from smp_runtime.module_state.attributes import Attributes
@@ -49,6 +53,7 @@ class Conductor:
     _failed: Callable[[BaseException, str], None]
     _finished: Callable[[Task], Callable[[], None] | None]
     _idle: Callable[[], None]
+    _leaves_weights: Callable[[Task], None]
 
     def __init__(
         self,
@@ -89,6 +94,7 @@ class Conductor:
         failed: Callable[[BaseException, str], None],
         finished: Callable[[Task], Callable[[], None] | None],
         idle: Callable[[], None],
+        leaves_weights: Callable[[Task], None],
     ) -> None:
         """Whom to ask and tell, before the first task; all are called with the lock held.
 
@@ -98,12 +104,14 @@ class Conductor:
             failed: a task has raised, with its label.
             finished: a task's code has ended; returns what to do without the lock as soon as the next task has the baton.
             idle: no task can run.
+            leaves_weights: a segment ends that has left gradients of weights for later.
         """
         self._is_admitted = is_admitted
         self._diverged = diverged
         self._failed = failed
         self._finished = finished
         self._idle = idle
+        self._leaves_weights = leaves_weights
 
     # -- what a worker thread calls --------------------------------------------------------------------------------
 
@@ -128,6 +136,8 @@ class Conductor:
         with self._lock:
             if self.is_aborted:
                 raise Abandoned
+            if task.weight_gradients and not goes_on:
+                self._leaves_weights(task)
             if goes_on:
                 self._pause_segment(task)
             else:
@@ -177,7 +187,7 @@ class Conductor:
     def give(self, task: Task, event: Event) -> None:
         """Note that the running segment has made ``event`` available."""
         if self.records:
-            task.gives.append((event, task.spent + time.perf_counter() - task.began))
+            task.gives.append((event, task.spent + computing_time.now() - task.began))
 
     def reset(self, order: Sequence[Action] | None, *, records: bool = True) -> None:
         """Begin a step, in a planned order if there is one."""
@@ -230,8 +240,8 @@ class Conductor:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _end_segment(self, task: Task) -> None:
-        now = time.perf_counter()
-        self.last_progress = now
+        now = computing_time.now()
+        self.last_progress = time.perf_counter()
         if self.records:
             self.record.append(
                 Segment(
@@ -246,7 +256,7 @@ class Conductor:
             self._attributes.segment_ended()
 
     def _pause_segment(self, task: Task) -> None:
-        self.last_progress = now = time.perf_counter()
+        self.last_progress, now = time.perf_counter(), computing_time.now()
         task.spent += now - task.began
         if self._watch is not None:
             self._watch.segment_ended(task, task.began, now)
@@ -270,7 +280,9 @@ class Conductor:
         )
 
     def _urgency(self, task: Task) -> tuple[Any, ...]:
-        return *self._policy.urgency(task.phase, task.microbatch), task.kind is not TaskKind.STEP, task.path
+        first, *others = self._policy.urgency(task.phase, task.microbatch)
+        # Between the passes: later it would keep more microbatches in flight, earlier it would keep others waiting.
+        return first, task.kind is TaskKind.WEIGHTS, *others, task.kind is not TaskKind.STEP, task.path
 
     def _may_begin(self, task: Task) -> bool:
         return task.kind is not TaskKind.STEP or task.has_thread or self._is_admitted(task)
@@ -285,7 +297,7 @@ class Conductor:
         self._running = task
         if self._attributes is not None:
             self._attributes.switch(task.microbatch, is_forward=task.phase is not TaskKind.BACKWARD)
-        task.began = time.perf_counter()
+        task.began = computing_time.now()
         if task.has_thread:
             task.turn.release()
         else:
@@ -343,7 +355,7 @@ class Conductor:
         try:
             if task.random is not None:
                 task.random.restore()
-            with torch.autograd.set_multithreading_enabled(False):
+            with torch.autograd.set_multithreading_enabled(False), self._splitting(task):
                 if task.context is not None:
                     task.context.run(task.work, task)
                 else:
@@ -354,12 +366,19 @@ class Conductor:
             return error
         return None
 
+    def _splitting(self, task: Task) -> contextlib.AbstractContextManager[None]:
+        if not self._policy.splits_backward or task.kind is TaskKind.WEIGHTS:
+            return contextlib.nullcontext()
+        return splitting(task.weight_gradients, SplitOperations())
+
     def _ended(self, task: Task, error: BaseException | None) -> Callable[[], None] | None:
         """With the lock held: the work of a task has ended; returns what to do without the lock."""
         post = None
         self._live -= 1
         is_current = self._running is task
         if is_current:
+            if task.weight_gradients and error is None:
+                self._leaves_weights(task)
             self._end_segment(task)
             self._running = None
         if error is not None:

@@ -12,6 +12,7 @@ from smp_runtime.pipeline.schedule.planner import plan as make_plan
 from smp_runtime.pipeline.schedule.simulation import simulate
 
 if TYPE_CHECKING:
+    from smp_runtime.pipeline.schedule.planner import Plan
     from smp_runtime.pipeline.schedule.policies import Policy
     from smp_runtime.pipeline.transport.messages import Begin, Record, StepKind
 
@@ -27,6 +28,10 @@ MOST_KINDS = 256
 STEPS_BEFORE_REVIEW = 5
 #: Another order must be so much better, for the durations that are known by then.
 WORTH_CHANGING = 0.98
+
+
+#: Told of every order that is planned, with its makespan and idle times, on the root stage; a rehearsal listens.
+at_plan: list[Callable[[Plan], None]] = []
 
 
 @dataclass
@@ -143,5 +148,7 @@ class PlanStore:
         except ScheduleError as error:
             logger.warning("no order could be planned, work runs as it arrives: %s", error)
             return None
+        for hear in at_plan:
+            hear(made)
         logger.debug("planned a step: %.1f ms, idle %s, %s", made.makespan * 1e3, made.idle, made.rule)
         return {stage: tuple(order) for stage, order in made.orders.items()}

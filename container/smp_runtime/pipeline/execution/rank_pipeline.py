@@ -125,13 +125,14 @@ class Pipeline:
             context, messenger, self._alarm, self.plans, settings.policy, settings.active
         )
         self._root = RootStage(context, running_step, self.plans, settings.begins, settings.share)
-        completion = Completion(context, messenger, server, running_step.microbatches)
+        completion = Completion(context, messenger, server, running_step.microbatches, settings.begins)
         conductor.report_to(
             is_admitted=running_step.microbatches.is_admitted,
             diverged=running_step.leave_order,
             failed=self._alarm.raised,
             finished=completion.code_ended,
             idle=messenger.tell_now,
+            leaves_weights=completion.weights_left,
         )
         # Last of all, since messages may come from now on.
         messenger.connect(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_runtime.pipeline.schedule.actions import Action, Event, TaskKind
+from smp_runtime.tensors.weight_gradients import WeightGradients
 
 if TYPE_CHECKING:
     import torch
@@ -56,11 +57,10 @@ class Task:
         self.context = context
         self.caller = caller
         self.part = 0
-        self.phase = TaskKind.BACKWARD if kind is TaskKind.BACKWARD else TaskKind.FORWARD
+        self.phase = TaskKind.BACKWARD if kind in (TaskKind.BACKWARD, TaskKind.WEIGHTS) else TaskKind.FORWARD
         self.calls = 0
         self.open = 0
         self.code_done = False
-        self.in_model_backward = False
         self.missing: set[Event] = set()
         self.needs: tuple[Event, ...] = ()
         self.gives: list[tuple[Event, float]] = []
@@ -79,6 +79,12 @@ class Task:
         self.home: set[int] = set()
         #: Values for the caller, sent when the task ends.
         self.parcel: dict[Any, torch.Tensor] = {}
+        #: Gradients of weights that its backward passes leave for later.
+        self.weight_gradients = WeightGradients()
+        #: How often it has left some, as tasks of their own.
+        self.leavings = 0
+        #: The task that has left this one.
+        self.parent: Task | None = None
         #: Called when the code of the task has ended.
         self.ended: list[Callable[[], None]] = []
 
@@ -91,6 +97,15 @@ class Task:
     def action(self) -> Action:
         """The name of the segment that runs or comes next."""
         return Action(self.kind, self.microbatch, self.path, self.part)
+
+    @property
+    def in_model_backward(self) -> bool:
+        """Whether it runs under ``model.backward``, or what it runs was asked for there."""
+        return self.weight_gradients.is_open
+
+    @in_model_backward.setter
+    def in_model_backward(self, value: bool) -> None:
+        self.weight_gradients.is_open = value
 
     def __repr__(self) -> str:
         return f"{self.kind}{self.microbatch} {self.label}"

@@ -24,6 +24,7 @@ from smp_config.timeline import TIMELINE_VARIABLE, Kind, RankTimeline, StepTimel
 from smp_runtime.comm.control import RUNTIME_CHANNEL
 from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.pipeline.schedule.actions import TaskKind
+from smp_runtime.tensors import computing_time
 
 if TYPE_CHECKING:
     from smp_runtime.comm.control import ControlPlane
@@ -176,14 +177,14 @@ class Recorder:
         self._cuts.clear()
         self._number = number
         self._actions = []
-        self._start = time.perf_counter()
+        self._start = computing_time.now()
 
     def add(self, name: str, kind: Kind, microbatch: int, path: str, start: float, stop: float) -> None:
         """Something was computed. Between steps nothing is recorded.
 
         Args:
             name: what a picture shows, such as ``"F2 transformer.h.3"``.
-            kind: "F" forward, "B" backward, "S" the step function's own code.
+            kind: "F" forward, "B" backward, "W" gradients of weights that backward has left, "S" the step function's own code.
             path: the module's.
             start, stop: of ``time.perf_counter()``, in seconds.
         """
@@ -209,7 +210,7 @@ class Recorder:
         before = self._kinds.get(number, TaskKind.FORWARD)
         self._kinds[number] = kind
         if not at_start and before is not kind:
-            now = time.perf_counter()
+            now = computing_time.now()
             self._add(before, number, "", self._cuts.get(number, task.began), now)
             self._cuts[number] = now
 
@@ -219,7 +220,7 @@ class Recorder:
 
     def end_step(self, failed: bool = False) -> None:
         """The step that began has ended, or failed; the oldest that is too many is dropped."""
-        stop = time.perf_counter()
+        stop = computing_time.now()
         if self._number is None:
             return
         self._steps.append((self._number, self._start, stop, self._actions, failed))

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import inspect
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -30,6 +29,7 @@ from smp_runtime.module_state.entries import Slot, Taken
 from smp_runtime.module_state.snapshot import Snapshot, restored
 from smp_runtime.pipeline.partition.module_times import median_times, run_repeatedly
 from smp_runtime.pipeline.partition.module_tree import Flow, ForeignUse, ModuleNode, ModuleTree, Trace, order_by_call
+from smp_runtime.tensors import computing_time
 from smp_runtime.tensors.nested import argument_tensors, storage_of, tensor_bytes, tensors_in, total_bytes
 from smp_runtime.tensors.torch_private import TorchDispatchMode, is_operator
 
@@ -435,7 +435,7 @@ class _Stopwatch(_Calls):
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        return computing_time.now()
 
     def entered(self, node: ModuleNode, inputs: tuple[Any, ...]) -> None:
         self._charge(self.frames[-2])

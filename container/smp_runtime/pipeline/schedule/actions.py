@@ -31,6 +31,7 @@ class TaskKind(str, enum.Enum):
     FORWARD = "F"
     BACKWARD = "B"
     STEP = "S"  # the step function's own code, on the root rank
+    WEIGHTS = "W"  # gradients of weights that a backward pass has left for later
 
     def __str__(self) -> str:
         return self.value

@@ -9,6 +9,7 @@ that holds fewer microbatches in flight, since activations cost memory.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -102,7 +103,9 @@ class _Facts:
         #: The first microbatch of each wave.
         self.first = [self.wave.index(wave) for wave in range(1 + max(self.wave))]
         self.late = self._late()
-        self.need = self._need()
+        self.need = self._need(0)
+        #: The same without what the step function's own code takes, which may begin long before.
+        self.fill = self._need(self.period // 50)
 
     def _period(self) -> int:
         """Work per microbatch of the busiest rank, in nanoseconds."""
@@ -126,12 +129,16 @@ class _Facts:
                 tail[node] = max(tail[node], time + tail[target])
         return tail
 
-    def _heads(self) -> list[int]:
-        """From a microbatch's begin to a node's start, were there nothing else to do."""
+    def _heads(self, later: Sequence[int] | None = None) -> list[int]:
+        """From a microbatch's begin to a node's start, were there nothing else to do.
+
+        Args:
+            later: by how much later each node gives what it gives.
+        """
         head = [0] * len(self.graph.ns)
         for node in self.nodes:
             for target, time in self._edges(node):
-                head[target] = max(head[target], head[node] + time)
+                head[target] = max(head[target], head[node] + time + (later[node] if later else 0))
         return head
 
     def _bound(self) -> int:
@@ -162,18 +169,30 @@ class _Facts:
                         late[target] = True
         return late
 
-    def _need(self) -> list[float]:
+    def _need(self, shortest: int) -> list[float]:
         """Microbatches in flight that keep a rank busy: time that one spends there ÷ period (Little's law).
 
-        On a chain of equal stages this is ``p - i``, as in 1F1B.
+        On a chain of equal stages this is ``p - i``, as in 1F1B. Gradients of weights that come later count as if they were
+        computed at once, in the backward pass that leaves them: what idles less by them holds no more.
+
+        Args:
+            shortest: nanoseconds of the segments that count.
         """
         graph = self.graph
+        left = [0] * len(graph.ns)
+        for i, segment in enumerate(graph.segments):
+            if graph.weights[i]:
+                for event in segment.needs:
+                    left[graph.giver[event][0]] += graph.ns[i]
+        head = self._heads(left) if any(left) else self.head
         begin: dict[tuple[int, int], int] = {}
         end: dict[tuple[int, int], int] = {}
         for i, (r, k) in enumerate(zip(graph.rank, graph.microbatch, strict=True)):
+            if graph.ns[i] < shortest or graph.weights[i]:
+                continue
             if graph.forward[i]:
-                begin[r, k] = min(begin.get((r, k), self.head[i]), self.head[i])
-            end[r, k] = max(end.get((r, k), 0), self.head[i] + graph.ns[i])
+                begin[r, k] = min(begin.get((r, k), head[i]), head[i])
+            end[r, k] = max(end.get((r, k), 0), head[i] + graph.ns[i] + left[i])
         need = [0.0] * len(graph.ranks)
         for (r, k), time in begin.items():
             need[r] = max(need[r], (end[r, k] - time) / self.period)
@@ -188,15 +207,19 @@ class _Rule:
     """One way to choose what a free rank starts."""
 
     #: ``"lowest"``: lowest microbatch first; ``"longest"``: longest way to its microbatch's end first; ``"refined"``: by given
-    #: keys. Backwards come before forwards in all.
+    #: keys; backwards come before forwards in these. ``"cycle"``: as many forwards as fill the rank, then one backward, one
+    #: microbatch's gradients of weights and one forward in turns.
     priority: str
     #: How many microbatches more than needed may be in flight on a rank; None: as many as may be active.
     spare: int | None
+    #: Whether gradients of weights may wait longer than for the next forward pass: on each rank those of so many microbatches that
+    #: it has as many in flight as the rank that needs most.
+    weights_wait: bool = False
     quick: float = 0.02  # segments shorter than this fraction of the period go first: they are what others wait for
 
     def __str__(self) -> str:
         spare = "free" if self.spare is None else f"+{self.spare}"
-        return f"{self.priority} first, in flight {spare}"
+        return f"{self.priority} first, in flight {spare}" + (", weights later" if self.weights_wait else "")
 
 
 def _rules(facts: _Facts) -> list[_Rule]:
@@ -204,6 +227,9 @@ def _rules(facts: _Facts) -> list[_Rule]:
     if not facts.in_waves:
         least = max(1, min(int(need) for need in facts.need))
         spares = [*range(min(4, max(0, facts.active - least))), None]
+    if any(facts.graph.weights):
+        # No rank holds more than the busiest does when backward passes are whole: what is gained costs no memory.
+        return [_Rule(priority, 0, wait) for wait in (False, True) for priority in ("lowest", "longest", "cycle")]
     return [_Rule(priority, spare) for spare in spares for priority in ("lowest", "longest")]
 
 
@@ -218,9 +244,18 @@ class _Choice:
         if rule.spare is not None:
             # 0.9: a little more than a whole number (latency, the step function's code) does not call for one more.
             self.cap = [min(facts.active, max(1, int(need + 0.9)) + rule.spare) for need in facts.need]
+        self.fill = [min(facts.active, max(1, int(need + 0.9))) for need in facts.fill]
+        #: On each rank, the microbatches whose gradients of weights may wait while another begins, and the same in nodes.
+        self.waiting = [max(self.fill) - own if rule.weights_wait else 0 for own in self.fill]
+        nodes_of = Counter((r, k) for r, k, w in zip(graph.rank, graph.microbatch, graph.weights, strict=True) if w)
+        most = [max((n for (r, _), n in nodes_of.items() if r == rank), default=0) for rank in range(len(graph.ranks))]
+        self.waiting_nodes = [count * nodes for count, nodes in zip(self.waiting, most, strict=True)]
         nodes = range(len(graph.segments))
         self.place = list(nodes)
-        for place, node in enumerate(sorted(nodes, key=keys.__getitem__ if keys else self._key())):
+        #: With turns, each rank's other nodes than gradients of weights, the next turn last.
+        self.turns: list[list[int]] = []
+        chosen = keys.__getitem__ if keys else self._turn_key() if rule.priority == "cycle" else self._key()
+        for place, node in enumerate(sorted(nodes, key=chosen)):
             self.place[node] = place
         self.early_left = [[0] * (1 + max(facts.wave)) for _ in graph.ranks]
         for i, late in enumerate(facts.late):
@@ -236,9 +271,42 @@ class _Choice:
         def key(i: int) -> tuple[int, ...]:
             microbatch, tail = graph.microbatch[i], -facts.tail[i]
             after = (microbatch, tail) if priority == "lowest" else (tail, microbatch)
-            return (0 if graph.ns[i] <= quick else 1, 0 if facts.late[i] else 1, *after)
+            if graph.weights[i]:
+                return (1, 3, *after)  # nobody waits for it, however quick it is
+            return (0 if graph.ns[i] <= quick else 1, 0 if facts.late[i] else 2, *after)
 
         return key
+
+    def _turn_key(self) -> Callable[[int], tuple[int, ...]]:
+        facts, graph = self.facts, self.facts.graph
+        quick, count = int(self.rule.quick * facts.period), len(graph.microbatches)
+        cycles = [_cycle(count, own, waiting) for own, waiting in zip(self.fill, self.waiting, strict=True)]
+
+        def turn(i: int) -> int:
+            kind = "W" if graph.weights[i] else "B" if facts.late[i] else "F"
+            return cycles[graph.rank[i]][kind, graph.microbatch[i]]
+
+        self.turn = [turn(i) for i in range(len(graph.ns))]
+        self.turns = [
+            sorted((i for i, r in enumerate(graph.rank) if r == rank and not graph.weights[i]), key=turn, reverse=True)
+            for rank in range(len(graph.ranks))
+        ]
+
+        def key(i: int) -> tuple[int, ...]:
+            is_quick = graph.ns[i] <= quick and not graph.weights[i]
+            return 0 if is_quick else 1, self.turn[i], -facts.tail[i]
+
+        return key
+
+    def _is_its_turn(self, clock: Clock, rank: int, node: int) -> bool:
+        """Whether what comes before gradients of weights on their rank has begun.
+
+        A short wait for a value should not be filled with them: what comes next would come late, and with it everything after.
+        """
+        turns = self.turns[rank]
+        while turns and clock.start[turns[-1]] >= 0:
+            turns.pop()
+        return not turns or self.turn[node] < self.turn[turns[-1]]
 
     def pick(self, clock: Clock, rank: int, now: int) -> int:
         """See :class:`.Picker`."""
@@ -248,31 +316,34 @@ class _Choice:
                 best = node
         if best < 0:
             return best
-        # Something more important may be worth a wait: if that and the segment itself take less than starting would delay it.
+        # Something more important may be worth a wait: if that and the segment itself take less than starting would delay it. Of
+        # gradients of weights, which can wait, if that takes a small part of the delay.
         ns = clock.ns
-        end = now + ns[best]
+        end, fills = now + ns[best], bool(self.turns) or self.facts.graph.weights[best]
         for node, time in clock.coming[rank].items():
-            if (
-                time < end
-                and place[node] < place[best]
-                and time + ns[node] - now < end - time
-                and self._allowed(clock, rank, node)
-            ):
-                return -1
+            if time < end and place[node] < place[best]:
+                wait = 4 * (time - now) if fills else time + ns[node] - now
+                if wait < end - time and self._allowed(clock, rank, node):
+                    return -1
         return best
 
     def _allowed(self, clock: Clock, rank: int, node: int) -> bool:
         k = self.facts.graph.microbatch[node]
         if not clock.begun[k] and clock.open >= clock.active:
             return False
+        if self.turns and self.facts.graph.weights[node]:
+            return clock.weights_ready[rank] > self.waiting_nodes[rank] or self._is_its_turn(clock, rank, node)
         if self.facts.in_waves and not self._wave_allows(clock, rank, node, k):
             return False
+        forward = self.facts.graph.forward[node]
+        if forward and not clock.opened[rank][k] and clock.weights_ready[rank] > self.waiting_nodes[rank]:
+            return False  # gradients of weights, which can start, are due
         # The lowest unfinished microbatch always goes on: so nothing can wait for itself in a circle.
         if (
             clock.opened[rank][k]
-            or clock.in_flight[rank] < self.cap[rank]
+            or clock.in_flight[rank] - clock.weights_only[rank] < self.cap[rank]
             or k == clock.lowest
-            or not self.facts.graph.forward[node]
+            or not forward
         ):
             return True
         self.capped = True
@@ -289,6 +360,22 @@ class _Choice:
                 left[self.facts.wave[self.facts.graph.microbatch[done]]] -= 1
         self.counted[rank] = len(order)
         return left[wave] == 0 or not self.facts.late[node]
+
+
+def _cycle(count: int, cap: int, waiting: int) -> dict[tuple[str, int], int]:
+    """The turn of each microbatch's forward, backward and weights on a rank (ZB-H1: Qi et al., 2023).
+
+    Args:
+        cap: microbatches that fill the rank.
+        waiting: microbatches whose weights wait.
+    """
+    kinds = ["F"] * cap + ["B", "F"] * waiting + ["B", "W", "F"] * count + ["B"] * count + ["W"] * count
+    turns: dict[tuple[str, int], int] = {}
+    for turn, kind in enumerate(kinds):
+        k = sum(1 for other, _ in turns if other == kind)
+        if k < count:
+            turns[kind, k] = turn
+    return turns
 
 
 # ---- the search ----
@@ -331,12 +418,13 @@ def _search(facts: _Facts) -> _Try:
 def _tries(facts: _Facts, rules: Sequence[_Rule]) -> list[_Try]:
     """A run of every rule, less those that are known to come to the same."""
     tries: list[_Try] = []
-    settled: set[str] = set()  # priorities that more spare cannot change
+    settled: set[tuple[str, bool]] = set()  # what more spare cannot change
     for rule in rules:
-        if rule.priority not in settled:
+        kind = rule.priority, rule.weights_wait
+        if kind not in settled:
             tries.append(one := _run(facts, rule))
             if not one.capped:
-                settled.add(rule.priority)
+                settled.add(kind)
     return tries
 
 

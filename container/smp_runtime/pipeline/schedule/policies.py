@@ -16,6 +16,9 @@ from smp_runtime.pipeline.schedule.actions import TaskKind
 class Policy:
     """Microbatches follow each other freely, at most ``active`` in flight, backward passes first; others override."""
 
+    #: Whether backward passes leave gradients of weights for later.
+    splits_backward = False
+
     def wave(self, microbatch: int, active: int) -> int | None:
         """The wave that a microbatch belongs to, or None where there are no waves.
 
@@ -44,6 +47,15 @@ class Interleaved(Policy):
     """Backward first: 1F1B, and what comes near it on a graph that is no chain (PipeDream-Flush; Narayanan et al., 2021)."""
 
 
+class ZeroBubble(Policy):
+    """Backward first, and gradients of weights where a stage would idle (ZB-H1 on a chain; Qi et al., 2023).
+
+    A microbatch is in flight at a stage until its gradients of weights are there, so that no stage holds more than interleaved.
+    """
+
+    splits_backward = True
+
+
 class Simple(Policy):
     """All forwards, then all backwards (GPipe; Huang et al., 2019), in waves of as many microbatches as may be active."""
 
@@ -57,7 +69,12 @@ class Simple(Policy):
 
 
 #: By the names that the configuration accepts. Steps that are only forward are planned like interleaved ones.
-POLICIES: dict[str, Policy] = {"interleaved": Interleaved(), "simple": Simple(), "_only_forward": Interleaved()}
+POLICIES: dict[str, Policy] = {
+    "interleaved": Interleaved(),
+    "zero_bubble": ZeroBubble(),
+    "simple": Simple(),
+    "_only_forward": Interleaved(),
+}
 
 
 def policy_named(name: str) -> Policy:

@@ -73,6 +73,7 @@ class Graph:
         self.microbatch = [microbatch_number[segment.action.microbatch] for segment in self.segments]
         self.ns = [_nanoseconds(segment.seconds) for segment in self.segments]
         self.forward = [segment.phase is not TaskKind.BACKWARD for segment in self.segments]
+        self.weights = [segment.action.kind is TaskKind.WEIGHTS for segment in self.segments]
         self.successors: list[list[tuple[int, int]]] = [[] for _ in self.segments]  # (node, event offset or -1 = end)
         self.needed = [0] * len(self.segments)
         self.giver = self._givers()
@@ -217,11 +218,15 @@ class Clock:
         # And on each rank, at [rank][microbatch].
         self.left_at = [[0] * microbatches for _ in range(ranks)]
         self.opened = [[False] * microbatches for _ in range(ranks)]
+        self.before_weights = [[0] * microbatches for _ in range(ranks)]  # as ``left_at``, without gradients of weights
         self.in_flight = [0] * ranks
+        self.weights_only = [0] * ranks  # of those in flight, the ones with nothing left but gradients of weights
+        self.weights_ready = [0] * ranks  # gradients of weights that could be computed, as nodes
         self.most_in_flight = [0] * ranks
-        for r, k in zip(graph.rank, graph.microbatch, strict=True):
+        for r, k, weights in zip(graph.rank, graph.microbatch, graph.weights, strict=True):
             self.left[k] += 1
             self.left_at[r][k] += 1
+            self.before_weights[r][k] += not weights
         self._missing = list(graph.needed)
         self._available = [0] * size
         self._busy = [False] * ranks
@@ -245,6 +250,7 @@ class Clock:
                 elif what == _ARRIVAL:
                     self.coming[rank_of[node]].pop(node, None)
                     self.ready[rank_of[node]].add(node)
+                    self.weights_ready[rank_of[node]] += self.graph.weights[node]
                 else:
                     self._finished(node)
             for r, waiting in enumerate(self.ready):
@@ -273,6 +279,7 @@ class Clock:
 
     def _start(self, node: int, r: int, now: int) -> None:
         self.ready[r].discard(node)
+        self.weights_ready[r] -= self.graph.weights[node]
         self.order[r].append(node)
         self.start[node] = now
         k = self.graph.microbatch[node]
@@ -293,6 +300,12 @@ class Clock:
         self.makespan = max(self.makespan, now)
         self.done += 1
         self.left_at[r][k] -= 1
+        if not self.graph.weights[node]:
+            self.before_weights[r][k] -= 1
+            if self.opened[r][k] and self.before_weights[r][k] == 0 and self.left_at[r][k]:
+                self.weights_only[r] += 1
+        elif self.opened[r][k] and self.before_weights[r][k] == 0 and self.left_at[r][k] == 0:
+            self.weights_only[r] -= 1
         if self.left_at[r][k] == 0 and self.opened[r][k]:
             self.in_flight[r] -= 1
         self.left[k] -= 1

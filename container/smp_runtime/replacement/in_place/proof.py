@@ -215,6 +215,10 @@ class Proof:
         Raises:
             NotEqualError: it does not compute what the whole does.
         """
+        with without_modes():
+            return self._proved(split)
+
+    def _proved(self, split: Split) -> Split:
         split = replace(split, summed=())  # which they are is found out here
         runs = self._all_parts(split)
         if results := self._sliced_results(runs):

@@ -1,0 +1,215 @@
+"""All that is counted of one kind of rank, put together, and the steps in which it is counted."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp_config import Group
+from smp_config.rehearsal import KindReport
+from smp_runtime.pipeline.execution import plan_store
+from smp_runtime.rehearsal.links import Links
+from smp_runtime.rehearsal.memory import LiveMemory, by_kind, largest
+from smp_runtime.rehearsal.operations import Unperformed
+from smp_runtime.rehearsal.phases import Phases
+from smp_runtime.rehearsal.traffic import CountedCollectives, DirectCollectives, Ledger
+from smp_runtime.rehearsal.work import Clock, ModuleTimes, TimedWork
+from smp_runtime.tensors import computing_time
+from smp_runtime.tensors.torch_private import dispatch_modes, stay_in
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from smp_config.rate_card import RateCard
+    from smp_runtime.comm.collectives import Collectives, Work
+    from smp_runtime.job.session import Session
+    from smp_runtime.pipeline.schedule.planner import Plan
+
+
+class RehearsalOver(BaseException):
+    """As many steps as were asked for are over. Not an exception that a script would catch."""
+
+
+class Counters:
+    """Counts on all threads of this process from :meth:`start` to :meth:`stop`, in steps of a session.
+
+    Args:
+        steps: after which :class:`RehearsalOver` is raised out of the script; the last is reported.
+        performed_bytes: of an operation that is really done, at most; None: all are, as in a job.
+        rates: turns work into seconds.
+
+    Attributes:
+        links: what goes to other stages.
+    """
+
+    def __init__(self, steps: int, performed_bytes: int | None, rates: RateCard | None = None) -> None:
+        self._steps = steps
+        self._session: Session | None = None
+        self.phases = Phases()
+        self.clock = Clock()
+        self.memory = LiveMemory(self.phases.where, lambda: self.clock.now)
+        self.ledger = Ledger(self.phases.where)
+        self._rates = rates
+        self._has_clock = rates is not None
+        self.work = ModuleTimes(self.phases.where, rates, self.clock)
+        self.links = Links()
+        self._direct = DirectCollectives(self.ledger)
+        self.mode = Unperformed([self.memory, self.work], self._direct, performed_bytes)
+        self._planned: Plan | None = None
+        self._put_back: list[Callable[[], object]] = []
+        self.step = -1
+        self._uses_steps = False
+        self._updated = False
+        self._began = 0.0
+        self._first_step_peak = 0
+
+    def start(self) -> None:
+        """Count from now on, on this thread and on those that it starts, and on theirs."""
+        stay_in(self.mode)
+        plan_store.at_plan.append(self._hear_plan)
+        self._put_back.append(plan_store.at_plan.clear)
+        if self._has_clock:
+            computing_time.clocks.append(lambda: self.clock.now)
+            self._put_back.append(computing_time.clocks.pop)
+        mode, run, start = self.mode, threading.Thread.run, threading.Thread.start
+        resize, memory = torch.UntypedStorage.resize_, self.memory
+        followed: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+        def started(thread: threading.Thread) -> None:
+            if mode in dispatch_modes():  # else what computes here is not of the training
+                followed.add(thread)
+            start(thread)
+
+        def entered(thread: threading.Thread) -> None:
+            if thread in followed:
+                stay_in(mode)
+            run(thread)
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            memory.resized(storage)
+            return result
+
+        threading.Thread.start = started  # type: ignore[method-assign, assignment]
+        threading.Thread.run = entered  # type: ignore[method-assign, assignment]
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        self._put_back += [
+            lambda: setattr(threading.Thread, "run", run),
+            lambda: setattr(threading.Thread, "start", start),
+            lambda: setattr(torch.UntypedStorage, "resize_", resize),
+            self.phases.close,
+        ]
+
+    def _hear_plan(self, planned: Plan) -> None:
+        self._planned = planned
+
+    def stop(self) -> None:
+        """Count no more on threads that begin now."""
+        while self._put_back:
+            self._put_back.pop()()
+
+    def counted(self, collectives: Collectives) -> CountedCollectives:
+        """The same collectives, counted."""
+        found = CountedCollectives(collectives, self.ledger, self._timed if self._has_clock else None)
+        self._direct.counted = found.counted
+        return found
+
+    def _timed(self, kind: str, nbytes: int, group: dist.ProcessGroup, work: Work) -> Work:
+        """A collective that ends when it would have ended."""
+        rates = self._rates
+        if rates is None or group.size() == 1:
+            return work
+        return TimedWork(
+            work, self.clock, rates.seconds_of_collective(kind, nbytes, group.size(), self.ledger.name_of(group)[1])
+        )
+
+    def follow(self, session: Session, hosts_of: Callable[[list[int]], int]) -> None:
+        """Count in the steps of a session that has just begun."""
+        self._session = session
+        ranks = session.ranks
+        names: dict[int, tuple[str, int]] = {}
+        for kind in (Group.TP, Group.PP, Group.DP, Group.RDP, Group.SHARD, Group.REPLICA, Group.MP, Group.WORLD):
+            # A group of several kinds is called by the first of them.
+            names.setdefault(id(ranks.groups.group(kind)), (kind.value, hosts_of(ranks.members(kind))))
+        self.ledger.name_of = lambda group: names.get(id(group), ("other", 1))
+        self.phases.in_microbatch = lambda: ranks.step.microbatch is not None
+        session.before_step.append(self._step_called)
+        session.after_update.append(self._updates)
+
+    def _step_called(self) -> None:
+        self._uses_steps = True
+        if self.step < 0 or self._updated:
+            self._begin_step()
+
+    def _updates(self, optimizer: Any) -> None:
+        self._updated = True
+        self._mark(optimizer)
+        if not self._uses_steps:
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._updated = False
+        self.step += 1
+        if self.step == self._steps:
+            raise RehearsalOver
+        if self.step == 1:
+            self._first_step_peak = self.memory.peak
+        if self.step >= 1:  # the last step counts: by then a pipeline runs in its planned order
+            self.memory.watch_peak()
+        self.phases.in_steps = True
+        self.ledger.step = self.links.step = self.step
+        self._began = self.clock.now
+        self.work.begin()
+        self.memory.begin_curve()
+        for model in self._session.models if self._session is not None else ():
+            self.phases.name(model.module)
+
+    def _mark(self, optimizer: Any) -> None:
+        """Say what the tensors of models and of an optimizer are, now that they are all there."""
+        models: list[Any] = list(self._session.models) if self._session is not None else []
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.memory.mark("optimizer state", trained)  # masters and shards; those of a model are marked again below
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                self.memory.mark("optimizer state", [v for v in state.values() if isinstance(v, torch.Tensor)])
+        for model in models:
+            parameters = list(model.parameters())
+            self.memory.mark("gradient", [parameter.grad for parameter in (*parameters, *trained)])
+            shards = [getattr(parameter, "ds_tensor", None) for parameter in parameters]
+            self.memory.mark("parameter", [*shards, *parameters, *model.buffers()])
+
+    def report(self, stage: int, rank: int, stands_for: int) -> KindReport:
+        """All that was counted."""
+        memory, holders = self.memory, self.memory.at_peak()
+        models = self._session.models if self._session is not None else []
+        elements = sum(p.numel() for m in models for p in m.parameters() if not p.is_meta)
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return KindReport(
+            stage=stage,
+            rank=rank,
+            stands_for=stands_for,
+            parameters=elements,
+            steps=max(self.step, 0),
+            peak_bytes=memory.peak,
+            peak_phase=memory.peak_at.phase,
+            peak_module=memory.peak_at.module,
+            peak_line=memory.peak_line,
+            resident_bytes=memory.now,
+            first_step_peak_bytes=self._first_step_peak or memory.peak,
+            classes=by_kind(holders),
+            holders=largest(holders),
+            curve=memory.curve(),
+            collectives=self.ledger.counts(),
+            links=self.links.counts(),
+            work=self.work.rows(),
+            step_seconds=self.clock.now - self._began,
+            pipeline_seconds=None if self._planned is None else self._planned.makespan,
+            pipeline_idle={} if self._planned is None else dict(self._planned.idle),
+            process_bytes=used if sys.platform == "darwin" else used * 1024,
+        )

@@ -1,0 +1,106 @@
+"""What a rank is at: the phase of a step, and the module whose forward pass, or whose part of backward, runs."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from smp_runtime.rehearsal.memory import Where
+from smp_runtime.tensors.torch_private import next_node_number, number_of_node, running_node
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: Nodes of autograd are numbered as they are made; so many beginnings of modules are remembered.
+_MOST_MARKS = 400_000
+
+
+class _Thread(threading.local):
+    """Of one thread."""
+
+    def __init__(self) -> None:
+        self.modules: list[str] = []  # whose forward runs, the innermost last
+        self.where = Where("start", "")
+
+
+class Phases:
+    """Follows all threads of a rank by PyTorch's global hooks, until :meth:`close`.
+
+    Attributes:
+        in_steps: whether the first step has begun.
+        in_microbatch: whether the calling thread runs a microbatch.
+    """
+
+    def __init__(self) -> None:
+        self._here = _Thread()
+        self._names: dict[int, str] = {}
+        self._updating = False
+        self.in_steps = False
+        self.in_microbatch: Callable[[], bool] = lambda: False
+        self._numbers: list[int] = []  # numbers of nodes, ascending
+        self._owners: list[str] = []  # the module that ran from that number on
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+            register_optimizer_step_pre_hook(lambda *_: self._update(True)),
+            register_optimizer_step_post_hook(lambda *_: self._update(False)),
+        ]
+
+    def close(self) -> None:
+        """Hear no more."""
+        for handle in self._handles:
+            handle.remove()
+
+    def name(self, model: nn.Module) -> None:
+        """From now on its modules are called by their paths."""
+        for path, module in model.named_modules():
+            self._names[id(module)] = path
+
+    def where(self) -> Where:
+        """What the calling thread is at."""
+        node = running_node()
+        modules = self._here.modules
+        if node is not None:
+            return Where("backward", modules[-1] if modules else self._of_node(node))
+        if modules or self.in_microbatch():
+            return Where("forward", modules[-1] if modules else "")
+        if self._updating:
+            return Where("update", "")
+        return Where("outside" if self.in_steps else "start", "")
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        name = self._names.get(id(module))
+        modules = self._here.modules
+        modules.append((modules[-1] if modules else type(module).__name__) if name is None else name)
+        self._mark(modules[-1])
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        modules = self._here.modules
+        if modules:
+            modules.pop()
+        self._mark(modules[-1] if modules else "")
+
+    def _mark(self, owner: str) -> None:
+        number = next_node_number()
+        if self._numbers and number < self._numbers[-1]:
+            return  # another thread, whose numbers are its own
+        if self._numbers and number == self._numbers[-1]:
+            self._owners[-1] = owner
+            return
+        if len(self._numbers) > _MOST_MARKS:
+            del self._numbers[: _MOST_MARKS // 2], self._owners[: _MOST_MARKS // 2]
+        self._numbers.append(number)
+        self._owners.append(owner)
+
+    def _of_node(self, node: Any) -> str:
+        """The module in whose forward a node was made."""
+        position = bisect.bisect_right(self._numbers, number_of_node(node)) - 1
+        return self._owners[position] if position >= 0 else ""
+
+    def _update(self, begins: bool) -> None:
+        self._updating = begins

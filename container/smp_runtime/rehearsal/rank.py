@@ -1,0 +1,270 @@
+"""The runner of a rehearsal: ``python -m smp_runtime.rehearsal.rank REQUEST train.py --epochs 3``.
+
+It imports PyTorch once and forks a process for each kind of rank. Each of them believes that it is the first rank of its kind
+in the whole job, runs the script, and leaves its counts, or why it could not go on, in the request's folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import runpy
+import secrets
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from smp_config import ConfigError, ModelParallelParameters, Topology
+from smp_config.launchers import SECRET_VARIABLE
+from smp_config.rate_card import RateCard
+from smp_config.rehearsal import REHEARSAL_VARIABLE, Failure, RehearsalRequest, read_request
+from smp_config.script_lines import is_script_s
+from smp_config.values import dictionary
+from smp_emulation.installing import install_where_asked
+from smp_runtime.comm import collectives as collectives_room
+from smp_runtime.comm.carriers import SoloCarrier, StoreCarrier
+from smp_runtime.job import session as sessions
+from smp_runtime.job.ranks import PARAMETERS_VARIABLE
+from smp_runtime.pipeline.transport import tensor_channels
+from smp_runtime.rehearsal.control import Kinds, RehearsedControl
+from smp_runtime.rehearsal.counters import Counters, RehearsalOver
+from smp_runtime.rehearsal.operations import PERFORMED_BYTES, as_fused, use_fresh_memory
+from smp_runtime.rehearsal.traffic import AbsentCollectives
+from smp_runtime.tensors.torch_private import absent_store
+
+#: Exit codes of a kind.
+_DONE, _FAILED, _OTHER_KINDS = 0, 1, 3
+
+
+class _OtherKinds(BaseException):
+    """The script asks for another number of pipeline stages than there are processes."""
+
+    def __init__(self, needed: int) -> None:
+        super().__init__(needed)
+        self.needed = needed
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Rehearse a script.
+
+    Args:
+        arguments: ``[file of the request, script, *words]``.
+
+    Returns:
+        The exit code: 0 if every kind came to its end.
+    """
+    request = read_request(Path(arguments[0]))
+    use_fresh_memory()
+    install_where_asked()  # PyTorch calls it by itself only where the packages are installed, and not found by a path
+    os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
+    os.environ[REHEARSAL_VARIABLE] = str(request.ranks)
+    importlib.import_module("smdistributed.modelparallel.torch")  # once, for the scripts of all kinds
+    codes = _fork_all(request, arguments[1:])
+    if _OTHER_KINDS in codes:
+        failures = [read_failure(path) for path in Path(request.folder).glob("failed-*.json")]
+        needed = max(failure.kinds_needed or 1 for failure in failures)
+        for path in Path(request.folder).glob("*-*.json"):
+            path.unlink()
+        codes = _fork_all(request.model_copy(update={"kinds": needed}), arguments[1:])
+    return _DONE if not any(codes) else _FAILED
+
+
+def read_failure(path: Path) -> Failure:
+    """What a kind has left that could not go on."""
+    return Failure.model_validate_json(path.read_bytes())
+
+
+def _fork_all(request: RehearsalRequest, words: Sequence[str]) -> list[int]:
+    """Run every kind in a process of its own; gives their exit codes."""
+    children = []
+    pipes = []
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for kind in range(request.kinds):
+        reads, writes = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(writes)
+            code = _FAILED
+            try:
+                code = _Kind(request, kind, reads).run(words)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        os.close(reads)
+        children.append(child)
+        pipes.append(writes)
+    # After the forks: its threads would not live on in them.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if request.kinds > 1 else None
+    for pipe in pipes:
+        os.write(pipe, str(0 if store is None else store.port).encode())
+        os.close(pipe)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+class _Kind:
+    """The process that stands for one kind of rank.
+
+    Args:
+        reads: a descriptor from which the port of the common store can be read.
+    """
+
+    def __init__(self, request: RehearsalRequest, kind: int, reads: int) -> None:
+        self._request = request
+        self._kind = kind
+        self._port = int(os.read(reads, 16).decode())
+        os.close(reads)
+        self._kinds: Kinds | None = None
+        self._session: sessions.Session | None = None
+        card = _rates(request)
+        limit = request.performed_bytes if request.performed_bytes is not None else PERFORMED_BYTES
+        self._counters = Counters(request.steps, limit, card)
+        self._rank = 0
+
+    def run(self, words: Sequence[str]) -> int:
+        """Run the script to the last step, and leave a report; gives the exit code."""
+        script, *rest = words
+        self._place(_parameters_of_environment())
+        sessions.joining.append(self._join)
+        sessions.at_init.append(self._begin)
+        if self._request.on_gpu:
+            F.scaled_dot_product_attention = as_fused(F.scaled_dot_product_attention)
+        torch.save = lambda *args, **kwargs: None  # the elements are nobody's
+        dist.init_process_group = self._start_groups
+        dist.distributed_c10d.init_process_group = self._start_groups
+        sys.argv = [script, *rest]
+        sys.path.insert(0, str(Path(script).absolute().parent))
+        self._counters.start()
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except RehearsalOver:
+            pass
+        except _OtherKinds as other:
+            self._leave(Failure(stage=self._kind, rank=self._rank, error="", kinds_needed=other.needed))
+            return _OTHER_KINDS
+        except SystemExit as left:
+            if left.code not in (None, 0):
+                return self._failed(left)
+        except BaseException as error:
+            return self._failed(error)
+        return self._finish()
+
+    def _finish(self) -> int:
+        if self._kinds is None:
+            return self._failed(
+                ConfigError("the script ended without calling smp.init(), so it has no ranks that could be rehearsed")
+            )
+        report = self._counters.report(self._kind, self._rank, self._kinds.stands_for(self._kind))
+        Path(self._request.folder, f"kind-{self._kind}.json").write_text(report.model_dump_json(), encoding="utf-8")
+        try:
+            sessions.shutdown()
+        except Exception as error:
+            print(f"rehearsal: leaving the job failed: {error}", file=sys.stderr)
+        return _DONE
+
+    def _failed(self, error: BaseException) -> int:
+        failure = Failure(
+            stage=self._kind, rank=self._rank, error=f"{type(error).__name__}: {error}", line=_line_of(error)
+        )
+        self._leave(failure)
+        if not isinstance(error, ConfigError | ValueError):
+            traceback.print_exception(error)
+        if self._session is not None:
+            self._session.has_failed = True
+            sessions.shutdown()
+        return _FAILED
+
+    def _leave(self, failure: Failure) -> None:
+        Path(self._request.folder, f"failed-{self._kind}.json").write_text(failure.model_dump_json(), encoding="utf-8")
+
+    # -- what smp.init() meets ---------------------------------------------------------------------------------
+
+    def _place(self, parameters: ModelParallelParameters | None) -> None:
+        """Give this process the environment of the rank that it stands for, as far as it is known before smp.init()."""
+        request = self._request
+        if parameters is not None:
+            topology = parameters.topology(request.ranks)
+            if topology.pipeline == request.kinds:
+                self._rank = Kinds(topology, request.ranks_per_host).representatives[self._kind]
+        local = self._rank % request.ranks_per_host
+        for name, value in (
+            (("RANK", "SMP_RANK"), self._rank),
+            (("WORLD_SIZE", "SMP_WORLD_SIZE"), request.ranks),
+            (("SMP_LOCAL_RANK", "LOCAL_RANK"), local),
+            (("SMP_LOCAL_SIZE", "LOCAL_WORLD_SIZE"), request.ranks_per_host),
+            (("SMP_HOST",), f"algo-{self._rank // request.ranks_per_host + 1}"),
+        ):
+            os.environ.update(dict.fromkeys(name, str(value)))
+
+    def _join(self, parameters: ModelParallelParameters) -> tuple[RehearsedControl, Any]:
+        """Instead of the way to other ranks."""
+        request = self._request
+        topology: Topology = parameters.topology(request.ranks)
+        if topology.pipeline != request.kinds:
+            raise _OtherKinds(topology.pipeline)
+        self._kinds = kinds = Kinds(topology, request.ranks_per_host)
+        self._place(parameters)
+        inner: Any = SoloCarrier()
+        if request.kinds > 1:
+            store = dist.TCPStore("127.0.0.1", self._port, is_master=False, wait_for_workers=False)
+            inner = StoreCarrier(store, self._kind, request.kinds, os.environ)
+        host = kinds.host_of(self._rank)
+        counters = self._counters
+        counters.links.reaches(kinds.kind_of, lambda rank: kinds.host_of(rank) == host)
+        tensor_channels.instead.append(counters.links.channel)
+        if not dist.is_initialized():
+            self._start_groups()
+        if request.on_gpu:
+            collectives_room.compared_bytes = math.inf
+        collectives = counters.counted(AbsentCollectives(buffers=not request.on_gpu))
+        return RehearsedControl(inner, kinds, request.ranks), collectives
+
+    def _start_groups(self, *args: Any, **kwargs: Any) -> None:
+        """Instead of ``init_process_group``: groups whose other ranks are not there."""
+        _init_process_group("fake", store=absent_store(), rank=self._rank, world_size=self._request.ranks)
+
+    def _begin(self, session: sessions.Session) -> None:
+        self._session = session
+        if self._kinds is not None:
+            self._counters.follow(session, self._kinds.hosts_of)
+
+
+_init_process_group = dist.init_process_group
+
+
+def _rates(request: RehearsalRequest) -> RateCard | None:
+    """The rates of the instance; None where they are not known."""
+    try:
+        return (
+            RateCard.of_instance(request.instance_type, processes_per_host=request.ranks_per_host)
+            if request.instance_type
+            else None
+        )
+    except ConfigError:
+        return None
+
+
+def _parameters_of_environment() -> ModelParallelParameters | None:
+    carried = os.environ.get(PARAMETERS_VARIABLE)
+    return ModelParallelParameters.from_mp_parameters(dictionary(carried, PARAMETERS_VARIABLE)) if carried else None
+
+
+def _line_of(error: BaseException) -> str:
+    """The script's line at which an error came up: the innermost."""
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if is_script_s(frame.f_code.co_filename):
+            found = f"{frame.f_code.co_filename}:{line}"
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,17 @@
+"""The clock by which computation is measured: recorded segments of a pipeline, module times of a trace, timelines.
+
+Waits and deadlines go by the system's clocks; they are real wherever the computation is not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+#: What is read, the last of them; a rehearsal, which computes nothing, puts a clock of its own here.
+clocks: list[Callable[[], float]] = [time.perf_counter]
+
+
+def now() -> float:
+    """Seconds, since no particular moment."""
+    return clocks[-1]()

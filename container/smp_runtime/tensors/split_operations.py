@@ -1,0 +1,319 @@
+"""Operations whose weights' gradients can be computed apart: linear layers, embeddings, convolutions and norms.
+
+:class:`SplitOperations` takes the calls that PyTorch's modules and scripts make of them (``F.linear``, ``addmm``, ``matmul`` with a
+parameter, ``F.embedding``, ``F.conv1d`` to ``conv3d``, ``F.layer_norm``, ``F.group_norm``); everything else, and what cannot be
+split (a weight that is no leaf, autocast, vmap, tensors of other classes), runs as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from smp_runtime.tensors.torch_private import is_transformed
+from smp_runtime.tensors.weight_gradients import Gradients, Operation, is_deferrable, split
+
+#: What backward needs; None for what an operation has not.
+_Kept = Sequence[Any]
+_aten = torch.ops.aten
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """``[…, n]`` as ``[rows, n]``."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+class _Linear:
+    """``input @ weight.T + bias``: input ``[…, in]``, weight ``[out, in]``, bias ``[out]`` or None."""
+
+    weights = (1, 2)
+
+    def __init__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.tensors: _Kept = (input, weight, bias)
+
+    def forward(self, *tensors: Any) -> tuple[torch.Tensor, _Kept]:
+        input, weight, bias = tensors
+        return F.linear(input, weight, bias), (input, weight)
+
+    def gradients(self, gradient: torch.Tensor, kept: _Kept, wanted: Sequence[bool]) -> Gradients:
+        input, weight = kept
+        return (
+            gradient @ weight if wanted[0] else None,
+            _rows(gradient).t() @ _rows(input) if wanted[1] else None,
+            _rows(gradient).sum(0) if wanted[2] else None,
+        )
+
+
+class _Product:
+    """``input @ weight (+ bias)``: input ``[…, in]``, weight ``[in, out]``, bias ``[out]`` or None."""
+
+    weights = (1, 2)
+
+    def __init__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.tensors: _Kept = (input, weight, bias)
+
+    def forward(self, *tensors: Any) -> tuple[torch.Tensor, _Kept]:
+        input, weight, bias = tensors
+        output = input @ weight if bias is None else torch.addmm(bias, input, weight)
+        return output, (input, weight)
+
+    def gradients(self, gradient: torch.Tensor, kept: _Kept, wanted: Sequence[bool]) -> Gradients:
+        input, weight = kept
+        return (
+            gradient @ weight.t() if wanted[0] else None,
+            _rows(input).t() @ _rows(gradient) if wanted[1] else None,
+            _rows(gradient).sum(0) if wanted[2] else None,
+        )
+
+
+class _Embedding:
+    """Rows of a table ``[rows, width]`` by indices of any shape."""
+
+    weights = (1,)
+
+    def __init__(self, indices: torch.Tensor, table: torch.Tensor, padding: int, by_frequency: bool) -> None:
+        self.tensors: _Kept = (indices, table)
+        self._rows = table.shape[0]
+        self._padding = padding
+        self._by_frequency = by_frequency
+
+    def forward(self, *tensors: Any) -> tuple[torch.Tensor, _Kept]:
+        indices, table = tensors
+        output = torch.embedding(table, indices, self._padding, self._by_frequency, False)
+        return output, (indices,)
+
+    def gradients(self, gradient: torch.Tensor, kept: _Kept, wanted: Sequence[bool]) -> Gradients:
+        if not wanted[1]:
+            return None, None
+        (indices,) = kept
+        found = _aten.embedding_dense_backward(gradient, indices, self._rows, self._padding, self._by_frequency)
+        return None, found
+
+
+class _Convolution:
+    """Input ``[batch, in, …]``, weight ``[out, in / groups, …]``, bias ``[out]`` or None."""
+
+    weights = (1, 2)
+
+    def __init__(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]
+    ) -> None:
+        self.tensors: _Kept = (input, weight, bias)
+        self._how = how  # stride, padding, dilation, groups
+
+    def forward(self, *tensors: Any) -> tuple[torch.Tensor, _Kept]:
+        input, weight, bias = tensors
+        stride, padding, dilation, groups = self._how
+        output = torch.convolution(input, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+        self._bias = None if bias is None else list(bias.shape)
+        return output, (input, weight)
+
+    def gradients(self, gradient: torch.Tensor, kept: _Kept, wanted: Sequence[bool]) -> Gradients:
+        input, weight = kept
+        stride, padding, dilation, groups = self._how
+        found: Gradients = _aten.convolution_backward(
+            *(gradient, input, weight, self._bias, stride, padding, dilation, False, [0] * len(stride), groups),
+            list(wanted),
+        )
+        return [each if wants else None for each, wants in zip(found, wanted, strict=True)]
+
+
+class _LayerNorm:
+    """Over the last dimensions, ``shape`` of them; weight and bias of that shape, or None."""
+
+    weights = (1, 2)
+
+    def __init__(
+        self,
+        input: torch.Tensor,
+        shape: Sequence[int],
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+    ) -> None:
+        self.tensors: _Kept = (input, weight, bias)
+        self._shape = list(shape)
+        self._eps = eps
+
+    def forward(self, *tensors: Any) -> tuple[torch.Tensor, _Kept]:
+        input, weight, bias = tensors
+        output, mean, scale = torch.native_layer_norm(input, self._shape, weight, bias, self._eps)
+        return output, (input, mean, scale, weight, bias)
+
+    def gradients(self, gradient: torch.Tensor, kept: _Kept, wanted: Sequence[bool]) -> Gradients:
+        input, mean, scale, weight, bias = kept
+        found: Gradients = _aten.native_layer_norm_backward(
+            gradient, input, self._shape, mean, scale, weight, bias, list(wanted)
+        )
+        return [each if wants else None for each, wants in zip(found, wanted, strict=True)]
+
+
+class _GroupNorm:
+    """Input ``[batch, channels, …]``; weight and bias ``[channels]``, or None."""
+
+    weights = (1, 2)
+
+    def __init__(
+        self, input: torch.Tensor, groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    ) -> None:
+        self.tensors: _Kept = (input, weight, bias)
+        batch, channels, *rest = input.shape
+        self._sizes = (batch, channels, math.prod(rest), groups)
+        self._eps = eps
+
+    def forward(self, *tensors: Any) -> tuple[torch.Tensor, _Kept]:
+        input, weight, bias = tensors
+        input = input.contiguous()
+        output, mean, scale = torch.native_group_norm(input, weight, bias, *self._sizes, self._eps)
+        return output, (input, mean, scale, weight)
+
+    def gradients(self, gradient: torch.Tensor, kept: _Kept, wanted: Sequence[bool]) -> Gradients:
+        input, mean, scale, weight = kept
+        found: Gradients = _aten.native_group_norm_backward(
+            gradient.contiguous(), input, mean, scale, weight, *self._sizes, list(wanted)
+        )
+        return [each if wants else None for each, wants in zip(found, wanted, strict=True)]
+
+
+# ---- from calls to operations: None where a call cannot be split ----
+
+
+def _linear(input: Any, weight: Any, bias: Any = None) -> Operation | None:
+    return _Linear(input, weight, bias) if is_deferrable(weight) and weight.dim() == 2 else None
+
+
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> Operation | None:
+    plain = beta == 1 and alpha == 1 and out is None and is_deferrable(mat2)
+    return _Product(mat1, mat2, input) if plain and input.dim() == 1 and input.shape[0] == mat2.shape[1] else None
+
+
+def _matmul(input: Any, other: Any, *, out: Any = None) -> Operation | None:
+    fits = out is None and is_deferrable(other) and other.dim() == 2 and input.dim() >= 2
+    return _Product(input, other) if fits else None
+
+
+def _embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: Any = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Operation | None:
+    if max_norm is not None or sparse or not is_deferrable(weight):
+        return None
+    padding = -1 if padding_idx is None else padding_idx if padding_idx >= 0 else weight.shape[0] + padding_idx
+    return _Embedding(input, weight, padding, scale_grad_by_freq)
+
+
+def _convolution(dimensions: int) -> Callable[..., Operation | None]:
+    def each(value: Any) -> list[int]:
+        return [value] * dimensions if isinstance(value, int) else list(value) * (dimensions if len(value) == 1 else 1)
+
+    def convolution(
+        input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+    ) -> Operation | None:
+        if padding == "same" or input.dim() != dimensions + 2 or not is_deferrable(weight):
+            return None
+        padding = 0 if padding == "valid" else padding
+        return _Convolution(input, weight, bias, (each(stride), each(padding), each(dilation), groups))
+
+    return convolution
+
+
+def _layer_norm(
+    input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Operation | None:
+    fits = is_deferrable(weight) and input.dtype == weight.dtype  # mixed types go through kernels of their own
+    return _LayerNorm(input, normalized_shape, weight, bias, eps) if fits else None
+
+
+def _group_norm(
+    input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Operation | None:
+    fits = is_deferrable(weight) and input.dtype == weight.dtype and input.dim() > 2
+    return _GroupNorm(input, num_groups, weight, bias, eps) if fits else None
+
+
+_CALLS: Mapping[Any, Callable[..., Operation | None]] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    torch.matmul: _matmul,
+    torch.mm: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.mm: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+    F.embedding: _embedding,
+    F.conv1d: _convolution(1),
+    F.conv2d: _convolution(2),
+    F.conv3d: _convolution(3),
+    F.layer_norm: _layer_norm,
+    F.group_norm: _group_norm,
+}
+
+
+#: Calls that run a backward pass and that modes can take.
+_BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+class SplitOperations(TorchFunctionMode):
+    """Takes the calls of operations that can be split; for :func:`.weight_gradients.splitting`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        make = _CALLS.get(func)
+        if make is not None and torch.is_grad_enabled() and (operation := _operation(make, args, kwargs)) is not None:
+            return split(operation)
+        if func in _BACKWARD and (edges := _edges(func, args, kwargs)) is not None:
+            # Checkpointed regions run again inside, as they did in the forward pass; calls with tensors would come back here.
+            with self:
+                return edges()
+        return func(*args, **kwargs)
+
+
+def _edges(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
+    """A call that runs a backward pass, with places in the graph instead of tensors; None where there is no such call."""
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    for name in ("self", "tensors", "outputs", "inputs"):
+        given = bound.arguments.get(name)
+        if given is None:
+            continue
+        tensors = [given] if isinstance(given, torch.Tensor) else given
+        if isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+            return None
+        bound.arguments[name] = [get_gradient_edge(tensor) for tensor in tensors]
+    if func is torch.Tensor.backward:
+        given = bound.arguments
+        return functools.partial(
+            torch.autograd.backward,
+            given["self"],
+            given.get("gradient"),
+            retain_graph=given.get("retain_graph"),
+            create_graph=given.get("create_graph", False),
+            inputs=given.get("inputs"),
+        )
+    return functools.partial(func, *bound.args, **bound.kwargs)
+
+
+def _operation(make: Callable[..., Operation | None], args: Any, kwargs: Any) -> Operation | None:
+    given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+    if any(type(each) not in (torch.Tensor, torch.nn.Parameter) or is_transformed(each) for each in given):
+        return None
+    if torch.is_autocast_enabled(given[0].device.type):
+        return None  # casts inside the operation, whose gradients are autograd's own affair
+    try:
+        operation = make(*args, **kwargs)
+    except TypeError:  # arguments that the operation does not have: its own error says so
+        return None
+    if operation is None or len({t.dtype for t in operation.tensors if t is not None and t.is_floating_point()}) > 1:
+        return None
+    return operation

@@ -1,0 +1,227 @@
+"""Gradients of weights that are computed after those of inputs, which other stages wait for.
+
+The backward pass of a linear layer is two products: one gives the gradient of its input, which the layer before it needs at
+once, the other the gradient of its weight, which nobody needs before the update. Inside :func:`splitting` the operations of
+:mod:`.split_operations` compute the first when backward comes to them, and leave the second in a :class:`WeightGradients` with what
+it needs, so that whoever runs the pass can compute it where it would idle otherwise (zero bubble: Qi et al., 2023).
+
+The unit is the operation, not the graph: whatever lies between two such operations (views, chunks, residuals, branches,
+recomputation of checkpointed regions, weights that are used twice) stays autograd's own, so every gradient is added exactly
+once, as often as its operation ran.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from smp_runtime.tensors.torch_private import run_backward, will_run
+
+if TYPE_CHECKING:
+    from torch.overrides import TorchFunctionMode
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+class Operation(Protocol):
+    """One call of an operation whose backward pass can be taken apart.
+
+    Attributes:
+        tensors: its inputs and parameters, in the order of its arguments; None for those that it has not.
+    """
+
+    tensors: Sequence[Any]
+
+    @property
+    def weights(self) -> Sequence[int]:
+        """Positions of the parameters among the tensors whose gradients may come later."""
+        ...
+
+    def forward(self, *tensors: Any) -> tuple[torch.Tensor, Sequence[Any]]:
+        """The output, and what backward needs."""
+        ...
+
+    def gradients(self, gradient: torch.Tensor, kept: Sequence[Any], wanted: Sequence[bool]) -> Gradients:
+        """Of each tensor that is wanted; None for the others. By differentiable operations."""
+        ...
+
+
+class _Later(NamedTuple):
+    weights: Sequence[torch.Tensor]
+    compute: Callable[[], Gradients]
+
+
+class WeightGradients:
+    """What the backward passes of a task have left for later.
+
+    Attributes:
+        is_open: whether a pass that runs now may leave some.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._later: list[_Later] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._later)
+
+    def add(self, weights: Sequence[torch.Tensor], compute: Callable[[], Gradients]) -> None:
+        """Leave the gradients of leaves for later; ``compute`` gives them in the same order."""
+        self._later.append(_Later(weights, compute))
+
+    def take(self) -> WeightGradients:
+        """What was left so far, which is not here any more."""
+        taken = WeightGradients()
+        taken._later, self._later = self._later, []
+        return taken
+
+    def run(self) -> None:
+        """Compute what was left and add it to the gradients of the weights, as autograd does: with their hooks, once for each."""
+        left = Counter(id(weight) for later in self._later for weight in later.weights)
+        sums: dict[int, torch.Tensor] = {}
+        # Taken one by one, so that what an operation has kept is let go of as soon as it is used.
+        self._later.reverse()
+        while self._later:
+            weights, compute = self._later.pop()
+            with torch.no_grad():
+                gradients = compute()
+                for weight, gradient in zip(weights, gradients, strict=True):
+                    left[id(weight)] -= 1
+                    if gradient is not None:
+                        former = sums.get(id(weight))
+                        sums[id(weight)] = gradient if former is None else former + gradient
+            ready = [weight for weight in weights if not left[id(weight)] and id(weight) in sums]
+            if ready:
+                found = tuple(sums.pop(id(weight)) for weight in ready)
+                run_backward(tuple(ready), found, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+    def clear(self) -> None:
+        """Forget it: the step has failed."""
+        self._later.clear()
+
+
+class _Here(threading.local):
+    left: WeightGradients | None = None
+
+
+_here = _Here()
+
+
+@contextlib.contextmanager
+def splitting(left: WeightGradients, operations: TorchFunctionMode) -> Iterator[None]:
+    """Inside, on the calling thread, gradients of weights go to ``left``.
+
+    Args:
+        operations: takes the calls of operations that can be split.
+    """
+    former, _here.left = _here.left, left
+    try:
+        with operations:
+            yield
+    finally:
+        _here.left = former
+
+
+def weight_gradient_later(weight: torch.Tensor, compute: Callable[[], torch.Tensor]) -> bool:
+    """For the ``backward`` of a script's own ``torch.autograd.Function``: leave the gradient of a weight for a moment of idleness.
+
+    Where it gives True, ``compute`` is called later on the same rank, without gradients, and what it returns is added to
+    ``weight.grad``; backward returns None for the weight then. Where it gives False, there is no such moment (another schedule than
+    ``zero_bubble``, ``torch.autograd.grad``, a graph of the backward pass itself, a weight that is no leaf or has hooks): compute
+    it now and return it.
+
+    Args:
+        weight: a leaf of the graph that requires a gradient, as a parameter is.
+        compute: gives its gradient, of the weight's shape, dtype and device.
+    """
+    left = _open()
+    if left is None or not _may_wait(weight):
+        return False
+    left.add((weight,), lambda: (compute(),))
+    return True
+
+
+def is_deferrable(weight: object) -> bool:
+    """Whether a gradient may be added to a tensor at any time: it is a leaf, and no script listens to its gradients.
+
+    This library's own hooks count: each pass calls them once when backward comes to the leaf, and once when the gradient is there.
+    """
+    return (
+        isinstance(weight, torch.nn.Parameter)
+        and weight.is_leaf
+        and weight.requires_grad
+        and not weight._backward_hooks  # noqa: SLF001 - PyTorch has no public list of them
+        and all(map(_is_ours, (weight._post_accumulate_grad_hooks or {}).values()))  # noqa: SLF001 - likewise
+    )
+
+
+def _is_ours(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("smp_runtime.")
+
+
+def _open() -> WeightGradients | None:
+    """Where the backward pass that runs on this thread may leave gradients of weights; not one whose own graph is kept."""
+    left = _here.left
+    return None if left is None or not left.is_open or torch.is_grad_enabled() else left
+
+
+def _may_wait(weight: torch.Tensor | None) -> bool:
+    """Whether the backward pass that runs adds to a leaf's gradient, and may do so later.
+
+    ``torch.autograd.grad`` and ``backward(inputs=…)`` may not add to it.
+    """
+    if weight is None or not is_deferrable(weight):
+        return False
+    try:
+        return bool(will_run(get_gradient_edge(weight).node))
+    except RuntimeError:  # so PyTorch says that torch.autograd.grad asks for this leaf
+        return False
+
+
+class Split(torch.autograd.Function):
+    """An operation in the graph whose weights may get their gradients later; its arguments are those of :meth:`forward`."""
+
+    @staticmethod
+    def forward(ctx: Any, operation: Operation, *tensors: torch.Tensor | None) -> torch.Tensor:
+        """Run the operation."""
+        output, kept = operation.forward(*tensors)
+        operation.tensors = [
+            None if tensor is None or i not in operation.weights else tensor for i, tensor in enumerate(tensors)
+        ]
+        ctx.operation = operation
+        ctx.save_for_backward(*kept)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """What is wanted now; the rest goes to the thread's :class:`WeightGradients`."""
+        operation: Operation = ctx.operation
+        kept, wanted = ctx.saved_tensors, list(ctx.needs_input_grad[1:])
+        left, later = _open(), []
+        if left is not None:
+            later = [i for i in operation.weights if wanted[i] and _may_wait(operation.tensors[i])]
+        if left is not None and later:
+            wanted_later = [i in later for i in range(len(wanted))]
+            weights = [weight for i in later if (weight := operation.tensors[i]) is not None]
+
+            def compute() -> Gradients:
+                found = operation.gradients(gradient, kept, wanted_later)
+                return [found[i] for i in later]
+
+            left.add(weights, compute)
+            wanted = [needed and i not in later for i, needed in enumerate(wanted)]
+        if not any(wanted):
+            return (None, *([None] * len(wanted)))
+        return (None, *operation.gradients(gradient, kept, wanted))
+
+
+def split(operation: Operation) -> torch.Tensor:
+    """Call an operation so that its weights' gradients may come later."""
+    output: torch.Tensor = Split.apply(operation, *operation.tensors)
+    return output

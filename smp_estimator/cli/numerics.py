@@ -1,0 +1,112 @@
+"""``smp-estimator diff`` and ``verify``: where two trainings part, and whether a script trains the same at other degrees."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import click
+from rich.markup import escape
+
+from smp_config import ConfigError
+from smp_config.values import dictionary
+from smp_estimator.cli.console import console
+from smp_estimator.numerics.comparison import Comparison, compare
+from smp_estimator.numerics.recorded_run import RecordedRun
+from smp_estimator.numerics.verification import Verification, loss_of
+
+
+def add_commands(main: click.Group) -> None:
+    """Add both to ``smp-estimator``."""
+    main.add_command(diff)
+    main.add_command(verify)
+
+
+@click.command()
+@click.argument("one", type=click.Path(file_okay=False))
+@click.argument("other", type=click.Path(file_okay=False))
+@click.option("--picture", type=click.Path(dir_okay=False), help="Draw how the error grows; .svg, .png or .pdf.")
+def diff(one: str, other: str, picture: str | None) -> None:
+    """Say where two recorded trainings differ first.
+
+    ONE and OTHER are folders that jobs with SMP_RECORD_NUMERICS have written, of any degrees. Exit code 1 when rounding does not
+    explain a difference.
+    """
+    _show(compare(RecordedRun.read(one), RecordedRun.read(other)), picture)
+
+
+@click.command(context_settings={"allow_interspersed_args": True})
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+@click.option("--parameters", required=True, metavar="JSON|FILE", help="mp_parameters: the degrees to be verified.")
+@click.option("--processes", type=click.IntRange(1), help="Default: as few as the degrees need, two replicas with ddp.")
+@click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Updates after which the runs end.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the generators after smp.init().")
+@click.option(
+    "--folder", type=click.Path(file_okay=False), help="Keep both runs' numbers and logs there; default: removed."
+)
+@click.option("--picture", type=click.Path(dir_okay=False), help="Draw how the error grows; .svg, .png or .pdf.")
+def verify(
+    script: str,
+    words: tuple[str, ...],
+    parameters: str,
+    processes: int | None,
+    steps: int,
+    seed: int,
+    folder: str | None,
+    picture: str | None,
+) -> None:
+    """Run SCRIPT at the wanted degrees and in one process, and compare.
+
+    Both run on this machine's CPU for a few updates; the one process trains on the batches that the ranks have read, as one
+    batch each. WORDS, behind --, are the script's own. Exit code 1 when rounding does not explain a difference.
+    """
+    given = dictionary(parameters, "--parameters")
+    with tempfile.TemporaryDirectory(prefix="smp-verify-") as alone:
+        place = Path(folder) if folder else Path(alone)
+        if place.is_dir() and any(place.iterdir()):
+            raise ConfigError(
+                f"--folder {folder} is not empty; the runs would read each other's files: name a new folder"
+            )
+        planned = Verification.plan(script, words, given, processes, steps, seed, place)
+        out = console()
+        out.print(
+            f"{escape(script)}: {planned.wanted.processes} process(es) at the wanted degrees, then one, {steps} updates each"
+        )
+        found = planned.run()
+        for run in (found.other, found.one):
+            losses = ", ".join(f"{loss:.7g}" for loss in loss_of(run))
+            out.print(f"losses of {escape(run.name)}: {losses}", soft_wrap=True)
+        _show(found, picture)
+
+
+def _show(found: Comparison, picture: str | None) -> None:
+    # rich is imported with them
+    from smp_estimator.numerics.report import phase_table, save_picture, verdict
+
+    out = console()
+    for run in (found.one, found.other):
+        out.print(f"{escape(run.name)}: {run.title}", soft_wrap=True, highlight=False)
+    out.print(phase_table(found))
+    for note in found.notes:
+        out.print(f"[yellow]note[/yellow] {escape(note)}", soft_wrap=True, highlight=False)
+    if found.alone:
+        names = sorted({f"{key.phase} of {key.name or 'the model'}" for key in found.alone})
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        out.print(
+            f"not compared, since only one run has them whole: {escape('; '.join(names[:5]))}{more}", soft_wrap=True
+        )
+    if picture:
+        try:
+            out.print(f"picture: {escape(str(save_picture(found, picture)))}", soft_wrap=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{picture} cannot be written: {error.strerror}; name a file in a folder that exists"
+            ) from None
+    first, *more_said = verdict(found)
+    colour = "green" if found.is_equal and found.compared else "red"
+    out.print(f"[{colour}]{escape(first)}[/{colour}]", soft_wrap=True, highlight=False)
+    for sentence in more_said:
+        out.print(escape(sentence), soft_wrap=True, highlight=False)
+    if not (found.is_equal and found.compared):
+        raise click.exceptions.Exit(1)

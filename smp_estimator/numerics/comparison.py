@@ -1,0 +1,440 @@
+"""The first place where two trainings differ by more than rounding, in the order in which one number makes the next.
+
+What is allowed follows from the types, from the lengths of the sums, and from what both runs differ in already: an error that
+was there before may be handed on and grow, and only one that is new is a finding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from smp_config.numerics import (
+    BUFFER,
+    GRADIENT,
+    INPUT,
+    LOSS,
+    LOSS_SCALE,
+    NUMBERS_OF_CALL,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    PHASES,
+    ROUNDING,
+    SMALL,
+    UPDATE,
+    WEIGHT,
+)
+from smp_estimator.numerics.recorded_run import Drift, Key, RecordedRun, Total, Totals, distance, without_calls
+
+#: Roundings of one element that an operation and its neighbours may make, and of each of the terms of a sum, in float32.
+_ROUNDINGS, _SUMMED = 16.0, 32.0
+#: An error that is there already may be handed on this many times greater.
+_HANDED_ON = 8.0
+#: What is allowed at most, relative to the tensor's norm; twice the tensor is an error of one half.
+_MOST = 0.25
+#: Gradients are compared relative to at least these parts of the root mean square of all: sums that cancel have no size of their
+#: own.
+_LEAST_GRADIENT, _LEAST_OUTPUT_GRADIENT = 1e-2, 1e-3
+#: Times of each other that the norms of all updates may be.
+_UPDATE_RATIO = 1.5
+#: Of numbers that must be equal.
+_EXACT = 1e-9
+
+_STATE = (WEIGHT, BUFFER, GRADIENT, UPDATE)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One tensor of both runs.
+
+    Attributes:
+        error: distance of the two, relative to their size.
+        allowed: what rounding explains.
+        roundings: the error in units of the type's rounding.
+        ranks: of the second run that have it; of those with the error, where the runs can be compared piece by piece.
+        microbatches: likewise.
+    """
+
+    step: int
+    call: int
+    key: Key
+    error: float
+    allowed: float
+    roundings: float
+    ranks: tuple[int, ...]
+    microbatches: tuple[int, ...] = ()
+    text: str = ""
+
+    @property
+    def differs(self) -> bool:
+        """Whether rounding does not explain it."""
+        return not self.error <= self.allowed
+
+    @property
+    def where(self) -> str:
+        """The tensor in words."""
+        call, tensor = (
+            divmod(self.key.nth, NUMBERS_OF_CALL) if self.key.phase in (OUTPUT, OUTPUT_GRADIENT) else (0, self.key.nth)
+        )
+        more = (f", call {call + 1}" if call else "") + (f", tensor {tensor + 1}" if tensor else "")
+        name = self.key.name or {INPUT: "the model", OUTPUT: "the model", OUTPUT_GRADIENT: "the model"}.get(
+            self.key.phase, ""
+        )
+        return f"{self.key.phase} of {name}{more}" if name else self.key.phase
+
+
+@dataclass
+class Comparison:
+    """What two runs have in common, and where they part.
+
+    Attributes:
+        compared: in causal order.
+        drifts: of either run, with its name.
+        alone: tensors that only one run has, or of which they have different parts.
+    """
+
+    one: RecordedRun
+    other: RecordedRun
+    compared: list[Compared] = field(default_factory=list)
+    drifts: list[tuple[str, Drift]] = field(default_factory=list)
+    alone: set[Key] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def first(self) -> Compared | None:
+        """The first that rounding does not explain."""
+        return next((each for each in self.compared if each.differs), None)
+
+    @property
+    def first_drift(self) -> tuple[str, Drift] | None:
+        """The first copies that differ, if that is not after the first difference of the runs."""
+        found = min(self.drifts, key=lambda drift: _order(drift[1].step, drift[1].call, drift[1].key), default=None)
+        first = self.first
+        if found is None or first is None:
+            return found
+        is_before = _order(found[1].step, found[1].call, found[1].key) <= _order(first.step, first.call, first.key)
+        return found if is_before else None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether rounding explains all that was compared."""
+        return self.first is None and not self.drifts
+
+
+def _order(step: int, call: int, key: Key) -> tuple[int, int, int]:
+    return step, call, PHASES.index(key.phase)
+
+
+def compare(one: RecordedRun, other: RecordedRun) -> Comparison:
+    """Compare two recorded trainings moment by moment."""
+    found = Comparison(one, other)
+    found.drifts = [(run.name, drift) for run in (one, other) for drift in run.drifts]
+    common = [at for at in one.moments if at in other.moments]
+    if not common:
+        found.notes.append("the runs have no recorded step in common")
+    judge = _Judge(one, other)
+    first = True
+    for at in common:
+        totals = one.moments[at], other.moments[at]
+        if max(one.degrees["pp"], other.degrees["pp"]) > 1:
+            totals = without_calls(totals[0]), without_calls(totals[1])
+        keys = _in_order(
+            *((totals[0], totals[1]) if one.degrees["pp"] <= other.degrees["pp"] else (totals[1], totals[0]))
+        )
+        found.alone |= set(totals[0]) ^ set(totals[1])
+        found.compared += judge.moment(at, totals, keys, found.alone, is_first=first)
+        first = False
+    found.notes += _notes(one, other)
+    return found
+
+
+def _notes(one: RecordedRun, other: RecordedRun) -> Iterator[str]:
+    yield from (*one.warnings, *other.warnings)
+    if one.degrees == other.degrees and one.heads[0].world == other.heads[0].world:
+        differing = [at for at, text in one.random.items() if other.random.get(at, text) != text]
+        if differing:
+            step, _, rank = min(differing)
+            yield f"random numbers differ from step {step} on, first on rank {rank}: that matters where the model has dropout"
+
+
+def _in_order(ordering: Totals, others: Totals) -> list[Key]:
+    """Keys of both in causal order, which the run on fewer stages tells by its clock."""
+    forward: dict[str, float] = {}
+    for key in sorted(ordering, key=lambda key: ordering[key].time):
+        if key.phase == OUTPUT:
+            forward.setdefault(key.name, float(len(forward)))
+
+    def module_of(name: str) -> float:
+        while name and name not in forward:
+            name = name.rpartition(".")[0]
+        return forward.get(name, -1.0)
+
+    def place(key: Key) -> tuple[int, float, str, int]:
+        if key.phase in (OUTPUT, OUTPUT_GRADIENT, INPUT):
+            within = ordering[key].time
+        else:
+            within = module_of(key.name.rpartition(".")[0]) * (-1.0 if key.phase == GRADIENT else 1.0)
+        return PHASES.index(key.phase), within, key.name, key.nth
+
+    return sorted(ordering.keys() & others.keys(), key=place)
+
+
+class _Judge:
+    """Knows from step to step what the runs differ in already."""
+
+    def __init__(self, one: RecordedRun, other: RecordedRun) -> None:
+        self._runs = one, other
+        self._rounding = max(one.rounding, other.rounding)
+        #: By parameter, how far the weights may be apart; updates add to it.
+        self._weights_apart: dict[str, float] = {}
+        #: By parameter, the greatest error of its gradients so far: an optimizer with momentum remembers it.
+        self._gradients_apart: dict[str, float] = {}
+        self._last_step = 0
+
+    def moment(
+        self, at: tuple[int, int], totals: tuple[Totals, Totals], keys: list[Key], alone: set[Key], *, is_first: bool
+    ) -> Iterator[Compared]:
+        ours, theirs = totals
+        self._begin(at[0], ours, is_first)
+        noise = 0.0
+        moved = self._relative_weights(totals, keys) if at[0] and not is_first else 0.0
+        least = {phase: _least(ours, theirs, phase) for phase in (OUTPUT_GRADIENT, GRADIENT)}
+        gradients: dict[str, Compared] = {}
+        if at == min(self._runs[1].moments):
+            yield from self._equal_batches(at)
+        updates = [0.0, 0.0]
+        for key in keys:
+            a, b = ours[key], theirs[key]
+            has_norm = key.phase != LOSS
+            if a.elements != b.elements and key.phase not in (LOSS, LOSS_SCALE):
+                if key.phase in (*_STATE, INPUT):
+                    yield self._of_other_size(at, key, a, b)
+                    continue
+                if not _has_no_batch(a, b):  # parts of which nobody says where they belong
+                    alone.add(key)
+                    continue
+                a, b = (_per_piece(total) if key.phase == OUTPUT else total for total in (a, b))
+                has_norm = False
+            if key.phase == UPDATE:
+                updates = [updates[0] + a.square, updates[1] + b.square]
+                found = self._update(at, a, b, key.name in gradients, totals)
+            else:
+                found = self._compared(at, a, b, totals, noise, moved, least, has_norm=has_norm)
+            if found.key.phase == GRADIENT:
+                gradients[key.name] = found
+            if key.phase in (OUTPUT, LOSS, OUTPUT_GRADIENT, GRADIENT) and not found.differs:
+                noise = max(noise, found.error)
+            yield self._placed(found, a, b)
+        if min(updates) > 0 and not 1 / _UPDATE_RATIO <= (ratio := math.sqrt(updates[1] / updates[0])) <= _UPDATE_RATIO:
+            ranks = tuple(head.rank for head in self._runs[1].heads)
+            text = f"the updates of all parameters together have {ratio:.3g} times the norm"
+            error = 1 - min(ratio, 1 / ratio)
+            yield Compared(
+                *at, Key(UPDATE, "all parameters", 0), error, 1 - 1 / _UPDATE_RATIO, math.nan, ranks, (), text
+            )
+
+    def _begin(self, step: int, ours: Totals, is_first: bool) -> None:
+        """Steps in between that were not recorded have moved the weights apart as the recorded one did."""
+        if not is_first and step > self._last_step + 1:
+            self._weights_apart = {
+                name: apart * (step - self._last_step) for name, apart in self._weights_apart.items()
+            }
+        self._last_step = step
+
+    def _relative_weights(self, totals: tuple[Totals, Totals], keys: list[Key]) -> float:
+        """How far all weights together are apart, relative to their norm."""
+        apart, size = 0.0, 0.0
+        for key in keys:
+            if key.phase == WEIGHT:
+                a, b = (found[key] for found in totals)
+                apart += distance(a.projections, b.projections) ** 2
+                size += a.square
+        return math.sqrt(apart / size) if size else 0.0
+
+    def _equal_batches(self, at: tuple[int, int]) -> Iterator[Compared]:
+        for run in self._runs:
+            owners = run.equal_batches()
+            if owners:
+                keys = {
+                    total.key
+                    for totals in run.moments.values()
+                    for total in totals.values()
+                    if total.key.phase == INPUT
+                }
+                of_owners = {head.rank for head in run.heads}
+                pieces = (
+                    next((total.pieces for total in run.moments[at].values() if total.key in keys), {})
+                    if at in run.moments
+                    else {}
+                )
+                ranks = sorted(
+                    {rank for piece, part in pieces.items() if piece.owner in owners for rank in part.ranks}
+                    or of_owners
+                )
+                text = (
+                    f"in {run.name} the replicas {list(owners)} have read the same batch in every step, so that they train as one: "
+                    "give the sampler num_replicas=smp.dp_size() and rank=smp.dp_rank() (smp.rdp_size() and smp.rdp_rank() with a "
+                    "prescaled batch)"
+                )
+                yield Compared(*at, min(keys), 1.0, 0.0, math.nan, tuple(ranks), (), text)
+
+    def _of_other_size(self, at: tuple[int, int], key: Key, a: Total, b: Total) -> Compared:
+        what = "numbers of the batch" if key.phase == INPUT else "elements"
+        text = f"{a.elements:,} {what} in {self._runs[0].name}, {b.elements:,} in {self._runs[1].name}"
+        return Compared(*at, key, math.inf, 0.0, math.inf, tuple(sorted(b.ranks)), (), text)
+
+    def _compared(
+        self,
+        at: tuple[int, int],
+        a: Total,
+        b: Total,
+        totals: tuple[Totals, Totals],
+        noise: float,
+        moved: float,
+        least: dict[str, float],
+        *,
+        has_norm: bool,
+    ) -> Compared:
+        key, ours = a.key, totals[0]
+        if key.phase == LOSS:
+            x, y = a.projections[0] / max(a.elements, 1), b.projections[0] / max(b.elements, 1)
+            apart, size, norms = abs(x - y), max(abs(x), abs(y)), 0.0
+        else:
+            apart, size = distance(a.projections, b.projections), max(a.norm, b.norm)
+            norms = abs(a.norm - b.norm) if has_norm else 0.0
+            if key.phase in least:
+                size = max(size, least[key.phase] * math.sqrt(a.elements))
+            if key.phase == GRADIENT and a.elements == a.columns:
+                size = max(size, self._summed_over(a, ours))
+        bad = not math.isfinite(apart + size)
+        error = math.inf if bad and a.is_bad != b.is_bad else 0.0 if bad or not size else max(apart, norms) / size
+        allowed = self._allowed(at, a, b, noise, moved)
+        if key.phase == OUTPUT and moved and size:
+            allowed = min(allowed + 2.0 * _moved_by_biases(a, totals) / size, _MOST)
+        unit = max(a.rounding, b.rounding) or ROUNDING["float64"]
+        return Compared(*at, key, error, allowed, error / unit, tuple(sorted(b.ranks)))
+
+    def _summed_over(self, gradient: Total, ours: Totals) -> float:
+        """The norm of what the gradient of a bias or of a norm's weight is summed over: terms that cancel leave their rounding."""
+        module = gradient.key.name.rpartition(".")[0]
+        found = [total for key, total in ours.items() if key.phase == OUTPUT_GRADIENT and key.name == module]
+        return math.sqrt(sum(total.square for total in found if total.columns == gradient.columns))
+
+    def _allowed(self, at: tuple[int, int], a: Total, b: Total, noise: float, moved: float) -> float:
+        phase = a.key.phase
+        own = max(a.rounding, b.rounding)
+        if phase == LOSS_SCALE or (phase == INPUT and not own):
+            return _EXACT
+        # The same numbers were rounded the same way; what is left is that of the projections.
+        stored = _ROUNDINGS * (own if a.dtype != b.dtype else min(own, ROUNDING["float32"]))
+        if phase == INPUT:
+            return _ROUNDINGS * own + _SUMMED * ROUNDING["float32"] + _EXACT
+        if phase == BUFFER:
+            return stored + _EXACT
+        if phase == WEIGHT:
+            if not self._weights_apart:
+                return stored
+            apart = self._weights_apart.get(a.key.name, 0.0)
+            return (2.0 * apart / a.norm if a.norm else math.inf if apart else 0.0) + _HANDED_ON * own
+        rounding = max(own, self._rounding)
+        base = _ROUNDINGS * rounding + _SUMMED * ROUNDING["float32"] * math.sqrt(a.length)
+        if phase == GRADIENT:  # summed over microbatches and replicas, too
+            base *= 2.0
+        rows = math.sqrt(max(a.elements // max(a.columns, 1), 1))
+        return min(max(base, _HANDED_ON * noise, 4.0 * moved * rows), _MOST)
+
+    def _update(
+        self, at: tuple[int, int], a: Total, b: Total, has_gradient: bool, totals: tuple[Totals, Totals]
+    ) -> Compared:
+        """An adaptive optimizer makes a whole update of a gradient that is nothing but rounding: such elements are counted."""
+        apart, size = distance(a.projections, b.projections), max(a.norm, b.norm)
+        error = apart / size if size else 0.0
+        weight = totals[0].get(Key(WEIGHT, a.key.name, 0))
+        own = max(a.rounding, b.rounding)
+        stored = _HANDED_ON * own * (weight.norm if weight else 0.0) / size if size else 0.0
+        allowed = stored + _HANDED_ON * own
+        if has_gradient:
+            source, other = (found[Key(GRADIENT, a.key.name, 0)] for found in totals)
+            gradient = distance(source.projections, other.projections) / source.norm if source.norm else 0.0
+            apart_before = max(self._gradients_apart.get(a.key.name, 0.0), gradient)
+            self._gradients_apart[a.key.name] = apart_before
+            turned = _turned_around(source, apart_before)
+            # Elements near its epsilon move by their relative error, which is heavy-tailed: its mean square is that of the root.
+            heavy = 2.0 * math.sqrt(apart_before)
+            allowed += 2.0 if turned is None else max(_HANDED_ON * apart_before, 4.0 * math.sqrt(turned), heavy)
+        explained = apart if error <= allowed else 0.0
+        self._weights_apart[a.key.name] = self._weights_apart.get(a.key.name, 0.0) + max(
+            1.5 * explained, min(allowed, 2.0) * size
+        )
+        unit = own or ROUNDING["float64"]
+        return Compared(*at, a.key, error, allowed, error / unit, tuple(sorted(b.ranks)))
+
+    def _placed(self, found: Compared, a: Total, b: Total) -> Compared:
+        """With the ranks and microbatches that have the error, where both runs have the same pieces."""
+        if not found.differs or a.pieces.keys() != b.pieces.keys() or len(a.pieces) < 2:
+            return found
+        bad = [
+            (piece, part)
+            for piece, part in b.pieces.items()
+            if distance(a.pieces[piece].projections, part.projections)
+            > found.allowed * max(part.norm, a.pieces[piece].norm)
+        ]
+        if not bad:
+            return found
+        ranks = tuple(sorted({rank for _, part in bad for rank in part.ranks}))
+        microbatches = tuple(sorted({piece.microbatch for piece, _ in bad if piece.microbatch is not None}))
+        return Compared(
+            found.step,
+            found.call,
+            found.key,
+            found.error,
+            found.allowed,
+            found.roundings,
+            ranks,
+            microbatches,
+            found.text,
+        )
+
+
+def _moved_by_biases(result: Total, totals: tuple[Totals, Totals]) -> float:
+    """How far biases that are apart already move the sum over a module's result: every row by the same."""
+    ours, theirs = totals
+    rows = result.elements // max(result.columns, 1)
+    found = [
+        distance(a.projections, theirs[key].projections)
+        for key, a in ours.items()
+        if key.phase == WEIGHT and key in theirs and a.elements == a.columns == result.columns
+        if key.name.rpartition(".")[0] == result.key.name
+    ]
+    return rows * sum(found)
+
+
+def _has_no_batch(a: Total, b: Total) -> bool:
+    """Whether a module gives the same for every microbatch, as an embedding of positions does."""
+    return a.elements * len(b.pieces) == b.elements * len(a.pieces)
+
+
+def _per_piece(total: Total) -> Total:
+    """The mean over microbatches of what has no batch."""
+    count = len(total.pieces)
+    projections = [number / count for number in total.projections]
+    return replace(total, elements=total.elements // count, square=total.square / count, projections=projections)
+
+
+def _least(ours: Totals, theirs: Totals, phase: str) -> float:
+    """Root mean square of a phase's elements, as far as gradients of both runs are compared relative to it."""
+    part = _LEAST_GRADIENT if phase == GRADIENT else _LEAST_OUTPUT_GRADIENT
+    found = [
+        total for key, total in ours.items() if key.phase == phase and key in theirs and math.isfinite(total.square)
+    ]
+    elements = sum(total.elements for total in found)
+    return part * math.sqrt(sum(total.square for total in found) / elements) if elements else 0.0
+
+
+def _turned_around(gradient: Total, error: float) -> float | None:
+    """Which part of a gradient's elements an error of its size may turn around; None where it may be all of them."""
+    for limit, count in zip(SMALL, gradient.small, strict=False):
+        if 4.0 * error <= limit:
+            return count / gradient.elements
+    return None

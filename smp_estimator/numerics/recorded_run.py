@@ -1,0 +1,334 @@
+"""One recorded training: the files of its ranks, put together to the numbers of whole tensors and whole batches."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from smp_config import ConfigError
+from smp_config.numerics import (
+    EVERY_VARIABLE,
+    FILE_PREFIX,
+    FILE_SUFFIX,
+    INPUT,
+    LOSS,
+    NUMBERS_OF_CALL,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    PHASES,
+    PROJECTIONS,
+    ROUNDING,
+    VARIABLE,
+    Head,
+    Moment,
+    Value,
+    parse,
+)
+
+#: Largest file of one rank that is read, in bytes.
+_LARGEST = 1 << 31
+
+#: Copies that differ by more than their type rounds: this many times.
+_COPIES = 16
+
+#: Inputs with fewer numbers may be equal by chance.
+_LEAST_INPUT = 8
+
+
+class Key(NamedTuple):
+    """A tensor of a moment."""
+
+    phase: str
+    name: str
+    nth: int
+
+
+class Piece(NamedTuple):
+    """What of a tensor belongs to one microbatch of one owner."""
+
+    owner: int | None
+    microbatch: int | None
+
+
+@dataclass
+class Part:
+    """A sum over some parts of a tensor; the fields are those of :class:`~smp_config.numerics.Value`."""
+
+    elements: int = 0
+    square: float = 0.0
+    projections: list[float] = field(default_factory=lambda: [0.0] * PROJECTIONS)
+    ranks: set[int] = field(default_factory=set)
+
+    def add(self, value: Value) -> None:
+        """Add a part."""
+        self.elements += value.elements
+        self.square += value.square
+        self.projections = [a + b for a, b in zip(self.projections, value.projections, strict=True)]
+
+    def merge(self, other: Part) -> None:
+        """Add another sum."""
+        self.elements += other.elements
+        self.square += other.square
+        self.projections = [a + b for a, b in zip(self.projections, other.projections, strict=True)]
+        self.ranks = self.ranks | other.ranks
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether an element is not finite."""
+        return not math.isfinite(self.square) or not all(map(math.isfinite, self.projections))
+
+    @property
+    def norm(self) -> float:
+        """The square root of the sum of squares; not a number where that is none."""
+        return math.sqrt(self.square) if self.square >= 0 else math.nan
+
+
+@dataclass
+class Total(Part):
+    """A whole tensor, or what all microbatches and replicas have of it together."""
+
+    key: Key = Key("", "", 0)  # noqa: RUF009 - a named tuple does not change
+    dtype: str = ""
+    columns: int = 1
+    greatest: float = 0.0
+    small: list[int] = field(default_factory=list)
+    time: float = math.inf  # when a rank had it first
+    pieces: dict[Piece, Part] = field(default_factory=dict)
+
+    @property
+    def rounding(self) -> float:
+        """Of its type; 0 for whole numbers."""
+        return ROUNDING.get(self.dtype, 0.0)
+
+    @property
+    def length(self) -> int:
+        """Terms of the longest sum that makes its elements, as far as its shape tells."""
+        return max(self.columns, self.elements // max(self.columns, 1), 1)
+
+
+class Drift(NamedTuple):
+    """Ranks that should have copies of a tensor, and do not."""
+
+    step: int
+    call: int
+    key: Key
+    ranks: tuple[int, int]
+    error: float
+
+
+Totals = dict[Key, Total]
+
+
+def without_calls(totals: Totals) -> Totals:
+    """All calls of a module in a microbatch added up: stages of a pipeline may make them in another order."""
+    made: Totals = {}
+    for key, total in totals.items():
+        if key.phase not in (OUTPUT, OUTPUT_GRADIENT):
+            made[key] = total
+            continue
+        key = key._replace(nth=key.nth % NUMBERS_OF_CALL)
+        if key not in made:
+            made[key] = replace(
+                total,
+                key=key,
+                pieces={piece: replace(part) for piece, part in total.pieces.items()},
+                ranks=set(total.ranks),
+            )
+            continue
+        known = made[key]
+        known.merge(total)
+        known.time, known.greatest = min(known.time, total.time), max(known.greatest, total.greatest)
+        for piece, part in total.pieces.items():
+            known.pieces.setdefault(piece, Part()).merge(part)
+    return made
+
+
+@dataclass
+class RecordedRun:
+    """A training.
+
+    Attributes:
+        name: the folder, as it was given.
+        moments: by update and call, the tensors.
+        random: by update, call and rank, the digest of the generators.
+        drifts: copies that differ.
+        warnings: what is missing.
+    """
+
+    name: str
+    heads: list[Head]
+    moments: dict[tuple[int, int], Totals]
+    random: dict[tuple[int, int, int], str]
+    drifts: list[Drift]
+    warnings: list[str]
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """By axis."""
+        return self.heads[0].degrees
+
+    @property
+    def title(self) -> str:
+        """Its degrees in words."""
+        head = self.heads[0]
+        degrees = " × ".join(f"{name} {degree}" for name, degree in head.degrees.items() if degree > 1)
+        return f"{head.world} rank(s), {degrees or 'all degrees 1'}, {head.microbatches} microbatch(es)"
+
+    @property
+    def rounding(self) -> float:
+        """The coarsest of the types that its modules compute in."""
+        types = {
+            total.rounding for totals in self.moments.values() for total in totals.values() if total.key.phase != INPUT
+        }
+        return max([*types, *(head.rounding for head in self.heads)], default=ROUNDING["float32"])
+
+    @classmethod
+    def read(cls, folder: str) -> RecordedRun:
+        """Read the files of a folder, of which ranks may still write.
+
+        Raises:
+            ConfigError: there are none, or broken ones.
+        """
+        place = Path(folder)
+        files = sorted(place.rglob(f"{FILE_PREFIX}*{FILE_SUFFIX}")) if place.is_dir() else []
+        if not files:
+            raise ConfigError(
+                f"{folder} holds no {FILE_PREFIX}*{FILE_SUFFIX}; ranks write them into the folder that {VARIABLE} or "
+                f"smp.record_numerics names ({place.absolute()} was looked into): run the job with it, and name that folder"
+            )
+        return cls.of(folder, [_read(file) for file in files])
+
+    @classmethod
+    def of(cls, name: str, files: Iterable[tuple[Head, list[Moment]]]) -> RecordedRun:
+        """From what each rank has recorded.
+
+        Raises:
+            ConfigError: the files are of different jobs.
+        """
+        found = sorted(files, key=lambda file: file[0].rank)
+        heads = [head for head, _ in found]
+        if any((head.world, head.degrees) != (heads[0].world, heads[0].degrees) for head in heads):
+            raise ConfigError(
+                f"{name} holds files of jobs with {' and '.join(sorted({str(head.world) for head in heads}))} ranks, or of "
+                "different degrees; each job has a folder of its own: name one, or remove the files of the other"
+            )
+        if len({head.rank for head in heads}) < len(heads):
+            raise ConfigError(
+                f"{name} holds several files of one rank in folders of their own; name the folder of one job"
+            )
+        missing = sorted(set(range(heads[0].world)) - {head.rank for head in heads})
+        warnings = (
+            [f"{name} has no file of rank(s) {missing[:16]}: their part of each tensor is missing"] if missing else []
+        )
+        moments: dict[tuple[int, int], Totals] = {}
+        random: dict[tuple[int, int, int], str] = {}
+        drifts: list[Drift] = []
+        for at, by_rank in _by_moment(found).items():
+            moments[at] = _combined(at, by_rank, drifts)
+            random.update({(*at, rank): text for rank, (text, _) in by_rank.items() if text})
+        return cls(name, heads, dict(sorted(moments.items())), random, drifts, warnings)
+
+    def equal_batches(self) -> tuple[int, ...]:
+        """Owners that have read the same in every recorded step, while the steps differ; empty where there are none."""
+        steps = [
+            {key: total for key, total in totals.items() if key.phase == INPUT and total.elements >= _LEAST_INPUT}
+            for totals in self.moments.values()
+        ]
+        seen: list[dict[int, tuple[float, ...]]] = [_read_by(totals) for totals in steps if totals]
+        if len(seen) < 2 or len(seen[0]) < 2:
+            return ()
+        first = next(iter(seen[0]))
+        if all(read.get(first) == seen[0][first] for read in seen):
+            return ()
+        groups: dict[tuple[tuple[float, ...] | None, ...], list[int]] = {}
+        for owner in seen[0]:
+            groups.setdefault(tuple(read.get(owner) for read in seen), []).append(owner)
+        return next((tuple(owners) for owners in groups.values() if len(owners) > 1), ())
+
+
+def _read_by(totals: Mapping[Key, Total]) -> dict[int, tuple[float, ...]]:
+    """What each owner has read in a moment, as numbers."""
+    found: dict[int, list[float]] = {}
+    for total in totals.values():
+        for piece, part in total.pieces.items():
+            if piece.owner is not None:
+                numbers = found.setdefault(piece.owner, [0.0] * PROJECTIONS)
+                found[piece.owner] = [a + b for a, b in zip(numbers, part.projections, strict=True)]
+    return {owner: tuple(round(number, 6) for number in numbers) for owner, numbers in sorted(found.items())}
+
+
+def _read(file: Path) -> tuple[Head, list[Moment]]:
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(_LARGEST + 1)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror or error}); change its permissions") from None
+    if len(content) > _LARGEST:
+        raise ConfigError(
+            f"{file} has more than {_LARGEST:,} bytes; record fewer steps, with a greater {EVERY_VARIABLE}"
+        )
+    text = content.decode("utf-8", errors="replace")
+    return parse(io.StringIO(text, newline="\n"), str(file))
+
+
+_Told = dict[int, tuple[str, list[Value]]]
+
+
+def _by_moment(files: Iterable[tuple[Head, list[Moment]]]) -> dict[tuple[int, int], _Told]:
+    """By update and call, then by rank: what the last start has recorded there."""
+    found: dict[tuple[int, int], _Told] = {}
+    for head, moments in files:
+        written: dict[tuple[int, int], dict[str, Moment]] = {}
+        for moment in moments:
+            # A step and its update are a line each; of a step that was repeated after a restart, the later line counts.
+            kind = "step" if moment.random else "update"
+            written.setdefault((moment.step, moment.call), {})[kind] = moment
+        for at, lines in written.items():
+            values = [value for moment in lines.values() for value in moment.values]
+            text = next((moment.random for moment in lines.values() if moment.random), "")
+            found.setdefault(at, {})[head.rank] = text, values
+    return found
+
+
+def _combined(at: tuple[int, int], by_rank: _Told, drifts: list[Drift]) -> Totals:
+    totals: Totals = {}
+    counted: dict[tuple[Key, Piece, str], tuple[int, Value]] = {}
+    for rank, (_, values) in sorted(by_rank.items()):
+        for value in values:
+            key, piece = Key(value.phase, value.name, value.nth), Piece(value.owner, value.microbatch)
+            total = totals.setdefault(key, Total(key=key, dtype=value.dtype, columns=value.columns))
+            part = total.pieces.setdefault(piece, Part())
+            total.ranks.add(rank)
+            part.ranks.add(rank)
+            total.time = min(total.time, value.time)
+            former = counted.setdefault((key, piece, value.part), (rank, value))
+            if former[1] is not value:
+                if former[0] != rank and (error := _copies_error(former[1], value)) > 0:
+                    drifts.append(Drift(*at, key, (former[0], rank), error))
+                continue
+            total.add(value)
+            part.add(value)
+            total.greatest = max(total.greatest, value.greatest)
+            total.small = [a + b for a, b in zip(total.small or [0] * len(value.small), value.small, strict=False)]
+    return totals
+
+
+def _copies_error(one: Value, other: Value) -> float:
+    """How far two copies are apart relative to their norm; 0 where that is no more than rounding."""
+    is_same = one.bits == other.bits and one.projections == other.projections
+    if is_same or not (one.is_finite and other.is_finite):
+        return 0.0
+    scale = math.sqrt(max(one.square, other.square))
+    error = distance(one.projections, other.projections) / scale if scale else 0.0
+    limit = _COPIES * ROUNDING.get(one.dtype, 0.0)
+    return error if error > limit and one.phase in PHASES and one.phase != LOSS else 0.0
+
+
+def distance(one: Iterable[float], other: Iterable[float]) -> float:
+    """Of two tensors, as expected from their projections."""
+    squares = [(a - b) ** 2 for a, b in zip(one, other, strict=True)]
+    return math.sqrt(sum(squares) / len(squares))

@@ -1,0 +1,172 @@
+"""A script's first steps at the wanted degrees and in one process, both on this machine's CPU, compared number by number."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from smp_config import ConfigError
+from smp_config.numerics import EVERY_VARIABLE, TRIAL_VARIABLE, VARIABLE, Trial
+from smp_config.parameters import ModelParallelParameters
+from smp_estimator.local.bootstrap import is_foreign
+from smp_estimator.numerics.comparison import Comparison, compare
+from smp_estimator.numerics.recorded_run import RecordedRun
+
+#: Lines of a run that failed that are shown.
+_LINES = 25
+#: A norm that no gradient reaches.
+_NO_CLIPPING = 1e30
+#: Random states differ between the degrees as a matter of course, so both runs have no dropout.
+NO_DROPOUT = "dropout was set to 0 in both runs, since ranks of other degrees draw other numbers for it"
+
+
+@dataclass(frozen=True)
+class TrialJob:
+    """One of the two runs.
+
+    Attributes:
+        name: of its folder of numbers.
+        parameters: of the model parallel library.
+    """
+
+    name: str
+    processes: int
+    parameters: dict[str, Any]
+    trial: Trial
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What is compared: two runs of a script.
+
+    Attributes:
+        script: and ``words``, its own command line.
+        notes: what the runs do otherwise than a job.
+    """
+
+    script: str
+    words: tuple[str, ...]
+    folder: Path
+    wanted: TrialJob
+    alone: TrialJob
+    notes: tuple[str, ...]
+
+    @classmethod
+    def plan(
+        cls,
+        script: str,
+        words: tuple[str, ...],
+        given: Mapping[str, Any],
+        processes: int | None,
+        steps: int,
+        seed: int,
+        folder: Path,
+    ) -> Verification:
+        """Choose the parameters of both runs.
+
+        Args:
+            given: ``mp_parameters``.
+            processes: of the wanted degrees; None for as few as they need, with two replicas where ``ddp`` says so.
+            steps: updates after which the runs end.
+            folder: empty, or not there yet.
+
+        Raises:
+            ConfigError: parameters that are wrong by themselves, or do not fit the number of processes.
+        """
+        wanted = ModelParallelParameters.from_mp_parameters(dict(given))
+        least = wanted.pipeline_parallel_degree * wanted.tensor_parallel_degree
+        if processes is None:
+            processes = least * max(wanted.sharded_data_parallel_degree, 2 if wanted.ddp else 1)
+        wanted.topology(processes)
+        sent = wanted.to_mp_parameters()
+        notes = [NO_DROPOUT]
+        if wanted.sharded_data_parallel_degree > 1:
+            notes.append(
+                f"gradients were not clipped to sdp_gradient_clipping ({wanted.sdp_gradient_clipping:g}), which sharded data "
+                "parallelism does and one process does not"
+            )
+            sent["sdp_gradient_clipping"] = _NO_CLIPPING
+        batches = str(folder / "batches")
+        trial = Trial(steps=steps, seed=seed)
+        precision = {name: True for name in ("fp16", "bf16") if getattr(wanted, name)}
+        return cls(
+            script,
+            words,
+            folder,
+            TrialJob("wanted", processes, sent, replace(trial, save=batches)),
+            TrialJob("one-process", 1, {"microbatches": 1, **precision}, replace(trial, replay=batches)),
+            tuple(notes),
+        )
+
+    def run(self) -> Comparison:
+        """Run both, and compare them: the wanted degrees first, since the other run takes its batches.
+
+        Raises:
+            ConfigError: a run failed, with the end of what it said.
+        """
+        found = [self._recorded(job) for job in (self.wanted, self.alone)]
+        comparison = compare(found[1], found[0])
+        comparison.notes += self.notes
+        return comparison
+
+    def _recorded(self, job: TrialJob) -> RecordedRun:
+        record = self.folder / job.name
+        log = self.folder / f"{job.name}.log"
+        command = [sys.executable, "-m", "smp_launch", "run", "--processes", str(job.processes)]
+        command += ["--parameters", json.dumps(job.parameters), self.script, *self.words]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as file:
+            code = subprocess.run(
+                command,
+                env=self._environment(job, record),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            ).returncode
+        if code:
+            said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES:]
+            raise ConfigError(
+                f"the run {job.name!r} of {self.script} with {job.processes} process(es) and {json.dumps(job.parameters)} ended "
+                f"with exit code {code}; the end of {log}:\n" + "\n".join(said)
+            )
+        if not record.is_dir():
+            raise ConfigError(
+                f"the run {job.name!r} of {self.script} has recorded nothing: it never called smp.init(), or no step; the script "
+                "must train with smdistributed.modelparallel.torch"
+            )
+        run = RecordedRun.read(str(record))
+        return replace(run, name="one process" if job is self.alone else "the wanted degrees")
+
+    def _environment(self, job: TrialJob, record: Path) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if not is_foreign(name)}
+        return {
+            **inherited,
+            "CUDA_VISIBLE_DEVICES": "",
+            "SMP_EMULATE_CUDA": "1",
+            "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS", "1"),
+            # Where the script keeps checkpoints, the runs must not find each other's.
+            "SMP_CHECKPOINT_DIR": str(self.folder / f"{job.name}-checkpoints"),
+            "SM_MODEL_DIR": str(self.folder / f"{job.name}-model"),
+            "SM_OUTPUT_DATA_DIR": str(self.folder / f"{job.name}-output"),
+            **{name: value for name, value in os.environ.items() if name.startswith("SM_CHANNEL_")},
+            VARIABLE: str(record.absolute()),
+            EVERY_VARIABLE: "1",
+            TRIAL_VARIABLE: job.trial.to_text(),
+        }
+
+
+def loss_of(run: RecordedRun) -> list[float]:
+    """The mean loss of every step that trains, as far as it returns one."""
+    found = []
+    for totals in run.moments.values():
+        losses = [total for key, total in totals.items() if key.phase == "loss"]
+        if losses and any(key.phase == "gradient" for key in totals):
+            found.append(losses[0].projections[0] / max(losses[0].elements, 1))
+    return found or [math.nan]

@@ -1,0 +1,322 @@
+"""What can be chosen for a job on a cluster: degrees, state, recomputation, microbatches, placement; and in which order.
+
+A configuration is chosen level by level (:data:`LEVELS`), so that a bound for the first levels holds for all that share
+them. Degrees are divisors of what they divide, not powers of two only: published configurations have 35 stages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from smp_config import ConfigError, Group, Topology
+from smp_config.in_flight import default_active
+
+#: Names of what is chosen one after the other; the first decide most about time and memory.
+LEVELS = ("pipeline", "tensor", "state", "memory", "microbatches", "active", "placement")
+
+#: Who keeps what: everything on each rank, optimizer state shared out, or all state over ``sharded`` ranks.
+_WHOLE, _OPTIMIZER = "whole", "optimizer"
+
+#: What activations cost: kept, computed again, or computed again with their inputs in the host's memory.
+_KEPT, _AGAIN, _OFFLOADED = "kept", "again", "offloaded"
+
+_PLACEMENTS = ("DPT", "PDT", "DTP", "TDP", "PTD", "TPD")
+_PLACEMENT_NAMES = {"DPT": "cluster", "TPD": "spread"}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to train; fields that are None are not chosen yet.
+
+    Attributes:
+        pipeline, tensor: degrees.
+        state: ``"whole"``, ``"optimizer"`` (``shard_optimizer_state``), or the degree of sharded data parallelism.
+        memory: of activations: ``"kept"``, ``"again"`` (checkpointing of each layer) or ``"offloaded"``, which is both.
+        microbatches: of a batch.
+        active: most microbatches in flight.
+        placement: letters, right-most fastest.
+    """
+
+    pipeline: int | None = None
+    tensor: int | None = None
+    state: str | int | None = None
+    memory: str | None = None
+    microbatches: int | None = None
+    active: int | None = None
+    placement: str | None = None
+
+    @property
+    def chosen(self) -> int:
+        """Levels that have a value; they are the first."""
+        return sum(getattr(self, name) is not None for name in LEVELS)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything is chosen."""
+        return self.placement is not None
+
+    @property
+    def sharded(self) -> int:
+        """The degree of sharded data parallelism."""
+        return self.state if isinstance(self.state, int) else 1
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers are computed again in backward; not where that is not chosen yet."""
+        return self.memory in (_AGAIN, _OFFLOADED)
+
+    @property
+    def effort(self) -> int:
+        """How much is switched on, of what is chosen: of two configurations that are equally fast, the simpler is wanted."""
+        stages, count = self.pipeline or 1, self.microbatches or 1
+        switched = (stages > 1, (self.tensor or 1) > 1, self.state not in (None, _WHOLE), self.recomputes)
+        own = stages > 1 and self.active not in (None, min(default_active(stages), count))
+        cut = stages == 1 and count > 1
+        return 2 * sum(switched) + (self.memory == _OFFLOADED) + own + cut + (self.placement not in (None, "DPT"))
+
+    def settings(self) -> dict[str, Any]:
+        """Of ``mp_parameters``; those that are as they are by themselves are left out."""
+        stages, tensor = self.pipeline or 1, self.tensor or 1
+        found: dict[str, Any] = {}
+        if stages > 1:
+            found["pipeline_parallel_degree"] = stages
+        if tensor > 1:
+            found |= {"tensor_parallel_degree": tensor, "prescaled_batch": True}
+        if self.state == _OPTIMIZER:
+            found["shard_optimizer_state"] = True
+        elif self.sharded > 1:
+            found["sharded_data_parallel_degree"] = self.sharded
+        if (self.microbatches or 1) > 1:
+            found["microbatches"] = self.microbatches
+        if stages > 1 and self.active is not None and self.active != default_active(stages):
+            found["active_microbatches"] = self.active
+        if self.memory == _OFFLOADED:
+            found["offload_activations"] = True
+        if self.placement not in (None, "DPT"):
+            found["placement_strategy"] = _PLACEMENT_NAMES.get(self.placement or "", self.placement)
+        return found
+
+    def __str__(self) -> str:
+        stages = self.pipeline or 1
+        words = [f"pipeline {stages}"] if stages > 1 else []
+        words += [f"tensor parallelism {self.tensor}"] if (self.tensor or 1) > 1 else []
+        words += [f"sharded data parallelism {self.sharded}"] if self.sharded > 1 else []
+        words += ["sharded optimizer state"] if self.state == _OPTIMIZER else []
+        words += ["activation checkpointing"] if self.recomputes else []
+        words += ["offloading"] if self.memory == _OFFLOADED else []
+        words += [f"{self.microbatches} microbatches"] if (self.microbatches or 1) > 1 else []
+        if (
+            stages > 1
+            and self.active is not None
+            and self.active != min(default_active(stages), self.microbatches or 1)
+        ):
+            words.append(f"{self.active} of them active")
+        if self.placement not in (None, "DPT"):
+            words.append(f"placement {_PLACEMENT_NAMES.get(self.placement or '', self.placement)}")
+        return " + ".join(words) or "data parallelism"
+
+
+@dataclass(frozen=True)
+class Space:
+    """All configurations of a model on a cluster with one global batch.
+
+    Attributes:
+        world: processes.
+        per_host: of them on each host.
+        samples: of a step, over all processes and all accumulated passes.
+        accumulation: passes of an update.
+        layers: most stages.
+        heads: which tensor parallelism divides; 0: nothing is divided, there is no tensor parallelism.
+        offloads: whether activations may be offloaded.
+        can_recompute: whether the script can recompute; without it activations are always kept.
+        schedule: of the pipeline; it is not searched.
+    """
+
+    world: int
+    per_host: int
+    samples: int
+    accumulation: int = 1
+    layers: int = 1
+    heads: int = 0
+    offloads: bool = True
+    can_recompute: bool = True
+    schedule: str = "interleaved"
+
+    def __post_init__(self) -> None:
+        for name in ("world", "per_host", "samples", "accumulation", "layers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it is a count: set it to 1 or more")
+
+    def replicas(self, at: Configuration) -> int:
+        """Ranks that hold the same part of the model."""
+        return self.world // ((at.pipeline or 1) * (at.tensor or 1))
+
+    def batch(self, at: Configuration) -> int:
+        """Samples that a replica reads at a time, the script's batch size."""
+        return self.samples // (self.replicas(at) * self.accumulation)
+
+    def check(self, at: Configuration) -> None:
+        """Refuse a configuration of others whose replicas cannot read the global batch.
+
+        Raises:
+            ConfigError: degrees that do not divide the processes, or a batch that is not whole.
+        """
+        self.topology(at)
+        readers = self.replicas(at) * self.accumulation
+        if self.samples % readers or self.samples // readers % (at.microbatches or 1):
+            raise ConfigError(
+                f"a global batch of {self.samples} samples cannot be read by {self.replicas(at)} replicas in {self.accumulation} "
+                f"accumulation steps of {at.microbatches or 1} microbatches ({self.world} processes, pipeline {at.pipeline or 1}, "
+                f"tensor {at.tensor or 1}); use a multiple of {readers * (at.microbatches or 1)}"
+            )
+
+    def topology(self, at: Configuration) -> Topology:
+        """The degrees over all processes."""
+        return Topology(
+            self.world,
+            pipeline=at.pipeline or 1,
+            tensor=at.tensor or 1,
+            sharded=at.sharded,
+            placement=at.placement or "DPT",
+        )
+
+    def children(self, at: Configuration) -> Iterator[Configuration]:
+        """The choices of the next level."""
+        name = LEVELS[at.chosen]
+        choices: Mapping[str, Callable[[Configuration], Iterator[Any]]] = {
+            "pipeline": self._pipelines,
+            "tensor": self._tensors,
+            "state": self._states,
+            "memory": self._memories,
+            "microbatches": self._microbatch_counts,
+            "active": self._actives,
+            "placement": self._placements,
+        }
+        for value in choices[name](at):
+            yield dataclasses.replace(at, **{name: value})
+
+    def all(self, at: Configuration | None = None) -> Iterator[Configuration]:
+        """Every complete configuration, below ``at``."""
+        at = at or Configuration()
+        if at.is_complete:
+            yield at
+            return
+        for child in self.children(at):
+            yield from self.all(child)
+
+    def neighbours(self, at: Configuration) -> Iterator[tuple[str, Configuration]]:
+        """What differs from a configuration in one level, by its name; what follows from that level stays where it can.
+
+        A level below that cannot stay (another number of stages has other microbatches) takes the nearest value.
+        """
+        for level, name in enumerate(LEVELS):
+            before = dataclasses.replace(at, **dict.fromkeys(LEVELS[level:]))
+            for changed in self.children(before):
+                if getattr(changed, name) != getattr(at, name):
+                    found = self._completed(changed, at)
+                    if found is not None:
+                        yield name, found
+
+    def _completed(self, at: Configuration, like: Configuration) -> Configuration | None:
+        while not at.is_complete:
+            name = LEVELS[at.chosen]
+            choices = list(self.children(at))
+            if not choices:
+                return None
+            wanted = getattr(like, name)
+            at = min(choices, key=lambda choice: _distance(getattr(choice, name), wanted))
+        return at
+
+    def _pipelines(self, _: Configuration) -> Iterator[int]:
+        yield from (degree for degree in _divisors(self.world) if degree <= self.layers)
+
+    def _tensors(self, at: Configuration) -> Iterator[int]:
+        """Inside a host; only where replicas can read the global batch."""
+        for degree in _divisors(self.world // (at.pipeline or 1)):
+            if degree > 1 and (not self.heads or self.heads % degree or self.per_host % degree):
+                continue
+            replicas = self.world // ((at.pipeline or 1) * degree)
+            if self.samples % (replicas * self.accumulation) == 0:
+                yield degree
+
+    def _states(self, at: Configuration) -> Iterator[str | int]:
+        replicas = self.replicas(at)
+        yield _WHOLE
+        if replicas > 1:
+            yield _OPTIMIZER
+            yield from (degree for degree in _divisors(replicas) if degree > 1)
+
+    def _memories(self, _: Configuration) -> Iterator[str]:
+        yield _KEPT
+        if self.can_recompute:
+            yield _AGAIN
+            if self.offloads:
+                yield _OFFLOADED
+
+    def _microbatch_counts(self, at: Configuration) -> Iterator[int]:
+        yield from _divisors(self.batch(at))
+
+    def _actives(self, at: Configuration) -> Iterator[int]:
+        """What there is by itself, enough to fill the pipeline and half of that, twice as many, and all."""
+        stages, most = at.pipeline or 1, at.microbatches or 1
+        if stages == 1:
+            yield 1
+            return
+        wanted = (default_active(stages), stages // 2, stages, 2 * stages, most)
+        yield from dict.fromkeys(min(most, max(1, each)) for each in wanted)
+
+    def _placements(self, at: Configuration) -> Iterator[str]:
+        """Those that lay the groups over hosts in different ways; on one host all are alike."""
+        if self.world <= self.per_host:
+            yield "DPT"
+            return
+        sizes = {"P": at.pipeline or 1, "T": at.tensor or 1, "D": self.replicas(at)}
+        seen: set[str] = set()
+        for letters in _PLACEMENTS:
+            layout = "".join(letter for letter in letters if sizes[letter] > 1)
+            if layout not in seen:
+                seen.add(layout)
+                yield letters
+
+    def ring(self, at: Configuration, group: Group) -> tuple[int, int]:
+        """Ranks of a group on its host that has most, and hosts that it lies on; at best where no placement is chosen."""
+        sizes = {
+            Group.TP: at.tensor or 1,
+            Group.RDP: self.replicas(at),
+            Group.SHARD: at.sharded,
+            Group.REPLICA: self.replicas(at) // at.sharded,
+            Group.PP: at.pipeline or 1,
+        }
+        if at.placement is None:
+            on_host = min(sizes[group], self.per_host)
+            return on_host, -(-sizes[group] // on_host)
+        order = at.placement[::-1]
+        degrees = {"P": sizes[Group.PP], "T": sizes[Group.TP], "D": sizes[Group.RDP]}
+        letter = {Group.TP: "T", Group.PP: "P"}.get(group, "D")
+        stride = 1
+        for each in itertools.takewhile(lambda one: one != letter, order):
+            stride *= degrees[each]
+        if group is Group.REPLICA:
+            stride *= at.sharded
+        hosts = [member * stride // self.per_host for member in range(sizes[group])]
+        return max(hosts.count(host) for host in set(hosts)), len(set(hosts))
+
+
+def _distance(value: Any, wanted: Any) -> float:
+    if value == wanted:
+        return -1.0
+    if isinstance(value, int) and isinstance(wanted, int):
+        return float(abs(value - wanted))
+    return float("inf")
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+__all__ = ["LEVELS", "Configuration", "Space"]

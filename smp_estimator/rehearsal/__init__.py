@@ -1,0 +1,10 @@
+"""Rehearsals: the script of a large job on this machine, without its GPUs; what every rank would hold, send and compute.
+
+The script runs in processes of ``smp_runtime``, which are started here; nothing here imports torch.
+"""
+
+from smp_config.rehearsal import Rehearsal
+from smp_estimator.rehearsal.rehearse import rehearse
+from smp_estimator.rehearsal.result import RehearsalFailed, Rehearsed
+
+__all__ = ["Rehearsal", "RehearsalFailed", "Rehearsed", "rehearse"]

@@ -1,0 +1,180 @@
+"""Starts the processes of a rehearsal, and collects what they have counted."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import smp_config
+from smp_config import ConfigError, ModelParallelParameters
+from smp_config.emulation import VARIABLE as EMULATION_VARIABLE
+from smp_config.instances import require_usable
+from smp_config.rehearsal import Failure, KindReport, Rehearsal, RehearsalRequest
+from smp_config.values import dictionary
+from smp_estimator.rehearsal.result import RehearsalFailed, Rehearsed, gpu_memory_of
+
+#: Where ranks read ``mp_parameters``.
+_PARAMETERS_VARIABLE = "SM_HP_MP_PARAMETERS"
+
+#: Lines of the script's output that an error is given with, when nothing else is known.
+_LAST_LINES = 12
+
+#: Errors that follow from another stage's.
+_CONSEQUENCES = ("StageError", "RankLeftError", "ConnectionLostError", "DeadlineError")
+
+
+def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of the command
+    script: str | os.PathLike[str],
+    arguments: Sequence[str] = (),
+    *,
+    instance_type: str = "ml.p4d.24xlarge",
+    instance_count: int = 1,
+    processes_per_host: int | None = None,
+    parameters: Mapping[str, Any] | str | None = None,
+    rehearsed_steps: int = 3,
+    steps: int | None = None,
+    gpu_memory_bytes: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    channels: Mapping[str, str | os.PathLike[str]] | None = None,
+    verbose: bool = False,
+    timeout: float = 1800.0,
+) -> Rehearsed:
+    """Run a few steps of a script as one rank of each kind would on a cluster that is not there.
+
+    Args:
+        script: as a job runs it; nothing in it is changed.
+        arguments: its own command line.
+        instance_type: such as ``"ml.p4d.24xlarge"``.
+        instance_count: instances.
+        processes_per_host: ranks of an instance; default: its GPUs.
+        parameters: ``mp_parameters``; None: what the script hands to ``smp.init()``.
+        rehearsed_steps: after which the script is stopped; the last is reported, and the first makes what stays.
+        steps: of the whole training, for its hours and price.
+        gpu_memory_bytes: of one GPU; default: the catalogue's.
+        environment: of the script.
+        channels: folders by name, which the script finds as ``SM_CHANNEL_<NAME>``.
+        verbose: show what the script prints.
+        timeout: seconds after which the rehearsal is given up.
+
+    Raises:
+        ConfigError: settings that cannot work, or PyTorch is not installed here.
+        RehearsalFailed: the script failed, or does what cannot be rehearsed.
+    """
+    if not Path(script).is_file():
+        raise ConfigError(f"the script {os.fspath(script)} is not a file; name the script that the job would run")
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("a rehearsal runs the script, which needs PyTorch; install it here: pip install torch")
+    if rehearsed_steps < 2:
+        raise ConfigError(f"rehearsed_steps is {rehearsed_steps}; the first step makes what stays, so give at least 2")
+    if steps is not None and steps < 1:
+        raise ConfigError(f"steps is {steps}; it is the number of steps of the whole training: give 1 or more, or none")
+    known = require_usable(instance_type)
+    ranks = processes_per_host or (known.gpus if known is not None else None)
+    if ranks is None:
+        raise ConfigError(
+            f"instance_type {instance_type!r} is not in the catalogue, so the number of its GPUs is not known; give "
+            "processes_per_host"
+        )
+    given = dictionary(parameters, "parameters") if isinstance(parameters, str) else parameters
+    kinds = 1
+    if given is not None:
+        kinds = ModelParallelParameters.from_mp_parameters(dict(given)).topology(ranks * instance_count).pipeline
+    with tempfile.TemporaryDirectory(prefix="smp-rehearsal-") as folder:
+        request = RehearsalRequest(
+            hosts=instance_count,
+            ranks_per_host=ranks,
+            kinds=kinds,
+            instance_type=instance_type,
+            steps=rehearsed_steps,
+            folder=folder,
+        )
+        began = time.monotonic()
+        _run(
+            request,
+            script,
+            arguments,
+            {**_folders(folder, channels), **_environment(given, environment)},
+            verbose=verbose,
+            timeout=timeout,
+        )
+        found = [KindReport.model_validate_json(path.read_bytes()) for path in sorted(Path(folder).glob("kind-*.json"))]
+    rehearsal = Rehearsal(
+        request=request.model_copy(update={"kinds": len(found)}),
+        mp_parameters=dict(given or {}),
+        kinds=sorted(found, key=lambda kind: kind.stage),
+        seconds=time.monotonic() - began,
+    )
+    return Rehearsed(rehearsal, gpu_memory_bytes or gpu_memory_of(instance_type), steps)
+
+
+def _folders(folder: str, channels: Mapping[str, str | os.PathLike[str]] | None) -> dict[str, str]:
+    """Where a script of a job reads and writes; what it writes is of no use to anybody."""
+    found = {"SM_MODEL_DIR": "model", "SM_OUTPUT_DATA_DIR": "output", "SMP_CHECKPOINT_DIR": "checkpoints"}
+    for name, place in found.items():
+        found[name] = os.path.join(folder, place)
+        Path(found[name]).mkdir()
+    for name, path in (channels or {}).items():
+        if not Path(path).exists():
+            raise ConfigError(
+                f"the data of channel {name!r} is missing: {os.fspath(path)} does not exist; give a folder of this machine"
+            )
+        found[f"SM_CHANNEL_{name.upper()}"] = str(Path(path).absolute())
+    return found
+
+
+def _environment(parameters: Mapping[str, Any] | None, given: Mapping[str, str] | None) -> dict[str, str]:
+    """Of the processes: this one's, with what they need to find the packages and to be told of GPUs."""
+    container = str(Path(smp_config.__file__).parents[1])
+    found = {**os.environ, "OMP_NUM_THREADS": "1", EMULATION_VARIABLE: "1", **(given or {})}
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [container, found.get("PYTHONPATH", "")]))
+    if parameters is not None:
+        found[_PARAMETERS_VARIABLE] = json.dumps(dict(parameters))
+    return found
+
+
+def _run(
+    request: RehearsalRequest,
+    script: str | os.PathLike[str],
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    verbose: bool,
+    timeout: float,
+) -> None:
+    """Run the script to its last step; raises :class:`RehearsalFailed` with the first cause."""
+    folder = Path(request.folder)
+    asked, log = folder / "request.json", folder / "log.txt"
+    asked.write_text(request.model_dump_json(), encoding="utf-8")
+    command = [sys.executable, "-m", "smp_runtime.rehearsal.rank", str(asked), os.fspath(script), *arguments]
+    with log.open("wb") as file:
+        output = None if verbose else file
+        try:
+            code = subprocess.run(
+                command, env=dict(environment), timeout=timeout, check=False, stdout=output, stderr=output
+            ).returncode
+        except subprocess.TimeoutExpired:
+            raise RehearsalFailed(
+                f"the rehearsal of {os.fspath(script)} did not end within {timeout:g} s; give a larger timeout, or have the script "
+                "do less before its first steps"
+            ) from None
+    failures = [Failure.model_validate_json(path.read_bytes()) for path in sorted(folder.glob("failed-*.json"))]
+    if failures:
+        failures.sort(key=lambda one: one.error.startswith(_CONSEQUENCES))
+        first = failures[0]
+        stages = f" on stage {first.stage} (rank {first.rank})" if request.kinds > 1 or first.stage else ""
+        at = f" at {first.line}" if first.line else ""
+        said = first.error.partition("\n\nTraceback")[0]
+        raise RehearsalFailed(f"the script fails{stages}{at}: {said}", tuple(failures))
+    if code:
+        last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:])
+        raise RehearsalFailed(
+            f"the rehearsal of {os.fspath(script)} ended with exit code {code}:\n{last}".rstrip(":\n")
+        )

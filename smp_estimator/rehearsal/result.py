@@ -1,0 +1,216 @@
+"""What a rehearsal has found: whether every stage fits, who holds the memory, and what goes between ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from smp_config.instances import GIB, instance
+from smp_estimator.planning.forecast import TIGHT_ABOVE, Verdict
+from smp_estimator.planning.report import Cell, Grid, Lines, Report, Said, Shown
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from smp_config.rehearsal import Failure, KindReport, Rehearsal
+
+#: Holders of the fullest stage that are shown.
+_SHOWN_HOLDERS = 6
+
+
+class RehearsalFailed(RuntimeError):
+    """The script cannot go on where it would run on a cluster, or cannot be rehearsed.
+
+    Attributes:
+        failures: of each kind of rank that has told why, the first cause first.
+    """
+
+    def __init__(self, message: str, failures: tuple[Failure, ...] = ()) -> None:
+        super().__init__(message)
+        self.failures = failures
+
+
+@dataclass(frozen=True)
+class Rehearsed(Shown):
+    """A rehearsal with its verdict; ``print(rehearsed)`` and a notebook show it as tables.
+
+    Attributes:
+        rehearsal: all that was counted.
+        gpu_memory_bytes: of one GPU; None where it is not known.
+        training_steps: of the whole training; None where nobody has said.
+    """
+
+    rehearsal: Rehearsal
+    gpu_memory_bytes: int | None
+    training_steps: int | None = None
+
+    @cached_property
+    def fullest(self) -> KindReport:
+        """The kind of rank that holds most."""
+        return max(self.rehearsal.kinds, key=on_gpu)
+
+    @property
+    def fraction(self) -> float | None:
+        """Part of a GPU's memory that the fullest stage needs; None where its size is not known."""
+        return None if self.gpu_memory_bytes is None else on_gpu(self.fullest) / self.gpu_memory_bytes
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether every stage fits, by the measure of a plan: the driver, NCCL and fragments need a part of the memory too."""
+        return self.verdict_of(self.fullest)
+
+    def verdict_of(self, kind: KindReport) -> Verdict:
+        """Whether one stage fits."""
+        if self.gpu_memory_bytes is None:
+            return Verdict.UNKNOWN
+        part = on_gpu(kind) / self.gpu_memory_bytes
+        return Verdict.DOES_NOT_FIT if part > 1 else Verdict.TIGHT if part > TIGHT_ABOVE else Verdict.FITS
+
+    @property
+    def unused(self) -> list[KindReport]:
+        """Stages without a parameter, whose GPUs have next to nothing to do."""
+        return [one for one in self.rehearsal.kinds if not one.parameters]
+
+    @property
+    def training_hours(self) -> float | None:
+        """Of the whole training; None where the number of its steps or the rates are not known."""
+        seconds = self.rehearsal.step_seconds
+        return None if self.training_steps is None or not seconds else self.training_steps * seconds / 3600
+
+    @property
+    def training_usd(self) -> float | None:
+        """Price of the whole training, as EC2 bills the instances; None where something of it is not known."""
+        known = instance(self.rehearsal.request.instance_type or "")
+        if self.training_hours is None or known is None or known.usd_per_hour is None:
+            return None
+        return self.training_hours * known.usd_per_hour * self.rehearsal.request.hosts
+
+    def _idle(self) -> str:
+        idle = next((one.pipeline_idle for one in self.rehearsal.kinds if one.pipeline_idle), {})
+        if not idle:
+            return ""
+        shares = ", ".join(f"{idle[stage]:.0%}" for stage in sorted(idle))
+        return f"; of the pipeline's planned order, stages are idle {shares}"
+
+    def report(self) -> Report:
+        """What is printed."""
+        found = self.rehearsal
+        request = found.request
+        kind = self.fullest
+        where = f"{request.hosts} × {request.instance_type or 'host'}, {request.ranks} ranks"
+        at = kind.peak_module or kind.peak_line
+        verdict = self.verdict
+        share = "" if self.fraction is None else f", {self.fraction:.0%} of {_size(self.gpu_memory_bytes or 0)}"
+        fullest = (
+            f"stage {kind.stage} holds {_size(on_gpu(kind))}{share}, in {kind.peak_phase}{f' at {at}' if at else ''}"
+        )
+        lines: list[tuple[str, Sequence[Cell]]] = [
+            ("verdict", [Said(verdict.value, verdict), fullest]),
+            ("rehearsed", [f"{where}: {len(found.kinds)} kinds of ranks in {found.seconds:.0f} s"]),
+        ]
+        if found.step_seconds:
+            lines.append(("step", [f"{found.step_seconds:.3g} s by the instance's stated rates{self._idle()}"]))
+        if self.training_hours is not None:
+            price = "" if self.training_usd is None else f", {self.training_usd:,.0f} USD at EC2's on-demand price"
+            lines.append(("training", [f"{self.training_steps:,} steps take {self.training_hours:,.1f} h{price}"]))
+        if self.unused:
+            stages = ", ".join(str(one.stage) for one in self.unused)
+            lines.append(
+                (
+                    "unused",
+                    [f"stage {stages} holds no parameters; lower pipeline_parallel_degree, or move modules there"],
+                )
+            )
+        parts: list[Lines | Grid] = [Lines(lines), self._stages(), self._holders(kind)]
+        if traffic := self._traffic(kind):
+            parts.append(traffic)
+        return parts
+
+    def _stages(self) -> Grid:
+        kinds = list(dict.fromkeys(name for one in self.rehearsal.kinds for name in one.classes))
+        rows: list[list[Cell]] = [
+            [
+                str(one.stage),
+                str(one.stands_for),
+                f"{one.parameters:,}",
+                *(_size(one.classes.get(name, 0)) for name in kinds),
+                Said(_size(on_gpu(one)), self.verdict_of(one)),
+                f"{one.peak_phase} {one.peak_module}".strip(),
+            ]
+            for one in self.rehearsal.kinds
+        ]
+        columns = ["stage", "ranks", "parameters", *kinds, "peak", "at"]
+        return Grid(columns, rows, numbers=frozenset(range(len(columns) - 1)), title="Memory of a rank at its peak")
+
+    def _holders(self, kind: KindReport) -> Grid:
+        rows = [
+            [
+                holder.kind,
+                holder.module or "–",
+                holder.phase,
+                holder.operation.partition(".")[0],
+                f"{holder.count:,}",
+                _size(holder.bytes),
+            ]
+            for holder in kind.holders[:_SHOWN_HOLDERS]
+        ]
+        columns = ["kind", "module", "made in", "by", "tensors", "bytes"]
+        return Grid(columns, rows, numbers=frozenset({4, 5}), title=f"Who holds the peak of stage {kind.stage}")
+
+    def _traffic(self, kind: KindReport) -> Grid | None:
+        last = kind.steps - 1
+        rows = [
+            [
+                one.kind,
+                one.group,
+                str(one.ranks),
+                str(one.hosts),
+                one.phase,
+                f"{one.calls:,}",
+                _size(one.payload_bytes),
+                _size(one.sent_bytes),
+            ]
+            for one in kind.collectives
+            if one.step == last
+        ]
+        rows += [
+            [
+                "message",
+                f"stage {one.stage}",
+                "2",
+                "1" if one.same_host else "2",
+                "",
+                f"{one.messages:,}",
+                _size(one.tensor_bytes),
+                _size(one.tensor_bytes),
+            ]
+            for one in kind.links
+            if one.step == last
+        ]
+        if not rows:
+            return None
+        columns = ["collective", "group", "ranks", "hosts", "phase", "calls", "tensors", "sent"]
+        return Grid(
+            columns,
+            rows,
+            numbers=frozenset({2, 3, 5, 6, 7}),
+            title=f"What a rank of stage {kind.stage} sends in a step",
+        )
+
+
+def on_gpu(kind: KindReport) -> int:
+    """Bytes at the peak without those that the script keeps in host memory: its data, made outside steps."""
+    return kind.peak_bytes - kind.classes.get("other", 0)
+
+
+def gpu_memory_of(instance_type: str | None) -> int | None:
+    """Memory of a GPU of the catalogue's instance; None where it is not there."""
+    known = instance(instance_type) if instance_type else None
+    return None if known is None else known.gpu_memory_bytes
+
+
+def _size(nbytes: float) -> str:
+    if nbytes >= 0.1 * GIB:
+        return f"{nbytes / GIB:,.2f} GiB"
+    return f"{nbytes / 2**20:,.1f} MiB" if nbytes >= 0.1 * 2**20 else f"{nbytes / 2**10:,.1f} KiB"

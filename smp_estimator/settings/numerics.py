@@ -1,0 +1,51 @@
+"""The argument of an estimator about recorded numbers, as the variables by which ranks read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from smp_config import ConfigError
+from smp_config.errors import shown
+from smp_config.numerics import EVERY_VARIABLE, GUARDS_VARIABLE, MOST_EVERY, VARIABLE, Guards
+from smp_estimator.settings.own_variables import with_variables
+from smp_estimator.settings.variables import is_variable
+
+_EVERY, _GUARDS = "every", "guards"
+
+
+def with_numerics(environment: Any, record_numerics: Any) -> Any:
+    """The environment of a job with what ``record_numerics`` says; the same object where it was not given.
+
+    Args:
+        record_numerics: True, False, or a dictionary of ``"every"`` (updates from one recorded step to the next) and ``"guards"``
+            (what is checked before each update); None where it was not given. Ranks record into ``numerics`` in the job's output.
+
+    Raises:
+        ConfigError: an argument that says something else, or something else than the environment.
+    """
+    if record_numerics is None:
+        return environment
+    if isinstance(record_numerics, bool):
+        return with_variables(environment, {VARIABLE: ("record_numerics", "1" if record_numerics else "0")})
+    if not isinstance(record_numerics, Mapping) or not set(record_numerics) <= {_EVERY, _GUARDS}:
+        raise ConfigError(
+            f"record_numerics is {shown(record_numerics)}; it says whether ranks record what tells trainings apart: write True, "
+            'False, or {"every": 100, "guards": "finite"}'
+        )
+    wanted: dict[str, tuple[str, Any]] = {VARIABLE: ("record_numerics", "1")}
+    every, guards = record_numerics.get(_EVERY), record_numerics.get(_GUARDS)
+    if every is not None:
+        if not is_variable(every) and (
+            isinstance(every, bool) or not isinstance(every, int) or not 1 <= every <= MOST_EVERY
+        ):
+            raise ConfigError(
+                f'record_numerics={{"every": …}} is {shown(every)}; it is the number of updates between recorded steps: give '
+                f"a whole number from 1 to {MOST_EVERY:,}"
+            )
+        wanted[EVERY_VARIABLE] = 'record_numerics={"every": …}', every if is_variable(every) else str(every)
+    if guards is not None:
+        if not is_variable(guards):
+            Guards.of(guards if isinstance(guards, str) else shown(guards))
+        wanted[GUARDS_VARIABLE] = 'record_numerics={"guards": …}', guards
+    return with_variables(environment, wanted)

@@ -1,0 +1,88 @@
+"""What all pictures share: a figure of matplotlib in light or in dark, and the file that it goes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smp_config import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Dots per inch of a picture in dots.
+_DPI = 120
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of a picture, as ``#rrggbb``.
+
+    Attributes:
+        background: of the page and of what is drawn on it.
+        ink: texts and lines.
+        faint: lines that help the eye.
+        warning: what must be seen first.
+    """
+
+    background: str
+    ink: str
+    faint: str
+    warning: str
+
+
+LIGHT = Theme(background="#ffffff", ink="#1f2328", faint="#d0d7de", warning="#b3261e")
+DARK = Theme(background="#0d1117", ink="#e6edf3", faint="#3d444d", warning="#ff7b72")
+
+#: Told apart by people who see few colours, too (Okabe and Ito 2008), and on both backgrounds.
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a900", "#8c8c8c")
+
+
+def figure_for(path: str | Path, width: float, height: float, theme: Theme = LIGHT) -> Figure:
+    """An empty figure of so many inches.
+
+    Args:
+        path: of the file that it will go to; its ending says in which format (``.png``, ``.svg``, ``.pdf``).
+
+    Raises:
+        ConfigError: a format that matplotlib does not know.
+        RuntimeError: matplotlib is not installed.
+    """
+    try:
+        # No pyplot: its global state and its choice of a screen are not needed for a file.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RuntimeError(
+            f'drawing needs matplotlib ({error}); pip install "smp-estimator[plots]", or write --trace FILE.json'
+        ) from None
+    figure = Figure(figsize=(width, height), dpi=_DPI, facecolor=theme.background)
+    canvas = FigureCanvasAgg(figure)
+    target = Path(path)
+    if target.suffix[1:].lower() not in canvas.get_supported_filetypes():
+        raise ConfigError(
+            f"the picture {target} ends with {target.suffix!r}; the ending says the format: use .png, .svg or .pdf"
+        )
+    return figure
+
+
+def coloured(axes: Any, theme: Theme) -> Any:
+    """The same axes in the colours of a theme; titles and labels that come later need their own."""
+    axes.set_facecolor(theme.background)
+    axes.tick_params(colors=theme.ink, labelsize=8)
+    for spine in axes.spines.values():
+        spine.set_color(theme.faint)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.xaxis.label.set_color(theme.ink)
+    axes.yaxis.label.set_color(theme.ink)
+    axes.title.set_color(theme.ink)
+    return axes
+
+
+def save(figure: Figure, path: str | Path) -> Path:
+    """Write it; raises OSError where the folder cannot be written to."""
+    target = Path(path)
+    figure.savefig(target, bbox_inches="tight", facecolor=figure.get_facecolor())
+    return target

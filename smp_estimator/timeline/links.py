@@ -1,0 +1,155 @@
+"""Bytes that go over each link in a step: between which ranks or hosts, by what, and a picture of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from smp_config import ConfigError
+from smp_estimator.timeline.drawing import LIGHT, Theme, coloured, figure_for, save
+
+#: Squares of more ends than this carry no numbers.
+_NUMBERED = 16
+
+#: Frames around more are thin, or they would hide the squares.
+_FRAMED = 32
+
+#: Ends of more squares are thinner than a dot.
+_MOST_ENDS = 256
+
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+
+
+@dataclass(frozen=True)
+class LinkTraffic:
+    """What one end sent to another in a step.
+
+    Attributes:
+        source, target: a stage, a rank or a host, as it is to be called.
+        sent_bytes: of all messages.
+        messages: how many; of a collective, each call.
+        what: that was sent: ``"activations"``, ``"all_reduce of gradients"``, ….
+        same_host: whether it stays inside a host.
+    """
+
+    source: str
+    target: str
+    sent_bytes: int
+    messages: int
+    what: str = ""
+    same_host: bool = True
+
+
+def amount(size: float) -> str:
+    """``"3.1 GB"``, in the unit in which it has one to three digits before the point."""
+    unit, name = next(((unit, name) for unit, name in _UNITS if size >= unit), _UNITS[-1])
+    return f"{size / unit:.3g} {name}"
+
+
+def link_table(links: Sequence[LinkTraffic]) -> Table:
+    """One row per link and kind, those with most bytes first."""
+    table = Table(title="bytes per link in a step", title_justify="left")
+    for name in ("from", "to", "link", "what"):
+        table.add_column(name)
+    for name in ("bytes", "messages", "each"):
+        table.add_column(name, justify="right")
+    for link in sorted(links, key=lambda one: -one.sent_bytes):
+        table.add_row(
+            link.source,
+            link.target,
+            "inside a host" if link.same_host else "between hosts",
+            link.what,
+            amount(link.sent_bytes),
+            f"{link.messages:,}",
+            amount(link.sent_bytes / link.messages) if link.messages else "",
+        )
+    return table
+
+
+def save_link_picture(links: Sequence[LinkTraffic], path: str | Path, theme: Theme = LIGHT) -> Path:
+    """Draw the bytes from each end (a row) to each other (a column) as squares; the darker, the more, by powers of ten.
+
+    A square with a frame goes between hosts.
+
+    Raises:
+        ConfigError: no links, too many ends, or a format that matplotlib does not know.
+        RuntimeError: matplotlib is not installed.
+    """
+    sent: dict[tuple[str, str], int] = {}
+    between: set[tuple[str, str]] = set()
+    for link in links:
+        pair = link.source, link.target
+        sent[pair] = sent.get(pair, 0) + link.sent_bytes
+        if not link.same_host:
+            between.add(pair)
+    ends = list(dict.fromkeys(end for pair in sorted(sent, key=_in_numbers) for end in pair))
+    ends.sort(key=lambda end: _in_numbers((end, "")))
+    if not any(sent.values()):
+        raise ConfigError(
+            "there are no bytes per link to draw: no rank sends anything in the step, or no link was given"
+        )
+    if len(ends) > _MOST_ENDS:
+        raise ConfigError(
+            f"the links have {len(ends)} ends, too many rows for one picture (most: {_MOST_ENDS}); draw stages or hosts instead "
+            "of ranks, or use the table"
+        )
+    # From a thousandth of the most on; less is drawn as nothing next to it.
+    most = max(sent.values())
+    least = max(1.0, min(size for size in sent.values() if size), most / 1000)
+    side = min(9.0, max(3.0, 0.62 * len(ends)))
+    figure = figure_for(path, side + 2.2, side + 1.0, theme)
+    axes = coloured(figure.add_subplot(), theme)
+    for (source, target), size in sent.items():
+        if size:
+            strength = 0.2 + 0.8 * max(0.0, math.log(size / least) / math.log(most / least) if most > least else 1.0)
+            _draw(axes, ends, (source, target), size, strength, theme, is_framed=(source, target) in between)
+    axes.set_xlim(-0.5, len(ends) - 0.5)
+    axes.set_ylim(len(ends) - 0.5, -0.5)
+    axes.set_aspect("equal")
+    shown = range(0, len(ends), -(-len(ends) // 32))
+    axes.set_xticks(shown, [ends[at] for at in shown], fontsize=7, rotation=45, ha="right")
+    axes.set_yticks(shown, [ends[at] for at in shown], fontsize=7)
+    axes.set_xlabel("to", color=theme.ink)
+    axes.set_ylabel("from", color=theme.ink)
+    framed = f", {amount(sum(sent[pair] for pair in between))} of them between hosts (framed)" if between else ""
+    axes.set_title(
+        f"bytes per link in a step: {amount(sum(sent.values()))}{framed}", fontsize=9, color=theme.ink, loc="left"
+    )
+    return save(figure, path)
+
+
+def _in_numbers(pair: tuple[str, str]) -> list[tuple[str, int]]:
+    """What sorts ``stage 2`` before ``stage 10``."""
+    parts: list[tuple[str, int]] = []
+    for word in " ".join(pair).split():
+        parts.append(("", int(word)) if word.isdecimal() else (word, 0))
+    return parts
+
+
+def _draw(
+    axes: Any, ends: list[str], pair: tuple[str, str], size: int, strength: float, theme: Theme, *, is_framed: bool
+) -> None:
+    from matplotlib.patches import Rectangle
+
+    row, column = ends.index(pair[0]), ends.index(pair[1])
+    edge, width = theme.warning if is_framed else "none", 1.2 if len(ends) <= _FRAMED else 0.4
+    square = Rectangle(
+        (column - 0.46, row - 0.46),
+        0.92,
+        0.92,
+        facecolor=("#0072b2", strength),
+        edgecolor=edge,
+        linewidth=width,
+    )
+    axes.add_patch(square)
+    if len(ends) <= _NUMBERED:
+        ink = "#ffffff" if strength > 0.55 else theme.ink
+        axes.text(column, row, amount(size).replace(" ", "\n"), ha="center", va="center", fontsize=6.5, color=ink)
+
+
+__all__ = ["LinkTraffic", "amount", "link_table", "save_link_picture"]

@@ -1,0 +1,164 @@
+"""From the timeline of a step to what a training takes: samples and tokens per second, idle share, hours and price."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from smp_config import ConfigError
+from smp_estimator.planning.step_time import StepCost, Training
+
+if TYPE_CHECKING:
+    from smp_estimator.timeline.steps import JobTimeline
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What the steps of a timeline come to, on all instances of the job.
+
+    Attributes:
+        seconds: from one update to the next.
+        makespan: of these, from the first block of the pipeline to the last.
+        idle: part of the makespan in which a rank computed nothing, the mean of the ranks.
+        global_batch: samples per step, of the whole job.
+        sequence: tokens per sample; None where samples are no texts.
+        instance_count: of the job.
+        usd_per_hour: of one instance; None where no price is known.
+        is_given: the price is the user's, not the catalogue's.
+    """
+
+    seconds: float
+    makespan: float
+    idle: float
+    global_batch: int
+    sequence: int | None = None
+    instance_count: int = 1
+    usd_per_hour: float | None = None
+    is_given: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        timeline: JobTimeline,
+        global_batch: int,
+        *,
+        sequence: int | None = None,
+        instance_count: int = 1,
+        usd_per_hour: float | None = None,
+        is_given: bool = False,
+    ) -> Throughput:
+        """Of the timeline's training step of median makespan; see :func:`seconds_per_step`.
+
+        Raises:
+            ConfigError: no training step was recorded, or one of no length.
+        """
+        step = timeline.step()
+        if not step.trains or step.makespan <= 0:
+            raise ConfigError(
+                f"the timeline of {timeline.job or 'the job'} has no training step of any length ({len(timeline.steps)} steps were "
+                "recorded by every rank); samples per second are those of steps with a backward pass: record some"
+            )
+        return cls(
+            seconds=seconds_per_step(timeline),
+            makespan=step.makespan,
+            idle=step.idle,
+            global_batch=global_batch,
+            sequence=sequence,
+            instance_count=instance_count,
+            usd_per_hour=usd_per_hour,
+            is_given=is_given,
+        )
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of the whole job."""
+        return self.global_batch / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of the whole job; None where samples are no texts."""
+        return None if self.sequence is None else self.samples_per_second * self.sequence
+
+    @property
+    def cost(self) -> StepCost | None:
+        """What a step costs; None without a price. Where samples are no texts, each counts as one token."""
+        if self.usd_per_hour is None:
+            return None
+        tokens = self.global_batch * (self.sequence or 1)
+        return StepCost(self.usd_per_hour, self.instance_count, self.is_given, self.seconds, tokens)
+
+    def training(
+        self, *, steps: int | None = None, epochs: float | None = None, samples: int | None = None
+    ) -> Training:
+        """How long a whole training takes and what it costs.
+
+        Args:
+            steps: optimizer steps; or
+            epochs: passes through ``samples``, of which those that fill no global batch are dropped in each pass.
+
+        Raises:
+            ConfigError: neither or both, epochs without ``samples``, or fewer samples than a step reads.
+        """
+        if (steps is None) == (epochs is None):
+            raise ConfigError(
+                f"steps is {steps} and epochs is {epochs}; each says when the training ends: give one of the two"
+            )
+        per_epoch = None if samples is None else samples // self.global_batch
+        if epochs is not None:
+            if per_epoch is None:
+                raise ConfigError(
+                    f"epochs is {epochs}, but nothing says how many samples an epoch has; give samples, of the data set, or steps"
+                )
+            if per_epoch < 1:
+                raise ConfigError(
+                    f"{samples:,} samples are fewer than the {self.global_batch:,} that a step reads, so an epoch has no whole "
+                    "step; lower the batch, or give more samples"
+                )
+            steps = round(epochs * per_epoch)
+        elif per_epoch:
+            epochs = (steps or 0) / per_epoch
+        usd = None if self.cost is None else self.cost.usd_per_step
+        return Training(steps or 0, epochs, self.seconds, False, usd)
+
+    def to_dict(self) -> dict[str, float | int | None]:
+        """The numbers by name: seconds, parts of 1, per second, US dollars."""
+        return {
+            "seconds_per_step": self.seconds,
+            "makespan": self.makespan,
+            "idle": self.idle,
+            "global_batch": self.global_batch,
+            "samples_per_second": self.samples_per_second,
+            "tokens_per_second": self.tokens_per_second,
+            "usd_per_step": None if self.cost is None else self.cost.usd_per_step,
+        }
+
+    def lines(self) -> list[str]:
+        """In words: the step, what goes through it, and what it costs."""
+        tokens = "" if self.tokens_per_second is None else f", {self.tokens_per_second:,.0f} tokens per second"
+        said = [
+            f"{self.seconds:.3g} s per step, {self.makespan:.3g} of them in the pipeline, of which ranks wait {self.idle:.1%}",
+            f"{self.samples_per_second:,.4g} samples per second{tokens}",
+        ]
+        if self.cost is not None:
+            price = f"{self.instance_count} × {self.usd_per_hour:g} USD per hour{' (given)' if self.is_given else ''}"
+            each = f", {self.cost.usd_per_million_tokens:.3g} per million tokens" if self.sequence is not None else ""
+            said.append(f"{self.cost.usd_per_step:.3g} USD per step{each}: {price}")
+        return said
+
+
+def seconds_per_step(timeline: JobTimeline) -> float:
+    """Seconds from one update to the next: the median distance of the begins of neighbouring training steps.
+
+    The update, data loading and what else the script does between two calls of the step function is in it. Of a single
+    training step it is the time of its call, of the slowest rank.
+    """
+    training = [step for step in timeline.steps if step.trains]
+    begins = {step.number: max(rank.start for rank in step.ranks) for step in training}
+    distances = sorted(begins[number + 1] - begin for number, begin in begins.items() if number + 1 in begins)
+    if distances:
+        return distances[(len(distances) - 1) // 2]
+    step = timeline.step()
+    return max(rank.stop - rank.start for rank in step.ranks)
+
+
+__all__ = ["Throughput", "seconds_per_step"]

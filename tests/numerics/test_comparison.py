@@ -1,0 +1,187 @@
+"""What two files of numbers say: sentences, hints, the table, the picture, and the command."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import call, flat
+
+from smp_config.numerics import PROJECTIONS, Head, Moment, Value, head_line, moment_line
+from smp_estimator.numerics.comparison import compare
+from smp_estimator.numerics.recorded_run import RecordedRun
+from smp_estimator.numerics.report import save_picture, verdict
+
+HEAD = Head(1, 0, 1, {"pp": 1, "tp": 1, "rdp": 1, "sharded": 1}, {"pp": 0, "tp": 0, "rdp": 0}, 1, 1, 1, 0.0)
+#: Of one tensor, of norm 2: eight directions as they might be.
+SHAPE = (1.0, -2.0, 3.0, 0.5, -1.5, 2.5, -0.5, 1.0)
+
+
+def value(phase: str, name: str, factor: float = 1.0, **more: Any) -> Value:
+    has_batch = phase in ("input", "output", "output gradient", "loss")
+    found = Value(
+        *(phase, name, 0, 0 if has_batch else None, 0 if has_batch else None, "", "float32", 4, 16),
+        *(4.0 * factor**2, factor, 0, tuple(number * factor for number in SHAPE), (0, 0, 0), 1.0),
+    )
+    return found._replace(**more)
+
+
+#: A step in causal order; results come one after the other.
+STEP = [
+    value("weight", "a.weight"),
+    value("weight", "b.weight"),
+    value("input", ""),
+    value("output", "a", time=1.0),
+    value("output", "b", time=2.0),
+    value("loss", "", elements=1),
+    value("output gradient", "b", time=3.0),
+    value("output gradient", "a", time=4.0),
+    value("gradient", "a.weight"),
+    value("gradient", "b.weight"),
+    value("update", "a.weight"),
+    value("update", "b.weight"),
+]
+
+
+def run(values: Iterable[Value] = STEP, steps: int = 2, name: str = "A", **head: Any) -> RecordedRun:
+    return RecordedRun.of(
+        name, [(replace(HEAD, **head), [Moment(step, 0, list(values), "r") for step in range(steps)])]
+    )
+
+
+def changed(*wrong: tuple[str, str], factor: float = 1.5) -> list[Value]:
+    return [
+        value(v.phase, v.name, factor, elements=v.elements, time=v.time) if (v.phase, v.name) in wrong else v
+        for v in STEP
+    ]
+
+
+def first(values: Iterable[Value]) -> tuple[str, str]:
+    found = compare(run(), run(values, name="B")).first
+    assert found is not None
+    return found.key.phase, found.key.name
+
+
+def test_equal_runs() -> None:
+    found = compare(run(), run(name="B"))
+    assert found.is_equal
+    assert verdict(found) == [f"equal within rounding: {2 * len(STEP)} tensors of 2 step(s)"]
+
+
+@pytest.mark.parametrize("wrong", [(v.phase, v.name) for v in STEP])
+def test_each_tensor_can_be_the_one_that_differs(wrong: tuple[str, str]) -> None:
+    assert first(changed(wrong)) == wrong
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        # Forward in the order of the calls, backward the other way round.
+        ([("output", "a"), ("output", "b")], ("output", "a")),
+        ([("output gradient", "a"), ("output gradient", "b")], ("output gradient", "b")),
+        ([("gradient", "a.weight"), ("gradient", "b.weight")], ("gradient", "b.weight")),
+        ([("update", "a.weight"), ("gradient", "a.weight")], ("gradient", "a.weight")),
+        ([("loss", ""), ("output gradient", "b")], ("loss", "")),
+        ([("weight", "b.weight"), ("output", "a")], ("weight", "b.weight")),
+    ],
+)
+def test_the_cause_goes_before_what_it_causes(wrong: list[tuple[str, str]], expected: tuple[str, str]) -> None:
+    assert first(changed(*wrong)) == expected
+
+
+def test_rounding_is_no_finding_and_a_little_more_is() -> None:
+    for dtype, rounding in (("float32", 2.0**-24), ("bfloat16", 2.0**-8), ("float16", 2.0**-11)):
+        typed = [v._replace(dtype=dtype) for v in STEP]
+        for times, is_equal in ((2.0, True), (400.0 if dtype == "float32" else 40.0, False)):
+            other = [
+                value(v.phase, v.name, 1 + times * rounding, time=v.time)._replace(dtype=dtype)
+                if v.phase == "output"
+                else v
+                for v in typed
+            ]
+            assert compare(run(typed), run(other, name="B")).is_equal is is_equal, (dtype, times)
+
+
+def test_a_number_that_is_not_finite_in_one_run_only() -> None:
+    bad = [v._replace(square=math.nan, projections=(math.nan,) * PROJECTIONS) if v.name == "b" else v for v in STEP]
+    found = compare(run(), run(bad, name="B"))
+    assert "output of b; not finite in one of the runs" in verdict(found)[0]
+    assert compare(run(bad), run(bad, name="B")).is_equal  # and alike in both
+
+
+def test_hints() -> None:
+    summed = [value(v.phase, v.name, 4.0, time=v.time) if "gradient" in v.phase else v for v in STEP]
+    said = verdict(compare(run(), run(summed, name="B")))
+    assert said[0].startswith("differs first at step 0, rank(s) 0: output gradient of b; relative error 0.75")
+    assert "the second run has 4 times the norm" in said[1]
+    assert "1/4 of the norm" in verdict(compare(run(summed), run(name="B")))[1]
+    assert "without a seed" in verdict(compare(run(), run(changed(("weight", "a.weight")), name="B")))[1]
+    assert "mean over tokens" in verdict(compare(run(), run(changed(("loss", "")), name="B")))[1]
+    assert (
+        "the optimizer has other settings" in verdict(compare(run(), run(changed(("update", "a.weight")), name="B")))[1]
+    )
+
+
+def test_missing_parts_and_other_batches() -> None:
+    half = [v._replace(elements=8) if v.phase == "gradient" and v.name == "b.weight" else v for v in STEP]
+    assert "gradient of b.weight; 16 elements in A, 8 in B" in verdict(compare(run(), run(half, name="B")))[0]
+    more = [v._replace(elements=32) if v.phase == "input" else v for v in STEP]
+    assert "16 numbers of the batch in A, 32 in B" in verdict(compare(run(), run(more, name="B")))[0]
+    parts = [v._replace(elements=8) if (v.phase, v.name) == ("output", "b") else v for v in STEP]
+    found = compare(run(), run(parts, name="B"))
+    assert found.is_equal
+    assert [key.name for key in found.alone] == ["b"]
+
+
+def test_copies_that_differ_are_found_in_one_run() -> None:
+    wrong = changed(("weight", "b.weight"))
+    heads = [replace(HEAD, rank=rank, world=2) for rank in (0, 1)]
+    files = [(head, [Moment(0, 0, values, "r")]) for head, values in zip(heads, (STEP, wrong), strict=True)]
+    drifting = RecordedRun.of("B", files)
+    said = verdict(compare(drifting, drifting))
+    assert said == [
+        "copies differ first in B at step 0: weight of b.weight is not the same on ranks 0 and 1, which should have copies; "
+        "relative distance 0.29"
+    ]
+
+
+def test_ranks_and_microbatches_with_the_error_are_told() -> None:
+    def split(factor: float) -> list[Value]:
+        parts = [value("output", "b", 1.0, microbatch=mb, elements=4, time=2.0) for mb in range(4)]
+        parts[2] = value("output", "b", factor, microbatch=2, elements=4, time=2.0)
+        return [v for v in STEP if (v.phase, v.name) != ("output", "b")] + parts
+
+    found = compare(run(split(1.0)), run(split(1.5), name="B")).first
+    assert found is not None
+    assert found.microbatches == (2,)
+
+
+def test_random_states_are_noted_for_the_same_degrees() -> None:
+    other = RecordedRun.of("B", [(HEAD, [Moment(0, 0, STEP, "s")])])
+    assert "random numbers differ from step 0 on, first on rank 0" in compare(run(), other).notes[0]
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_the_command_and_its_picture(tmp_path: Path, ending: str) -> None:
+    for name, values in (("a", STEP), ("b", changed(("output", "b")))):
+        (tmp_path / name).mkdir()
+        text = head_line(HEAD) + moment_line(Moment(0, 0, list(values), "r"))
+        (tmp_path / name / "numerics-rank00000.jsonl").write_text(text)
+    a, b, picture = str(tmp_path / "a"), str(tmp_path / "b"), tmp_path / f"growth.{ending}"
+    said = flat(call("diff", a, b, "--picture", str(picture), code=1))
+    assert "differs first at step 0, rank(s) 0: output of b" in said
+    assert picture.stat().st_size > 5_000
+    assert "equal within rounding: 12 tensors" in flat(call("diff", a, a))
+    assert "holds no numerics-rank" in flat(call("diff", a, str(tmp_path / "none"), code=1))
+    assert "cannot be written" in flat(call("diff", a, a, "--picture", str(tmp_path / "no" / "folder.svg"), code=1))
+    assert "the ending says the format" in flat(call("diff", a, a, "--picture", str(tmp_path / "x.word"), code=1))
+
+
+def test_a_run_without_common_steps_is_no_equal_run(tmp_path: Path) -> None:
+    other = RecordedRun.of("B", [(HEAD, [Moment(9, 0, STEP, "r")])])
+    assert "nothing was compared" in verdict(compare(run(), other))[0]
+    assert save_picture(compare(run(), other), str(tmp_path / "empty.svg")).exists()

@@ -1,0 +1,168 @@
+"""``"compile": true``: repeated blocks are compiled, each kind once, and train as they do eagerly."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import shutil
+
+import pytest
+import torch
+from support.closeness import close
+from torch import nn
+
+from smp_runtime.module_state.compiled_blocks import CompiledForward
+
+
+class Block(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return torch.nn.functional.linear(x, self.table.weight)
+
+
+def network():
+    torch.manual_seed(4)
+    return Net()
+
+
+IDS = torch.randint(11, (8, 5), generator=torch.Generator().manual_seed(1))
+STEPS = 6
+
+
+def loss_of(output, ids):
+    return torch.nn.functional.cross_entropy(output.flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+def alone():
+    model, losses = network(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model(IDS), IDS)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def trained(backend):
+    from torch._dynamo.utils import counters
+
+    import smdistributed.modelparallel.torch as smp
+
+    model = smp.DistributedModel(network())
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    counters.clear()
+
+    @smp.step
+    def step(ids):
+        loss = loss_of(model(ids), ids)
+        model.backward(loss)
+        return loss
+
+    each = IDS.chunk(smp.dp_size())[smp.dp_rank()]
+    losses, after_three = [], {}
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(step(each).reduce_mean().item())
+        optimizer.step()
+        if number == 2:
+            after_three = dict(counters["stats"])
+    blocks = [path for path, module in model.module.named_modules() if "forward" in module.__dict__]
+    return {
+        "losses": losses,
+        "state": model.state_dict(),
+        "blocks": blocks,
+        "stats": [after_three, dict(counters["stats"])],
+        "breaks": dict(counters["graph_break"]),
+    }
+
+
+def _trained(*args):
+    return trained(*args)
+
+
+#: Degrees, and what is compiled with.
+PAIRS = [
+    ({"pipeline_parallel_degree": 2, "microbatches": 2}, "aot_eager"),
+    ({"ddp": True, "microbatches": 2}, "aot_eager"),
+    ({"pipeline_parallel_degree": 2, "microbatches": 2, "pipeline": "zero_bubble"}, "aot_eager"),
+    ({"pipeline_parallel_degree": 2, "microbatches": 2}, "inductor"),
+    ({"ddp": True, "shard_optimizer_state": True}, "inductor"),
+]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "backend"),
+    [
+        pytest.param(
+            degrees, backend, marks=pytest.mark.full, id=f"{number}-{backend}"
+        )  # the compiler alone takes 20 s to load
+        for number, (degrees, backend) in enumerate(PAIRS)
+    ],
+)
+def test_compiled_blocks_train_as_eager_ones(ranks, degrees, backend):
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor compiles with g++, which is not here")
+    losses, state = alone()
+    config = {**degrees, "compile": True, "compile_backend": backend}
+    results = ranks(_trained, 2, backend, config=config, timeout=300)
+    spread = len(results) if degrees.get("pipeline_parallel_degree") else 1
+    assert sorted({path for result in results for path in result["blocks"]}) == [f"blocks.{i}" for i in range(4)]
+    assert sum(len(result["blocks"]) for result in results) == 4 * len(results) // spread
+    for result in results:
+        assert not result["breaks"]
+        # One graph for all blocks of the rank, and none more once training is under way.
+        assert result["stats"][0]["unique_graphs"] == result["stats"][1]["unique_graphs"] == 1
+    if spread > 1:
+        assert results[0]["losses"] == pytest.approx(losses, rel=1e-5)
+    for name, value in state.items():
+        close(results[0]["state"][name], value, name, 1e-4)
+
+
+def test_what_cannot_be_compiled_runs_eagerly_and_says_why(solo, caplog):
+    import torch._dynamo
+
+    import smdistributed.modelparallel.torch as smp
+
+    @torch._dynamo.register_backend(name="no_such_compiler")
+    def no_such_compiler(graph, inputs):
+        raise RuntimeError("no compiler on this machine")
+
+    solo({"compile": True, "compile_backend": "no_such_compiler"})
+    model, eager = smp.DistributedModel(network()), network()
+    with caplog.at_level("WARNING", logger="smp"):
+        close(model(IDS), eager(IDS), "outputs")
+    said = [record.getMessage() for record in caplog.records if "runs eagerly" in record.getMessage()]
+    assert len(said) == 4
+    assert "'blocks.0'" in said[0]
+    assert "no compiler on this machine" in said[0]
+    close(model(IDS), eager(IDS), "outputs")
+
+
+def test_copies_and_pickles_of_compiled_blocks_have_their_own_forward():
+    block, x = Block(), torch.ones(2, 8)
+    block.__dict__["forward"] = CompiledForward(block, "blocks.0", torch.compile(Block.forward, backend="eager"))
+    expected = Block.forward(block, x)
+    for other in (copy.deepcopy(nn.Sequential(block))[0], copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        with torch.no_grad():
+            other.down.weight.zero_()
+            other.down.bias.zero_()
+        torch.testing.assert_close(other(x), x)
+    close(block(x), expected, "outputs of the original")

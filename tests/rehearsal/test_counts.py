@@ -1,0 +1,170 @@
+"""What a rehearsal counts: storages that are alive, collectives, and what modules do."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smp_runtime.rehearsal.memory import LiveMemory, Where, by_kind
+from smp_runtime.rehearsal.operations import Unperformed
+from smp_runtime.rehearsal.phases import Phases
+from smp_runtime.rehearsal.traffic import AbsentCollectives, CountedCollectives, DirectCollectives, Ledger
+from smp_runtime.rehearsal.work import Clock, ModuleTimes, TimedWork
+from smp_runtime.tensors.torch_private import absent_store
+
+FORWARD = Where("forward", "blocks.1")
+
+
+@pytest.fixture
+def memory():
+    return LiveMemory(lambda: FORWARD)
+
+
+def test_storages_count_from_their_making_until_nobody_holds_them(memory):
+    with Unperformed([memory]):
+        first = torch.zeros(1000)
+        second = first + 1
+        view = second[10:]
+        del second
+        assert memory.now == 8000
+        del view
+        assert memory.now == 4000
+        assert first.numel() == 1000
+    assert memory.peak == 8000
+
+
+def test_the_peak_names_what_was_alive_then_also_if_it_is_gone(memory):
+    with Unperformed([memory]):
+        kept, gone = torch.zeros(100), torch.ones(300)
+        memory.mark("parameter", [kept])
+        del gone
+        later = torch.zeros(50)
+    holders = memory.at_peak()
+    assert by_kind(holders) == {"parameter": 400, "activation": 1200}
+    assert [(one.module, one.operation, one.bytes) for one in holders] == [
+        ("blocks.1", "ones.default", 1200),
+        ("blocks.1", "zeros.default", 400),
+    ]
+    assert later.numel() == 50
+
+
+def test_a_storage_that_is_emptied_in_place_counts_with_what_is_left(memory):
+    with Unperformed([memory]):
+        tensor = torch.zeros(256)
+        other = torch.zeros(1)
+        tensor.untyped_storage().resize_(0)
+        memory.resized(tensor.untyped_storage())
+        assert memory.now == 4
+        assert sum(one.bytes for one in memory.at_peak()) == memory.peak == 1028
+        tensor.untyped_storage().resize_(2048)
+        memory.resized(tensor.untyped_storage())
+    assert memory.now == memory.peak == 2052
+    assert sum(one.bytes for one in memory.at_peak()) == 2052
+    assert other.numel() == 1
+
+
+def test_the_curve_has_each_kind_from_the_beginning_of_the_step_and_keeps_its_highest_point():
+    moments = iter(range(10_000))
+    memory = LiveMemory(lambda: FORWARD, lambda: float(next(moments)))
+    with Unperformed([memory]):
+        weights = torch.zeros(25)
+        memory.mark("parameter", [weights])
+        memory.begin_curve()
+        for number in range(1000):
+            torch.zeros(1000 if number == 501 else 1)
+    curve = memory.curve()
+    assert set(curve.owners) == {"parameter", "activation"}
+    assert set(curve.owners["parameter"]) == {100}
+    assert max(curve.owners["activation"]) == 4000
+    assert len(curve.seconds) == len(curve.owners["activation"]) <= 400
+    assert curve.seconds == sorted(curve.seconds)
+
+
+def test_modules_are_named_in_forward_and_in_the_backward_of_their_nodes():
+    phases = Phases()
+    seen = set()
+
+    class Look:
+        def performed(self, operation):
+            seen.add((operation.function.__name__, phases.where().phase, phases.where().module))
+
+    try:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        phases.name(model)
+        with Unperformed([Look()]):
+            model(torch.ones(2, 4)).sum().backward()
+    finally:
+        phases.close()
+    assert ("addmm.default", "forward", "0") in seen
+    assert ("tanh_backward.default", "backward", "1") in seen
+    assert ("mm.default", "backward", "2") in seen
+    assert ("mm.default", "backward", "1") not in seen
+
+
+@pytest.fixture
+def four():
+    """The second of four ranks that are not there."""
+    dist.init_process_group("fake", store=absent_store(), rank=1, world_size=4)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_collectives_with_absent_ranks_are_counted_and_give_what_equal_ranks_would(four):
+    ledger = Ledger(lambda: FORWARD)
+    ledger.name_of = lambda group: ("dp", 2)
+    done = CountedCollectives(AbsentCollectives(buffers=False), ledger)
+    tensor = torch.tensor([1.0, 0.0, 3.0, 0.0])
+    done.all_reduce(tensor, four).wait()
+    assert tensor.tolist() == [4, 0, 12, 0]
+    whole, shard = torch.zeros(8), torch.tensor([1.0, 2.0])
+    done.all_gather(whole, shard, four).wait()
+    assert whole.tolist() == [1, 2] * 4
+    done.reduce_scatter(shard, torch.arange(8.0), four).wait()
+    assert shard.tolist() == [8, 12]
+    rows = {one.kind: one for one in ledger.counts()}
+    assert (rows["all_reduce"].payload_bytes, rows["all_reduce"].sent_bytes, rows["all_reduce"].messages) == (16, 24, 6)
+    assert (rows["all_gather"].payload_bytes, rows["all_gather"].sent_bytes, rows["all_gather"].hosts) == (32, 24, 2)
+    assert (rows["reduce_scatter"].payload_bytes, rows["reduce_scatter"].sent_bytes) == (32, 24)
+
+
+def test_what_a_script_asks_of_torch_itself_is_counted_once(four):
+    ledger = Ledger(lambda: FORWARD)
+    direct = DirectCollectives(ledger)
+    done = CountedCollectives(AbsentCollectives(buffers=False), ledger)
+    direct.counted = done.counted
+    with Unperformed([], direct):
+        dist.all_reduce(torch.zeros(10))
+        dist.broadcast(torch.zeros(5), 0)
+        done.all_reduce(torch.zeros(10), four)
+    assert {one.kind: (one.calls, one.payload_bytes) for one in ledger.counts()} == {
+        "all_reduce": (2, 80),
+        "broadcast": (1, 20),
+    }
+
+
+class Rates:
+    """A second for each operation on numbers, or for each byte."""
+
+    def seconds_of_work(self, flops, moved, dtype):
+        return flops
+
+
+def test_modules_work_is_that_of_their_operations():
+    clock = Clock()
+    times = ModuleTimes(lambda: FORWARD, Rates(), clock)
+    with Unperformed([times]):
+        torch.zeros(2, 3) @ torch.zeros(3, 5)
+    found = {one.dtype: one for one in times.rows()}["float32"]
+    assert found.flops == found.seconds == clock.now == 2 * 2 * 3 * 5
+    assert found.bytes == 4 * (6 + 15) + 4 * (6 + 15 + 10)
+
+
+def test_a_collective_lets_the_rank_compute_until_it_is_waited_for():
+    clock = Clock()
+    works = [TimedWork(AbsentCollectives(buffers=False).broadcast(torch.zeros(1), 0, None), clock, 3.0) for _ in "12"]
+    clock.advance(2.0)
+    works[0].wait()
+    assert clock.now == 3.0
+    clock.advance(1.0)
+    works[1].wait()
+    assert clock.now == 6.0

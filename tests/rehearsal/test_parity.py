@@ -1,0 +1,108 @@
+"""A rehearsal counts what the job does: collectives and messages by bytes, and the most that is alive."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from smp_config.rehearsal import KindReport, RehearsalRequest
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("gpt_script.py")
+
+#: The largest operation that is performed here, so that most of a small model's are not.
+PERFORMED = 4096
+STEPS = 3
+
+#: By name, the parameters, the ranks of the job, and words for the script.
+CASES = {
+    "replicas": ({"ddp": True}, 2, ()),
+    "fp16 state sharding": ({"ddp": True, "shard_optimizer_state": True, "fp16": True}, 2, ()),
+    "sharded bf16": (
+        {"ddp": True, "sharded_data_parallel_degree": 2, "bf16": True, "sdp_param_persistence_threshold": 0},
+        2,
+        (),
+    ),
+    "sharded of four": ({"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}, 4, ()),
+    "checkpointing": ({"ddp": True}, 2, ("--checkpoint",)),
+    "microbatches": ({"ddp": True, "microbatches": 4}, 2, ()),
+    "mlp": ({"ddp": True}, 2, ("--model", "mlp")),
+    "cnn": ({"ddp": True, "shard_optimizer_state": True}, 2, ("--model", "cnn")),
+    "pipeline": ({"ddp": True, "pipeline_parallel_degree": 2, "microbatches": 4}, 2, ()),
+    "pipeline and replicas": ({"ddp": True, "pipeline_parallel_degree": 2, "microbatches": 2}, 4, ()),
+    "tensor": ({"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True}, 2, ("--tensor",)),
+    "tensor with batches": ({"ddp": True, "tensor_parallel_degree": 2}, 4, ("--tensor",)),
+}
+SAMPLE = {"sharded bf16"}
+
+
+def environment(parameters):
+    found = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SMP_", "SM_", "RANK", "WORLD_"))
+    }
+    paths = [str(ROOT), str(ROOT / "container"), found.get("PYTHONPATH", "")]
+    return {
+        **found,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "SM_HP_MP_PARAMETERS": json.dumps(parameters),
+        "SMP_EMULATE_CUDA": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def run(command, parameters):
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], env=environment(parameters), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def real(folder, parameters, ranks, words):
+    rank = ROOT / "tests" / "support" / "counted_rank.py"
+    run(["-m", "smp_launch", "run", "--processes", ranks, rank, folder, STEPS, SCRIPT, *words], parameters)
+    return [KindReport.model_validate_json(path.read_bytes()) for path in sorted(folder.glob("rank-*.json"))]
+
+
+def rehearsed(folder, parameters, ranks, words):
+    request = RehearsalRequest(
+        hosts=1, ranks_per_host=ranks, steps=STEPS, performed_bytes=PERFORMED, folder=str(folder), on_gpu=False
+    )
+    asked = folder / "request.json"
+    asked.write_text(request.model_dump_json())
+    run(["-m", "smp_runtime.rehearsal.rank", asked, SCRIPT, *words], parameters)
+    return [KindReport.model_validate_json(path.read_bytes()) for path in sorted(folder.glob("kind-*.json"))]
+
+
+def collectives(report):
+    return {
+        (c.step, c.phase, c.kind, c.group, c.ranks): (c.calls, c.payload_bytes, c.sent_bytes)
+        for c in report.collectives
+    }
+
+
+def links(report):
+    return {(link.step, link.stage): (link.messages, link.tensor_bytes) for link in report.links}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full) for n in CASES])
+def test_a_rehearsal_counts_what_the_job_does(name, tmp_path):
+    parameters, ranks, words = CASES[name]
+    kinds = rehearsed(tmp_path, parameters, ranks, words)
+    stages = parameters.get("pipeline_parallel_degree", 1)
+    assert len(kinds) == stages
+    for report in real(tmp_path, parameters, ranks, words):
+        kind = kinds[report.stage]
+        assert collectives(kind) == collectives(report)
+        assert links(kind) == links(report)
+        assert kind.parameters == report.parameters
+        assert kind.resident_bytes == pytest.approx(report.resident_bytes, rel=0.02)
+        if stages == 1:  # else it depends on the moments at which microbatches meet
+            assert kind.first_step_peak_bytes == pytest.approx(report.first_step_peak_bytes, rel=0.02)
+            assert kind.peak_bytes == pytest.approx(report.peak_bytes, rel=0.02)
+        else:
+            assert links(report)
