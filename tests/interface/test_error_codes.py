@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import functools
 import pickle
 import re
 import sys
@@ -29,43 +29,46 @@ def _module(path: Path) -> str:
     return ".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__")
 
 
-TREES = {_module(path): ast.parse(path.read_text()) for folder in FOLDERS for path in sorted(folder.rglob("*.py"))}
+@functools.cache
+def _trees() -> dict[str, ast.Module]:
+    """Each module's code; read when a test asks, since every worker collects this file."""
+    return {_module(path): ast.parse(path.read_text()) for folder in FOLDERS for path in sorted(folder.rglob("*.py"))}
 
 
+@functools.cache
 def _classes() -> dict[str, type]:
-    """The classes of errors with codes, by name; each file that defines one is imported."""
-    names, found = {"Coded"}, {}
+    """Stand-ins of the classes of errors with codes, by name and with their ancestors: importing all of them takes long."""
+    found: dict[str, type] = {"Coded": Coded}
+    defined = [
+        (node.name, [ast.unparse(base) for base in node.bases])
+        for tree in _trees().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    ]
     while True:
         more = {
-            node.name: module
-            for module, tree in TREES.items()
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ClassDef) and {ast.unparse(base) for base in node.bases} & names
+            name: type(name, tuple(found[base] for base in bases if base in found), {"__init__": Exception.__init__})
+            for name, bases in defined
+            if name not in found and found.keys() & set(bases)
         }
-        if more.keys() <= names:
+        if not more:
             return found
-        names |= more.keys()
-        for name, module in more.items():
-            found[name] = getattr(importlib.import_module(module), name)
+        found |= more
 
 
-CLASSES = _classes()
-#: Roots, which nobody raises.
-ROOTS = {"Coded", "SMPError"}
-
-
+@functools.cache
 def _made() -> list[tuple[str, type, int]]:
     """Module, class and line of each error with a code that the library makes."""
     return [
-        (module, CLASSES[ast.unparse(node.func)], node.lineno)
-        for module, tree in TREES.items()
+        (module, _classes()[node.func.id], node.lineno)
+        for module, tree in _trees().items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in CLASSES
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _classes()
     ]
 
 
 def test_every_class_of_errors_is_known() -> None:
-    assert CLASSES.keys() >= {
+    assert _classes().keys() >= {
         "ConfigError",
         "LaunchError",
         "SMPUserError",
@@ -82,15 +85,15 @@ def test_every_error_that_is_made_has_a_code() -> None:
 
 
 def test_every_code_is_that_of_an_error() -> None:
-    met = {code_for(kind, module) for module, kind, _ in _made()} | {code_for(kind, "") for kind in CLASSES.values()}
+    met = {code_for(kind, module) for module, kind, _ in _made()} | {code_for(kind, "") for kind in _classes().values()}
     assert catalogue().keys() - met == set()
 
 
 def test_the_names_in_the_list_are_there() -> None:
     for row in catalogue().values():
         for module in row.modules:
-            assert any(name == module or name.startswith(f"{module}.") for name in TREES), f"{row.code}: {module}"
-        assert set(row.errors) <= CLASSES.keys(), row.code
+            assert any(name == module or name.startswith(f"{module}.") for name in _trees()), f"{row.code}: {module}"
+        assert set(row.errors) <= _classes().keys(), row.code
 
 
 def test_every_code_has_a_section_with_cause_and_cure() -> None:
