@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.cloud import Cloud, service
@@ -16,6 +16,9 @@ from support.random_configurations import GPUS, Drawn, drawn
 
 from smp_config import ConfigError, Group, JobSettings, ModelParallelParameters
 from smp_estimator import ProcessSession, SMPEstimator
+
+if TYPE_CHECKING:
+    from smp_runtime.comm.control import Arrival
 
 #: Refused on the notebook for what no rank is told: the service's limits, and what the SDK cannot send.
 CLIENT_ONLY = (
@@ -83,8 +86,8 @@ class OneRank:
     def seen(self, rank: int) -> list[str]:
         return [f"{self.layout.host_of(rank)}/{number}" for number in range(self.gpus)]
 
-    def allgather(self, mine: tuple[Any, ...], members: list[int]) -> list[tuple[Any, ...]]:
-        return [(self.layout.host_of(rank), *mine[1:3], self.seen(rank)) for rank in members]
+    def arrivals(self, mine: Arrival) -> list[Arrival]:
+        return [mine._replace(host=self.layout.host_of(rank), gpus=self.seen(rank)) for rank in range(self.size)]
 
 
 def ranks_refuse(carried: dict[str, str], case: Drawn, patch: pytest.MonkeyPatch, folder: Path) -> str | None:

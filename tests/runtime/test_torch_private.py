@@ -374,6 +374,45 @@ def _(request):
     assert options._timeout == timedelta(seconds=7)
 
 
+@of("is_transformed")
+def _(request):
+    seen = []
+    torch.vmap(lambda one: seen.append(door.is_transformed(one)) or one)(torch.ones(2))
+    assert seen == [True]
+    assert not door.is_transformed(torch.ones(2))
+
+
+@of("count_function_modes", "DisableTorchFunction")
+def _(request):
+    seen = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    assert door.count_function_modes() == 0
+    with Mode():
+        assert door.count_function_modes() == 1
+        torch.add(1, torch.ones(1))
+        assert torch.add in seen
+        seen.clear()
+        with door.DisableTorchFunction():
+            torch.add(1, torch.ones(1))
+        assert not seen
+
+
+@of("compile_errors")
+def _(request):
+    import torch._dynamo
+
+    def unable(graph, inputs):
+        raise RuntimeError("cannot")
+
+    with pytest.raises(door.compile_errors()):
+        torch.compile(torch.cos, backend=unable)(torch.ones(1))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 
 
