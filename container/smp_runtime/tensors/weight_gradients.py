@@ -101,10 +101,6 @@ class WeightGradients:
                 found = tuple(sums.pop(id(weight)) for weight in ready)
                 run_backward(tuple(ready), found, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
-    def clear(self) -> None:
-        """Forget it: the step has failed."""
-        self._later.clear()
-
 
 class _Here(threading.local):
     left: WeightGradients | None = None
