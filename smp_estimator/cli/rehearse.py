@@ -26,6 +26,10 @@ from smp_estimator.cli.run import pairs
 @click.option(
     "--rehearsed", "rehearsed_steps", type=click.IntRange(2), default=3, show_default=True, help="Steps to rehearse."
 )
+@click.option(
+    "--measured", type=click.Path(), help="A timeline, or a folder of them: what modules take is what they took there."
+)
+@click.option("--rates", type=click.Path(), help="A rate card of your own; default: the instance's stated rates.")
 @click.option("--channel", "channels", multiple=True, metavar="NAME=DIR", help="Input data; may be repeated.")
 @click.option("--verbose", is_flag=True, help="Show what the script prints.")
 @click.option("--json", "file", type=click.Path(dir_okay=False), help="Write all that was counted into this file.")

@@ -17,6 +17,7 @@ import smp_config
 from smp_config import ConfigError, ModelParallelParameters
 from smp_config.emulation import VARIABLE as EMULATION_VARIABLE
 from smp_config.instances import require_usable
+from smp_config.rate_card import RateCard
 from smp_config.rehearsal import Failure, KindReport, Rehearsal, RehearsalRequest
 from smp_config.values import dictionary
 from smp_estimator.rehearsal.result import RehearsalFailed, Rehearsed, gpu_memory_of
@@ -26,6 +27,9 @@ _PARAMETERS_VARIABLE = "SM_HP_MP_PARAMETERS"
 
 #: Lines of the script's output that an error is given with, when nothing else is known.
 _LAST_LINES = 12
+
+#: Measured modules that a message names.
+_SHOWN_MODULES = 4
 
 #: Errors that follow from another stage's.
 _CONSEQUENCES = ("StageError", "RankLeftError", "ConnectionLostError", "DeadlineError")
@@ -42,6 +46,8 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
     rehearsed_steps: int = 3,
     steps: int | None = None,
     gpu_memory_bytes: int | None = None,
+    rates: str | os.PathLike[str] | None = None,
+    measured: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] | None = None,
     channels: Mapping[str, str | os.PathLike[str]] | None = None,
     verbose: bool = False,
@@ -59,13 +65,16 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
         rehearsed_steps: after which the script is stopped; the last is reported, and the first makes what stays.
         steps: of the whole training, for its hours and price.
         gpu_memory_bytes: of one GPU; default: the catalogue's.
+        rates: file of a rate card (:class:`~smp_config.rate_card.RateCard`); default: the instance's stated rates.
+        measured: a rank's timeline (``timeline-rank0.json``), or a folder of them: what modules took there for a microbatch is what
+            they take here. It is of the same model and of microbatches of the same size.
         environment: of the script.
         channels: folders by name, which the script finds as ``SM_CHANNEL_<NAME>``.
         verbose: show what the script prints.
         timeout: seconds after which the rehearsal is given up.
 
     Raises:
-        ConfigError: settings that cannot work, or PyTorch is not installed here.
+        ConfigError: settings that cannot work, a file that cannot be read, or PyTorch is not installed here.
         RehearsalFailed: the script failed, or does what cannot be rehearsed.
     """
     if not Path(script).is_file():
@@ -87,12 +96,14 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
     kinds = 1
     if given is not None:
         kinds = ModelParallelParameters.from_mp_parameters(dict(given)).topology(ranks * instance_count).pipeline
+    card = _card(instance_type, ranks, rates, measured)
     with tempfile.TemporaryDirectory(prefix="smp-rehearsal-") as folder:
         request = RehearsalRequest(
             hosts=instance_count,
             ranks_per_host=ranks,
             kinds=kinds,
             instance_type=instance_type,
+            rates=card,
             steps=rehearsed_steps,
             folder=folder,
         )
@@ -106,6 +117,12 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
             timeout=timeout,
         )
         found = [KindReport.model_validate_json(path.read_bytes()) for path in sorted(Path(folder).glob("kind-*.json"))]
+    if measured is not None and card is not None and not any(kind.measured_seconds for kind in found):
+        modules = ", ".join(dict.fromkeys(repr(one.path) for one in card.measured[:_SHOWN_MODULES]))
+        raise ConfigError(
+            f"none of the {len(card.measured)} durations in {os.fspath(measured)} is of a module that a step of the script ran "
+            f"(they are of {modules}, …); record the timeline with the same model, in functions decorated with smp.step"
+        )
     rehearsal = Rehearsal(
         request=request.model_copy(update={"kinds": len(found)}),
         mp_parameters=dict(given or {}),
@@ -113,6 +130,29 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
         seconds=time.monotonic() - began,
     )
     return Rehearsed(rehearsal, gpu_memory_bytes or gpu_memory_of(instance_type), steps)
+
+
+def _card(
+    instance_type: str,
+    ranks: int,
+    rates: str | os.PathLike[str] | None,
+    measured: str | os.PathLike[str] | None,
+) -> RateCard | None:
+    """What computation and collectives take; None: the runner finds the instance's stated rates itself, if there are any."""
+    if rates is None and measured is None:
+        return None
+    if rates is None:
+        card = RateCard.of_instance(instance_type, processes_per_host=ranks)
+    else:
+        try:
+            text = Path(rates).read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"the rate card {os.fspath(rates)} cannot be read: {error.strerror}; write one with RateCard.to_json(), or leave "
+                "it out for the rates of the instance"
+            ) from None
+        card = RateCard.from_json(text, os.fspath(rates))
+    return card if measured is None else card.with_measured(Path(measured))
 
 
 def _folders(folder: str, channels: Mapping[str, str | os.PathLike[str]] | None) -> dict[str, str]:

@@ -86,6 +86,15 @@ class Rehearsed(Shown):
             return None
         return self.training_hours * known.usd_per_hour * self.rehearsal.request.hosts
 
+    def _basis(self) -> str:
+        """Where the seconds of a step come from."""
+        card = self.rehearsal.request.rates
+        if card is None:
+            return "the instance's stated rates"
+        parts = [one.measured_seconds / one.step_seconds for one in self.rehearsal.kinds if one.step_seconds]
+        by_rates = f"the rates of {card.name}"
+        return f"measured durations ({max(parts):.0%}) and {by_rates}" if card.measured and parts else by_rates
+
     def _idle(self) -> str:
         idle = next((one.pipeline_idle for one in self.rehearsal.kinds if one.pipeline_idle), {})
         if not idle:
@@ -107,10 +116,12 @@ class Rehearsed(Shown):
         )
         lines: list[tuple[str, Sequence[Cell]]] = [
             ("verdict", [Said(verdict.value, verdict), fullest]),
+            *self._other_order(),
+            *self._offloaded(),
             ("rehearsed", [f"{where}: {len(found.kinds)} kinds of ranks in {found.seconds:.0f} s"]),
         ]
         if found.step_seconds:
-            lines.append(("step", [f"{found.step_seconds:.3g} s by the instance's stated rates{self._idle()}"]))
+            lines.append(("step", [f"{found.step_seconds:.3g} s by {self._basis()}{self._idle()}"]))
         if self.training_hours is not None:
             price = "" if self.training_usd is None else f", {self.training_usd:,.0f} USD at EC2's on-demand price"
             lines.append(("training", [f"{self.training_steps:,} steps take {self.training_hours:,.1f} h{price}"]))
@@ -126,6 +137,24 @@ class Rehearsed(Shown):
         if traffic := self._traffic(kind):
             parts.append(traffic)
         return parts
+
+    def _other_order(self) -> list[tuple[str, Sequence[Cell]]]:
+        """What the fullest stage holds if the job's microbatches meet in another order."""
+        kind = max(self.rehearsal.kinds, key=self._most_on_gpu)
+        most = self._most_on_gpu(kind)
+        if most <= on_gpu(self.fullest):
+            return []
+        words = f"{_size(most)} on stage {kind.stage} if all {kind.active_microbatches} active microbatches are in flight there"
+        return [("at most", [words])]
+
+    def _offloaded(self) -> list[tuple[str, Sequence[Cell]]]:
+        kind = max(self.rehearsal.kinds, key=lambda one: one.host_peak_bytes)
+        if not kind.host_peak_bytes:
+            return []
+        return [("offloaded", [f"{_size(kind.host_peak_bytes)} in main memory, of each rank of stage {kind.stage}"])]
+
+    def _most_on_gpu(self, kind: KindReport) -> int:
+        return self.rehearsal.most_bytes(kind) - (kind.peak_bytes - on_gpu(kind))
 
     def _stages(self) -> Grid:
         kinds = list(dict.fromkeys(name for one in self.rehearsal.kinds for name in one.classes))

@@ -344,16 +344,6 @@ def running_node() -> torch.autograd.graph.Node | None:
     return torch._C._current_autograd_node()
 
 
-def next_node_number() -> int:
-    """The number that the next node of the calling thread will have; nodes are numbered as they are made."""
-    return torch._C._autograd._get_sequence_nr()
-
-
-def number_of_node(node: torch.autograd.graph.Node) -> int:
-    """The number of a node, see :func:`next_node_number`."""
-    return node._sequence_nr()
-
-
 def key_of_storage(storage: torch.UntypedStorage) -> int:
     """Tells storages that are alive from one another, whichever object of Python stands for them."""
     return storage._cdata
