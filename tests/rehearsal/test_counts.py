@@ -1,5 +1,8 @@
 """What a rehearsal counts: storages that are alive, collectives, and what modules do."""
 
+import gc
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -134,6 +137,44 @@ def test_modules_are_named_in_forward_and_in_the_backward_of_their_nodes():
     assert ("tanh_backward.default", "backward", "1") in seen
     assert ("mm.default", "backward", "2") in seen
     assert ("mm.default", "backward", "1") not in seen
+
+
+def test_backward_on_another_thread_than_forward_knows_its_modules_and_nothing_is_kept():
+    """As in a pipeline, where each task may have a thread of its own."""
+    phases = Phases()
+    memory = LiveMemory(phases.where)
+    seen = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    gc.disable()  # what goes only with the garbage would be counted until then
+    try:
+        phases.name(model)
+
+        class Look:
+            def performed(self, operation):
+                seen.append((operation.function.__name__, phases.where().phase, phases.where().module))
+
+        outputs = []
+
+        def forward():
+            with Unperformed([memory, Look()]):
+                outputs.append(model(torch.ones(2, 4)))
+
+        def backward():
+            with Unperformed([memory, Look()]), torch.autograd.set_multithreading_enabled(False):
+                outputs.pop().sum().backward()
+
+        for work in (forward, forward, backward, backward):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        model.zero_grad()
+        assert memory.now == 0
+    finally:
+        gc.enable()
+        phases.close()
+    backwards = [(name, module) for name, phase, module in seen if phase == "backward"]
+    assert backwards.count(("mm.default", "2")) == backwards.count(("mm.default", "0")) + 2 == 4
+    assert backwards.count(("threshold_backward.default", "1")) == 2
 
 
 @pytest.fixture
