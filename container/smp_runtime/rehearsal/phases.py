@@ -33,12 +33,14 @@ class Phases:
 
     Attributes:
         in_steps: whether the first step has begun.
+        called: paths of the modules whose forward has run.
         in_microbatch: whether the calling thread runs a microbatch.
     """
 
     def __init__(self) -> None:
         self._here = _Thread()
         self._names: dict[int, str] = {}
+        self.called: set[str] = set()
         self._updating = False
         self.in_steps = False
         self.in_microbatch: Callable[[], bool] = lambda: False
@@ -75,6 +77,8 @@ class Phases:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         name = self._names.get(id(module))
+        if name is not None:
+            self.called.add(name)
         modules = self._here.modules
         modules.append((modules[-1] if modules else type(module).__name__) if name is None else name)
         self._mark(modules[-1])
