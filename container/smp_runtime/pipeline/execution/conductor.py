@@ -245,7 +245,13 @@ class Conductor:
         if self.records:
             self.record.append(
                 Segment(
-                    task.action, self._stage, task.spent + now - task.began, task.phase, task.needs, tuple(task.gives)
+                    task.action,
+                    self._stage,
+                    task.spent + now - task.began,
+                    task.phase,
+                    task.needs,
+                    tuple(task.gives),
+                    task.label,
                 )
             )
             task.gives = []
