@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _HIGH, _LEFT = 90, 84
 
 #: Points of a curve: a notebook keeps its pictures.
-_POINTS = 240
+_POINTS = 160
 
 #: More ranks are left out, those with the lowest peaks.
 _MOST_CURVES = 8

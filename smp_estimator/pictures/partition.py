@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from smp_config import ConfigError
-from smp_estimator.pictures.svg import WIDTH, box, colour, legend, picture, shortened, text
+from smp_estimator.pictures.svg import WIDTH, box, colour, ink_on, legend, picture, shortened, text
 
 #: Of a module whose parts lie on several stages.
 _SEVERAL = "#6e7781"
@@ -75,12 +75,13 @@ class Partition:
             for stage in range(min(self.stages, 8))
         ]
         parts += legend(height + 46, [*entries, (_SEVERAL, "several")])
-        title = f"{len(self.modules):,} modules on {self.stages} stage{'s' * (self.stages != 1)}, by {self.measure}"
+        stages = f"{self.stages} stage{'s' * (self.stages != 1)}"
+        title = f"{len(self.modules):,} modules on {stages}; heights are parts of the {self.measure}"
         return picture(title, height + 58, parts)
 
     def _tree(self) -> _Node:
         root = _Node("")
-        for path in sorted(self.modules, key=lambda path: path.count(".")):
+        for path in self.modules:
             node = root
             names = path.split(".") if path else []
             for depth in range(len(names)):
@@ -107,12 +108,12 @@ class Partition:
         yield box(x, y, wide - 2, max(high - 1.5, 0.5), fill, f"{node.path or 'model'}: {where}{part}")
         if high >= _READABLE:
             label = f"{node.name} · {listed}" if len(node.stages) > 1 else node.name
-            yield text(x + 5, y + min(high / 2 + 4, 15), shortened(label, wide - 12), ink="#fff")
+            yield text(x + 5, y + min(high / 2 + 4, 15), shortened(label, wide - 12), ink=ink_on(fill))
         if columns == 1 or not node.weight:
             return
         shown = [child for child in node.children.values() if child.weight]
         # Parts of one stage are told apart only where there is room; where the stage changes, always.
-        if len(node.stages) < 2 and shown and high * max(child.weight for child in shown) / node.weight < _READABLE:
+        if len(node.stages) < 2 and shown and high * min(child.weight for child in shown) / node.weight < _READABLE:
             return
         top = y
         for child in shown:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from smp_config import Coordinates, Group, Topology
-from smp_estimator.pictures.svg import box, colour, legend, picture, text
+from smp_estimator.pictures.svg import box, colour, ink_on, legend, picture, text
 
 #: Units of a square with its gap, and the room for a host's name.
 _WIDE, _HIGH, _NAMES = 50, 36, 62
@@ -19,6 +19,9 @@ _MOST_IN_A_ROW = 16
 
 #: Of larger jobs the groups are not looked up, which takes their whole grid.
 _MOST_NAMED = 4096
+
+#: Colours that are explained one by one.
+_MOST_EXPLAINED = 4
 
 _GROUPS = {Group.PP: "pipeline", Group.TP: "tensor parallel", Group.SHARD: "sharded", Group.DP: "data parallel"}
 
@@ -71,16 +74,19 @@ class Placement:
         where = ", ".join(f"{name} {found[name]}" for name in shown)
         fill = colour(found[shown[0]] if shown else 0)
         yield box(x, y, _WIDE - 4, _HIGH - 4, fill, "; ".join([f"rank {rank}: {where}", *groups]))
-        yield text(x + (_WIDE - 4) / 2, y + 15, str(rank), anchor="middle", ink="#fff")
+        yield text(x + (_WIDE - 4) / 2, y + 15, str(rank), anchor="middle", ink=ink_on(fill))
         below = " ".join(f"{name[0]}{found[name]}" for name in shown[1:])
-        yield text(x + (_WIDE - 4) / 2, y + 28, below, size=9, anchor="middle", ink="#fff")
+        yield text(x + (_WIDE - 4) / 2, y + 28, below, size=9, anchor="middle", ink=ink_on(fill))
 
     def _explained(self, y: float, axes: dict[str, int]) -> list[str]:
         shown = [name for name, size in axes.items() if size > 1]
         if not shown:
             return []
         first = shown[0]
-        parts = legend(y, [(colour(number), f"{first} {number}") for number in range(min(axes[first], 6))])
+        if axes[first] <= _MOST_EXPLAINED:
+            parts = legend(y, [(colour(number), f"{first} {number}") for number in range(axes[first])])
+        else:
+            parts = [text(4, y, f"colour: {first}, from 0 to {axes[first] - 1}", size=11)]
         if len(shown) > 1:
             parts.append(
                 text(4, y + 18, f"below the rank: {', '.join(f'{name[0]} {name}' for name in shown[1:])}", size=11)

@@ -17,6 +17,13 @@ def colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
+def ink_on(fill: str) -> str:
+    """Black or white, whichever is easier to read on a colour (relative luminance of WCAG 2)."""
+    red, green, blue = (int(fill[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    light = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
+    return "#000" if light > 0.179 else "#fff"
+
+
 def picture(title: str, height: float, parts: Iterable[str], width: float = WIDTH) -> str:
     """An ``svg`` element with its title above; its texts take the colour of the page."""
     # No wider than it was made for: a few boxes would fill the page.

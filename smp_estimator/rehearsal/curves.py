@@ -40,5 +40,5 @@ def partition_of(kinds: Sequence[KindReport]) -> Partition:
         stages,
         {path: stage for path, (_, stage) in most.items()},
         {path: seconds for path, (seconds, _) in most.items()},
-        "time by the stated rates",
+        "time of a step, by the stated rates",
     )

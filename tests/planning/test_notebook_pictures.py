@@ -13,7 +13,7 @@ from smp_config.rehearsal import KindReport, MemoryOverTime, ModuleWork, Rehears
 from smp_estimator.pictures.memory import memory_areas
 from smp_estimator.pictures.partition import Partition, read_partition
 from smp_estimator.pictures.placement import Placement
-from smp_estimator.pictures.svg import COLOURS, shortened
+from smp_estimator.pictures.svg import COLOURS, ink_on, shortened
 from smp_estimator.planning import plan
 from smp_estimator.rehearsal.result import Rehearsed
 from smp_estimator.timeline.memory import MemoryCurve
@@ -25,7 +25,7 @@ def drawn(picture: str) -> ElementTree.Element:
     """The picture, read; its texts have no colour that one ground would hide."""
     tree = ElementTree.fromstring(picture)
     assert tree.get("fill") == "currentColor"
-    assert {text.get("fill") for text in tree.iter(f"{SVG}text")} <= {"currentColor", "#fff"}
+    assert {text.get("fill") for text in tree.iter(f"{SVG}text")} <= {"currentColor", "#fff", "#000"}
     return tree
 
 
@@ -177,6 +177,21 @@ def test_a_rehearsal_shows_memory_and_partition() -> None:
     }
     alone = Rehearsed(rehearsal.model_copy(update={"kinds": kinds[:1]}), None)._repr_html_()
     assert alone.count("<svg") == 1
+
+
+def test_names_can_be_read_on_every_colour() -> None:
+    assert ink_on("#0072b2") == "#fff"
+    assert ink_on("#e69f00") == "#000"
+    names = [f"m{n}" for n in range(8)]
+    tree = drawn(Partition(8, {name: n for n, name in enumerate(names)})._repr_html_())
+    inks = {text.text: text.get("fill") for text in tree.iter(f"{SVG}text")}
+    assert [inks[name] for name in names] == [ink_on(colour) for colour in COLOURS]
+
+
+def test_modules_stand_in_the_order_of_the_model() -> None:
+    found = boxes(drawn(Partition(2, MODULES)._repr_html_()))
+    top = {tip.partition(":")[0]: float(rect.get("y")) for tip, rect in found.items()}
+    assert top["enter"] < top["blocks"] < top["leave"]
 
 
 def test_names_are_cut_to_their_room() -> None:
