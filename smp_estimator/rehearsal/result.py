@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from smp_config.error_codes import Coded
 from smp_config.instances import GIB, instance
+from smp_estimator.pictures.memory import memory_areas
 from smp_estimator.planning.forecast import TIGHT_ABOVE, Verdict
 from smp_estimator.planning.report import Cell, Grid, Lines, Report, Said, Shown
+from smp_estimator.rehearsal.curves import memory_curves, partition_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +25,7 @@ _SHOWN_HOLDERS = 6
 _SHOWN_MODULES = 4
 
 
-class RehearsalFailed(RuntimeError):
+class RehearsalFailed(Coded, RuntimeError):
     """The script cannot go on where it would run on a cluster, or cannot be rehearsed.
 
     Attributes:
@@ -110,6 +113,15 @@ class Rehearsed(Shown):
             return ""
         shares = ", ".join(f"{idle[stage]:.0%}" for stage in sorted(idle))
         return f"; of the pipeline's planned order, stages are idle {shares}"
+
+    def _repr_html_(self) -> str:
+        """The tables, the memory of each stage over a step, and which module is on which stage."""
+        shown: str = super()._repr_html_()
+        if curves := memory_curves(self.rehearsal.kinds, self.gpu_memory_bytes):
+            shown += memory_areas("Memory of a rank over a step", curves)
+        if len(self.rehearsal.kinds) > 1:
+            shown += partition_of(self.rehearsal.kinds)._repr_html_()
+        return shown
 
     def report(self) -> Report:
         """What is printed."""

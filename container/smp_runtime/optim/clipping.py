@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from smp_config import Group
-from smp_runtime.errors import SMPRuntimeError
+from smp_runtime.errors import SMPOperationError, SMPRuntimeError
 from smp_runtime.optim.gradient_norms import WholeNorms, scale_down
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class _Clipping:
 
 def _require_finite(norm: float, norm_type: float) -> None:
     if not math.isfinite(norm):
-        raise RuntimeError(
+        raise SMPOperationError(
             f"the gradient's norm of order {norm_type} is {norm}, so it cannot be clipped; pass error_if_nonfinite=False to "
             "scale by it all the same"
         )

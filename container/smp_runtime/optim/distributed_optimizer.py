@@ -11,7 +11,7 @@ from torch import nn
 
 from smp_config import Group
 from smp_config.whereabouts import OPTIMIZER, here
-from smp_runtime.errors import SMPUserError
+from smp_runtime.errors import SMPAttributeError, SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.optim.fused import TakesNorms
 from smp_runtime.optim.fused_kernels import fused_where_open
@@ -415,7 +415,7 @@ class DistributedOptimizer(SavedOptimizer):
 
     def _require_shards(self, name: str) -> None:
         if self._model is None or self._model.shards is None:
-            raise AttributeError(f"{name} exists under sharded data parallelism only")
+            raise SMPAttributeError(f"{name} exists under sharded data parallelism only")
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
