@@ -1,8 +1,10 @@
 """Trains a small model for some steps, as users write it; what is rehearsed and run."""
 
 import argparse
+import os
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -188,6 +190,12 @@ def main():
         if given.wrong == "values":
             model.module.head.weight.nonzero()
         optimizer.step()
+        if given.wrong == "barrier" and smp.rank() == 0:
+            smp.barrier()
+        if given.wrong == "sum" and smp.rank() == 0:
+            dist.all_reduce(torch.ones(1))
+        if given.wrong == "save" and smp.dp_rank() == 0:
+            smp.save_checkpoint(os.environ["SMP_CHECKPOINT_DIR"], tag="last", model=model, optimizer=optimizer)
         value = loss.reduce_mean().item()
         if smp.rank() == 0:
             print(f"step {step}: {value:.3f}", flush=True)

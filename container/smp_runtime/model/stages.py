@@ -103,8 +103,9 @@ class Stages:
             Tracing(
                 functools.partial(self._traced_run, microbatch, inputs_on),
                 device,
-                self._tracing.times,
-                self._tracing.memory,
+                # Measured numbers are others in each run, and with them the cuts.
+                self._tracing.times and not ranks.cfg.deterministic,
+                self._tracing.memory and not ranks.cfg.deterministic,
                 recomputed_parts(module),
                 contextlib.nullcontext if is_meta else functools.partial(_wholly_on, module, device),
             ),
@@ -168,6 +169,7 @@ class Stages:
                 predicts=ranks.cfg.fast_mode,
                 begins=self._task_begins,
                 share=self._sharing(),
+                repeatable=ranks.cfg.deterministic,
                 make_group=groups,
                 watch=recorder_of_job(self.part.stage, ranks.control, replica=ranks.members(Group.PP)[0]),
             ),
@@ -181,7 +183,9 @@ class Stages:
         Tensor parallel peers must, and all that gather each other's parameters as they run, or on request; None: no other.
         """
         ranks = self._ranks
-        all_agree = ranks.cfg.deterministic_server or ranks.cfg.sharded_data_parallel_degree > 1
+        all_agree = (
+            ranks.cfg.deterministic_server or ranks.cfg.deterministic or ranks.cfg.sharded_data_parallel_degree > 1
+        )
         if not all_agree and ranks.size(Group.TP) == 1:
             return None
         members = ranks.members(Group.DP if all_agree else Group.TP)

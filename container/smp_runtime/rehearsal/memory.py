@@ -212,7 +212,7 @@ class LiveMemory:
     def curve(self) -> MemoryOverTime:
         """What was alive since :meth:`begin_curve`, by kind; of each stretch the highest point, so that no peak is lost."""
         with self._lock:
-            events, self._records = list(self._events), False
+            events = list(self._events)
             held: dict[str, int] = {}
             for entry in self._alive.values():
                 if entry.in_host:

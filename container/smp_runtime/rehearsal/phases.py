@@ -30,12 +30,14 @@ class Phases:
 
     Attributes:
         in_steps: whether the first step has begun.
+        called: paths of the modules whose forward has run.
         in_microbatch: whether the calling thread runs a microbatch.
     """
 
     def __init__(self) -> None:
         self._here = _Thread()
         self._names: dict[int, str] = {}
+        self.called: set[str] = set()
         self._updating = False
         self.in_steps = False
         self.in_microbatch: Callable[[], bool] = lambda: False
@@ -72,6 +74,8 @@ class Phases:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         name = self._names.get(id(module))
+        if name is not None:
+            self.called.add(name)
         modules = self._here.modules
         if backward_pass() == -1:
             self._owners.note(args, modules[-1] if modules else "")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch.utils.flop_counter import flop_registry
 
-from smp_config.rehearsal import ModuleWork
+from smp_config.rehearsal import ModuleWork, TimedBlock
 from smp_runtime.tensors.torch_private import packet_of
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ class ModuleTimes:
     Attributes:
         microbatch: the one that the calling thread runs; None outside of one.
         measured_seconds: of the step so far, those that durations say, not rates.
+        keeps_blocks: whether :meth:`blocks` is wanted.
     """
 
     def __init__(
@@ -137,6 +138,8 @@ class ModuleTimes:
         self._lock = threading.Lock()
         self._rows: dict[tuple[str, str, str], list[float]] = {}
         self._dtypes: dict[torch.dtype, str] = {}
+        self.keeps_blocks = False
+        self._blocks: list[tuple[str, int, float, float]] = []
 
     def begin(self) -> None:
         """Forget what was: another step begins."""
@@ -144,6 +147,7 @@ class ModuleTimes:
             self._rows.clear()
             self._measured.learn()
             self.measured_seconds = 0.0
+            self._blocks.clear()
 
     def performed(self, operation: Operation) -> None:
         """Count an operation that reads its arguments and writes its result."""
@@ -160,7 +164,8 @@ class ModuleTimes:
         seconds = 0.0 if self._rates is None else self._rates.seconds_of_work(flops, moved, dtype or "float32")
         where = self._where()
         with self._lock:
-            known = self._measured.seconds(where, self.microbatch(), seconds)
+            microbatch = self.microbatch()
+            known = self._measured.seconds(where, microbatch, seconds)
             if known is not None:
                 seconds = known
                 self.measured_seconds += known
@@ -169,7 +174,33 @@ class ModuleTimes:
             row[1] += flops
             row[2] += moved
             row[3] += seconds
+            if self.keeps_blocks and seconds:
+                self._extend(_KINDS.get(where.phase, "S"), microbatch, seconds)
         self._clock.advance(seconds)
+
+    def _extend(self, kind: str, microbatch: int | None, seconds: float) -> None:
+        """The rank goes on with what it computes, or begins something else."""
+        now = self._clock.now
+        before = self._blocks[-1] if self._blocks else ("", 0, 0.0, 0.0)
+        number = before[1] if microbatch is None else microbatch
+        if (kind, number, now) == (before[0], before[1], before[3]):
+            self._blocks[-1] = (kind, number, before[2], now + seconds)
+        else:
+            self._blocks.append((kind, number, now, now + seconds))
+
+    def blocks(self, began: float) -> list[TimedBlock]:
+        """What was computed in the step so far without a wait for others; of ranks without a pipeline.
+
+        Args:
+            began: when the step did, by the clock.
+        """
+        with self._lock:
+            return [
+                TimedBlock.model_validate(
+                    {"kind": kind, "microbatch": number, "module": "", "start": start - began, "stop": stop - began}
+                )
+                for kind, number, start, stop in self._blocks
+            ]
 
     def _name(self, dtype: torch.dtype) -> str:
         if dtype not in self._dtypes:
@@ -192,6 +223,9 @@ class ModuleTimes:
                 for (module, phase, dtype), (calls, flops, moved, seconds) in self._rows.items()
             ]
 
+
+#: By phase, what a timeline calls it.
+_KINDS = {"forward": "F", "backward": "B"}
 
 #: Operations that only allocate.
 _WITHOUT_WORK = {
