@@ -29,7 +29,7 @@ from smp_estimator.cli.run import pairs
     "--rehearsed", "rehearsed_steps", type=click.IntRange(2), default=3, show_default=True, help="Steps to rehearse."
 )
 @click.option(
-    "--measured", type=click.Path(), help="A timeline, or a folder of them: what modules take is what they took there."
+    "--measured", type=click.Path(), help="The output of a job with a timeline: what modules took there, they take."
 )
 @click.option("--rates", type=click.Path(), help="A rate card of your own; default: the instance's stated rates.")
 @click.option("--channel", "channels", multiple=True, metavar="NAME=DIR", help="Input data; may be repeated.")

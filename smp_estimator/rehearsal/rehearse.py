@@ -21,8 +21,10 @@ from smp_config.instances import require_usable
 from smp_config.rate_card import RateCard
 from smp_config.rehearsal import STAND_IN_SAMPLES, Failure, KindReport, Rehearsal, RehearsalRequest
 from smp_config.rehearsal import input_shapes as input_shapes_of
+from smp_config.timeline import FILE_SUFFIX
 from smp_config.values import dictionary
 from smp_estimator.rehearsal.result import RehearsalFailed, Rehearsed, gpu_memory_of
+from smp_estimator.timeline.files import read_ranks
 
 #: Where ranks read ``mp_parameters``.
 _PARAMETERS_VARIABLE = "SM_HP_MP_PARAMETERS"
@@ -74,8 +76,8 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
         samples: of the data set; default: as many as the script's loader has.
         gpu_memory_bytes: of one GPU; default: the catalogue's.
         rates: file of a rate card (:class:`~smp_config.rate_card.RateCard`); default: the instance's stated rates.
-        measured: a rank's timeline (``timeline-rank0.json``), or a folder of them: what modules took there for a microbatch is what
-            they take here. It is of the same model and of microbatches of the same size.
+        measured: the output of a job with timelines, or one rank's ``timeline-rank0.json``: what modules took there for a
+            microbatch is what they take here. It is of the same model and of microbatches of the same size.
         environment: of the script.
         channels: folders by name, which the script finds as ``SM_CHANNEL_<NAME>``.
         input_shapes: by name, tensors of the batches that stand for data which is not here, ``{"input_ids": "-1,1024:int64"}``: -1
@@ -171,7 +173,12 @@ def _card(
                 "it out for the rates of the instance"
             ) from None
         card = RateCard.from_json(text, os.fspath(rates))
-    return card if measured is None else card.with_measured(Path(measured))
+    if measured is None:
+        return card
+    place = os.fspath(measured)
+    if Path(place).is_file() and place.endswith(FILE_SUFFIX):
+        return card.with_measured(place)
+    return card.with_timelines([rank for _, rank in read_ranks(place)], place)
 
 
 def _check_epochs(steps: int | None, epochs: float | None, samples: int | None) -> None:

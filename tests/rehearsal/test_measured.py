@@ -102,8 +102,10 @@ def test_a_timeline_of_another_model_is_refused_and_collectives_go_by_the_card(t
 def test_files_that_cannot_be_read_are_refused_before_anything_runs(tmp_path, card):
     with pytest.raises(ConfigError, match=r"gone\.json cannot be read"):
         rehearse(CHAIN, rates=tmp_path / "gone.json")
-    with pytest.raises(ConfigError, match=r"timeline cannot be read"):
+    with pytest.raises(ConfigError, match=r"timeline does not exist"):
         rehearse(CHAIN, measured=tmp_path / "timeline")
+    with pytest.raises(ConfigError, match=r"holds no timeline-rank"):
+        rehearse(CHAIN, measured=tmp_path)
     with pytest.raises(ConfigError, match=r"not in the catalogue.*write a rate card of your own"):
         rehearse(CHAIN, instance_type="local", processes_per_host=2, measured=tmp_path)
     (tmp_path / "card.json").write_text("{}")

@@ -31,7 +31,7 @@ class GraphOwners:
             value: of any structure. Tensors whose elements are yet to come are left out: their nodes compute nothing.
         """
         for tensor in tensors_in(value):
-            node = None if isinstance(tensor, LaterTensor) else tensor.grad_fn
+            node: Any = None if isinstance(tensor, LaterTensor) else tensor.grad_fn
             if node is not None and self._name not in node.metadata:
                 node.metadata[self._name] = owner
                 node.register_prehook(lambda gradients: self._reached(owner))
