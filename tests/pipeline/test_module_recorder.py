@@ -5,7 +5,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import smdistributed.modelparallel.torch as smp
 from smp_config.rate_card import measured_durations
+from smp_config.timeline import parse_timeline
+from smp_estimator.timeline.steps import JobTimeline
 from smp_runtime.pipeline.observe.module_recorder import ModuleRecorder
 from smp_runtime.pipeline.observe.recorder import Recorder
 from smp_runtime.tensors import computing_time
@@ -133,3 +136,39 @@ def test_a_backward_pass_that_the_script_begins_itself_is_seen_at_what_the_model
     watch.close()
     found = durations(kept.timeline())
     assert (found["", "backward"], found["inside.0", "backward"], found["inside.0", "forward"]) == (2, 4, 3)
+
+
+def test_a_job_without_a_pipeline_leaves_the_times_of_its_modules(solo, hands, tmp_path, monkeypatch):
+    monkeypatch.setenv("SMP_TIMELINE", "2")
+    monkeypatch.setenv("SM_OUTPUT_DATA_DIR", str(tmp_path))
+    solo({"microbatches": 2})
+    model = smp.DistributedModel(Worker(hands, 1, 2, Worker(hands, 3, 4)))
+
+    @smp.step
+    def train(x, fails=False):
+        output = model(x * 1.0)
+        if fails:
+            raise ValueError("a batch that is broken")
+        loss = output.sum()
+        model.backward(loss)
+        hands.work(0.5)
+        return loss
+
+    x = torch.ones(4, 2, requires_grad=True)
+    train(x)
+    with pytest.raises(ValueError, match="broken"):
+        train(x, fails=True)
+    for _ in range(2):
+        train(x)
+    smp.shutdown()
+    (path,) = tmp_path.iterdir()
+    timeline = parse_timeline(path.read_bytes(), path.name)
+    assert (timeline.stage, timeline.world_size, len(timeline.steps)) == (0, 1, 2)
+    assert durations(timeline) == {
+        ("", "forward"): 1,
+        ("", "backward"): 2,
+        ("", "step"): 0.5,
+        ("inside.0", "forward"): 3,
+        ("inside.0", "backward"): 4,
+    }
+    assert JobTimeline.of([(path.name, timeline)]).steps[-1].makespan == 2 * 10.5

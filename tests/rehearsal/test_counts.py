@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smp_config.rate_card import Measured
+from smp_runtime.activations import offloading
 from smp_runtime.rehearsal.memory import LiveMemory, Where, by_kind
 from smp_runtime.rehearsal.operations import Unperformed
 from smp_runtime.rehearsal.phases import Phases
@@ -98,6 +99,23 @@ def test_main_memory_is_no_memory_of_the_gpu(memory):
     memory.watch_peak()
     assert memory.host_peak == 0
     assert kept.numel() + back.numel() == 1100
+
+
+def test_offloaded_activations_wait_in_main_memory(memory):
+    offloader = offloading.Offloader(1, torch.device("cpu"), lambda: ((None, ()), None, None))
+    offloading.in_host_memory.append(memory.in_host_memory)
+    try:
+        with Unperformed([memory]):
+            x = torch.ones(100, requires_grad=True)
+            stored = offloader.store(x * 2)
+            assert (memory.now, memory.host_now) == (800, 0)
+            stored.leave()
+            assert (memory.now, memory.host_now) == (400, 400)
+            stored.load()
+            assert (memory.now, memory.host_now) == (800, 400)
+            assert stored.take("").sum() == 200
+    finally:
+        offloading.in_host_memory.pop()
 
 
 def test_the_most_that_one_microbatch_holds_is_of_its_forward_pass():
