@@ -55,7 +55,8 @@ class Holdings:
                 if held and not is_used and all(p.grad is None for p in module.parameters(recurse=False)):
                     self.idle_parameters += held
                     idle.append(path)
-        self.modules, self.idle_modules = _outermost(here), _outermost(idle)
+        self.modules = _outermost(here)
+        self.idle_modules = _outermost(dict.fromkeys(_whole(path, set(here), called) for path in idle))
 
 
 def _elements(module: nn.Module, seen: set[int]) -> int:
@@ -67,6 +68,14 @@ def _elements(module: nn.Module, seen: set[int]) -> int:
             part: Any = getattr(parameter, "ds_tensor", None)
             total += parameter.numel() if part is None else part.numel()
     return total
+
+
+def _whole(path: str, here: set[str], called: set[str]) -> str:
+    """The outermost module around one that was not called of which nothing else was called either."""
+    parent = path.rpartition(".")[0]
+    while parent in here and parent and not any(one == parent or one.startswith(f"{parent}.") for one in called):
+        path, parent = parent, parent.rpartition(".")[0]
+    return path
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:

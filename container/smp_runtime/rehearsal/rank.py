@@ -7,7 +7,9 @@ for, processes for the last ranks follow, whose calls must be the same.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import math
 import os
 import runpy
@@ -16,7 +18,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,9 @@ from smp_runtime.rehearsal.operations import PERFORMED_BYTES, as_fused, use_fres
 from smp_runtime.rehearsal.said import Said
 from smp_runtime.rehearsal.traffic import AbsentCollectives
 from smp_runtime.tensors.torch_private import absent_store
+
+#: What scripts import.
+_PUBLIC = "smdistributed.modelparallel.torch"
 
 #: Exit codes of a kind.
 _DONE, _FAILED, _OTHER_KINDS = 0, 1, 3
@@ -80,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
     os.environ[REHEARSAL_VARIABLE] = str(request.ranks)
     os.environ.pop(TIMELINE_VARIABLE, None)  # for which ranks compare their clocks
-    importlib.import_module("smdistributed.modelparallel.torch")  # once, for the scripts of all kinds
+    importlib.import_module(_PUBLIC)  # once, for the scripts of all kinds
     codes = _fork_all(request, arguments[1:])
     if _OTHER_KINDS in codes:
         failures = [read_failure(path) for path in Path(request.folder).glob("failed-*.json")]
@@ -199,7 +204,9 @@ class _Kind:
         sessions.at_init.append(self._begin)
         if self._request.on_gpu:
             F.scaled_dot_product_attention = as_fused(F.scaled_dot_product_attention)
-        torch.save = lambda *args, **kwargs: None  # the elements are nobody's
+        torch.save = _save_nothing
+        public: Any = sys.modules[_PUBLIC]
+        public.save_checkpoint = self._agreed(public.save_checkpoint)
         dist.init_process_group = self._start_groups
         dist.distributed_c10d.init_process_group = self._start_groups
         sys.argv = [script, *rest]
@@ -219,6 +226,22 @@ class _Kind:
         except BaseException as error:
             return self._failed(error)
         return self._finish()
+
+    def _agreed(self, function: Callable[..., Any]) -> Callable[..., None]:
+        """A function of checkpoints that all ranks call together: its arguments are looked at, and nothing is written."""
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> None:
+            signature.bind(*args, **kwargs)
+            if self._session is None:
+                function(*args, **kwargs)  # which says that smp.init() is missing
+                return
+            control = self._session.ranks.control
+            with control.doing(f"smp.{function.__name__}"):
+                control.barrier(range(control.size))
+
+        return call
 
     def _finish(self) -> int:
         if self._kinds is None:
@@ -313,6 +336,14 @@ class _Kind:
         self._session = session
         if self._kinds is not None:
             self._counters.follow(session, self._kinds.hosts_of)
+
+
+_save = torch.save
+
+
+def _save_nothing(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+    """Write a file that can be read: the elements of what it should hold are nobody's."""
+    _save(None, file)
 
 
 _init_process_group = dist.init_process_group
