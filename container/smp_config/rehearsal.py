@@ -117,6 +117,7 @@ class KindReport(BaseModel):
     rank: int  # the representative's
     stands_for: int  # ranks
     parameters: int  # elements that this rank holds
+    trained_parameters: int | None = None  # of them, those that have gradients
     steps: int  # that were rehearsed
     peak_bytes: int  # in the steps after the first, which makes what stays
     peak_phase: str

@@ -188,13 +188,14 @@ class Counters:
         """All that was counted."""
         memory, holders = self.memory, self.memory.at_peak()
         models = self._session.models if self._session is not None else []
-        elements = sum(p.numel() for m in models for p in m.parameters() if not p.is_meta)
+        held = [p for m in models for p in m.parameters() if not p.is_meta]
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return KindReport(
             stage=stage,
             rank=rank,
             stands_for=stands_for,
-            parameters=elements,
+            parameters=sum(p.numel() for p in held),
+            trained_parameters=sum(p.numel() for p in held if p.requires_grad),
             steps=max(self.step, 0),
             peak_bytes=memory.peak,
             peak_phase=memory.peak_at.phase,

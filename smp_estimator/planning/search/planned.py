@@ -15,7 +15,7 @@ from smp_estimator.planning.request import OPTIMIZER_BYTES
 from smp_estimator.planning.search.bounds import Needs
 from smp_estimator.planning.search.branch_and_bound import Evaluated, Found, Region, Search
 from smp_estimator.planning.search.ladder import has_room
-from smp_estimator.planning.search.space import SCHEDULES, Configuration, Space
+from smp_estimator.planning.search.space import MEMORIES, SCHEDULES, Configuration, Space
 from smp_estimator.planning.step_time import operations_of_rank, unknown_because
 
 if TYPE_CHECKING:
@@ -109,8 +109,7 @@ def space_of(request: Request, samples: int, *, offloads: bool = True) -> Space:
         accumulation=request.workload.accumulation,
         layers=max(1, shape.layers),
         heads=shape.heads,
-        offloads=offloads,
-        can_recompute=shape.has_layers,
+        memories=MEMORIES[: (3 if offloads else 2) if shape.has_layers else 1],
         schedules=SCHEDULES if schedule == "interleaved" else (schedule,),
     )
 
