@@ -266,6 +266,7 @@ for _ in range(4):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 def test_a_real_script_is_searched(tmp_path: Path) -> None:
     """Two GPUs, all configurations: what is chosen takes the time that a rehearsal of it by itself finds."""
     script = tmp_path / "train.py"
