@@ -36,6 +36,20 @@ def segments(
                 )
 
 
+def pieces_in_turn(stages: int, pieces: int, microbatches: int) -> Iterator[Segment]:
+    """A chain of which each stage owns several pieces, in turn; a microbatch takes a stage 1 s forward and 2 s backward."""
+    last = stages * pieces - 1
+    for m in range(microbatches):
+        for at in range(last + 1):
+            for kind, seconds, before in (
+                (TaskKind.FORWARD, 1.0 / pieces, ("F", m, at - 1) if at else None),
+                (TaskKind.BACKWARD, 2.0 / pieces, ("B", m, at + 1) if at < last else ("F", m, at)),
+            ):
+                needs = () if before is None else (before,)
+                gives = (((kind.value, m, at), seconds),)
+                yield Segment(Action(kind, m, (at,)), at % stages, seconds, kind, needs=needs, gives=gives)
+
+
 def orders(stages: int, microbatches: int, active: int, schedule: str = "interleaved") -> dict[int, list[Action]]:
     """1F1B, GPipe in waves, or ZB-H1 (its weights may wait where others may begin meanwhile)."""
     found = {}

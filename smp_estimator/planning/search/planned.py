@@ -129,7 +129,16 @@ def configuration_of(request: Request) -> Configuration:
 
 
 def configuration_of_settings(settings: ModelParallelParameters, memory: str) -> Configuration:
-    """The same of ``mp_parameters``; ``memory``: what activations cost where they are not offloaded."""
+    """The same of ``mp_parameters``; ``memory``: what activations cost where they are not offloaded.
+
+    Raises:
+        ConfigError: stages own several pieces, which a search does not compare.
+    """
+    if settings.virtual_stages > 1:
+        raise ConfigError(
+            f"virtual_stages is {settings.virtual_stages}, and a search compares stages that own one piece; leave it out of the "
+            "parameters, and plan or rehearse what is found with it"
+        )
     state: str | int = settings.sharded_data_parallel_degree
     if state == 1:
         state = "optimizer" if settings.shard_optimizer_state else "whole"
