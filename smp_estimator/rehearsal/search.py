@@ -18,7 +18,7 @@ from smp_estimator.planning.forecast import TIGHT_ABOVE, Verdict
 from smp_estimator.planning.report import Cell, Grid, Lines, Report, Said, Shown
 from smp_estimator.planning.search.branch_and_bound import Evaluated, Found, Judged, Region, Search
 from smp_estimator.planning.search.improvement import change_line, change_words, search_dict, search_line
-from smp_estimator.planning.search.planned import configuration_of_settings
+from smp_estimator.planning.search.planned import configuration_of_settings, refuse_pieces
 from smp_estimator.planning.search.space import SCHEDULES, Configuration, Space
 from smp_estimator.rehearsal.least_work import Alone
 from smp_estimator.rehearsal.rehearse import rehearse
@@ -208,6 +208,7 @@ def suggest_for_script(  # noqa: PLR0913 - most have defaults, and each is an op
     per_host, memory = card.gpus_per_host, gpu_memory_bytes or gpu_memory_of(instance_type)
     given = {"ddp": True, **(parameters or {})}
     settings = ModelParallelParameters.from_mp_parameters(given)
+    refuse_pieces(settings)
     kept = {name: value for name, value in given.items() if name not in _CHOSEN}
     schedules: tuple[str, ...] = SCHEDULES
     if settings.pipeline == "_only_forward":  # says what the job is for

@@ -286,6 +286,8 @@ def test_what_cannot_be_searched_is_refused() -> None:
     for arguments in ([], ["--batch", "8"]):
         with pytest.raises(ConfigError, match=r"has \{batch\} in it"):
             suggest_for_script("t.py", arguments, instance_type="ml.g5.12xlarge", instance_count=1, global_batch=8)
+    with pytest.raises(ConfigError, match="a search compares stages that own one piece"):
+        suggested(Cluster(), parameters={"virtual_stages": 2})
     with pytest.raises(ConfigError, match="not in the catalogue"):
         suggested(Cluster(), instance_type="ml.p9.large")
 

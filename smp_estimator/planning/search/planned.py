@@ -129,16 +129,8 @@ def configuration_of(request: Request) -> Configuration:
 
 
 def configuration_of_settings(settings: ModelParallelParameters, memory: str) -> Configuration:
-    """The same of ``mp_parameters``; ``memory``: what activations cost where they are not offloaded.
-
-    Raises:
-        ConfigError: stages own several pieces, which a search does not compare.
-    """
-    if settings.virtual_stages > 1:
-        raise ConfigError(
-            f"virtual_stages is {settings.virtual_stages}, and a search compares stages that own one piece; leave it out of the "
-            "parameters, and plan or rehearse what is found with it"
-        )
+    """The same of ``mp_parameters``; ``memory``: what activations cost where they are not offloaded."""
+    refuse_pieces(settings)
     state: str | int = settings.sharded_data_parallel_degree
     if state == 1:
         state = "optimizer" if settings.shard_optimizer_state else "whole"
@@ -153,6 +145,19 @@ def configuration_of_settings(settings: ModelParallelParameters, memory: str) ->
         active=min(settings.active_microbatches or 1, settings.microbatches) if stages > 1 else 1,
         placement=settings.placement,
     )
+
+
+def refuse_pieces(settings: ModelParallelParameters) -> None:
+    """Refuse what a search does not compare.
+
+    Raises:
+        ConfigError: stages own several pieces.
+    """
+    if settings.virtual_stages > 1:
+        raise ConfigError(
+            f"virtual_stages is {settings.virtual_stages}, and a search compares stages that own one piece; leave it out of the "
+            "parameters, and plan or rehearse what is found with it"
+        )
 
 
 def needs_of(request: Request) -> Needs:
@@ -203,6 +208,7 @@ __all__ = [
     "configuration_of",
     "needs_of",
     "plan_of",
+    "refuse_pieces",
     "region_of",
     "search_plans",
     "space_of",
