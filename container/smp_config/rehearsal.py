@@ -186,7 +186,8 @@ class KindReport(BaseModel):
     rank: int  # the representative's
     stands_for: int  # ranks
     parameters: int  # elements that this rank holds, of sharded ones its part
-    idle_parameters: int = 0  # of these, elements of modules that no step calls
+    trained_parameters: int | None = None  # of them, those that have gradients
+    idle_parameters: int = 0  # of them, elements of modules that no step calls
     modules: list[str] = []  # outermost modules of this stage, at most twelve
     idle_modules: list[str] = []  # of these and those inside, what no step calls
     steps: int  # that were rehearsed

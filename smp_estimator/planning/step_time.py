@@ -248,7 +248,8 @@ def idle_of(request: Request) -> float:
     parameters = request.parameters
     again = request.workload.activation_checkpointing is not None
     stages, count = parameters.pipeline_parallel_degree, parameters.microbatches
-    return idle_fraction(stages, count, parameters.pipeline, parameters.active_microbatches, again=again)
+    active, pieces = parameters.active_microbatches, parameters.virtual_stages
+    return idle_fraction(stages, count, parameters.pipeline, active, again=again, pieces=pieces)
 
 
 def operations_of_rank(request: Request, batch: Batches) -> tuple[float, float]:

@@ -73,8 +73,11 @@ def _idle_because(plan: Forecast) -> str:
     stages, active = settings.pipeline_parallel_degree, settings.active_microbatches or 1
     most = min(active, settings.microbatches)
     again = plan.request.workload.activation_checkpointing is not None
-    filled = idle_fraction(stages, settings.microbatches, settings.pipeline, again=again)
+    pieces = settings.virtual_stages
+    filled = idle_fraction(stages, settings.microbatches, settings.pipeline, again=again, pieces=pieces)
     parts = ("2" if again else "3") if settings.pipeline == "zero_bubble" else ""
+    if pieces > 1:
+        parts = f"{pieces} · "
     is_filled = plan.idle <= filled * (1 + 1e-9)
     return (
         f"(p − 1) / ({parts}m + p − 1)"

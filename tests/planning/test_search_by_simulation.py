@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from support.chains import makespan, segments
 
 from smp_config import ConfigError, Group
 from smp_config.in_flight import in_flight_counts
@@ -28,9 +27,7 @@ from smp_estimator.planning.search.branch_and_bound import (
 from smp_estimator.planning.search.planned import region_of, search_plans
 from smp_estimator.planning.search.space import LEVELS, Configuration, Space
 from smp_runtime.pipeline.schedule import planner
-from smp_runtime.pipeline.schedule.actions import Action, Segment, TaskKind
 from smp_runtime.pipeline.schedule.policies import policy_named
-from smp_runtime.pipeline.schedule.simulation import simulate
 
 #: A small cluster: 100 GB/s between the GPUs of a host, 4 GB/s for each between hosts.
 CARD = RateCard(
@@ -41,80 +38,6 @@ CARD = RateCard(
     between=Link(bytes_per_second=4e9, latency=20e-6),
     host=Link(bytes_per_second=20e9, latency=5e-6),
 )
-
-
-def segments(
-    forward: Sequence[float], backward: Sequence[float], microbatches: int, weights: Sequence[float] | None = None
-) -> Iterator[Segment]:
-    """A chain of stages, by the seconds of one microbatch; ``weights``: of backward, what gradients of weights take apart."""
-    stages = len(forward)
-    if weights is not None:
-        backward = [whole - late for whole, late in zip(backward, weights, strict=True)]
-    for m in range(microbatches):
-        for at in range(stages):
-            if weights is not None:
-                action = Action(TaskKind.WEIGHTS, m, (at,))
-                yield Segment(action, at, weights[at], TaskKind.BACKWARD, needs=(("B", m, at),))
-            for kind, seconds, before in (
-                (TaskKind.FORWARD, forward[at], ("F", m, at - 1) if at else None),
-                (TaskKind.BACKWARD, backward[at], ("B", m, at + 1) if at < stages - 1 else ("F", m, at)),
-            ):
-                yield Segment(
-                    Action(kind, m, (at,)),
-                    at,
-                    seconds,
-                    kind,
-                    needs=() if before is None else (before,),
-                    gives=(((kind.value, m, at), seconds),),
-                )
-
-
-def orders(stages: int, microbatches: int, active: int, schedule: str = "interleaved") -> dict[int, list[Action]]:
-    """1F1B, GPipe in waves, or ZB-H1 (its weights may wait where others may begin meanwhile)."""
-    found = {}
-    counts = in_flight_counts("interleaved", stages, microbatches, active)
-    later = active >= min(microbatches, stages + 2)
-    for at, warm in enumerate(counts):
-        waiting = counts[0] - warm if later else 0
-        if schedule == "simple":
-            kinds = [
-                kind
-                for first in range(0, microbatches, active)
-                for kind in "FB"
-                for _ in range(min(active, microbatches - first))
-            ]
-        elif schedule == "zero_bubble":
-            turns = ["F"] * warm + ["B", "F"] * waiting + ["B", "W", "F"] * microbatches
-            kinds = turns + ["B"] * microbatches + ["W"] * microbatches
-        else:
-            kinds = ["F"] * warm + ["B", "F"] * microbatches
-        done = dict.fromkeys("FBW", 0)
-        found[at] = []
-        for kind in kinds:
-            if done[kind] < microbatches:
-                found[at].append(Action(TaskKind(kind), done[kind], (at,)))
-                done[kind] += 1
-    return found
-
-
-@functools.cache
-def makespan(
-    forward: tuple[float, ...],
-    backward: tuple[float, ...],
-    microbatches: int,
-    active: int,
-    latency: float,
-    weights: tuple[float, ...] | None = None,
-    schedule: str = "interleaved",
-) -> float:
-    """Seconds of a pass of the pipeline, as the runtime's simulator runs its order."""
-    run = simulate(
-        orders(len(forward), microbatches, active, schedule),
-        segments(forward, backward, microbatches, weights),
-        active=active,
-        latency=latency,
-    )
-    return run.makespan
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "simple"])

@@ -250,6 +250,7 @@ class Counters:
             rank=0,
             stands_for=1,
             parameters=self.holdings.parameters,
+            trained_parameters=self.holdings.trained_parameters,
             idle_parameters=self.holdings.idle_parameters,
             modules=self.holdings.modules,
             idle_modules=self.holdings.idle_modules,

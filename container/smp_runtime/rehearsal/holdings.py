@@ -19,14 +19,14 @@ class Holdings:
 
     Attributes:
         parameters: elements that this rank holds, of sharded ones its part.
+        trained_parameters: of these, elements that have gradients.
         idle_parameters: of these, elements of modules that were never called.
         modules: paths of the modules of this rank, without those inside others of them.
         idle_modules: the same of modules with parameters that were never called.
     """
 
     def __init__(self) -> None:
-        self.parameters = 0
-        self.idle_parameters = 0
+        self.parameters = self.trained_parameters = self.idle_parameters = 0
         self.modules: list[str] = []
         self.idle_modules: list[str] = []
 
@@ -37,7 +37,7 @@ class Holdings:
             stage: of this rank.
             called: paths of modules whose forward has run here.
         """
-        self.parameters = self.idle_parameters = 0
+        self.parameters = self.trained_parameters = self.idle_parameters = 0
         here: list[str] = []
         idle: list[str] = []
         seen: set[int] = set()
@@ -46,8 +46,9 @@ class Holdings:
             for path, module in model.module.named_modules():
                 if model.assignment is not None and model.assignment.stage_of(path) != stage:
                     continue
-                held = _elements(module, seen)
+                held, trained = _elements(module, seen)
                 self.parameters += held
+                self.trained_parameters += trained
                 here.append(path)
                 if type(module).__module__.startswith("smp_runtime.") and path in called:
                     ours.append(path)
@@ -59,15 +60,17 @@ class Holdings:
         self.idle_modules = _outermost(dict.fromkeys(_whole(path, set(here), called) for path in idle))
 
 
-def _elements(module: nn.Module, seen: set[int]) -> int:
-    """Elements of a module's own parameters that no other has counted."""
-    total = 0
+def _elements(module: nn.Module, seen: set[int]) -> tuple[int, int]:
+    """Elements of a module's own parameters that no other has counted; all, and those that are trained."""
+    total = trained = 0
     for parameter in module.parameters(recurse=False):
         if not parameter.is_meta and id(parameter) not in seen:
             seen.add(id(parameter))
             part: Any = getattr(parameter, "ds_tensor", None)
-            total += parameter.numel() if part is None else part.numel()
-    return total
+            elements = parameter.numel() if part is None else part.numel()
+            total += elements
+            trained += elements if parameter.requires_grad else 0
+    return total, trained
 
 
 def _whole(path: str, here: set[str], called: set[str]) -> str:

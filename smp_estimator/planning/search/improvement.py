@@ -108,6 +108,8 @@ def change_words(name: str, before: Configuration, after: Configuration) -> str:
     if name == "state":
         return _state(after)
     if name == "memory":
+        if (before.memory, after.memory) == ("offloaded", "again"):
+            return "no offload_activations"
         return _MEMORIES[after.memory or "kept"]
     follows = ""
     if name in ("pipeline", "tensor") and after.microbatches != before.microbatches:

@@ -22,7 +22,7 @@ LEVELS = ("pipeline", "tensor", "state", "memory", "microbatches", "schedule", "
 _WHOLE, _OPTIMIZER = "whole", "optimizer"
 
 #: What activations cost: kept, computed again, or computed again with their inputs in the host's memory.
-_KEPT, _AGAIN, _OFFLOADED = "kept", "again", "offloaded"
+MEMORIES = _, _AGAIN, _OFFLOADED = "kept", "again", "offloaded"
 
 _INTERLEAVED = "interleaved"
 
@@ -143,8 +143,7 @@ class Space:
         accumulation: passes of an update.
         layers: most stages.
         heads: which tensor parallelism divides; 0: nothing is divided, there is no tensor parallelism.
-        offloads: whether activations may be offloaded.
-        can_recompute: whether the script can recompute; without it activations are always kept.
+        memories: what activations may cost, the least work first; without ``"kept"`` where a script checkpoints by itself.
         schedules: that a pipeline may have.
     """
 
@@ -154,8 +153,7 @@ class Space:
     accumulation: int = 1
     layers: int = 1
     heads: int = 0
-    offloads: bool = True
-    can_recompute: bool = True
+    memories: tuple[str, ...] = MEMORIES
     schedules: tuple[str, ...] = SCHEDULES
 
     def __post_init__(self) -> None:
@@ -264,11 +262,7 @@ class Space:
             yield from (degree for degree in _divisors(replicas) if degree > 1)
 
     def _memories(self, _: Configuration) -> Iterator[str]:
-        yield _KEPT
-        if self.can_recompute:
-            yield _AGAIN
-            if self.offloads:
-                yield _OFFLOADED
+        yield from self.memories
 
     def _microbatch_counts(self, at: Configuration) -> Iterator[int]:
         yield from _divisors(self.batch(at))
@@ -336,4 +330,4 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // divisor for divisor in small)})
 
 
-__all__ = ["LEVELS", "SCHEDULES", "Configuration", "Space"]
+__all__ = ["LEVELS", "MEMORIES", "SCHEDULES", "Configuration", "Space"]
