@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from smp_config.errors import ConfigError, shown
 from smp_config.limits import MOST_RANKS
@@ -110,6 +110,20 @@ class Moment:
     random: str = ""  # digest of the states of the generators when the step began
 
 
+_Made = TypeVar("_Made")
+
+
+def _from_variable(made: type[_Made], environ: Mapping[str, str], name: str, command: str) -> _Made | None:
+    """An object from a variable that a command sets; None without it, ConfigError for what is no such object."""
+    text = environ.get(name)
+    if not text:
+        return None
+    try:
+        return made(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{name} is {shown(text)} ({error}); {command} sets it for its own runs: unset it") from None
+
+
 @dataclass(frozen=True)
 class Trial:
     """What a run of ``smp-estimator verify`` does beside recording.
@@ -129,15 +143,7 @@ class Trial:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Trial | None:
         """What the environment says; None where it says nothing. ConfigError for what is no such object."""
-        text = environ.get(TRIAL_VARIABLE)
-        if not text:
-            return None
-        try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(
-                f"{TRIAL_VARIABLE} is {shown(text)} ({error}); smp-estimator verify sets it for its own runs: unset it"
-            ) from None
+        return _from_variable(cls, environ, TRIAL_VARIABLE, "smp-estimator verify")
 
     def to_text(self) -> str:
         """For the variable."""
@@ -196,15 +202,7 @@ class Closeup:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Closeup | None:
         """What the environment says; None where it says nothing. ConfigError for what is no such object."""
-        text = environ.get(CLOSEUP_VARIABLE)
-        if not text:
-            return None
-        try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(
-                f"{CLOSEUP_VARIABLE} is {shown(text)} ({error}); smp-estimator diff --bisect sets it for its own runs: unset it"
-            ) from None
+        return _from_variable(cls, environ, CLOSEUP_VARIABLE, "smp-estimator diff --bisect")
 
     def to_text(self) -> str:
         """For the variable."""

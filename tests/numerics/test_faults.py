@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.matrix import sampled
 from support.numerics_faults import FAULTS, cases
-from support.numerics_more_faults import BELOW_ROUNDING
+from support.numerics_more_faults import BELOW_ROUNDING, MISSED_IN_HALF
 from support.numerics_training import DEGREES
 
 from smp_estimator.numerics.comparison import compare
@@ -82,6 +82,7 @@ _BELOW_ROUNDING = (
     *("another epsilon", "another activation", "rounded frequencies", "gradient of the embedding scaled"),
     *("other first weights", "weights rounded", "a tenth more learning rate", "loss of the last tokens only"),
     *BELOW_ROUNDING,
+    *MISSED_IN_HALF,
 )
 
 

@@ -104,7 +104,8 @@ class ModuleWatch:
         nth = self._calls[key] = self._calls.get(key, -1) + 1
         owner = self.owner
         for index, tensor in enumerate(argument_tensors(result)[:_MOST_TENSORS]):
-            if isinstance(tensor, LaterTensor) or not tensor.is_floating_point():
+            # A single number is no batch; of a loss, the one that the step returns counts, however the script has scaled this one.
+            if isinstance(tensor, LaterTensor) or not tensor.is_floating_point() or not tensor.dim():
                 continue
             number = nth * NUMBERS_OF_CALL + index
             if not again:
