@@ -32,7 +32,10 @@ MAY_IMPORT = {
     "smdistributed": {"smp_runtime", "smp_config"},
 }
 #: Files that reach further, and only inside functions: commands that import the runtime when they run.
-COMMANDS = {ROOT / "smp_estimator" / "cli" / "checkpoint.py": {"smp_runtime"}}
+COMMANDS = {
+    ROOT / "smp_estimator" / "cli" / "checkpoint.py": {"smp_runtime"},
+    ROOT / "smp_estimator" / "cli" / "numerics.py": {"smp_runtime"},
+}
 #: Outside packages that would pull a floor up.
 FORBIDDEN = {
     "smp_config": {"torch", "sagemaker", "boto3", "numpy"},

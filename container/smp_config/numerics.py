@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple, TypeVar
 
 from smp_config.errors import ConfigError, shown
 from smp_config.limits import MOST_RANKS
@@ -25,6 +25,10 @@ DEFAULT_EVERY, MOST_EVERY = 10, 1_000_000
 GUARDS_VARIABLE = "SMP_NUMERICS_GUARDS"
 #: Set by ``smp-estimator verify`` for the two runs that it compares; a JSON object, the fields of :class:`Trial`.
 TRIAL_VARIABLE = "SMP_NUMERICS_TRIAL"
+#: Set by ``smp-estimator diff --bisect`` for the two runs that it repeats; a JSON object, the fields of :class:`Closeup`.
+CLOSEUP_VARIABLE = "SMP_NUMERICS_CLOSEUP"
+#: ``closeup-rank00003.jsonl`` says what is in the files ``closeup-rank00003-00017.npy`` beside it.
+CLOSEUP_PREFIX = "closeup-rank"
 
 #: ``numerics-rank00003.jsonl`` in the folder.
 FILE_PREFIX, FILE_SUFFIX = "numerics-rank", ".jsonl"
@@ -93,6 +97,7 @@ class Head:
     rounding: float  # of matrix products on this device where that is coarser than the type's; else 0
     projections: int = PROJECTIONS
     restart: int = 0  # how often the ranks were started before
+    start: dict[str, Any] = field(default_factory=dict)  # how the script was started, the fields of :class:`Start`
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,20 @@ class Moment:
     call: int  # calls of a step since the last update
     values: list[Value]
     random: str = ""  # digest of the states of the generators when the step began
+
+
+_Made = TypeVar("_Made")
+
+
+def _from_variable(made: type[_Made], environ: Mapping[str, str], name: str, command: str) -> _Made | None:
+    """An object from a variable that a command sets; None without it, ConfigError for what is no such object."""
+    text = environ.get(name)
+    if not text:
+        return None
+    try:
+        return made(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{name} is {shown(text)} ({error}); {command} sets it for its own runs: unset it") from None
 
 
 @dataclass(frozen=True)
@@ -124,19 +143,101 @@ class Trial:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Trial | None:
         """What the environment says; None where it says nothing. ConfigError for what is no such object."""
-        text = environ.get(TRIAL_VARIABLE)
-        if not text:
-            return None
-        try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(
-                f"{TRIAL_VARIABLE} is {shown(text)} ({error}); smp-estimator verify sets it for its own runs: unset it"
-            ) from None
+        return _from_variable(cls, environ, TRIAL_VARIABLE, "smp-estimator verify")
 
     def to_text(self) -> str:
         """For the variable."""
         return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Start:
+    """How the script of a recorded run was started, so that it can be run again.
+
+    Attributes:
+        script: its file; empty where ranks run no file.
+        words: its own command line.
+        directory: where it was started.
+        parameters: of the model parallel library.
+        checkpoints: folder of its checkpoints, if the job had one.
+        trial: what :data:`TRIAL_VARIABLE` was.
+    """
+
+    script: str = ""
+    words: list[str] = field(default_factory=list)
+    directory: str = ""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    checkpoints: str = ""
+    trial: str = ""
+
+    @classmethod
+    def of(cls, head: Head) -> Start:
+        """That of a rank; ConfigError for a record of something else."""
+        found = {each.name: head.start[each.name] for each in fields(cls) if each.name in head.start}
+        made = cls(**found)
+        texts = (made.script, made.directory, made.checkpoints, made.trial)
+        is_right = isinstance(made.words, list) and isinstance(made.parameters, dict)
+        if not is_right or not all(isinstance(text, str) for text in (*texts, *made.words)):
+            raise ConfigError(
+                f"the first line of rank {head.rank} says {shown(head.start)} of how its script was started, which is no command: "
+                "record the run again"
+            )
+        return made
+
+
+@dataclass(frozen=True)
+class Closeup:
+    """What a repeated run keeps whole.
+
+    Attributes:
+        step: updates before it; the script ends behind the update that follows.
+        module: all whose tensors are kept, in the script's names.
+        folder: for the files.
+    """
+
+    step: int
+    module: str
+    folder: str
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Closeup | None:
+        """What the environment says; None where it says nothing. ConfigError for what is no such object."""
+        return _from_variable(cls, environ, CLOSEUP_VARIABLE, "smp-estimator diff --bisect")
+
+    def to_text(self) -> str:
+        """For the variable."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """A tensor in a file of a close-up, or this rank's part of one.
+
+    Attributes:
+        phase: and ``name``, ``nth``, ``microbatch``, ``owner`` as of a :class:`Value`.
+        call: calls of a step since the last update.
+        shape: of the whole tensor; of a batch, that of this microbatch.
+        axis: along which the rank has a part; None for all of it.
+        cuts: start and stop of that part, or of each of the runs that it joins.
+        flat: first and last element (exclusive) of the flattened part that the file has.
+        heads: of attention in the module, if it says.
+        file: beside the index.
+    """
+
+    phase: str
+    name: str
+    nth: int
+    microbatch: int | None
+    owner: int | None
+    call: int
+    rank: int
+    dtype: str
+    shape: list[int]
+    axis: int | None
+    cuts: list[int]
+    flat: list[int]
+    heads: int
+    file: str
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from rich.markup import escape
 from smp_config import ConfigError
 from smp_config.values import dictionary
 from smp_estimator.cli.console import console
+from smp_estimator.numerics.bisection import Bisection, Saved
 from smp_estimator.numerics.comparison import Comparison, compare
 from smp_estimator.numerics.recorded_run import RecordedRun
 from smp_estimator.numerics.verification import Verification, loss_of
@@ -26,13 +27,74 @@ def add_commands(main: click.Group) -> None:
 @click.argument("one", type=click.Path(file_okay=False))
 @click.argument("other", type=click.Path(file_okay=False))
 @click.option("--picture", type=click.Path(dir_okay=False), help="Draw how the error grows; .svg, .png or .pdf.")
-def diff(one: str, other: str, picture: str | None) -> None:
+@click.option(
+    "--bisect", is_flag=True, help="Repeat both up to there, and look at the module's tensors element by element."
+)
+@click.option("--command-one", default="", help="With --bisect: what starts ONE again; default: as it was started.")
+@click.option("--command-other", default="", help="With --bisect: what starts OTHER again; default: as it was started.")
+@click.option("--folder", type=click.Path(file_okay=False), help="With --bisect: keep numbers, tensors and logs there.")
+def diff(
+    one: str,
+    other: str,
+    picture: str | None,
+    bisect: bool,
+    command_one: str,
+    command_other: str,
+    folder: str | None,
+) -> None:
     """Say where two recorded trainings differ first.
 
     ONE and OTHER are folders that jobs with SMP_RECORD_NUMERICS have written, of any degrees. Exit code 1 when rounding does not
     explain a difference.
+
+    --bisect runs both scripts again on this machine, from the newest checkpoint before the step in which they part, else from their
+    start, and says which elements of the first tensor differ, and whose share they are.
     """
-    _show(compare(RecordedRun.read(one), RecordedRun.read(other)), picture)
+    if not bisect and (command_one or command_other or folder):
+        raise ConfigError("--command-one, --command-other and --folder say how to repeat the runs: give --bisect too")
+    found = compare(RecordedRun.read(one), RecordedRun.read(other))
+    if bisect:
+        with tempfile.TemporaryDirectory(prefix="smp-bisect-") as alone:
+            _bisect(found, (command_one, command_other), _empty(folder, alone))
+    _show(found, picture)
+
+
+def _bisect(found: Comparison, commands: tuple[str, str], folder: Path) -> None:
+    planned = Bisection.plan(found, commands, folder, _checkpoints_in)
+    if planned is None:
+        return
+    out = console()
+    begin = f"from the checkpoint of step {planned.begin}" if planned.checkpoints else "from the start"
+    name = planned.suspect.module or "the model"
+    out.print(
+        f"both run again {begin} up to step {planned.suspect.step}, with the tensors of {escape(name)} whole",
+        soft_wrap=True,
+    )
+    _, said = planned.run()
+    for sentence in said:
+        out.print(escape(sentence), soft_wrap=True, highlight=False)
+
+
+def _checkpoints_in(folder: Path) -> list[Saved]:
+    try:
+        from smp_runtime.checkpoint.files.manifest import whole_checkpoints
+    except ImportError:  # without PyTorch no checkpoint was written here
+        return []
+    return [
+        Saved(found.manifest.steps, found.folder) for found in whole_checkpoints(folder) if found.manifest is not None
+    ]
+
+
+def _empty(folder: str | None, otherwise: str) -> Path:
+    """Where runs write: a folder of the user's that is empty, or another.
+
+    Raises:
+        ConfigError: it has files.
+    """
+    place = Path(folder) if folder else Path(otherwise)
+    if place.is_dir() and any(place.iterdir()):
+        raise ConfigError(f"--folder {folder} is not empty; the runs would read each other's files: name a new folder")
+    return place
 
 
 @click.command(context_settings={"allow_interspersed_args": True})
@@ -63,11 +125,7 @@ def verify(
     """
     given = dictionary(parameters, "--parameters")
     with tempfile.TemporaryDirectory(prefix="smp-verify-") as alone:
-        place = Path(folder) if folder else Path(alone)
-        if place.is_dir() and any(place.iterdir()):
-            raise ConfigError(
-                f"--folder {folder} is not empty; the runs would read each other's files: name a new folder"
-            )
+        place = _empty(folder, alone)
         planned = Verification.plan(script, words, given, processes, steps, seed, place)
         out = console()
         out.print(

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from smp_config import ConfigError
 from smp_config.numerics import EVERY_VARIABLE, TRIAL_VARIABLE, VARIABLE, Trial
 from smp_config.parameters import ModelParallelParameters
 from smp_estimator.local.bootstrap import is_foreign
 from smp_estimator.numerics.comparison import Comparison, compare
-from smp_estimator.numerics.recorded_run import RecordedRun
+from smp_estimator.numerics.script_run import launch_command, run_recorded
 
-#: Lines of a run that failed that are shown.
-_LINES = 25
+if TYPE_CHECKING:
+    from smp_estimator.numerics.recorded_run import RecordedRun
+
 #: A norm that no gradient reaches.
 _NO_CLIPPING = 1e30
 #: Random states differ between the degrees as a matter of course, so both runs have no dropout.
@@ -118,30 +115,8 @@ class Verification:
 
     def _recorded(self, job: TrialJob) -> RecordedRun:
         record = self.folder / job.name
-        log = self.folder / f"{job.name}.log"
-        command = [sys.executable, "-m", "smp_launch", "run", "--processes", str(job.processes)]
-        command += ["--parameters", json.dumps(job.parameters), self.script, *self.words]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as file:
-            code = subprocess.run(
-                command,
-                env=self._environment(job, record),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            ).returncode
-        if code:
-            said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES:]
-            raise ConfigError(
-                f"the run {job.name!r} of {self.script} with {job.processes} process(es) and {json.dumps(job.parameters)} ended "
-                f"with exit code {code}; the end of {log}:\n" + "\n".join(said)
-            )
-        if not record.is_dir():
-            raise ConfigError(
-                f"the run {job.name!r} of {self.script} has recorded nothing: it never called smp.init(), or no step; the script "
-                "must train with smdistributed.modelparallel.torch"
-            )
-        run = RecordedRun.read(str(record))
+        command = launch_command(self.script, self.words, job.processes, job.parameters)
+        run = run_recorded(job.name, command, record, self._environment(job, record))
         return replace(run, name="one process" if job is self.alone else "the wanted degrees")
 
     def _environment(self, job: TrialJob, record: Path) -> dict[str, str]:

@@ -10,54 +10,18 @@ from typing import Any
 
 import pytest
 from support.command_line import call, flat
+from support.recorded_steps import HEAD, STEP, changed, value
 
-from smp_config.numerics import PROJECTIONS, Head, Moment, Value, head_line, moment_line
+from smp_config.numerics import PROJECTIONS, Moment, Value, head_line, moment_line
 from smp_estimator.numerics.comparison import compare
 from smp_estimator.numerics.recorded_run import RecordedRun
 from smp_estimator.numerics.report import save_picture, verdict
-
-HEAD = Head(1, 0, 1, {"pp": 1, "tp": 1, "rdp": 1, "sharded": 1}, {"pp": 0, "tp": 0, "rdp": 0}, 1, 1, 1, 0.0)
-#: Of one tensor, of norm 2: eight directions as they might be.
-SHAPE = (1.0, -2.0, 3.0, 0.5, -1.5, 2.5, -0.5, 1.0)
-
-
-def value(phase: str, name: str, factor: float = 1.0, **more: Any) -> Value:
-    has_batch = phase in ("input", "output", "output gradient", "loss")
-    found = Value(
-        *(phase, name, 0, 0 if has_batch else None, 0 if has_batch else None, "", "float32", 4, 16),
-        *(4.0 * factor**2, factor, 0, tuple(number * factor for number in SHAPE), (0, 0, 0), 1.0),
-    )
-    return found._replace(**more)
-
-
-#: A step in causal order; results come one after the other.
-STEP = [
-    value("weight", "a.weight"),
-    value("weight", "b.weight"),
-    value("input", ""),
-    value("output", "a", time=1.0),
-    value("output", "b", time=2.0),
-    value("loss", "", elements=1),
-    value("output gradient", "b", time=3.0),
-    value("output gradient", "a", time=4.0),
-    value("gradient", "a.weight"),
-    value("gradient", "b.weight"),
-    value("update", "a.weight"),
-    value("update", "b.weight"),
-]
 
 
 def run(values: Iterable[Value] = STEP, steps: int = 2, name: str = "A", **head: Any) -> RecordedRun:
     return RecordedRun.of(
         name, [(replace(HEAD, **head), [Moment(step, 0, list(values), "r") for step in range(steps)])]
     )
-
-
-def changed(*wrong: tuple[str, str], factor: float = 1.5) -> list[Value]:
-    return [
-        value(v.phase, v.name, factor, elements=v.elements, time=v.time) if (v.phase, v.name) in wrong else v
-        for v in STEP
-    ]
 
 
 def first(values: Iterable[Value]) -> tuple[str, str]:

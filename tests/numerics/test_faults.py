@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from support.matrix import sampled
-from support.numerics_training import DEGREES, FAULTS, cases
+from support.numerics_faults import FAULTS, cases
+from support.numerics_more_faults import BELOW_ROUNDING, MISSED_IN_HALF
+from support.numerics_training import DEGREES
 
 from smp_estimator.numerics.comparison import compare
 from smp_estimator.numerics.recorded_run import RecordedRun
@@ -22,7 +24,8 @@ HALF = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
 
 
 def _train(folder: str, fault: str, adam: bool) -> list[float]:
-    from support.numerics_training import FAULTS, train
+    from support.numerics_faults import FAULTS
+    from support.numerics_training import train
 
     return train(folder, FAULTS[fault] if fault else None, adam=adam)
 
@@ -78,6 +81,8 @@ _BELOW_ROUNDING = (
     *("result scaled", "result of the last block scaled", "head's result in half precision", "norm's result rounded"),
     *("another epsilon", "another activation", "rounded frequencies", "gradient of the embedding scaled"),
     *("other first weights", "weights rounded", "a tenth more learning rate", "loss of the last tokens only"),
+    *BELOW_ROUNDING,
+    *MISSED_IN_HALF,
 )
 
 

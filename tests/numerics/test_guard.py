@@ -96,6 +96,10 @@ def test_a_spike_stops_all_ranks(ranks: Any, tmp_path: Path) -> None:
     assert "times the median" in found[0]["said"]
     assert [(one["updates"], one["kept"]) for one in found] == [(10, True), (10, True)]
     assert report["value"] > 20 * report["median"] > 0
+    norms = [one["norm"] for one in report["gradients"]]
+    assert norms == sorted(norms, reverse=True)
+    assert len(norms) == 5
+    assert f"the greatest gradient is that of {report['gradients'][0]['name']} on rank" in found[0]["said"]
 
 
 def test_replicas_that_drift_stop_all_ranks(ranks: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from smp_runtime.generation.whole_call import call_whole
 from smp_runtime.job import session as sessions
-from smp_runtime.step.microbatches import StepOutput
+from smp_runtime.step.microbatches import StepOutput, mark_count
 from smp_runtime.step.step import step
 
 if TYPE_CHECKING:
@@ -170,7 +170,8 @@ def training_step(trainer: Any, model: DistributedModel, inputs: Mapping[str, An
     scale = 1.0 if is_scaled else 1.0 / trainer.current_gradient_accumulation_steps
     with _smoothing(trainer, inputs, microbatches) as smooths:
         batch = _batch(trainer, inputs, microbatches, by_samples=not (is_scaled or smooths))
-        of_each = None if smooths else _per_microbatch(items, microbatches)
+        of_all = bool(getattr(trainer.args, "average_tokens_across_devices", False))
+        of_each = None if smooths else mark_count(_per_microbatch(items, microbatches), of_all=of_all)
         loss = forward_backward(trainer, model, batch, of_each, scale)
     return loss.reduce_mean().detach().to(trainer.args.device)
 

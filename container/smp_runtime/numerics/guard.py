@@ -73,6 +73,14 @@ class _Sum(NamedTuple):
     total: torch.Tensor
 
 
+class _Norm(NamedTuple):
+    """Of this rank's part of a parameter's gradient."""
+
+    norm: float
+    name: str
+    rank: int
+
+
 class UpdateGuard:
     """Looks at loss and gradients before each update, and at replicas now and then; all ranks decide the same.
 
@@ -156,7 +164,7 @@ class UpdateGuard:
             self._stop_for_bad(found, loss, norm)
         if self._guards.spike is not None:
             for kind, value in (("loss", loss), ("gradient norm", norm)):
-                self._check_spike(kind, value)
+                self._check_spike(kind, value, gradients)
 
     def _measured(self, losses: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> tuple[float, float, bool]:
         """Mean loss, norm of all ranks' gradients, and whether both are finite: the same on all ranks."""
@@ -178,19 +186,41 @@ class UpdateGuard:
         total, count, square, bad = numbers.tolist()
         return (total / count if count else 0.0), math.sqrt(square), not bad
 
-    def _check_spike(self, kind: str, value: float) -> None:
+    def _check_spike(self, kind: str, value: float, gradients: Sequence[tuple[str, torch.Tensor]]) -> None:
         seen = self._seen[kind]
         usual = median(seen) if len(seen) >= _WARM_UP else None
         limit = self._guards.spike
         if usual is not None and limit is not None and usual > 0 and value > limit * usual:
             step = self._session.progress.step
+            greatest = self._greatest(gradients)
+            at = f"; the greatest gradient is that of {greatest[0].name} on rank {greatest[0].rank}" if greatest else ""
             self._stop(
                 f"{kind} {value:.6g} before update {step + 1} is {value / usual:.3g} times the median {usual:.6g} of the last "
-                f"{len(seen)} updates, and {GUARDS_VARIABLE} allows {limit:g} times; the weights are those of update {step}: look "
-                "at this step's batch and the learning rate, or resume from the last checkpoint with a higher limit",
-                {"kind": kind, "value": value, "median": usual, "update": step + 1},
+                f"{len(seen)} updates, and {GUARDS_VARIABLE} allows {limit:g} times{at}; the weights are those of update {step}: "
+                "look at this step's batch and the learning rate, or resume from the last checkpoint with a higher limit",
+                {
+                    "kind": kind,
+                    "value": value,
+                    "median": usual,
+                    "update": step + 1,
+                    "gradients": [one._asdict() for one in greatest],
+                },
             )
         seen.append(value)
+
+    def _greatest(self, gradients: Sequence[tuple[str, torch.Tensor]]) -> list[_Norm]:
+        """The greatest of all ranks' gradients; every rank calls it, behind the decision that is the same on all."""
+        control = self._session.ranks.control
+        norms = (
+            torch.stack([torch.linalg.vector_norm(gradient).double().cpu() for _, gradient in gradients])
+            if gradients
+            else []
+        )
+        mine = [_Norm(float(norm), name, control.rank) for (name, _), norm in zip(gradients, norms, strict=True)]
+        said = control.allgather(
+            [tuple(one) for one in sorted(mine, reverse=True)[:_MOST_NAMES]], list(range(control.size))
+        )
+        return sorted((_Norm(*one) for theirs in said for one in theirs), reverse=True)[:_MOST_NAMES]
 
     # -- what is bad -----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from smp_config import Group
 from smp_config.numerics import INPUT, NUMBERS_OF_CALL, OUTPUT, OUTPUT_GRADIENT
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.numerics.journal import Place
-from smp_runtime.numerics.sketch import Sketch, sketch_of
 from smp_runtime.tensor_parallel.block_entry import entry_of
 from smp_runtime.tensors.later import LaterTensor
 from smp_runtime.tensors.nested import argument_tensors
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 
     from smp_runtime.job.ranks import Ranks
 
-#: Takes the numbers of a tensor, and what to multiply them with.
-Take = Callable[[Place, Sketch, float], None]
+#: Takes a tensor, and what to multiply it with.
+Take = Callable[[Place, torch.Tensor, float], None]
 
 #: Tensors of one result that are looked at.
 _MOST_TENSORS = 4
@@ -40,7 +39,7 @@ class ModuleWatch:
     Args:
         prefix: of the modules' names, for a job of several models.
         is_wanted: whether somebody listens now.
-        take: gets the numbers.
+        take: gets the tensors.
         gradient_factor: what gradients of results are multiplied with to be those of the whole batch's mean loss.
     """
 
@@ -89,9 +88,10 @@ class ModuleWatch:
             return
         microbatch = self._ranks.step.microbatch
         for index, tensor in enumerate(argument_tensors(given)):
-            if not isinstance(tensor, LaterTensor):
+            # A single number is no part of a batch: each microbatch has it, and a count of tokens depends on how many there are.
+            if not isinstance(tensor, LaterTensor) and tensor.dim():
                 place = Place(INPUT, name, index, microbatch, self.owner)
-                self._take(place, sketch_of(tensor), 1.0)
+                self._take(place, tensor, 1.0)
 
     def called(self, name: str, result: Any) -> None:
         """A module has given a result."""
@@ -104,18 +104,19 @@ class ModuleWatch:
         nth = self._calls[key] = self._calls.get(key, -1) + 1
         owner = self.owner
         for index, tensor in enumerate(argument_tensors(result)[:_MOST_TENSORS]):
-            if isinstance(tensor, LaterTensor) or not tensor.is_floating_point():
+            # A single number is no batch; of a loss, the one that the step returns counts, however the script has scaled this one.
+            if isinstance(tensor, LaterTensor) or not tensor.is_floating_point() or not tensor.dim():
                 continue
             number = nth * NUMBERS_OF_CALL + index
             if not again:
-                self._take(Place(OUTPUT, name, number, microbatch, owner), sketch_of(tensor), 1.0)
+                self._take(Place(OUTPUT, name, number, microbatch, owner), tensor, 1.0)
             if tensor.requires_grad and torch.is_grad_enabled():
                 tensor.register_hook(_gradient_hook(self, Place(OUTPUT_GRADIENT, name, number, microbatch, owner)))
 
     def came(self, place: Place, gradient: torch.Tensor) -> None:
         """The gradient of a result is there."""
         if self._listens():
-            self._take(place, sketch_of(gradient), self._factor())
+            self._take(place, gradient, self._factor())
 
     def _listens(self) -> bool:
         return self._is_wanted() and not self._ranks.step.is_tracing

@@ -5,17 +5,32 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from smp_config import Group
-from smp_config.numerics import BUFFER, FORMAT_VERSION, GRADIENT, LOSS, LOSS_SCALE, PROJECTIONS, UPDATE, WEIGHT, Head
+from smp_config.numerics import (
+    BUFFER,
+    FORMAT_VERSION,
+    GRADIENT,
+    LOSS,
+    LOSS_SCALE,
+    PROJECTIONS,
+    TRIAL_VARIABLE,
+    UPDATE,
+    WEIGHT,
+    Closeup,
+    Head,
+    Start,
+)
 from smp_config.recovery import restart_count
+from smp_config.secrets import masked_words
 from smp_runtime.checkpoint.live_state import Updated, updated, weights
 from smp_runtime.errors import SMPUserError
+from smp_runtime.numerics.closeup import TensorFiles
 from smp_runtime.numerics.journal import Journal, Place, part_name
 from smp_runtime.numerics.module_watch import ModuleWatch, owner_of, owners_of
 from smp_runtime.numerics.sketch import Sketch, sketch_of
@@ -25,6 +40,7 @@ from smp_runtime.tensors.torch_private import NORMS_WITH_STATISTICS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from smp_runtime.checkpoint.files.tensor_regions import Region
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.job.session import Session
     from smp_runtime.job.trained import TrainedOptimizer
@@ -54,6 +70,9 @@ class Recorder:
         session.before_update.append(self.before_update)
         session.after_update.append(self.after_update)
         session.at_close.append(self.close)
+        asked = Closeup.from_environment(environ)
+        # Behind the recorder, which has written when the script ends.
+        self._closeup = None if asked is None else TensorFiles(session, asked)
         self.watch_models()
 
     @property
@@ -80,7 +99,7 @@ class Recorder:
                     _prefix(number),
                     self._session.ranks,
                     lambda: self.is_active,
-                    self._journal.add,
+                    self._note,
                     self._gradient_factor,
                 )
                 for number, model in enumerate(models)
@@ -104,7 +123,7 @@ class Recorder:
         if not self.is_active:
             return
         for microbatch, output in enumerate(first_scalar(result)):
-            self._journal.add(Place(LOSS, "", 0, microbatch, owner_of(self._session.ranks)), sketch_of(output))
+            self._note(Place(LOSS, "", 0, microbatch, owner_of(self._session.ranks)), output)
         self._add_state()
         self._journal.flush(self._position, self._call, self._random)
 
@@ -125,10 +144,11 @@ class Recorder:
             part = part_name(entry.region)
             if tensor.grad is not None:
                 place = Place(GRADIENT, prefix + entry.name, part=part)
-                self._journal.add(place, sketch_of(tensor.grad, entry.region, counts_small=True))
-            self._before.append(
-                (Place(UPDATE, prefix + entry.name, part=part), sketch_of(tensor, entry.region, precise=True))
-            )
+                self._note(place, tensor.grad, region=entry.region, counts_small=True)
+            place = Place(UPDATE, prefix + entry.name, part=part)
+            self._before.append((place, sketch_of(tensor, entry.region, precise=True)))
+            if self._closeup is not None:
+                self._closeup.before_update((self._position, self._call), place, tensor)
 
     @torch.no_grad()
     def after_update(self, optimizer: TrainedOptimizer) -> None:
@@ -141,6 +161,8 @@ class Recorder:
             if entry.updated is None or place not in before:
                 continue
             self._journal.add(place, _difference(sketch_of(entry.updated, entry.region, precise=True), before[place]))
+            if self._closeup is not None:
+                self._closeup.after_update((self._position, self._call), place, entry.updated, entry.region)
         self._journal.flush(self._position, self._call)
         for watch in self._watches:
             watch.begin()
@@ -149,6 +171,19 @@ class Recorder:
         """The job ends: what a step that failed has left is written, too."""
         self._journal.flush(max(self._position, 0), self._call, self._random)
         self._journal.close()
+
+    def _note(
+        self,
+        place: Place,
+        tensor: torch.Tensor,
+        factor: float = 1.0,
+        *,
+        region: Region | None = None,
+        counts_small: bool = False,
+    ) -> None:
+        self._journal.add(place, sketch_of(tensor, region, counts_small=counts_small), factor)
+        if self._closeup is not None:
+            self._closeup.keep((self._position, self._call), place, tensor, factor, region)
 
     # -- what there is ---------------------------------------------------------------------------------------------
 
@@ -174,11 +209,11 @@ class Recorder:
             prefix = _prefix(number)
             for holding in weights(model):
                 place = Place(WEIGHT, prefix + holding.name, part=part_name(holding.region))
-                self._journal.add(place, sketch_of(holding.tensor, holding.region))
+                self._note(place, holding.tensor, region=holding.region)
             modules = dict(model.local_named_modules())
             for name, buffer in model.local_named_buffers():
                 if not isinstance(modules.get(name.rpartition(".")[0]), NORMS_WITH_STATISTICS) and buffer.numel():
-                    self._journal.add(Place(BUFFER, prefix + name), sketch_of(buffer))
+                    self._note(Place(BUFFER, prefix + name), buffer)
 
     def _gradient_factor(self) -> float:
         """Backward on a rank has the gradient of its own batch's loss, times the loss scale."""
@@ -215,6 +250,21 @@ def _head(ranks: Ranks, every: int, environ: Mapping[str, str]) -> Head:
         every=every,
         rounding=2.0**-11 if coarse else 0.0,
         restart=restart_count(environ),
+        start=asdict(_start(ranks, environ)),
+    )
+
+
+def _start(ranks: Ranks, environ: Mapping[str, str]) -> Start:
+    """How this rank's script was started; secrets among its words are not written down."""
+    file, *words = sys.argv or [""]
+    script = Path(file).absolute()
+    return Start(
+        script=str(script) if script.is_file() else "",
+        words=masked_words(words),
+        directory=str(Path.cwd()),
+        parameters=ranks.cfg.to_mp_parameters(),
+        checkpoints=environ.get("SMP_CHECKPOINT_DIR", ""),
+        trial=environ.get(TRIAL_VARIABLE, ""),
     )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from smp_config import Group
 from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.numerics.module_watch import owner_of
+from smp_runtime.step.microbatches import counts_of_all
 from smp_runtime.tensors.torch_private import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class TrialRun:
         )
         if first_of_batch:
             found = [
-                leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else None for leaf in tree_flatten(values)[0]
+                _whole(leaf, ranks.cfg.microbatches).detach().cpu() if isinstance(leaf, torch.Tensor) else None
+                for leaf in tree_flatten(values)[0]
             ]
             folder = Path(self._trial.save)
             folder.mkdir(parents=True, exist_ok=True)
@@ -101,10 +103,17 @@ class TrialRun:
         return made
 
 
+def _whole(leaf: torch.Tensor, microbatches: int) -> torch.Tensor:
+    """What is written of an argument: of a count for each microbatch, that of all."""
+    return leaf if counts_of_all(leaf) is None else leaf * microbatches
+
+
 def _joined(leaf: Any, parts: list[torch.Tensor | None], axis: int | None) -> Any:
     tensors = [part for part in parts if part is not None]
     if not isinstance(leaf, torch.Tensor) or len(tensors) < len(parts):
         return leaf
+    if counts_of_all(leaf) is False:  # each replica counts its own
+        return torch.stack(tensors).sum(0).to(leaf.device)
     whole = tensors[0] if axis is None or not tensors[0].dim() else torch.cat(tensors, axis)
     return whole.to(leaf.device)
 

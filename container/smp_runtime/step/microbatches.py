@@ -185,3 +185,25 @@ def _rebuilt(original: Mapping[Any, Any], content: dict[Any, Any]) -> Any:
         return type(original)(content)  # type: ignore[call-arg]
     except TypeError:
         return content
+
+
+#: Attribute of a tensor that counts samples or tokens of one microbatch on average.
+_COUNTS = "_smp_counts_of_all"
+
+
+def mark_count(value: Any, *, of_all: bool) -> Any:
+    """Note that a step's argument, if it is a tensor, counts samples or tokens of a microbatch on average.
+
+    Who gives the step another batch must give it another count.
+
+    Args:
+        of_all: whether it is of all replicas' batches together, and so the same on all of them.
+    """
+    if isinstance(value, torch.Tensor):
+        setattr(value, _COUNTS, of_all)
+    return value
+
+
+def counts_of_all(value: Any) -> bool | None:
+    """Whether a count is of all replicas' batches; None for what is no count."""
+    return getattr(value, _COUNTS, None)
