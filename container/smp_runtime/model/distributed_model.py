@@ -185,6 +185,7 @@ class DistributedModel(WrappedModule):
                 logger.info("%s", text)
         self._window.install_hook()
         self._part.compile(self._ranks.cfg)
+        self._placed.follow_calls(self._part)
         self.blueprint.note_settings()
 
     # -- what it is made of ----------------------------------------------------------------------------------------

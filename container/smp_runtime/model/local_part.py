@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from smp_runtime.module_state.compiled_blocks import compile_blocks
 from smp_runtime.parameters.registry import ParameterRegistry
 from smp_runtime.replacement.placing import place
+from smp_runtime.sharding.sharded_state import ShardedState
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from smp_config import ModelParallelParameters
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
     from smp_runtime.sharding.sharded_parameters import ShardedParameters
-    from smp_runtime.sharding.sharded_state import ShardedState
 
 
 class LocalPart:
@@ -99,6 +99,11 @@ class Placed:
         for shard in (self.optimizer_shards or {}).values():
             if shard is not None:
                 shard.refresh()
+
+    def follow_calls(self, part: LocalPart) -> None:
+        """Modules are as they will run: those whose parameters come late wait for them."""
+        if isinstance(self.sharded_state, ShardedState):
+            self.sharded_state.follow_calls(part.module)
 
     def updated(self, part: LocalPart) -> Iterator[tuple[str, nn.Parameter]]:
         """What the optimizer of this rank updates, under the parameters' names; with sharded state the parts it owns."""
