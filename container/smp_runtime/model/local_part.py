@@ -45,10 +45,11 @@ class LocalPart:
         """Whether a module is on this rank."""
         return self.stage_of is None or self.stage_of(path) == self.stage
 
-    def compile(self, cfg: ModelParallelParameters) -> None:
+    def compile(self, cfg: ModelParallelParameters, placed: Placed) -> None:
         """Have repeated blocks of this rank compiled, where the configuration says so and no collectives run inside."""
-        if cfg.compile and cfg.sharded_data_parallel_degree == 1 and cfg.tensor_parallel_degree == 1:
-            compile_blocks(self.module, self.has, cfg.compile_backend)
+        if cfg.compile and cfg.tensor_parallel_degree == 1:
+            shards = placed.shards
+            compile_blocks(self.module, self.has, cfg.compile_backend, shards.uses.leave_inside if shards else None)
 
     def has_tensor(self, name: str) -> bool:
         """Whether a parameter or buffer is on this rank, by its name."""
