@@ -3,15 +3,16 @@
     python benchmarks/pipeline.py                    # all cases, on this machine's processors
     python benchmarks/pipeline.py --case torch --rounds 20
 
-``sleep``: a chain of four stages whose modules sleep 20 ms forward and 40 ms backward, 8 microbatches: makespan ÷
-(m + p − 1)(f + b), the closed form of 1F1B and GPipe; each rank is bound to one processor, as ``mpirun --bind-to core``
-does. ``sleep-zero``: the same in ``zero_bubble``, where half of backward is the weights'; idle time ÷ that of 1F1B's closed
-form. ``sleep-torch``: the same chain in torch.distributed.pipelining's Schedule1F1B. ``torch``: a GPT (8 layers, hidden
-256, split equally by both) on 2 ranks with 4 microbatches, in turns with Schedule1F1B. ``alone``: the same GPT with its
-tied output layer, partitioned automatically, in turns with one process with one thread. ``gpt2``: the same against one
-process with Transformers' GPT-2 as it comes (GPT2LMHeadModel of the same size, no dropout, no cache). Bytes are counted
-at the transport and divided by what must cross the boundary. All ranks are on this machine and read one clock: a step
-lasts from when the first rank begins it until the last has ended it. A result on CPU says nothing about GPUs.
+``sleep``: a chain of four stages whose modules sleep 20 ms forward and 40 ms backward, 8 microbatches: makespan ÷ (m
++ p − 1)(f + b), the closed form of 1F1B and GPipe; each rank is bound to one processor, as ``mpirun --bind-to core``
+does. ``sleep-zero``: the same in ``zero_bubble``, where half of backward is the weights'; idle time ÷ that of 1F1B's
+closed form. ``sleep-waiting``: ``sleep`` with ``"fast_mode": false``. ``sleep-torch``: the same chain in
+torch.distributed.pipelining's Schedule1F1B. ``torch``: a GPT (8 layers, hidden 256, split equally by both) on 2 ranks
+with 4 microbatches, in turns with Schedule1F1B. ``alone``: the same GPT with its tied output layer, partitioned
+automatically, in turns with one process with one thread. ``gpt2``: the same against one process with Transformers'
+GPT-2 as it comes (GPT2LMHeadModel of the same size, no dropout, no cache). Bytes are counted at the transport and
+divided by what must cross the boundary. All ranks are on this machine and read one clock: a step lasts from when the
+first rank begins it until the last has ended it. A result on CPU says nothing about GPUs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ from launching import print_machine, run_ranks
 FORWARD, BACKWARD = 0.020, 0.040
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "sleep": (4, {"partitions": 4, "microbatches": 8, "auto_partition": False, "default_partition": 0}),
+    "sleep-waiting": (
+        4,
+        {"partitions": 4, "microbatches": 8, "auto_partition": False, "default_partition": 0, "fast_mode": False},
+    ),
     "sleep-zero": (
         4,
         {

@@ -398,10 +398,9 @@ class ModelParallelParameters(BaseModel):
     def _of_compiling(self) -> list[str]:
         """Settings of the compiler that change nothing."""
         said = []
-        if self.compile and (self.sharded_data_parallel_degree > 1 or self.tensor_parallel_degree > 1):
+        if self.compile and self.tensor_parallel_degree > 1:
             said.append(
-                "compile ignored: with sharded data parallelism or tensor parallelism collectives run inside blocks, which would "
-                "break every graph"
+                "compile ignored: with tensor parallelism collectives run inside blocks, which would break every graph"
             )
         elif self.compile and self.pipeline == "zero_bubble":
             said.append(

@@ -61,6 +61,38 @@ def test_an_update_is_one_kernel_and_the_same_as_the_loop(solo, name, dtype):
     _train(other, [p for group in other.param_groups for p in group["params"]], 1, other.step)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("settings", [{}, {"adam_w_mode": False}, {"bias_correction": False}], ids=str)
+def test_fused_adam_is_one_kernel_too(dtype, settings):
+    mine, theirs = _parameters(dtype), _parameters(dtype)
+    optimizer = smp.optimizers.FusedAdam(mine, lr=1e-2, weight_decay=0.1, **settings)
+    averages = [(torch.zeros_like(p), torch.zeros_like(p)) for p in theirs]
+    steps = 0
+
+    @torch.no_grad()
+    def by_hand():
+        nonlocal steps
+        steps += 1
+        first, second = (1 - 0.9**steps, 1 - 0.999**steps) if settings.get("bias_correction", True) else (1.0, 1.0)
+        for parameter, (average, square) in zip(theirs, averages, strict=True):
+            gradient = parameter.grad
+            if settings.get("adam_w_mode", True):
+                parameter.mul_(1 - 1e-2 * 0.1)
+            else:
+                gradient = gradient + 0.1 * parameter
+            average.mul_(0.9).add_(gradient, alpha=0.1)
+            square.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+            parameter.sub_(1e-2 * (average / first) / ((square / second).sqrt() + 1e-8))
+
+    _train(optimizer, mine, 10, optimizer.step)
+    _train(None, theirs, 10, by_hand)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert {state["step"] for state in optimizer.state.values()} == {10}
+    kernel = "adamw" if settings.get("adam_w_mode", True) else "adam"
+    assert [made for made in _operations(optimizer.step) if "fused" in made] == [f"aten._fused_{kernel}_"]
+
+
 def _kept(change=None, **settings):
     """Whether an optimizer that is made like that keeps PyTorch's own form."""
     parameters = _parameters(torch.float32, (8, 16))

@@ -17,6 +17,7 @@ from smp_runtime.comm.control import Arrival, ControlPlane, host_name
 from smp_runtime.comm.devices import assign_gpus, choose_backend, sharing_warning, use_device, visible_gpus
 from smp_runtime.comm.groups import ProcessGroups
 from smp_runtime.comm.watched import WatchedCollectives
+from smp_runtime.parameters.arriving import Arrivals
 from smp_runtime.smddp.process_group import collectives_of
 from smp_runtime.smddp.registration import BACKEND, register
 
@@ -172,6 +173,8 @@ class Ranks:
         Raises:
             ConfigError: the number of ranks does not fit.
         """
+        if (arrivals := self.kept(Arrivals)) is not None:
+            arrivals.settle()
         self.topology = parameters.topology(self.control.size)
         self.cfg = parameters
         self.groups.slice_by(self.topology)

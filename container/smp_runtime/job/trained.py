@@ -36,7 +36,10 @@ class SharedState(Protocol):
         """Forget gradients that were reduced to their owner."""
 
     def gather_parameters(self) -> None:
-        """After an update: every rank gets the parameters that the others have updated."""
+        """After an update: every rank gets the parameters that the others have updated, at the latest when it reads them."""
+
+    def settle(self) -> None:
+        """Wait for what is under way to this rank."""
 
     def gather_whole(
         self, values: Mapping[nn.Parameter, torch.Tensor], *, keep: bool = True

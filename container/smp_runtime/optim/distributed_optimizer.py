@@ -283,6 +283,8 @@ class DistributedOptimizer(SavedOptimizer):
         if self._model.shards is not None:
             self.clip_on_device(self._model.shards.clipping)
         if not self.overflow:
+            if self._model.sharded_state is not None:
+                self._model.sharded_state.settle()
             with fused_where_open(self.optimizer):
                 self.optimizer.step()
             self._store()
