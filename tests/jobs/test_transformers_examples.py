@@ -20,7 +20,7 @@ def _last_line(folder: Path, example: str, *words: str) -> str:
     script = ENTRYPOINTS.parent / "examples" / f"{example}.py"
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
-        [sys.executable, str(script), *words], cwd=folder, env=env, capture_output=True, text=True, timeout=150
+        [sys.executable, str(script), *words], cwd=folder, env=env, capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()[-1]
