@@ -92,8 +92,8 @@ add_numerics(main)
 
 @main.command()
 @click.argument("file", type=click.File("r", encoding="utf-8"))
-@click.option("--instance-type", help="Default: what FILE says, else ml.p4d.24xlarge.")
-@click.option("--instance-count", type=click.IntRange(1), help="Default: what FILE says, else 1.")
+@click.option("--instance-type", "--instance", help="Default: what FILE says, else ml.p4d.24xlarge.")
+@click.option("--instance-count", "--count", type=click.IntRange(1), help="Default: what FILE says, else 1.")
 def validate(file: Any, instance_type: str | None, instance_count: int | None) -> None:
     """Check a distribution. FILE holds JSON or a Python literal.
 

@@ -6,9 +6,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from torch.utils.flop_counter import flop_registry
-
 from smp_config.rehearsal import ModuleWork, TimedBlock
+from smp_runtime.tensors.flop_formulas import flop_registry
 from smp_runtime.tensors.torch_private import packet_of
 
 if TYPE_CHECKING:
