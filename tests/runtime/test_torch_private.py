@@ -7,6 +7,7 @@ in another way.
 from __future__ import annotations
 
 import ast
+import inspect
 import pickle
 import subprocess
 import sys
@@ -419,6 +420,38 @@ def _(request):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+# -- the profiler, and what holds a GPU's memory ---------------------------------------------------------------------
+
+
+@of("of_all_threads")
+def _(_):
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=door.of_all_threads()
+    ) as seen:
+        thread = threading.Thread(target=lambda: torch.ones(2, 2) @ torch.ones(2, 2))
+        thread.start()
+        thread.join()
+    assert "aten::mm" in {event.name for event in seen.events()}
+
+
+@of("record_memory_history", "write_memory_history")
+def _(request):
+    monkeypatch = request.getfixturevalue("monkeypatch")
+    called = []
+    # Without a GPU they can only be asked for their arguments.
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        taken = inspect.signature(getattr(torch.cuda.memory, name))
+
+        def noted(*args, taken=taken, name=name, **kwargs):
+            taken.bind(*args, **kwargs)
+            called.append(name)
+
+        monkeypatch.setattr(torch.cuda.memory, name, noted)
+    door.record_memory_history()
+    door.write_memory_history("file")
+    assert called == ["_record_memory_history", "_dump_snapshot", "_record_memory_history"]
 
 
 @pytest.mark.parametrize("name", CANARIES.checks)

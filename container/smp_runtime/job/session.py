@@ -245,6 +245,9 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
     _note_failure_of(session)
     for begin in at_init:
         begin(session)
+    # What these have registered is called after it, so that libraries are still there when the session closes.
+    atexit.unregister(shutdown)
+    atexit.register(shutdown)
     return session
 
 

@@ -131,6 +131,14 @@ class TrainedOptimizer(Protocol):
         """What losses are multiplied with; 1 without fp16."""
 
     @property
+    def gradient_norm(self) -> float | None:
+        """Of the whole gradient, as the last clipping has measured it; None where nothing was clipped."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameters with their settings."""
+
+    @property
     def defaults(self) -> dict[str, Any]:
         """The settings of parameters that have none of their own."""
 

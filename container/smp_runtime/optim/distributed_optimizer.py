@@ -249,6 +249,11 @@ class DistributedOptimizer(SavedOptimizer):
         return self.loss_scaler.scale
 
     @property
+    def gradient_norm(self) -> float | None:
+        """Of the whole gradient, as the last clipping has measured it; None where nothing was clipped."""
+        return self._global_grad_norm
+
+    @property
     def step_was_skipped(self) -> bool:
         """For ``accelerate``: whether the last step was skipped."""
         return self.overflow

@@ -13,6 +13,7 @@ knows, for which a function would only hide what happens. The same tests try the
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -380,3 +381,35 @@ SHARING = frozenset({torch.ops.aten._unsafe_view.default})
 
 #: The operation behind ``tensor.item()``.
 ITEM = torch.ops.aten._local_scalar_dense.default
+
+
+# -- the profiler --------------------------------------------------------------------------------------------------
+
+
+def of_all_threads() -> Any:
+    """What makes PyTorch's profiler record all threads, but no allocations; None where a release has no such thing."""
+    profiler = getattr(torch._C, "_profiler", None)
+    try:
+        return profiler._ExperimentalConfig(profile_all_threads=True)  # type: ignore[union-attr]  # a release without it
+    except (AttributeError, TypeError):
+        return None
+
+
+# -- what holds a GPU's memory -------------------------------------------------------------------------------------
+
+#: Allocations that are remembered, the newest ones.
+_REMEMBERED_ALLOCATIONS = 100_000
+
+
+def record_memory_history() -> None:
+    """From now on the allocator remembers which lines of code hold the GPU's memory, where this release can."""
+    if (record := getattr(torch.cuda.memory, "_record_memory_history", None)) is not None:
+        record(max_entries=_REMEMBERED_ALLOCATIONS)
+
+
+def write_memory_history(path: str | os.PathLike[str]) -> None:
+    """Write what it has remembered, for pytorch.org/memory_viz, and remember no more; nothing where this release cannot."""
+    dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
+    if dump is not None:
+        dump(os.fspath(path))
+        torch.cuda.memory._record_memory_history(enabled=None)
