@@ -33,7 +33,7 @@ WITH_5 := $(addprefix tests/,tensor_parallel/test_huggingface.py tensor_parallel
 DOCS := .venv-docs
 TRACKERS := .venv-trackers
 
-.PHONY: dist docs docs-serve image push test-docker quickstart test test-newest test-sdk-floor test-trackers test-v3 test-full test-torch test-clients test-clients-full test-matrix lint type format clean help
+.PHONY: bench bench-quick dist docs docs-serve image push test-docker quickstart test test-newest test-sdk-floor test-trackers test-v3 test-full test-torch test-clients test-clients-full test-matrix lint type format clean help
 
 help:
 	@echo "make quickstart   train a small GPT with SMPEstimator.fit(): two processes, no cloud account"
@@ -46,6 +46,7 @@ help:
 	@echo "make test-matrix  Python 3.10 to 3.13 and PyTorch from the floor to the newest, for docs/compatibility.md; MATRIX=\"3.12 2.4.0\": some"
 	@echo "make image        the training image; BASE_IMAGE=… for the cloud; make push prints how to publish it"
 	@echo "make test-docker  SageMaker local mode with that image, one and two hosts"
+	@echo "make bench        the figures of docs/performance.md, peers in turns, into benchmarks/results.json; bench-quick: under five minutes"
 	@echo "make docs         the documentation as a site in site/; make docs-serve shows it while it is written"
 	@echo "make dist         wheel and sdist into dist/"
 	@echo "make lint type    ruff and mypy"
@@ -60,6 +61,14 @@ $(VENV)/.installed: setup.cfg setup.py pyproject.toml constraints-cpu.txt
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python examples/quickstart.py --steps $(STEPS)
+
+# ONLY="pipeline starting": some suites. `python benchmarks/bench.py list` names them.
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/bench.py run $(addprefix --only ,$(ONLY))
+	$(BIN)/python benchmarks/bench.py write
+
+bench-quick: $(VENV)/.installed
+	$(BIN)/python benchmarks/bench.py run --quick $(addprefix --only ,$(ONLY))
 
 test: test-sdk-floor test-newest
 

@@ -204,7 +204,8 @@ class _Kind:
         sessions.at_init.append(self._begin)
         if self._request.on_gpu:
             F.scaled_dot_product_attention = as_fused(F.scaled_dot_product_attention)
-        torch.save = _save_nothing
+        torch_module: Any = torch
+        torch_module.save = _save_nothing
         public: Any = sys.modules[_PUBLIC]
         public.save_checkpoint = self._agreed(public.save_checkpoint)
         dist.init_process_group = self._start_groups
