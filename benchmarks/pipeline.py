@@ -132,7 +132,7 @@ def sleepers(smp: Any, stages: int) -> Any:
             super().__init__()
             self.links = nn.ModuleList()
             for stage in range(stages):
-                with smp.partition(stage):
+                with smp.partition(min(stage, smp.pp_size() - 1)):
                     self.links.append(Sleeper())
 
         def forward(self, x):

@@ -313,4 +313,5 @@ class _Rehearsals:
             processes_per_host=per_host,
             parameters={**self.kept, **settings},
             gpu_memory_bytes=self.memory,
+            other_ranks=False,  # of the same script, the degrees change nothing
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from smp_config import ConfigError
 from smp_config.errors import shown
@@ -12,6 +12,9 @@ from smp_config.timeline import FILE_PREFIX, FILE_SUFFIX, TIMELINE_VARIABLE, par
 from smp_estimator.local.archives import read_archive
 from smp_estimator.local.uris import is_file_uri, is_s3_uri, path_of
 from smp_estimator.timeline.steps import JobTimeline
+
+if TYPE_CHECKING:
+    from smp_config.timeline import RankTimeline
 
 _PATTERN = f"{FILE_PREFIX}*{FILE_SUFFIX}"
 _ARCHIVES = ("*.tar.gz", "*.tgz")
@@ -33,6 +36,11 @@ def read_timeline(job_output: str) -> JobTimeline:
     Raises:
         ConfigError: there are no files, broken ones, or files of different jobs.
     """
+    return JobTimeline.of(read_ranks(job_output))
+
+
+def read_ranks(job_output: str) -> list[tuple[str, RankTimeline]]:
+    """The same, rank by rank: the names of the files and what they hold."""
     if is_s3_uri(job_output):
         raise ConfigError(
             f"{job_output} is in S3; timelines are read from this machine: fetch the archive first, for example with "
@@ -47,10 +55,10 @@ def read_timeline(job_output: str) -> JobTimeline:
     files = [(name, parse_timeline(text, name)) for name, text in _texts(place)]
     if not files:
         raise ConfigError(
-            f"{job_output} holds no {_PATTERN}, neither plain nor in an archive; ranks of a pipeline write them when recording is "
+            f"{job_output} holds no {_PATTERN}, neither plain nor in an archive; ranks write them when recording is "
             f'on: give the estimator environment={{"{TIMELINE_VARIABLE}": "10"}} for the newest 10 steps and run the job again'
         )
-    return JobTimeline.of(files)
+    return files
 
 
 def _texts(place: Path) -> Iterator[tuple[str, bytes]]:
