@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,15 +91,27 @@ def of_mlflow(folder: Path) -> tuple[Any, dict[str, dict[int, float]]]:
     return run, {name: {m.step: m.value for m in client.get_metric_history(run.info.run_id, name)} for name in names}
 
 
+def records_of(content: bytes) -> Iterator[bytes]:
+    """Of a file of wandb: behind seven bytes blocks of 32 KiB, as LevelDB writes its log."""
+    at, part = 7, b""
+    while at + 7 <= len(content):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        part += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield part
+            part = b""
+
+
 def of_wandb(folder: Path) -> dict[str, dict[int, float]]:
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     found: dict[str, dict[int, float]] = {}
     for path in sorted(folder.glob("offline-run-*/run-*.wandb")):
-        store = DataStore()
-        store.open_for_scan(str(path))
-        while (data := store.scan_data()) is not None:
+        for data in records_of(path.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             values = {
