@@ -203,7 +203,7 @@ class UpdateGuard:
                     "value": value,
                     "median": usual,
                     "update": step + 1,
-                    "gradients": [one._asdict() for one in greatest],
+                    "gradients": [dict(zip(_Norm._fields, one, strict=True)) for one in greatest],
                 },
             )
         seen.append(value)
@@ -211,11 +211,7 @@ class UpdateGuard:
     def _greatest(self, gradients: Sequence[tuple[str, torch.Tensor]]) -> list[_Norm]:
         """The greatest of all ranks' gradients; every rank calls it, behind the decision that is the same on all."""
         control = self._session.ranks.control
-        norms = (
-            torch.stack([torch.linalg.vector_norm(gradient).double().cpu() for _, gradient in gradients])
-            if gradients
-            else []
-        )
+        norms = [torch.linalg.vector_norm(gradient).double() for _, gradient in gradients]
         mine = [_Norm(float(norm), name, control.rank) for (name, _), norm in zip(gradients, norms, strict=True)]
         said = control.allgather(
             [tuple(one) for one in sorted(mine, reverse=True)[:_MOST_NAMES]], list(range(control.size))
